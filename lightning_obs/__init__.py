@@ -1,0 +1,56 @@
+"""Observers for LLM quantization, in PyTorch Lightning.
+
+>>> import lightning_obs
+>>> sorted(set(lightning_obs.__all__) - set(dir(lightning_obs)))
+[]
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_obs.callbacks.calibration import CalibrationCallback
+    from lightning_obs.errors import CalibrationError, CalibrationWarning
+    from lightning_obs.export import export_checkpoint, load_checkpoint
+    from lightning_obs.modules import quantized
+    from lightning_obs.observers import Observer
+    from lightning_obs.session import CalibrationResult, CalibrationSession
+
+__version__ = "0.1.0"
+
+# Loaded on first use: an observer can be written and tested without importing lightning or transformers.
+_HOME = {
+    "CalibrationCallback": "lightning_obs.callbacks.calibration",
+    "CalibrationError": "lightning_obs.errors",
+    "CalibrationWarning": "lightning_obs.errors",
+    "CalibrationResult": "lightning_obs.session",
+    "CalibrationSession": "lightning_obs.session",
+    "Observer": "lightning_obs.observers",
+    "export_checkpoint": "lightning_obs.export",
+    "load_checkpoint": "lightning_obs.export",
+    "quantized": "lightning_obs.modules",
+}
+
+__all__ = [
+    "CalibrationCallback",
+    "CalibrationError",
+    "CalibrationResult",
+    "CalibrationSession",
+    "CalibrationWarning",
+    "Observer",
+    "export_checkpoint",
+    "load_checkpoint",
+    "quantized",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

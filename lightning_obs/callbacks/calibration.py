@@ -1,0 +1,262 @@
+"""Calibrate in Lightning's validation loop.
+
+Lightning already runs the user's data through the user's model; this callback only watches. It is a thin user of
+:class:`~lightning_obs.session.CalibrationSession`: attach when validation starts, finish when its epoch ends, leave
+nothing behind however it ends. The quantization parameters travel in the callback's own state, not in the model's
+``state_dict``, so checkpoints load strictly with or without the callback.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from typing_extensions import override
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.export import export_checkpoint
+from lightning_obs.schemes import ObserversLike, Reload, SchemeLike, label, resolve_config
+from lightning_obs.session import CalibrationResult, CalibrationSession
+
+
+class CalibrationCallback(Callback):
+    """Observe weights and activations during validation and write quantization parameters at the epoch's end.
+
+    Works in ``trainer.validate`` and in the validation of ``trainer.fit`` (each validation calibrates anew; the last
+    one stands). Outputs, metrics, ``state_dict`` and the forward of the model stay what they are. Afterwards:
+    ``callback.result``, ``callback.export(folder)``, ``quantized(model)``.
+
+    Args:
+        scheme: preset name (``"FP8"``, ``"INT8_STATIC"``, ``"W4A16"``...), dict, or ``QuantizationConfig``.
+        targets: what to quantize where the scheme does not say (default: every Linear).
+        ignore: modules to leave alone: names, class names, ``re:`` patterns. Names are those inside the calibrated
+            module (``"lm_head"``, not ``"model.lm_head"``, for a LightningModule whose ``model`` is a transformers model).
+        observers: observer per base name, ``{"input": {"name": "minmax", "averaging_constant": 0.05}}``.
+        module: attribute path of the module to calibrate and export. Default: the one transformers model that the
+            LightningModule holds, else the LightningModule itself.
+        on_missing: ``"error"``, or ``"warn"`` and leave modules that no data reached in full precision.
+        reload: how the checkpoint will be loaded (``"default"``, ``"dequantize"``, ``"unchecked"``).
+        sanity_check: also calibrate in fit's sanity check (its few batches). Off: nothing happens there.
+
+    Raises:
+        CalibrationError: by the constructor for a wrong scheme; before the first batch for targets, shapes or devices;
+            at the epoch's end for missing data or values that are not finite.
+    """
+
+    def __init__(
+        self,
+        scheme: SchemeLike,
+        *,
+        targets: str | Sequence[str] | None = None,
+        ignore: str | Sequence[str] = (),
+        observers: ObserversLike = None,
+        module: str | None = None,
+        on_missing: Literal["error", "warn"] = "error",
+        reload: Reload = "default",
+        sanity_check: bool = False,
+    ) -> None:
+        self._options: dict[str, Any] = {
+            "scheme": _plain(scheme),
+            "targets": _plain(targets),
+            "ignore": _plain(ignore),
+            "observers": _plain(observers),
+            "on_missing": on_missing,
+            "reload": reload,
+        }
+        # A typo is found where it was made, not an epoch later.
+        self._config = resolve_config(**{k: self._options[k] for k in ("scheme", "targets", "ignore", "observers")})
+        self.module = module
+        self.sanity_check = sanity_check
+        self.session: CalibrationSession | None = None
+        self._active = False
+        self._loaded: dict[str, Any] | None = None
+        self._tokenizer: Any = None
+
+    @property
+    def result(self) -> CalibrationResult | None:
+        """What the last calibration did; None before it."""
+        return self.session.result if self.session is not None else None
+
+    @property
+    @override
+    def state_key(self) -> str:
+        """Two calibrations in one Trainer keep their states apart."""
+        return self._generate_state_key(scheme=label(self._options["scheme"]), module=self.module)
+
+    def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False) -> Path:
+        """Write the calibrated module as a compressed-tensors checkpoint (:func:`~lightning_obs.export_checkpoint`).
+
+        Args:
+            folder: written whole or not at all.
+            tokenizer: saved beside it; default: the LightningModule's ``tokenizer`` attribute, if it has one.
+            overwrite: replace ``folder`` if it is there.
+
+        Raises:
+            CalibrationError: no validation has calibrated the model yet, or ``folder`` is there.
+        """
+        if self.session is None:
+            raise CalibrationError(
+                "nothing was calibrated yet", remedy="run trainer.validate or trainer.fit with this callback first."
+            )
+        return export_checkpoint(
+            self.session.model, folder, tokenizer=tokenizer or self._tokenizer, overwrite=overwrite
+        )
+
+    # ------------------------------------------------------------------ Lightning's hooks
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse a wrong configuration before hours of training; restore the qparams of a resumed run."""
+        self._prepare(trainer, pl_module)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach the observers."""
+        if trainer.sanity_checking and not self.sanity_check:
+            return
+        session = self._prepare(trainer, pl_module)
+        session.attach(count_calls=False)
+        self._active = True
+
+    @override
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Count."""
+        if self._active and self.session is not None:
+            self.session.batches += 1
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compute and write the quantization parameters; ModelCheckpoint, which runs later, saves them."""
+        if not self._active or self.session is None:
+            return
+        self._active = False
+        result = self.session.finalize()
+        rank_zero_info(
+            f"{result.scheme}: calibrated {len(result.modules)} modules, {result.observers} observers, "
+            f"{result.batches} batches, {result.seconds:.1f} s"
+        )
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave nothing behind."""
+        self._clean_up()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave nothing behind; Lightning calls no teardown after an exception or Ctrl-C."""
+        self._clean_up()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave nothing behind."""
+        self._clean_up()
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore the qparams of ``test(ckpt_path=...)``."""
+        self._restore(trainer, pl_module)
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore the qparams of ``predict(ckpt_path=...)``."""
+        self._restore(trainer, pl_module)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The quantization parameters: tensors and strings, so that ``weights_only`` loading works."""
+        if self.session is not None and self.session.result is not None:
+            return self.session.state_dict()
+        return self._loaded or {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the saved qparams until the model is on its device (Lightning loads callbacks before that)."""
+        self._loaded = state_dict or None
+        self.session = None
+
+    # ------------------------------------------------------------------ the session behind them
+
+    def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:
+        if trainer.world_size > 1:
+            raise CalibrationError(
+                "calibration on several ranks is not supported yet",
+                got=f"{trainer.world_size} ranks",
+                remedy="run Trainer(devices=1).",
+            )
+        model = find_module(pl_module, self.module)
+        if self.session is None or self.session.model is not model:
+            self.session = CalibrationSession(model, **self._options)
+        self._tokenizer = getattr(pl_module, "tokenizer", None) or getattr(pl_module, "processor", None)
+        self._restore_into(self.session)
+        return self.session
+
+    def _restore(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._loaded is not None:
+            self._prepare(trainer, pl_module)
+
+    def _restore_into(self, session: CalibrationSession) -> None:
+        if self._loaded is not None:
+            session.load_state_dict(self._loaded)
+
+    def _clean_up(self) -> None:
+        self._active = False
+        if self.session is not None:
+            self.session.detach()
+
+
+def find_module(pl_module: nn.Module, path: str | None = None) -> nn.Module:
+    """The module to calibrate inside a LightningModule.
+
+    Args:
+        pl_module: the LightningModule.
+        path: attribute path; None looks for the one child that is a transformers model.
+
+    Raises:
+        CalibrationError: no such attribute, or several transformers models to choose from.
+    """
+    if path is not None:
+        try:
+            found = pl_module.get_submodule(path)
+        except AttributeError as error:
+            children = ", ".join(name for name, _ in pl_module.named_children()) or "none"
+            raise CalibrationError(
+                f"{type(pl_module).__name__} has no module {path!r}", expected=f"one of its modules: {children}"
+            ) from error
+        return _uncompiled(found)
+    models = {n: c for n, c in ((n, _uncompiled(c)) for n, c in pl_module.named_children()) if _is_transformers(c)}
+    if len(models) > 1:
+        raise CalibrationError(
+            f"{type(pl_module).__name__} holds several transformers models",
+            where=list(models),
+            remedy='say which one: CalibrationCallback(module="...").',
+        )
+    return next(iter(models.values()), pl_module)
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    original = getattr(module, "_orig_mod", module)
+    assert isinstance(original, nn.Module)
+    return original
+
+
+def _is_transformers(module: nn.Module) -> bool:
+    return hasattr(module, "save_pretrained") and hasattr(module, "config")
+
+
+def _plain(value: Any) -> Any:
+    """Hydra hands over DictConfig and ListConfig; everything below takes dict and list."""
+    if isinstance(value, (str, torch.dtype)) or value is None:
+        return value
+    if isinstance(value, Mapping) or type(value).__name__ == "DictConfig":
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)) or type(value).__name__ == "ListConfig":
+        return [_plain(v) for v in value]
+    return value

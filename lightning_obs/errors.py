@@ -1,0 +1,81 @@
+"""The one family of errors: what went wrong, where, what was found, what was expected, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_NAMES_SHOWN = 8
+
+
+class CalibrationError(ValueError):
+    """Calibration or export cannot go on, and nothing was written.
+
+    Args:
+        what: the problem in one clause.
+        where: module names (all are kept in :attr:`where`; the message shows the first few).
+        got: what was found.
+        expected: what would have been right.
+        remedy: what the user can do about it.
+
+    >>> print(CalibrationError("columns are not divisible", where=["fc1"], got="10 columns",
+    ...                        expected="a multiple of 4", remedy="list it in `ignore`."))
+    columns are not divisible: fc1. Got 10 columns, expected a multiple of 4. Remedy: list it in `ignore`.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: Sequence[str] = (),
+        got: object = None,
+        expected: object = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.what = what
+        self.where = list(where)
+        self.got = got
+        self.expected = expected
+        self.remedy = remedy
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        text = self.what
+        if self.where:
+            text += ": " + name_list(self.where)
+        text += "."
+        facts = []
+        if self.got is not None:
+            facts.append(f"got {self.got}")
+        if self.expected is not None:
+            facts.append(f"expected {self.expected}")
+        if facts:
+            sentence = ", ".join(facts)
+            text += f" {sentence[0].upper()}{sentence[1:]}."
+        if self.remedy:
+            text += f" Remedy: {self.remedy}"
+        return text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # An exception with keyword-only arguments does not survive pickling (spawned ranks) by itself.
+        return _rebuild, (type(self), self.what, self.where, self.got, self.expected, self.remedy)
+
+
+class CalibrationWarning(UserWarning):
+    """Something the user probably did not intend, after which the result is still correct."""
+
+
+def name_list(names: Sequence[str], shown: int = _NAMES_SHOWN) -> str:
+    """Join module names for a person to read, the first few and a count of the rest.
+
+    >>> name_list(["a", "b", "c"], shown=2)
+    'a, b and 1 more'
+    """
+    names = list(names)
+    head = ", ".join(names[:shown])
+    return head if len(names) <= shown else f"{head} and {len(names) - shown} more"
+
+
+def _rebuild(
+    cls: type[CalibrationError], what: str, where: list[str], got: object, expected: object, remedy: str | None
+) -> CalibrationError:
+    return cls(what, where=where, got=got, expected=expected, remedy=remedy)

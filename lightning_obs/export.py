@@ -1,0 +1,305 @@
+"""Write a calibrated model as a compressed-tensors checkpoint, and load one back into a plain module.
+
+The live model is not touched: weights are compressed one module at a time by compressed-tensors' functional
+compressors, into a state dict of their own. The folder appears under its final name only when it is complete: it is
+written beside it first and renamed.
+
+What compressed-tensors cannot hold (convolutions...) stays in full precision in ``model.safetensors``; its
+quantization parameters go to ``qparams.safetensors``, where :func:`load_checkpoint` finds them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors import ModelCompressor
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
+from compressed_tensors.utils.match import match_named_modules, match_targets
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.modules import (
+    calibrated_modules,
+    fake_quantized_weight,
+    get_scheme,
+    holdable_type,
+    quantize_forward,
+    read_qparams,
+    write_qparams,
+)
+
+WEIGHTS_FILE = "model.safetensors"
+QPARAMS_FILE = "qparams.safetensors"
+CONFIG_FILE = "config.json"
+
+
+def export_checkpoint(
+    model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False
+) -> Path:
+    """Write a calibrated model to ``folder`` in compressed-tensors' format.
+
+    Args:
+        model: a transformers model (``from_pretrained(folder)`` and vLLM load the result) or any other module
+            (:func:`load_checkpoint` does). It can go on training: nothing of it is changed.
+        folder: written whole or not at all.
+        tokenizer: saved beside the model (anything with ``save_pretrained``).
+        overwrite: replace ``folder`` if it is there.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CalibrationError: the model was not calibrated; ``folder`` is not empty and ``overwrite`` is off; another weight
+            dtype than at calibration.
+    """
+    folder = Path(folder)
+    if next(calibrated_modules(model), None) is None:
+        raise CalibrationError(
+            f"{type(model).__name__} was not calibrated, there is nothing to export",
+            remedy="run CalibrationSession or CalibrationCallback on it first.",
+        )
+    with _whole_or_not_at_all(folder, overwrite) as partial, torch.inference_mode(False), torch.no_grad():
+        state = _compressed_state_dict(model)
+        compressor = _model_compressor(model)
+        if hasattr(model, "save_pretrained"):
+            _save_pretrained(model, partial, state)
+        else:
+            save_file(_unshared(state), partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        if compressor is not None:
+            compressor.update_config(str(partial))
+        elif not (partial / CONFIG_FILE).exists():
+            (partial / CONFIG_FILE).write_text("{}\n")
+        _save_own_qparams(model, partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(partial))
+    return folder
+
+
+def _compressed_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state dict with every calibrated module's entries compressed."""
+    state = {name: value.detach() for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    done: dict[int, dict[str, torch.Tensor]] = {}
+    # A module used under two names has its entries under both.
+    for name, module in model.named_modules(remove_duplicate=False):
+        scheme = get_scheme(module)
+        if scheme is None or holdable_type(module) is None:
+            continue
+        prefix = f"{name}." if name else ""
+        own = {*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))}
+        local = {key: state.pop(prefix + key) for key in own if prefix + key in state}
+        if id(module) not in done:
+            local |= read_qparams(module)
+            if scheme.weights is not None:
+                assert scheme.format is not None  # write_qparams set it
+                local = BaseCompressor.get_value_from_registry(str(scheme.format)).compress(local, scheme)
+            done[id(module)] = {key: value.contiguous() for key, value in local.items() if value is not None}
+        state.update({prefix + key: value for key, value in done[id(module)].items()})
+    return state
+
+
+def _model_compressor(model: nn.Module) -> ModelCompressor | None:
+    compressor = ModelCompressor.from_pretrained_model(model)
+    if compressor.quantization_config is None:  # only modules that compressed-tensors cannot hold
+        return None
+    compressor.quantization_config.quantization_status = QuantizationStatus.COMPRESSED
+    return compressor
+
+
+def _save_pretrained(model: Any, folder: Path, state: dict[str, torch.Tensor]) -> None:
+    # A model that was itself loaded through a quantizer would ignore state_dict=.
+    quantizer = getattr(model, "hf_quantizer", None)
+    config = vars(model.config).pop("quantization_config", None)
+    try:
+        if quantizer is not None:
+            model.hf_quantizer = None
+        model.save_pretrained(str(folder), state_dict=state)
+    finally:
+        if quantizer is not None:
+            model.hf_quantizer = quantizer
+        if config is not None:
+            model.config.quantization_config = config
+
+
+def _unshared(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """safetensors refuses tensors that share memory (tied weights): each name gets its own copy."""
+    seen: set[int] = set()
+    result = {}
+    for name, value in state.items():
+        storage = value.untyped_storage().data_ptr()
+        result[name] = value.clone().contiguous() if storage in seen else value.contiguous()
+        seen.add(storage)
+    return result
+
+
+def _save_own_qparams(model: nn.Module, folder: Path) -> None:
+    own = {name: module for name, module in calibrated_modules(model) if holdable_type(module) is None}
+    if not own:
+        return
+    schemes = {name: _dump(get_scheme(module)) for name, module in own.items()}
+    tensors = {f"{name}.{key}": value for name, module in own.items() for key, value in read_qparams(module).items()}
+    save_file(_unshared(tensors), folder / QPARAMS_FILE, metadata={"schemes": json.dumps(schemes)})
+
+
+def _dump(scheme: QuantizationScheme | None) -> dict[str, Any]:
+    assert scheme is not None
+    return scheme.model_dump(mode="json")
+
+
+@contextmanager
+def _whole_or_not_at_all(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """Give a temporary folder beside ``folder`` to write into, and rename it when the block ended well."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())) and not overwrite:
+        raise CalibrationError(f"{folder} is already there", remedy="choose another folder, or set overwrite=True.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    try:
+        yield partial
+        partial.chmod(0o777 & ~_umask())
+        for path in partial.rglob("*"):
+            _flush(path)
+        if folder.exists():
+            old = partial.with_suffix(".old")
+            os.replace(folder, old)
+            try:
+                os.replace(partial, folder)
+            except BaseException:
+                os.replace(old, folder)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _flush(path: Path) -> None:
+    if path.is_file():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+# ---------------------------------------------------------------------- loading
+
+
+def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
+    """Load a checkpoint of :func:`export_checkpoint` into a module of the same architecture.
+
+    The weights become the dequantized ones, and the forward quantizes activations, so outputs equal those of the
+    calibrated model under :func:`~lightning_obs.quantized`. For transformers models use ``from_pretrained``.
+
+    Args:
+        model: a freshly built, unquantized module; changed in place.
+        folder: what ``export_checkpoint`` wrote.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        CalibrationError: files missing, names that do not fit the model. The model is unchanged then.
+    """
+    folder = Path(folder)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise CalibrationError(
+                f"{folder} has no {name}", remedy="give the folder that export_checkpoint wrote for a plain module."
+            )
+    state = load_file(folder / WEIGHTS_FILE)
+    found = _holdable_qparams(model, folder, state) | _own_qparams(model, folder)
+    keys = set(model.state_dict())
+    missing, unexpected = sorted(keys - set(state)), sorted(set(state) - keys)
+    if missing or unexpected:
+        raise CalibrationError(
+            f"the checkpoint does not fit {type(model).__name__}",
+            where=missing or unexpected,
+            got=f"{len(missing)} missing and {len(unexpected)} unexpected tensors",
+            remedy="build the model that was exported.",
+        )
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    wrong = [name for name, value in state.items() if value.shape != shapes[name]]
+    if wrong:
+        raise CalibrationError(
+            f"the checkpoint does not fit {type(model).__name__}: other shapes",
+            where=[f"{name} {tuple(state[name].shape)} instead of {tuple(shapes[name])}" for name in wrong],
+        )
+    with torch.inference_mode(False), torch.no_grad():
+        model.load_state_dict(state)
+        for module, scheme, qparams in found.values():
+            write_qparams(module, scheme, qparams)
+            if holdable_type(module) is not None and scheme.weights is not None:
+                # The weight is on the grid already, compressed-tensors need not quantize it at each forward.
+                module.quantization_status = QuantizationStatus.DECOMPRESSED
+            elif scheme.weights is not None:
+                module.weight.copy_(fake_quantized_weight(module))
+            quantize_forward(module)
+    return model
+
+
+_Found = dict[str, tuple[nn.Module, QuantizationScheme, dict[str, torch.Tensor]]]
+
+
+def _holdable_qparams(model: nn.Module, folder: Path, state: dict[str, torch.Tensor]) -> _Found:
+    """Take the compressed entries out of ``state``, put the dequantized weights in, return the qparams."""
+    raw = json.loads((folder / CONFIG_FILE).read_text()).get("quantization_config")
+    if raw is None:
+        return {}
+    config = QuantizationConfig.model_validate(raw)
+    by_target: dict[str, QuantizationScheme] = {}
+    for group in config.config_groups.values():
+        assert isinstance(group, QuantizationScheme)
+        by_target |= dict.fromkeys(group.targets, group)
+    found: _Found = {}
+    matched = {id(m) for _, m in match_named_modules(model, list(by_target), config.ignore)}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) not in matched or holdable_type(module) is None:
+            continue
+        scheme = by_target[match_targets(name, module, list(by_target))[0]]
+        prefix = f"{name}." if name else ""
+        own = [key for key in state if key.startswith(prefix) and "." not in key[len(prefix) :]]
+        local = {key[len(prefix) :]: state.pop(key) for key in own}
+        if scheme.weights is not None:
+            local = BaseCompressor.get_value_from_registry(str(scheme.format or config.format)).decompress(local, scheme)
+        keep = {*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))}
+        for key in keep & set(local):
+            dtype = getattr(module, key).dtype
+            state[prefix + key] = local[key].to(dtype)
+        qparams = {k: v for k, v in local.items() if k not in keep and k.endswith(("scale", "zero_point"))}
+        found[name] = (module, scheme, qparams)
+    return found
+
+
+def _own_qparams(model: nn.Module, folder: Path) -> _Found:
+    path = folder / QPARAMS_FILE
+    if not path.is_file():
+        return {}
+    with safe_open(path, "pt") as file:
+        schemes = json.loads(file.metadata()["schemes"])
+        tensors = {key: file.get_tensor(key) for key in file.keys()}
+    modules = dict(model.named_modules())
+    unknown = sorted(set(schemes) - set(modules))
+    if unknown:
+        raise CalibrationError(f"{path} names modules that {type(model).__name__} has not", where=unknown)
+    return {
+        name: (
+            modules[name],
+            QuantizationScheme.model_validate(scheme),
+            {key.rpartition(".")[2]: value for key, value in tensors.items() if key.rpartition(".")[0] == name},
+        )
+        for name, scheme in schemes.items()
+    }

@@ -1,0 +1,55 @@
+"""Which modules an inference engine fuses into one matrix, and what they must therefore share.
+
+vLLM multiplies q, k, v (and gate, up) as one matrix. With two-level scales (tensor_group, NVFP4) the fused matrix has
+one global scale, for the weight and for the input, so the members' observers compute it together. Members with two
+different schemes cannot be fused at all; that is an error before calibration, not a refused checkpoint after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from lightning_obs.errors import CalibrationError
+
+#: attribute names, under one parent, of the modules that are fused
+FUSED_GROUPS: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("w1", "w3"),
+)
+
+T = TypeVar("T")
+
+
+def find_fused(names: Iterable[str], groups: Sequence[Sequence[str]] = FUSED_GROUPS) -> list[list[str]]:
+    """Group module names that are fused: same parent, last parts in one of ``groups``. Missing members are fine.
+
+    >>> find_fused(["l.0.q_proj", "l.0.k_proj", "l.0.o_proj", "l.1.up_proj", "l.1.gate_proj"])
+    [['l.0.q_proj', 'l.0.k_proj'], ['l.1.gate_proj', 'l.1.up_proj']]
+    """
+    rank = {member: (index, place) for index, group in enumerate(groups) for place, member in enumerate(group)}
+    found: dict[tuple[str, int], list[tuple[int, str]]] = {}
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        if leaf in rank:
+            index, place = rank[leaf]
+            found.setdefault((parent, index), []).append((place, name))
+    return [[name for _, name in sorted(members)] for members in found.values() if len(members) > 1]
+
+
+def require_one_scheme(schemes: Mapping[str, object], fused: Sequence[Sequence[str]]) -> None:
+    """Refuse fused groups whose members have different schemes.
+
+    Raises:
+        CalibrationError: naming the members of every mixed group.
+    """
+    mixed = [name for group in fused if len({repr(schemes[name]) for name in group}) > 1 for name in group]
+    if mixed:
+        raise CalibrationError(
+            "modules that are fused at inference have different schemes",
+            where=mixed,
+            expected="one scheme for all members of a fused group (q, k, v; gate, up)",
+            remedy="target or ignore them together.",
+        )

@@ -1,0 +1,6 @@
+"""Pure functions on tensors: reshape to observations, ranges to quantization parameters."""
+
+from lightning_obs.numerics.qparams import QParamsDict, compute_global_scale, compute_qparams
+from lightning_obs.numerics.reshape import flatten_for_calibration
+
+__all__ = ["QParamsDict", "compute_global_scale", "compute_qparams", "flatten_for_calibration"]

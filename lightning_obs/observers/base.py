@@ -1,0 +1,261 @@
+"""What an observer is: a class with one method to write.
+
+Phase 1: ``observer(value)`` flattens the value and hands it to ``update_statistics_from_observed``.
+Phase 2: ``observer.get_qparams()`` turns what was gathered into scale, zero point and global scale.
+
+A class written to the ecosystem's observers' guide runs here with its import line changed. Two things are
+different on purpose: a getter deletes nothing (``reset`` forgets), and the caller's ``args`` are never changed (the
+observer keeps a copy), so two observers made from one ``args`` cannot leak hyperparameters into each other.
+
+An observer whose statistics can be computed for one tensor and merged later may implement ``measure`` and ``merge``
+instead. Modules that read the same tensor (q, k, v) then share one ``measure``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.registry.registry import RegistryMixin, standardize_lookup_name
+from torch import distributed as dist
+
+from lightning_obs.errors import CalibrationError, CalibrationWarning
+from lightning_obs.numerics.qparams import QParamsDict, compute_global_scale, compute_qparams
+from lightning_obs.numerics.reshape import BASE_NAMES, flatten_for_calibration
+
+__all__ = ["MinMaxTuple", "Observer", "QParamsDict"]
+
+MinMaxTuple: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+class Observer(RegistryMixin):
+    """Gathers statistics of one tensor (a weight, an activation, an attention state) and computes its qparams.
+
+    Subclass it and write ``update_statistics_from_observed``, which sets ``min_vals`` and ``max_vals`` of shape
+    ``(*qparam_shape,)``. With other statistics, write ``has_statistics`` and ``get_qparams`` (or ``get_min_max``)
+    too. Any attribute set while observing is a statistic: ``reset`` forgets it, a NaN in it is found.
+
+    Args:
+        base_name: what is observed: weight, input, output, q, k or v.
+        args: number format, strategy and ``observer_kwargs``; copied, never changed.
+        **observer_kwargs: hyperparameters; they take precedence over ``args.observer_kwargs``.
+
+    Raises:
+        CalibrationError: an unknown base name; a hyperparameter that the class does not declare in
+            ``hyperparameters`` (a class that declares none takes what it is given).
+
+    >>> args = QuantizationArgs(num_bits=8)
+    >>> observer = Observer.load_from_registry("static_minmax", base_name="input", args=args)
+    >>> _ = observer(torch.tensor([[-1.0, 2.0]]))(torch.tensor([[0.0, 3.0]]))
+    >>> observer.get_min_max()
+    (tensor([-1.]), tensor([3.]))
+    >>> observer.get_qparams()["scale"]
+    tensor([0.0235])
+    """
+
+    #: statistic attribute -> reduction over ranks. Statistics not named here are each rank's own.
+    _act_sync_dict: ClassVar[dict[str, Any]] = {}
+
+    #: declared hyperparameters and their defaults; each becomes an attribute. None: takes anything.
+    hyperparameters: ClassVar[dict[str, Any] | None] = None
+
+    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
+        if base_name not in BASE_NAMES:
+            raise CalibrationError(f"unknown base name {base_name!r}", expected=f"one of {', '.join(BASE_NAMES)}")
+        self.base_name = base_name
+        kwargs = {**(args.observer_kwargs or {}), **observer_kwargs}
+        self.args = args.model_copy(deep=True, update={"observer_kwargs": kwargs})
+        self._fused_observers: list[Observer] = []
+        self._before_observing: dict[str, Any] | None = None
+        self._set_hyperparameters(kwargs)
+
+    def _set_hyperparameters(self, given: dict[str, Any]) -> None:
+        known: dict[str, Any] = {}
+        for cls in reversed(type(self).__mro__):
+            known.update(vars(cls).get("hyperparameters") or {})
+        declares = vars(type(self)).get("hyperparameters") is not None
+        unknown = [name for name in given if name not in known]
+        if declares and unknown:
+            raise CalibrationError(
+                f"{type(self).__name__} has no hyperparameter {', '.join(map(repr, unknown))}",
+                expected=", ".join(known) or "none, it takes no hyperparameters",
+            )
+        for name, default in known.items():
+            setattr(self, name, given.get(name, default))
+
+    # ------------------------------------------------------------------ phase 1
+
+    def __call__(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
+        return self.forward(value, g_idx)
+
+    def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
+        """Observe one tensor (shapes: :func:`flatten_for_calibration`). An empty one changes nothing."""
+        if value.numel() == 0:
+            return self
+        # Lightning validates under inference mode; a statistic born in it could not be updated in training.
+        with torch.inference_mode(False), torch.no_grad():
+            self._remember_initial_state()
+            self.update_statistics_from_observed(flatten_for_calibration(value, self.base_name, self.args, g_idx))
+        return self
+
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        """Take in one flattened tensor ``(num_observations, *qparam_shape, group_size)``."""
+        self.merge(self.measure(observed))
+
+    def measure(self, observed: torch.Tensor) -> Any:
+        """What one flattened tensor has to say; depends on nothing but the tensor and :attr:`measure_key`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must implement update_statistics_from_observed, or measure and merge"
+        )
+
+    def merge(self, measured: Any) -> None:
+        """Add a measurement to the statistics."""
+        raise NotImplementedError(f"{type(self).__name__} implements measure without merge")
+
+    @property
+    def measure_key(self) -> Hashable | None:
+        """Two observers with equal keys measure a tensor alike, so one measurement serves both. None: never share."""
+        return None
+
+    def observe_shared(self, value: torch.Tensor, measured: dict[Hashable, Any]) -> None:
+        """Observe ``value``, taking the measurement from (or leaving it in) ``measured`` where it can be shared."""
+        if self.measure_key is None or value.numel() == 0:
+            self(value)
+            return
+        key = (self.measure_key, self.base_name in ("q", "k", "v"), self.args.strategy, self.args.group_size)
+        with torch.inference_mode(False), torch.no_grad():
+            self._remember_initial_state()
+            if key not in measured:
+                measured[key] = self.measure(flatten_for_calibration(value, self.base_name, self.args))
+            self.merge(measured[key])
+
+    def reset(self) -> None:
+        """Forget everything observed."""
+        if self._before_observing is None:
+            return
+        state, self._before_observing = self._before_observing, None
+        kept = {"_fused_observers": self._fused_observers}
+        vars(self).clear()
+        vars(self).update(state, **kept)
+
+    def _remember_initial_state(self) -> None:
+        if self._before_observing is None:
+            self._before_observing = {
+                name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in vars(self).items()
+            }
+
+    # ------------------------------------------------------------------ phase 2
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether anything was observed."""
+        return hasattr(self, "min_vals") and hasattr(self, "max_vals")
+
+    def get_min_max(self) -> MinMaxTuple:
+        """The range, ``(*qparam_shape,)`` each, in the units of the observed tensor.
+
+        Raises:
+            CalibrationError: nothing was observed.
+        """
+        self._require_statistics()
+        return self.min_vals, self.max_vals
+
+    def get_global_scale(self) -> torch.Tensor | None:
+        """Global scale ``(1,)`` shared by the fused group; None unless the strategy is tensor_group."""
+        return compute_global_scale((member.get_min_max() for member in (self, *self._fused_observers)), self.args)
+
+    def get_qparams(self) -> QParamsDict:
+        """Compute scale, zero point and global scale. Changes nothing: a second call returns the same.
+
+        Raises:
+            CalibrationError: nothing was observed, or what was observed holds NaN or infinity.
+        """
+        self._require_statistics()
+        bad = self.nonfinite_statistics()
+        if bad:
+            raise CalibrationError("the statistics are not finite", got=bad, remedy="find the NaN in weights or data.")
+        min_vals, max_vals = self.get_min_max()
+        return compute_qparams(min_vals, max_vals, self.args, self.get_global_scale())
+
+    def nonfinite_statistics(self) -> str | None:
+        """Say how many values of which statistic are NaN or infinite; None if all are finite."""
+        found = []
+        for name in self._statistic_names():
+            value = getattr(self, name)
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                count = int((~torch.isfinite(value)).sum())
+                if count:
+                    found.append(f"{count} of {value.numel()} {name.lstrip('_')} not finite")
+        return ", ".join(found) or None
+
+    def _statistic_names(self) -> list[str]:
+        initial = self._before_observing or {}
+        return [n for n, v in vars(self).items() if n != "_before_observing" and initial.get(n) is not v]
+
+    def _require_statistics(self) -> None:
+        if not self.has_statistics:
+            raise CalibrationError(
+                f"No statistics available in {type(self).__name__} ({self.base_name})",
+                remedy="observe a tensor first: observer(value).",
+            )
+
+    # ------------------------------------------------------------------ groups and ranks
+
+    @staticmethod
+    def fuse(observers: Sequence[Observer]) -> None:
+        """Make observers share one global scale (q, k, v; gate, up). Each keeps the others in ``_fused_observers``."""
+        for observer in observers:
+            observer._fused_observers = [other for other in observers if other is not observer]
+
+    def sync_activation_stats(self) -> list[Any]:
+        """Start one all_reduce per statistic in ``_act_sync_dict`` and return the handles to wait for.
+
+        Kept for code written to the guide; :mod:`lightning_obs.sync` packs the statistics of all observers instead.
+        """
+        present = {name: op for name, op in self._act_sync_dict.items() if hasattr(self, name)}
+        return [dist.all_reduce(getattr(self, name), op=op, async_op=True) for name, op in present.items()]
+
+    # ------------------------------------------------------------------ registry
+
+    _replaced: ClassVar[dict[str, type[Observer]]] = {}
+
+    @classmethod
+    def register_value(cls, value: Any, name: str | None = None, alias: str | list[str] | None = None) -> None:
+        """Register a class by name; a class of the user's takes the place of a built-in one, and says so once."""
+        key = standardize_lookup_name(name or value.__name__)
+        if key not in Observer.registered_names():
+            super(Observer, Observer).register_value(value, name=key, alias=alias)
+            return
+        current = Observer.get_value_from_registry(key)
+        if (current.__module__, current.__qualname__) != (value.__module__, value.__qualname__):
+            warnings.warn(
+                f"observer {name!r} is now {value.__module__}.{value.__qualname__}; it replaces "
+                f"{current.__module__}.{current.__qualname__}",
+                CalibrationWarning,
+                stacklevel=4,
+            )
+        Observer._replaced[key] = value
+
+    @classmethod
+    def get_value_from_registry(cls, name: str) -> Any:
+        """The class registered under ``name`` (``-`` and ``_`` are the same).
+
+        Raises:
+            CalibrationError: no such name; the message lists the names there are.
+        """
+        key = standardize_lookup_name(name)
+        if key in Observer._replaced:
+            return Observer._replaced[key]
+        if key not in Observer.registered_names():
+            raise CalibrationError(
+                f"unknown observer {name!r}", expected=f"one of {', '.join(observer_names(Observer.registered_names()))}"
+            )
+        return super(Observer, Observer).get_value_from_registry(key)
+
+
+def observer_names(registered: Iterable[str]) -> list[str]:
+    """Registry keys as users write them (underscores), sorted."""
+    return sorted(name.replace("-", "_") for name in registered)

@@ -1,0 +1,455 @@
+"""What to quantize and how: from what the user wrote to a checked plan of modules.
+
+A scheme is a preset name, a dict or a compressed-tensors object; all become one ``QuantizationConfig``. A plan is
+that config laid over one model: every module that will be quantized, with its scheme. Whatever can be known to be
+wrong before data is read is refused here, naming modules and remedy.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStrategy,
+    is_preset_scheme,
+    preset_name_to_scheme,
+)
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+from compressed_tensors.utils.match import is_match, match_named_modules, match_targets
+from torch import nn
+
+from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
+from lightning_obs.fusion import find_fused, require_one_scheme
+from lightning_obs.modules import holdable_type, scheme_args, weight_matrix
+from lightning_obs.observers import Observer
+
+SchemeLike: TypeAlias = "str | Mapping[str, Any] | QuantizationScheme | QuantizationConfig"
+ObserversLike: TypeAlias = "Mapping[str, str | Mapping[str, Any] | None] | None"
+Reload: TypeAlias = Literal["default", "dequantize", "unchecked"]
+
+DEFAULT_TARGETS = ("Linear",)
+
+#: compressed-tensors' W8A8 (= INT8) quantizes activations dynamically; this is the one with calibrated activations.
+OWN_PRESETS: dict[str, dict[str, QuantizationArgs]] = {
+    "INT8_STATIC": {
+        "weights": QuantizationArgs(num_bits=8, strategy=QuantizationStrategy.CHANNEL),
+        "input_activations": QuantizationArgs(
+            num_bits=8, strategy=QuantizationStrategy.TENSOR, observer="static_minmax"
+        ),
+    }
+}
+
+_SCHEME_FIELDS = set(QuantizationScheme.model_fields)
+
+
+# ---------------------------------------------------------------------- what the user wrote
+
+
+def preset_names() -> list[str]:
+    """Names of all presets: compressed-tensors' and our own."""
+    return sorted({*PRESET_SCHEMES, *OWN_PRESETS} - {"UNQUANTIZED"})
+
+
+def resolve_config(
+    scheme: SchemeLike,
+    *,
+    targets: str | Sequence[str] | None = None,
+    ignore: str | Sequence[str] = (),
+    observers: ObserversLike = None,
+) -> QuantizationConfig:
+    """Make one ``QuantizationConfig`` of what a user can write.
+
+    Args:
+        scheme: a preset name (``"FP8"``, ``"W4A16"``, ``"INT8_STATIC"``...); a dict of ``weights`` /
+            ``input_activations`` / ``output_activations``; a dict of groups (``{"FP8": ["re:.*mlp.*"],
+            "W4A16": ["Linear"]}`` or ``{"group": {"targets": [...], "weights": {...}}}``); a full
+            ``{"config_groups": ...}``; or the compressed-tensors object.
+        targets: what to quantize, where the scheme does not say: class names, module names, ``re:`` patterns.
+        ignore: what to leave alone, written the same way.
+        observers: observer per base name (weight, input, output): a name, or a dict of ``name`` and
+            hyperparameters. Replaces the one that the scheme names.
+
+    Raises:
+        CalibrationError: an unknown preset, field, base name or observer; targets given twice; a scheme that
+            compressed-tensors refuses (its own message is in the error).
+    """
+    targets = [targets] if isinstance(targets, str) else list(targets) if targets is not None else None
+    ignore = [ignore] if isinstance(ignore, str) else list(ignore)
+    try:
+        groups, base = _groups(scheme, targets)
+    except CalibrationError:
+        raise
+    except (ValueError, TypeError, NotImplementedError, KeyError) as error:
+        raise CalibrationError(f"compressed-tensors refuses the scheme: {error}", got=repr(scheme)) from error
+    config = QuantizationConfig(
+        config_groups={name: group.model_copy(deep=True) for name, group in groups.items()},
+        ignore=[*(base.ignore or [] if base else []), *ignore],
+        kv_cache_scheme=base.kv_cache_scheme if base else None,
+    )
+    _set_observers(config, observers or {})
+    return config
+
+
+def _groups(
+    scheme: SchemeLike, targets: list[str] | None
+) -> tuple[dict[str, QuantizationScheme], QuantizationConfig | None]:
+    if isinstance(scheme, QuantizationConfig) or (isinstance(scheme, Mapping) and "config_groups" in scheme):
+        config = scheme if isinstance(scheme, QuantizationConfig) else QuantizationConfig.model_validate(dict(scheme))
+        _refuse_second_targets(targets, "the QuantizationConfig's groups")
+        return {name: _as_scheme(group) for name, group in config.config_groups.items()}, config
+    if isinstance(scheme, QuantizationScheme):
+        if scheme.targets:
+            _refuse_second_targets(targets, "the QuantizationScheme")
+        return {"group_0": scheme.model_copy(update={"targets": scheme.targets or targets or [*DEFAULT_TARGETS]})}, None
+    if isinstance(scheme, str):
+        return {"group_0": _preset(scheme, targets or [*DEFAULT_TARGETS])}, None
+    if isinstance(scheme, Mapping):
+        if not scheme:
+            raise CalibrationError("the scheme is empty", expected="a preset name or at least one group")
+        if set(scheme) <= _SCHEME_FIELDS:
+            own = {**scheme}
+            if "targets" in own:
+                _refuse_second_targets(targets, "the scheme")
+            own["targets"] = own.get("targets") or targets or [*DEFAULT_TARGETS]
+            return {"group_0": QuantizationScheme.model_validate(own)}, None
+        _refuse_second_targets(targets, "the scheme's groups")
+        return {name: _group(name, value) for name, value in scheme.items()}, None
+    raise CalibrationError(
+        "not a scheme", got=type(scheme).__name__, expected="a preset name, a dict, or a QuantizationConfig"
+    )
+
+
+def _group(name: str, value: Any) -> QuantizationScheme:
+    if isinstance(value, str):
+        return _preset(name, [value])
+    if isinstance(value, QuantizationScheme):
+        return value
+    if isinstance(value, Mapping):
+        unknown = sorted(set(value) - _SCHEME_FIELDS)
+        if unknown:
+            raise CalibrationError(
+                f"scheme group {name!r} has no field {', '.join(unknown)}",
+                expected=", ".join(sorted(_SCHEME_FIELDS)),
+            )
+        return QuantizationScheme.model_validate({"targets": [*DEFAULT_TARGETS], **value})
+    if isinstance(value, Iterable):
+        return _preset(name, [str(target) for target in value])
+    raise CalibrationError(f"scheme group {name!r}", got=repr(value), expected="a list of targets or a dict of fields")
+
+
+def _as_scheme(group: Any) -> QuantizationScheme:
+    assert isinstance(group, QuantizationScheme)  # QuantizationConfig resolves preset groups by itself
+    return group
+
+
+def _preset(name: str, targets: list[str]) -> QuantizationScheme:
+    upper = name.upper()
+    if upper in OWN_PRESETS:
+        return QuantizationScheme(targets=targets, **OWN_PRESETS[upper])
+    if not is_preset_scheme(upper) or upper == "UNQUANTIZED":
+        raise CalibrationError(f"unknown scheme {name!r}", expected=f"one of {', '.join(preset_names())}")
+    return preset_name_to_scheme(upper, targets)
+
+
+def _refuse_second_targets(targets: list[str] | None, first: str) -> None:
+    if targets is not None:
+        raise CalibrationError(
+            "targets are given twice", got=f"targets={targets} beside {first}", remedy="say it in one place."
+        )
+
+
+def _set_observers(config: QuantizationConfig, observers: Mapping[str, str | Mapping[str, Any] | None]) -> None:
+    known = ("weight", "input", "output")
+    for base_name, value in observers.items():
+        if base_name not in known:
+            raise CalibrationError(f"observers for {base_name!r}", expected=f"one of {', '.join(known)}")
+        if value is None:
+            continue
+        kwargs = {} if isinstance(value, str) else {key: v for key, v in value.items() if key != "name"}
+        name = value if isinstance(value, str) else value.get("name")
+        if name is None:
+            if kwargs:
+                raise CalibrationError(
+                    f"observers[{base_name!r}] has hyperparameters but no name", got=repr(dict(value))
+                )
+            continue
+        found = [args for _, args in _all_args(config) if _ == base_name and args.dynamic is not True]
+        if not found:
+            raise CalibrationError(
+                f"observer {name!r} is given for {base_name}, but the scheme has nothing static to observe there",
+                remedy="leave it out, or choose a scheme that needs it (INT8_STATIC and FP8 calibrate inputs).",
+            )
+        for args in found:
+            args.observer, args.observer_kwargs = name, kwargs
+    for base_name, args in _all_args(config):
+        if args.dynamic is not True:
+            make_observer(base_name, args)  # an unknown name or hyperparameter is found now, not after the data
+
+
+def _all_args(config: QuantizationConfig) -> Iterator[tuple[str, QuantizationArgs]]:
+    for group in config.config_groups.values():
+        yield from scheme_args(_as_scheme(group))
+
+
+def make_observer(base_name: str, args: QuantizationArgs) -> Observer:
+    """The observer that ``args`` names; ``memoryless_minmax`` for weights and ``minmax`` otherwise if it names none."""
+    name = args.observer or ("memoryless_minmax" if base_name == "weight" else "minmax")
+    observer: Observer = Observer.load_from_registry(name, base_name=base_name, args=args)
+    return observer
+
+
+def needs_data(scheme: QuantizationScheme) -> bool:
+    """Whether activations have to be observed. Dynamic and weight-only schemes need none."""
+    return any(base_name != "weight" and args.dynamic is not True for base_name, args in scheme_args(scheme))
+
+
+def label(scheme: SchemeLike) -> str:
+    """A short name of a scheme for reports."""
+    if isinstance(scheme, str):
+        return scheme.upper()
+    if isinstance(scheme, Mapping) and not set(scheme) <= _SCHEME_FIELDS and "config_groups" not in scheme:
+        return " + ".join(map(str, scheme))
+    return "custom scheme"
+
+
+# ---------------------------------------------------------------------- the plan
+
+
+@dataclass(frozen=True)
+class Target:
+    """One module that will be quantized."""
+
+    name: str
+    module: nn.Module
+    scheme: QuantizationScheme
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config laid over a model."""
+
+    config: QuantizationConfig
+    targets: list[Target]
+    fused: list[list[str]] = field(default_factory=list)
+
+    @property
+    def needs_data(self) -> bool:
+        return any(needs_data(target.scheme) for target in self.targets)
+
+
+def build_plan(model: nn.Module, config: QuantizationConfig, reload: Reload = "default") -> Plan:
+    """Find the modules that ``config`` quantizes, and check all that can be checked without data.
+
+    Args:
+        model: the module whose ``named_modules`` the targets name.
+        config: from :func:`resolve_config`.
+        reload: how the checkpoint will be loaded: ``default`` (``from_pretrained``), ``dequantize``
+            (``CompressedTensorsConfig(dequantize=True)``) or ``unchecked`` (for another engine). Schemes that
+            cannot be loaded that way today are refused. Only asked of transformers models.
+
+    Raises:
+        CalibrationError: see the message; nothing was changed.
+    """
+    if config.kv_cache_scheme is not None:
+        raise CalibrationError(
+            "kv_cache_scheme is not supported yet", remedy="leave it out; weights and inputs are calibrated."
+        )
+    groups = {name: _as_scheme(group) for name, group in config.config_groups.items()}
+    by_target = {target: group for group in groups.values() for target in group.targets}
+    ignore = list(config.ignore or [])
+    _require_matches(model, list(by_target), ignore)
+    targets = []
+    for name, module in match_named_modules(model, list(by_target), ignore):
+        targets.append(Target(name, module, by_target[match_targets(name, module, list(by_target))[0]]))
+    if not targets:
+        raise CalibrationError(
+            "nothing is left to quantize", got=f"targets {list(by_target)}, all of them matched by ignore {ignore}"
+        )
+    _check_modules(model, targets)
+    _check_shared(model, targets)
+    _check_shapes(targets)
+    fused = find_fused(t.name for t in targets)
+    require_one_scheme({t.name: t.scheme for t in targets}, fused)
+    _warn_partly_fused(model, targets)
+    _check_reload(model, targets, reload)
+    return Plan(config, targets, fused)
+
+
+def _require_matches(model: nn.Module, targets: list[str], ignore: list[str]) -> None:
+    def unmatched(patterns: list[str]) -> list[str]:
+        return [p for p in patterns if not any(is_match(n, m, p) for n, m in model.named_modules())]
+
+    missing = unmatched(targets)
+    if missing:
+        kinds = sorted({type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None})
+        raise CalibrationError(
+            f"a target matches no module of {type(model).__name__}",
+            where=missing,
+            expected=f"a module name, a `re:` pattern (anchored at the front), or a class: {name_list(kinds)}",
+        )
+    unused = unmatched(ignore)
+    if unused:
+        warnings.warn(
+            f"ignore matches no module of {type(model).__name__}: {name_list(unused)}", CalibrationWarning, stacklevel=4
+        )
+
+
+def _check_modules(model: nn.Module, targets: list[Target]) -> None:
+    uncalled = {
+        id(m.out_proj): n for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)
+    }
+    never = [t.name for t in targets if id(t.module) in uncalled]
+    if never:
+        raise CalibrationError(
+            "nn.MultiheadAttention reads the weight of its out_proj without calling it, so it cannot be quantized",
+            where=never,
+            remedy="list them in `ignore` (`re:.*out_proj$`).",
+        )
+    attention = [t.name for t in targets if holdable_type(t.module) is None and "Attention" in type(t.module).__name__]
+    if attention:
+        raise CalibrationError(
+            "attention states (q, k, v) are not supported yet", where=attention, remedy="target the Linear modules."
+        )
+    done = [t.name for t in targets if _is_compressed(t.module)]
+    if done:
+        raise CalibrationError(
+            "already quantized, its weights are on another grid",
+            where=done,
+            expected="a model in full precision",
+            remedy="load the checkpoint that was quantized, or this one with CompressedTensorsConfig(dequantize=True).",
+        )
+    indices = [t.name for t in targets if isinstance(t.module, nn.Embedding) and t.scheme.input_activations is not None]
+    if indices:
+        raise CalibrationError(
+            "an Embedding's input is token indices and cannot be quantized",
+            where=indices,
+            remedy="give embeddings a weight-only group of their own.",
+        )
+    no_matrix = [t for t in targets if t.scheme.weights is not None and weight_matrix(t.module) is None]
+    if no_matrix:
+        raise CalibrationError(
+            "has no weight matrix to quantize",
+            where=[f"{t.name} ({type(t.module).__name__})" for t in no_matrix],
+            expected="a module with a weight of two or more dimensions",
+            remedy="list it in `ignore`, or target its input_activations only.",
+        )
+    integer = [
+        t.name for t in targets if t.scheme.weights is not None and not t.module.weight.is_floating_point()
+    ]
+    if integer:
+        raise CalibrationError("the weight is not floating point", where=integer, remedy="list it in `ignore`.")
+
+
+def _is_compressed(module: nn.Module) -> bool:
+    status = getattr(module, "quantization_status", None)
+    return status is not None and str(getattr(status, "value", status)) in ("compressed", "decompressed")
+
+
+def _check_shared(model: nn.Module, targets: list[Target]) -> None:
+    planned = {id(t.module): t for t in targets if t.scheme.weights is not None}
+    users: dict[int, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter):
+            users.setdefault(id(weight), []).append((name, module))
+    for sharing in users.values():
+        chosen = [name for name, module in sharing if id(module) in planned]
+        if len(sharing) > 1 and chosen:
+            others = [name for name, _ in sharing if name not in chosen] or chosen[1:]
+            raise CalibrationError(
+                f"shares its weight with {name_list(others)} (tied); quantizing it would quantize both or untie them",
+                where=chosen,
+                remedy="list it in `ignore`, or untie first (clone the weight, set tie_word_embeddings=False).",
+            )
+
+
+def _check_shapes(targets: list[Target]) -> None:
+    for base_name in ("weight", "input"):
+        bad: dict[tuple[int, int], list[str]] = {}
+        for target in targets:
+            args = dict(scheme_args(target.scheme)).get(base_name)
+            if args is None or not args.group_size or args.group_size < 1:
+                continue
+            matrix = weight_matrix(target.module)
+            columns = None if matrix is None else matrix.shape[1]
+            if columns is not None and columns % args.group_size:
+                bad.setdefault((args.group_size, columns), []).append(target.name)
+        for (size, columns), names in bad.items():
+            fits = [g for g in (256, 128, 64, 32, 16) if columns % g == 0 and g < size]
+            raise CalibrationError(
+                f"{base_name} group size {size} does not divide the columns",
+                where=names,
+                got=f"{columns} columns",
+                expected=f"a multiple of {size}",
+                remedy=(f"use a group size of {fits[0]}, " if fits else "") + "or list the modules in `ignore`.",
+            )
+
+
+def _warn_partly_fused(model: nn.Module, targets: list[Target]) -> None:
+    planned = {t.name for t in targets}
+    kinds = {type(t.module) for t in targets}
+    split = []
+    for group in find_fused(n for n, m in model.named_modules() if type(m) in kinds):
+        inside = [name for name in group if name in planned]
+        if inside and len(inside) < len(group):
+            split.append(f"{'/'.join(n.rpartition('.')[2] for n in group)} in {group[0].rpartition('.')[0]}")
+    if split:
+        warnings.warn(
+            "vLLM fuses these modules and wants all of a group quantized or none, but only a part is targeted: "
+            f"{name_list(split)}",
+            CalibrationWarning,
+            stacklevel=4,
+        )
+
+
+# ---------------------------------------------------------------------- can it be loaded back
+
+
+def _check_reload(model: nn.Module, targets: list[Target], reload: Reload) -> None:
+    """Refuse what transformers cannot load back today (compressed-tensors 0.20, transformers 5.23: tried)."""
+    if reload == "unchecked" or not hasattr(model, "save_pretrained"):
+        return
+    escape = 'or set reload="unchecked" if another engine (vLLM) will load it.'
+    if reload == "dequantize":
+        if len({repr(t.scheme.model_copy(update={"targets": []})) for t in targets}) > 1:
+            raise CalibrationError(
+                "transformers cannot dequantize a checkpoint with several schemes", remedy=f'reload="default", {escape}'
+            )
+        return
+    for target in targets:
+        weights, dtype = target.scheme.weights, getattr(getattr(target.module, "weight", None), "dtype", None)
+        if weights is None:
+            continue
+        kind = holdable_type(target.module)
+        packed_int = weights.type == "int" and (weights.num_bits < 8 or target.scheme.input_activations is None)
+        if weights.type == "float" and (
+            (weights.strategy == QuantizationStrategy.TENSOR_GROUP and dtype != torch.bfloat16)
+            or (weights.scale_dtype == torch.uint8 and dtype == torch.float32)
+        ):
+            name = "NVFP4" if weights.strategy == QuantizationStrategy.TENSOR_GROUP else "MX formats"
+            raise CalibrationError(
+                f"transformers loads {name} weights as bfloat16 and cannot run them in a {dtype} model",
+                where=[target.name],
+                remedy=f"load the model in bfloat16 (dtype=torch.bfloat16), {escape}",
+            )
+        if kind is nn.Linear and packed_int and not weights.symmetric:
+            raise CalibrationError(
+                "transformers cannot load packed asymmetric weights as they are",
+                where=[target.name],
+                remedy='use a symmetric scheme (W4A16), load it dequantized (reload="dequantize", then '
+                f"CompressedTensorsConfig(dequantize=True)), {escape}",
+            )
+        if kind is nn.Embedding and packed_int:
+            raise CalibrationError(
+                "transformers cannot load a packed integer Embedding as it is",
+                where=[target.name],
+                remedy='use FP8 for the embedding, load it dequantized (reload="dequantize", then '
+                f"CompressedTensorsConfig(dequantize=True)), {escape}",
+            )
