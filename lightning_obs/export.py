@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from compressed_tensors import ModelCompressor
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 from compressed_tensors.utils.match import match_named_modules, match_targets
 from safetensors import safe_open
@@ -101,11 +102,14 @@ def _compressed_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if id(module) not in done:
             local |= read_qparams(module)
             if scheme.weights is not None:
-                assert scheme.format is not None  # write_qparams set it
-                local = BaseCompressor.get_value_from_registry(str(scheme.format)).compress(local, scheme)
+                local = _compressor(scheme.format).compress(local, scheme)
             done[id(module)] = {key: value.contiguous() for key, value in local.items() if value is not None}
         state.update({prefix + key: value for key, value in done[id(module)].items()})
     return state
+
+
+def _compressor(name: Any) -> Any:
+    return BaseCompressor.get_value_from_registry(CompressionFormat(name).value)
 
 
 def _model_compressor(model: nn.Module) -> ModelCompressor | None:
@@ -274,7 +278,14 @@ def _holdable_qparams(model: nn.Module, folder: Path, state: dict[str, torch.Ten
         own = [key for key in state if key.startswith(prefix) and "." not in key[len(prefix) :]]
         local = {key[len(prefix) :]: state.pop(key) for key in own}
         if scheme.weights is not None:
-            local = BaseCompressor.get_value_from_registry(str(scheme.format or config.format)).decompress(local, scheme)
+            try:
+                local = _compressor(scheme.format or config.format).decompress(local, scheme)
+            except KeyError as error:
+                raise CalibrationError(
+                    f"the checkpoint does not fit {type(model).__name__}",
+                    where=[f"{prefix}{error.args[0]} is missing"],
+                    remedy="build the model that was exported.",
+                ) from error
         keep = {*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))}
         for key in keep & set(local):
             dtype = getattr(module, key).dtype

@@ -193,7 +193,7 @@ def quantize_forward(module: nn.Module) -> None:
         vars(module).pop("forward", None)
     if holdable_type(module) is not None:
         set_forward_quantized(module)
-    else:
+    elif not getattr(module.forward, "quantizes", False):  # quantizing twice is not the same for dynamic ranges
         module.forward = types.MethodType(_quantized_forward(module.forward), module)
 
 
@@ -218,6 +218,7 @@ def _quantized_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             output = fake_quantize(self, output, "output")
         return output
 
+    quantized_forward.quantizes = True  # type: ignore[attr-defined]
     return quantized_forward
 
 

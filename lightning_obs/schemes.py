@@ -18,6 +18,7 @@ from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
     QuantizationStrategy,
+    QuantizationType,
     is_preset_scheme,
     preset_name_to_scheme,
 )
@@ -68,7 +69,7 @@ def resolve_config(
 
     Args:
         scheme: a preset name (``"FP8"``, ``"W4A16"``, ``"INT8_STATIC"``...); a dict of ``weights`` /
-            ``input_activations`` / ``output_activations``; a dict of groups (``{"FP8": ["re:.*mlp.*"],
+            ``input_activations`` / ``output_activations``; a dict of groups (``{"FP8": ["re:.*mlp.*_proj"],
             "W4A16": ["Linear"]}`` or ``{"group": {"targets": [...], "weights": {...}}}``); a full
             ``{"config_groups": ...}``; or the compressed-tensors object.
         targets: what to quantize, where the scheme does not say: class names, module names, ``re:`` patterns.
@@ -119,6 +120,9 @@ def _groups(
                 _refuse_second_targets(targets, "the scheme")
             own["targets"] = own.get("targets") or targets or [*DEFAULT_TARGETS]
             return {"group_0": QuantizationScheme.model_validate(own)}, None
+        if set(scheme) & _SCHEME_FIELDS:  # one scheme, misspelt, rather than groups called "weights"
+            unknown = ", ".join(sorted(map(str, set(scheme) - _SCHEME_FIELDS)))
+            raise CalibrationError(f"the scheme has no field {unknown}", expected=", ".join(sorted(_SCHEME_FIELDS)))
         _refuse_second_targets(targets, "the scheme's groups")
         return {name: _group(name, value) for name, value in scheme.items()}, None
     raise CalibrationError(
@@ -180,7 +184,7 @@ def _set_observers(config: QuantizationConfig, observers: Mapping[str, str | Map
                     f"observers[{base_name!r}] has hyperparameters but no name", got=repr(dict(value))
                 )
             continue
-        found = [args for _, args in _all_args(config) if _ == base_name and args.dynamic is not True]
+        found = [args for owner, args in _all_args(config) if owner == base_name and args.dynamic is not True]
         if not found:
             raise CalibrationError(
                 f"observer {name!r} is given for {base_name}, but the scheme has nothing static to observe there",
@@ -210,13 +214,30 @@ def needs_data(scheme: QuantizationScheme) -> bool:
     return any(base_name != "weight" and args.dynamic is not True for base_name, args in scheme_args(scheme))
 
 
-def label(scheme: SchemeLike) -> str:
-    """A short name of a scheme for reports."""
+def label(scheme: SchemeLike, config: QuantizationConfig) -> str:
+    """A short name of a scheme for reports: the preset's name, or what it does.
+
+    >>> scheme = {"weights": {"num_bits": 4, "group_size": 64}, "input_activations": {"dynamic": True, "strategy": "token"}}
+    >>> label(scheme, resolve_config(scheme))
+    'int4 group 64 weights, dynamic int8 token inputs'
+    """
     if isinstance(scheme, str):
         return scheme.upper()
-    if isinstance(scheme, Mapping) and not set(scheme) <= _SCHEME_FIELDS and "config_groups" not in scheme:
-        return " + ".join(map(str, scheme))
-    return "custom scheme"
+    if isinstance(scheme, Mapping) and set(map(str.upper, scheme)) <= set(preset_names()):
+        return " + ".join(map(str.upper, scheme))
+    kinds = {"weight": "weights", "input": "inputs", "output": "outputs"}
+    groups = [
+        ", ".join(f"{_describe(args)} {kinds[base_name]}" for base_name, args in scheme_args(_as_scheme(group)))
+        for group in config.config_groups.values()
+    ]
+    return " + ".join(dict.fromkeys(groups))
+
+
+def _describe(args: QuantizationArgs) -> str:
+    size = f" {args.group_size}" if args.group_size and args.group_size > 0 else ""
+    # Fields left at their default are enum members, others strings.
+    kind, strategy = QuantizationType(args.type).value, QuantizationStrategy(args.strategy).value
+    return f"{'dynamic ' if args.dynamic is True else ''}{kind}{args.num_bits} {strategy}{size}"
 
 
 # ---------------------------------------------------------------------- the plan
@@ -263,6 +284,10 @@ def build_plan(model: nn.Module, config: QuantizationConfig, reload: Reload = "d
         )
     groups = {name: _as_scheme(group) for name, group in config.config_groups.items()}
     by_target = {target: group for group in groups.values() for target in group.targets}
+    written = [target for group in groups.values() for target in group.targets]
+    twice = sorted({target for target in written if written.count(target) > 1})
+    if twice:
+        raise CalibrationError("a target stands in two groups", where=twice, remedy="keep it in one of them.")
     ignore = list(config.ignore or [])
     _require_matches(model, list(by_target), ignore)
     targets = []
@@ -276,10 +301,15 @@ def build_plan(model: nn.Module, config: QuantizationConfig, reload: Reload = "d
     _check_shared(model, targets)
     _check_shapes(targets)
     fused = find_fused(t.name for t in targets)
-    require_one_scheme({t.name: t.scheme for t in targets}, fused)
+    require_one_scheme({t.name: _how(t.scheme) for t in targets}, fused)
     _warn_partly_fused(model, targets)
     _check_reload(model, targets, reload)
     return Plan(config, targets, fused)
+
+
+def _how(scheme: QuantizationScheme) -> str:
+    """Equal for schemes that quantize alike, whatever they target."""
+    return str(scheme.model_dump_json(exclude={"targets"}))
 
 
 def _require_matches(model: nn.Module, targets: list[str], ignore: list[str]) -> None:
@@ -388,7 +418,7 @@ def _check_shapes(targets: list[Target]) -> None:
                 where=names,
                 got=f"{columns} columns",
                 expected=f"a multiple of {size}",
-                remedy=(f"use a group size of {fits[0]}, " if fits else "") + "or list the modules in `ignore`.",
+                remedy=(f"use a group size of {fits[0]}, or " if fits else "") + "list the modules in `ignore`.",
             )
 
 
@@ -413,43 +443,55 @@ def _warn_partly_fused(model: nn.Module, targets: list[Target]) -> None:
 
 
 def _check_reload(model: nn.Module, targets: list[Target], reload: Reload) -> None:
-    """Refuse what transformers cannot load back today (compressed-tensors 0.20, transformers 5.23: tried)."""
-    if reload == "unchecked" or not hasattr(model, "save_pretrained"):
+    """Refuse what cannot be loaded back today with the same numbers (compressed-tensors 0.20, transformers 5.23: tried)."""
+    if reload == "unchecked":
         return
-    escape = 'or set reload="unchecked" if another engine (vLLM) will load it.'
+    transformers_model = hasattr(model, "save_pretrained")
     if reload == "dequantize":
-        if len({repr(t.scheme.model_copy(update={"targets": []})) for t in targets}) > 1:
+        if transformers_model and len({repr(t.scheme.model_copy(update={"targets": []})) for t in targets}) > 1:
             raise CalibrationError(
-                "transformers cannot dequantize a checkpoint with several schemes", remedy=f'reload="default", {escape}'
+                "transformers cannot dequantize a checkpoint with several schemes",
+                remedy=f'reload="default", {_ESCAPE}',
             )
         return
     for target in targets:
-        weights, dtype = target.scheme.weights, getattr(getattr(target.module, "weight", None), "dtype", None)
-        if weights is None:
-            continue
-        kind = holdable_type(target.module)
-        packed_int = weights.type == "int" and (weights.num_bits < 8 or target.scheme.input_activations is None)
-        if weights.type == "float" and (
-            (weights.strategy == QuantizationStrategy.TENSOR_GROUP and dtype != torch.bfloat16)
-            or (weights.scale_dtype == torch.uint8 and dtype == torch.float32)
-        ):
-            name = "NVFP4" if weights.strategy == QuantizationStrategy.TENSOR_GROUP else "MX formats"
-            raise CalibrationError(
-                f"transformers loads {name} weights as bfloat16 and cannot run them in a {dtype} model",
-                where=[target.name],
-                remedy=f"load the model in bfloat16 (dtype=torch.bfloat16), {escape}",
-            )
-        if kind is nn.Linear and packed_int and not weights.symmetric:
-            raise CalibrationError(
-                "transformers cannot load packed asymmetric weights as they are",
-                where=[target.name],
-                remedy='use a symmetric scheme (W4A16), load it dequantized (reload="dequantize", then '
-                f"CompressedTensorsConfig(dequantize=True)), {escape}",
-            )
-        if kind is nn.Embedding and packed_int:
-            raise CalibrationError(
-                "transformers cannot load a packed integer Embedding as it is",
-                where=[target.name],
-                remedy='use FP8 for the embedding, load it dequantized (reload="dequantize", then '
-                f"CompressedTensorsConfig(dequantize=True)), {escape}",
-            )
+        if target.scheme.weights is not None:
+            _check_float_reload(target, target.scheme.weights, transformers_model)
+            if transformers_model:
+                _check_packed_reload(target, target.scheme.weights)
+
+
+_ESCAPE = 'or set reload="unchecked" if another engine (vLLM) will load it.'
+
+
+def _check_float_reload(target: Target, weights: QuantizationArgs, transformers_model: bool) -> None:
+    """4-bit and microscaling floats are decompressed in bfloat16, whatever the model's dtype."""
+    dtype = target.module.weight.dtype
+    nvfp4 = weights.strategy == QuantizationStrategy.TENSOR_GROUP and dtype != torch.bfloat16
+    mx = weights.scale_dtype == torch.uint8 and dtype == torch.float32 and transformers_model
+    if weights.type == "float" and (nvfp4 or mx):
+        raise CalibrationError(
+            f"compressed-tensors loads {'NVFP4' if nvfp4 else 'MX'} weights as bfloat16, which a {dtype} model "
+            + ("cannot run" if transformers_model else "would compute with other numbers"),
+            where=[target.name],
+            remedy=f"load the model in bfloat16 (dtype=torch.bfloat16), {_ESCAPE}",
+        )
+
+
+def _check_packed_reload(target: Target, weights: QuantizationArgs) -> None:
+    """4-bit and weight-only integers are packed into int32, which transformers unpacks for symmetric Linear only."""
+    kind = holdable_type(target.module)
+    packed = weights.type == "int" and (weights.num_bits < 8 or target.scheme.input_activations is None)
+    escape = f'load it dequantized (reload="dequantize", then CompressedTensorsConfig(dequantize=True)), {_ESCAPE}'
+    if packed and kind is nn.Linear and not weights.symmetric:
+        raise CalibrationError(
+            "transformers cannot load packed asymmetric weights as they are",
+            where=[target.name],
+            remedy=f"use a symmetric scheme (W4A16), {escape}",
+        )
+    if packed and kind is nn.Embedding:
+        raise CalibrationError(
+            "transformers cannot load a packed integer Embedding as it is",
+            where=[target.name],
+            remedy=f"use FP8 for the embedding, {escape}",
+        )

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
-from lightning_obs.modules import first_input, scheme_args, weight_matrix, write_qparams
+from lightning_obs.modules import clear_qparams, first_input, scheme_args, weight_matrix, write_qparams
 from lightning_obs.observers import Observer
 from lightning_obs.schemes import ObserversLike, Plan, Reload, SchemeLike, build_plan, label, make_observer, resolve_config
 
@@ -105,8 +105,8 @@ class CalibrationSession:
         if reload not in ("default", "dequantize", "unchecked"):
             raise CalibrationError("reload", got=repr(reload), expected="'default', 'dequantize' or 'unchecked'")
         self.model = model
-        self.label = label(scheme)
         self.config: QuantizationConfig = resolve_config(scheme, targets=targets, ignore=ignore, observers=observers)
+        self.label = label(scheme, self.config)
         self.plan: Plan = build_plan(model, self.config, reload)
         self.on_missing = on_missing
         self.observers: dict[tuple[str, str], Observer] = {
@@ -120,6 +120,7 @@ class CalibrationSession:
                 Observer.fuse([self.observers[n, base_name] for n in group if (n, base_name) in self.observers])
         self.batches = 0
         self.result: CalibrationResult | None = None
+        self._written: dict[str, torch.Tensor] = {}
         self._attached: ExitStack | None = None
         self._started = 0.0
         self._read = _LastRead()
@@ -213,6 +214,8 @@ class CalibrationSession:
             for target in self.plan.targets:
                 if target.name in qparams:
                     write_qparams(target.module, target.scheme, qparams[target.name])
+                else:  # an earlier calibration's would pass for this one's
+                    clear_qparams(target.module)
         self.result = CalibrationResult(
             scheme=self.label,
             modules=[target.name for target in chosen],
@@ -224,6 +227,7 @@ class CalibrationSession:
             input_ranges=self._input_ranges(),
             skipped=sorted(skipped),
         )
+        self._written = self.result.qparams
         self._say_if_data_was_not_needed()
         return self.result
 
@@ -248,10 +252,16 @@ class CalibrationSession:
                 remedy="add calibration batches, list them in `ignore`, or set on_missing='warn' "
                 "to leave them in full precision.",
             )
+        unreached = {name for (name, _), obs in activations.items() if not obs.has_statistics}
+        # A fused group is quantized whole or not at all.
+        mates = {name for group in self.plan.fused if unreached & set(group) for name in group} - unreached
+        fused = f"; and, fused with them: {name_list(sorted(mates))}" if mates else ""
         warnings.warn(
-            f"left in full precision, because no data reached them: {name_list(missing)}", CalibrationWarning, stacklevel=4
+            f"left in full precision, because no data reached them: {name_list(missing)}{fused}",
+            CalibrationWarning,
+            stacklevel=4,
         )
-        return {name for (name, _), obs in activations.items() if not obs.has_statistics}
+        return unreached | mates
 
     def _check_finite(self, chosen: Sequence[str]) -> None:
         bad = {
@@ -297,7 +307,7 @@ class CalibrationSession:
                 f"{self.label} needs no data (its activations are dynamic or in full precision): {self.batches} batches "
                 f"were run and not used.{static}",
                 CalibrationWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     # ------------------------------------------------------------------ resume
@@ -307,7 +317,7 @@ class CalibrationSession:
         return {
             "format": _STATE_FORMAT,
             "config": self.config.model_dump_json(),
-            "qparams": {} if self.result is None else {k: v.clone() for k, v in self.result.qparams.items()},
+            "qparams": {name: value.clone() for name, value in self._written.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -334,6 +344,7 @@ class CalibrationSession:
             for target in self.plan.targets:
                 if target.name in by_module:
                     write_qparams(target.module, target.scheme, by_module[target.name])
+        self._written = dict(state["qparams"])
 
 
 class _LastRead:

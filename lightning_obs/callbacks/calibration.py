@@ -79,6 +79,16 @@ class CalibrationCallback(Callback):
         self._tokenizer: Any = None
 
     @property
+    def label(self) -> str:
+        """Short name of the scheme, for reports."""
+        return label(self._options["scheme"], self._config)
+
+    @property
+    def ignore(self) -> list[str]:
+        """Patterns of modules that are left alone."""
+        return list(self._config.ignore or [])
+
+    @property
     def result(self) -> CalibrationResult | None:
         """What the last calibration did; None before it."""
         return self.session.result if self.session is not None else None
@@ -87,7 +97,7 @@ class CalibrationCallback(Callback):
     @override
     def state_key(self) -> str:
         """Two calibrations in one Trainer keep their states apart."""
-        return self._generate_state_key(scheme=label(self._options["scheme"]), module=self.module)
+        return self._generate_state_key(scheme=self.label, module=self.module)
 
     def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False) -> Path:
         """Write the calibrated module as a compressed-tensors checkpoint (:func:`~lightning_obs.export_checkpoint`).
@@ -113,14 +123,14 @@ class CalibrationCallback(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a wrong configuration before hours of training; restore the qparams of a resumed run."""
-        self._prepare(trainer, pl_module)
+        self.prepare(trainer, pl_module)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the observers."""
         if trainer.sanity_checking and not self.sanity_check:
             return
-        session = self._prepare(trainer, pl_module)
+        session = self.prepare(trainer, pl_module)
         session.attach(count_calls=False)
         self._active = True
 
@@ -184,7 +194,12 @@ class CalibrationCallback(Callback):
 
     # ------------------------------------------------------------------ the session behind them
 
-    def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:
+    def prepare(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:
+        """Check the configuration against the model and return the session that the hooks use.
+
+        A scheme that needs no data (``session.plan.needs_data``) can be applied with it at once:
+        ``with callback.prepare(trainer, module): pass``.
+        """
         if trainer.world_size > 1:
             raise CalibrationError(
                 "calibration on several ranks is not supported yet",
@@ -200,7 +215,7 @@ class CalibrationCallback(Callback):
 
     def _restore(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._loaded is not None:
-            self._prepare(trainer, pl_module)
+            self.prepare(trainer, pl_module)
 
     def _restore_into(self, session: CalibrationSession) -> None:
         if self._loaded is not None:

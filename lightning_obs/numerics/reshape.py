@@ -71,7 +71,7 @@ def _flatten_weight(value: torch.Tensor, args: QuantizationArgs, g_idx: torch.Te
         return value.reshape(1, 1, -1)
     if value.ndim != 2:
         raise CalibrationError(
-            f"a weight of strategy {args.strategy} is observed as a matrix",
+            f"a weight of strategy {_name(args)} is observed as a matrix",
             got=f"shape {tuple(value.shape)}",
             expected="(rows, columns)",
         )
@@ -127,10 +127,15 @@ def _split_groups(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
     return value.unflatten(-1, (-1, args.group_size))
 
 
+def _name(args: QuantizationArgs) -> str:
+    # A strategy that compressed-tensors inferred is an enum member, one that was given is a string.
+    return str(QuantizationStrategy(args.strategy).value)
+
+
 def _impossible(base_name: str, args: QuantizationArgs) -> CalibrationError:
     possible = {
         "weight": "tensor, channel, group, block, tensor_group",
         "input": "tensor, token, group, tensor_group",
         "output": "tensor, token, group, tensor_group",
     }.get(base_name, "tensor, attn_head")
-    return CalibrationError(f"strategy {args.strategy} cannot be applied to {base_name}", expected=f"one of {possible}")
+    return CalibrationError(f"strategy {_name(args)} cannot be applied to {base_name}", expected=f"one of {possible}")

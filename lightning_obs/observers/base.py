@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
+from copy import copy
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -122,10 +123,14 @@ class Observer(RegistryMixin):
 
     def observe_shared(self, value: torch.Tensor, measured: dict[Hashable, Any]) -> None:
         """Observe ``value``, taking the measurement from (or leaving it in) ``measured`` where it can be shared."""
-        if self.measure_key is None or value.numel() == 0:
+        cls = type(self)
+        measures = cls.update_statistics_from_observed is Observer.update_statistics_from_observed
+        if self.measure_key is None or not measures or value.numel() == 0:
             self(value)
             return
-        key = (self.measure_key, self.base_name in ("q", "k", "v"), self.args.strategy, self.args.group_size)
+        # A subclass that measures differently must not share under its parent's key.
+        how = (cls.measure, self.measure_key)
+        key = (how, self.base_name in ("q", "k", "v"), self.args.strategy, self.args.group_size)
         with torch.inference_mode(False), torch.no_grad():
             self._remember_initial_state()
             if key not in measured:
@@ -143,9 +148,7 @@ class Observer(RegistryMixin):
 
     def _remember_initial_state(self) -> None:
         if self._before_observing is None:
-            self._before_observing = {
-                name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in vars(self).items()
-            }
+            self._before_observing = {name: _copy(value) for name, value in vars(self).items()}
 
     # ------------------------------------------------------------------ phase 2
 
@@ -226,7 +229,7 @@ class Observer(RegistryMixin):
     def register_value(cls, value: Any, name: str | None = None, alias: str | list[str] | None = None) -> None:
         """Register a class by name; a class of the user's takes the place of a built-in one, and says so once."""
         key = standardize_lookup_name(name or value.__name__)
-        if key not in Observer.registered_names():
+        if key not in _known_names():
             super(Observer, Observer).register_value(value, name=key, alias=alias)
             return
         current = Observer.get_value_from_registry(key)
@@ -235,7 +238,7 @@ class Observer(RegistryMixin):
                 f"observer {name!r} is now {value.__module__}.{value.__qualname__}; it replaces "
                 f"{current.__module__}.{current.__qualname__}",
                 CalibrationWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         Observer._replaced[key] = value
 
@@ -249,11 +252,22 @@ class Observer(RegistryMixin):
         key = standardize_lookup_name(name)
         if key in Observer._replaced:
             return Observer._replaced[key]
-        if key not in Observer.registered_names():
+        if key not in _known_names():
             raise CalibrationError(
-                f"unknown observer {name!r}", expected=f"one of {', '.join(observer_names(Observer.registered_names()))}"
+                f"unknown observer {name!r}", expected=f"one of {', '.join(observer_names(_known_names()))}"
             )
         return super(Observer, Observer).get_value_from_registry(key)
+
+
+def _copy(value: Any) -> Any:
+    """A copy of what an observer may change in place while it observes."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return copy(value) if isinstance(value, (list, dict, set)) else value
+
+
+def _known_names() -> list[str]:
+    return [*Observer.registered_names(), *Observer.registered_aliases()]
 
 
 def observer_names(registered: Iterable[str]) -> list[str]:

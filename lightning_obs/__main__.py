@@ -1,0 +1,80 @@
+"""``python -m lightning_obs``: compose ``configs/`` with Hydra and run."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_obs.errors import CalibrationError
+
+
+def config_dir() -> Path:
+    """The folder of configs: inside the installed package, or at the top of a checkout."""
+    package = Path(__file__).resolve().parent
+    return next(folder for folder in (package / "configs", package.parent / "configs") if folder.is_dir())
+
+
+def main() -> None:
+    """Run. Errors of configuration and calibration are one message and exit code 1; ``HYDRA_FULL_ERROR=1`` traces."""
+    trace = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of exiting, so that we can add the valid options
+
+    def task(config: DictConfig) -> Any:
+        from lightning_obs.app.main import run  # after Hydra's own help and shell completion had their turn
+
+        return run(config)
+
+    try:
+        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")(task)()
+    except (HydraException, OmegaConfBaseException) as error:
+        if trace:
+            raise
+        _stop(f"{error}{_cause(error)}{_valid_options(str(error))}")
+    except CalibrationError as error:
+        if trace:
+            raise
+        _stop(f"CalibrationError: {error}")
+
+
+def _stop(message: str) -> None:
+    print(message, file=sys.stderr)
+    print("(HYDRA_FULL_ERROR=1 shows where it was raised)", file=sys.stderr)
+    sys.exit(1)
+
+
+def _cause(error: BaseException) -> str:
+    return f"\n{error.__cause__}" if error.__cause__ is not None else ""
+
+
+def _valid_options(message: str) -> str:
+    """The keys that stand where an unknown one was given."""
+    match = re.search(r"Could not override '([^']+)'", message)
+    if match is None:
+        return ""
+    key = match.group(1)
+    parent = key.rpartition(".")[0]
+    overrides = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-") and a.lstrip("+~").split("=")[0] != key]
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
+            config = compose("config", overrides=[o for o in overrides if "," not in o])
+        node = OmegaConf.select(config, parent) if parent else config
+    except (HydraException, OmegaConfBaseException):
+        return ""
+    if not isinstance(node, DictConfig):
+        return ""
+    return f"\nValid options in '{parent or 'the top level'}': {', '.join(map(str, node))}"
+
+
+if __name__ == "__main__":
+    main()

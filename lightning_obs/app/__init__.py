@@ -1,0 +1,1 @@
+"""The command line: ``python -m lightning_obs``. Hydra composes ``configs/``, Lightning runs."""

@@ -1,0 +1,161 @@
+"""Text to calibrate on, and other text to measure on.
+
+Every second document is held out: calibration never sees what perplexity is measured on. The default text is Python's
+own documentation of its topics (``pydoc_data.topics``, in the standard library): about 113,000 tokens of English.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from lightning_obs.errors import CalibrationError
+
+_TEXT_SUFFIXES = (".txt", ".md", ".rst")
+
+
+class TextData(LightningDataModule):
+    """Blocks of tokens: ``val_dataloader`` to calibrate on, ``test_dataloader`` held out.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        path: a text file (documents are paragraphs), a ``.jsonl`` file (one object with ``text_field`` a line), a folder
+            of such files, or a folder saved by ``datasets``. None: the default text.
+        batches: calibration batches.
+        batch_size: blocks per batch.
+        tokens: tokens per block.
+        eval_batches: batches to measure perplexity on.
+        text_field: the field of jsonl and datasets that holds the text.
+        num_workers: of the DataLoaders.
+
+    Raises:
+        CalibrationError: numbers that are not positive; no such file; less text than asked for.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        path: str | os.PathLike[str] | None = None,
+        batches: int = 16,
+        batch_size: int = 1,
+        tokens: int = 512,
+        eval_batches: int = 16,
+        text_field: str = "text",
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        sizes = {"batches": batches, "batch_size": batch_size, "tokens": tokens, "eval_batches": eval_batches}
+        for name, value in sizes.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise CalibrationError(f"data.{name}", got=repr(value), expected="a positive whole number")
+        documents = list(read_documents(path, text_field))
+        if len(documents) == 1:
+            half = len(documents[0]) // 2
+            documents = [documents[0][:half], documents[0][half:]]
+        self.batch_size, self.num_workers = batch_size, num_workers
+        self.calibration = _blocks(tokenizer, documents[0::2], batches * batch_size, tokens, "calibration", "batches")
+        self.held_out = _blocks(tokenizer, documents[1::2], eval_batches * batch_size, tokens, "held-out", "eval_batches")
+
+    @override
+    def val_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
+        """Batches to calibrate on: ``{"input_ids": (batch_size, tokens)}``."""
+        return DataLoader(self.calibration, batch_size=self.batch_size, num_workers=self.num_workers)
+
+    @override
+    def test_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
+        """Batches that calibration does not see."""
+        return DataLoader(self.held_out, batch_size=self.batch_size, num_workers=self.num_workers)
+
+
+class TokenBlocks(Dataset[dict[str, torch.Tensor]]):
+    """Rows of a token matrix ``(blocks, tokens)``."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index]}
+
+
+def read_documents(path: str | os.PathLike[str] | None, text_field: str = "text") -> Iterator[str]:
+    """Documents of a file or folder (see :class:`TextData`), in a fixed order.
+
+    Raises:
+        CalibrationError: no such file, a kind that is not read, a line without ``text_field``.
+    """
+    if path is None:
+        from pydoc_data.topics import topics
+
+        yield from (topics[name] for name in sorted(topics))
+        return
+    path = Path(path)
+    if not path.exists():
+        raise CalibrationError(f"data.path={path} does not exist")
+    if path.is_dir():
+        if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+            yield from _saved_dataset(path, text_field)
+            return
+        files = [file for file in sorted(path.rglob("*")) if file.suffix in (*_TEXT_SUFFIXES, ".jsonl")]
+        if not files:
+            raise CalibrationError(
+                f"data.path={path} holds nothing to read", expected=f"files ending in {', '.join(_TEXT_SUFFIXES)}, .jsonl"
+            )
+        for file in files:
+            yield from read_documents(file, text_field)
+    elif path.suffix == ".jsonl":
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if line.strip():
+                yield _field(path, number, line, text_field)
+    else:
+        text = path.read_text(encoding="utf-8")
+        yield from (paragraph for paragraph in text.split("\n\n") if paragraph.strip())
+
+
+def _field(path: Path, number: int, line: str, text_field: str) -> str:
+    try:
+        value = json.loads(line)[text_field]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CalibrationError(
+            f"{path}:{number} has no field {text_field!r}", got=line[:80], remedy="name the field: data.text_field=..."
+        ) from error
+    return str(value)
+
+
+def _saved_dataset(path: Path, text_field: str) -> Iterator[str]:
+    try:
+        from datasets import DatasetDict, load_from_disk  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise CalibrationError(
+            f"data.path={path} was saved by the package datasets, which is not installed", remedy="pip install datasets"
+        ) from error
+    loaded = load_from_disk(str(path))
+    parts = list(loaded.values()) if isinstance(loaded, DatasetDict) else [loaded]
+    for part in parts:
+        if text_field not in part.column_names:
+            raise CalibrationError(
+                f"{path} has no column {text_field!r}", expected=", ".join(part.column_names), remedy="data.text_field=..."
+            )
+        yield from (str(text) for text in part[text_field])
+
+
+def _blocks(tokenizer: Any, documents: list[str], count: int, tokens: int, what: str, option: str) -> TokenBlocks:
+    ids = torch.tensor(tokenizer("\n\n".join(documents), verbose=False).input_ids, dtype=torch.long)
+    if len(ids) < count * tokens:
+        raise CalibrationError(
+            f"too little {what} text (every second document is held out)",
+            got=f"{len(ids)} tokens",
+            expected=f"{count} blocks of {tokens}",
+            remedy=f"more text, or a smaller data.{option} or data.tokens.",
+        )
+    return TokenBlocks(ids[: count * tokens].view(count, tokens))

@@ -1,0 +1,63 @@
+"""Load a checkpoint as its users will, and compare logits. Run as a file, so that lightning_obs is not imported.
+
+python reload_check.py CHECKPOINT REFERENCE.safetensors [--prompt TEXT] [--dequantize]
+
+Prints one line of JSON: the largest difference of logits, the text that was generated, the packages that were used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from pathlib import Path
+
+
+def main() -> int:
+    """Return 0 if the logits are equal, 1 if they differ."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("checkpoint")
+    parser.add_argument("reference", help="safetensors file with input_ids and logits")
+    parser.add_argument("--prompt", default=None)
+    parser.add_argument("--new-tokens", type=int, default=20)
+    parser.add_argument("--dequantize", action="store_true")
+    options = parser.parse_args()
+
+    warnings.filterwarnings("ignore")
+    sys.path = [entry for entry in sys.path if entry != str(Path(__file__).parent)]  # our neighbours are no packages
+    import torch
+    import transformers
+    from safetensors.torch import load_file
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    arguments = {}
+    if options.dequantize:
+        arguments["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.checkpoint, **arguments).eval()
+    reference = load_file(options.reference)
+    with torch.inference_mode():
+        logits = model(input_ids=reference["input_ids"], use_cache=False).logits
+    difference = (logits.double() - reference["logits"].double()).abs().max().item()
+    text = None
+    if options.prompt is not None:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.checkpoint)
+        inputs = tokenizer(options.prompt, return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=options.new_tokens, do_sample=False)
+        text = tokenizer.decode(output[0], skip_special_tokens=True)
+    print(
+        json.dumps(
+            {
+                "difference": difference,
+                "text": text,
+                "transformers": transformers.__version__,
+                "lightning_obs_imported": "lightning_obs" in sys.modules,
+            }
+        )
+    )
+    return 0 if difference == 0.0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,405 @@
+"""CalibrationCallback in Lightning's own loops."""
+
+import io
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import AutoModelForCausalLM
+
+from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession, quantized
+from lightning_obs.callbacks.calibration import find_module
+from lightning_obs.modules import read_qparams
+
+
+def trainer(*callbacks, **kwargs):
+    options = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
+    return L.Trainer(callbacks=list(callbacks), **{**options, **kwargs})
+
+
+def loader(seed=1, count=16):
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(TensorDataset(torch.randn(count, 8, generator=generator)), batch_size=4)
+
+
+class Plain(L.LightningModule):
+    """A module of one's own; nothing of transformers in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = self.build()
+
+    def build(self):
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).pow(2).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self(batch[0]).pow(2).mean())
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self(batch[0]).pow(2).mean())
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Late(Plain):
+    """The inner model is created in configure_model."""
+
+    def __init__(self):
+        L.LightningModule.__init__(self)
+        self.net = None
+
+    def configure_model(self):
+        if self.net is None:
+            self.net = self.build()
+
+
+class Language(L.LightningModule):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.model(**batch, labels=batch["input_ids"]).loss)
+
+
+def hooks_on(module):
+    return [
+        hook
+        for m in module.modules()
+        for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values(), *m._backward_hooks.values())
+    ]
+
+
+def bare(module):
+    return not hooks_on(module) and not any(read_qparams(m) for m in module.modules())
+
+
+# ---------------------------------------------------------------------- validate
+
+
+@pytest.mark.parametrize("make", [Plain, Late])
+def test_validate_calibrates_a_module_of_ones_own(make):
+    module, callback = make(), CalibrationCallback("INT8_STATIC")
+    trainer(callback).validate(module, loader(), verbose=False)
+    data = torch.cat([batch[0] for batch in loader()])
+    torch.testing.assert_close(module.net[0].input_scale, data.abs().max().reshape(1) / 127.5, rtol=1e-6, atol=0)
+    assert callback.result.batches == 4
+    assert callback.result.modules == ["net.0", "net.2"]
+    assert not hooks_on(module)
+
+
+def test_validate_calibrates_a_transformers_model_by_its_own_names(tiny_llama, batches):
+    module, callback = Language(tiny_llama()), CalibrationCallback("FP8", ignore=["lm_head"])
+    trainer(callback).validate(module, DataLoader(batches, batch_size=None), verbose=False)
+    assert "model.layers.0.self_attn.q_proj" in callback.result.modules
+    assert "lm_head" not in callback.result.modules
+    session_model = tiny_llama()
+    with CalibrationSession(session_model, "FP8", ignore=["lm_head"]) as session:
+        for batch in batches:
+            session_model(**batch)
+    assert session.result.qparams.keys() == callback.result.qparams.keys()
+    for name, value in session.result.qparams.items():
+        assert torch.equal(value, callback.result.qparams[name]), name
+
+
+def test_outputs_metrics_and_state_dict_are_what_they_were(tiny_llama, batches):
+    module, data = Language(tiny_llama()), DataLoader(batches, batch_size=None)
+    keys, outputs = list(module.state_dict()), module.model(**batches[0]).logits
+    plain = trainer().validate(module, data, verbose=False)
+    calibrated = trainer(CalibrationCallback("FP8", ignore=["lm_head"])).validate(module, data, verbose=False)
+    assert calibrated == plain
+    assert list(module.state_dict()) == keys
+    assert not dict(module.named_buffers()).keys() & {k for k in dict(module.named_buffers()) if "scale" in k}
+    assert torch.equal(module.model(**batches[0]).logits, outputs)
+
+
+def test_inputs_read_by_q_k_v_and_gate_up_are_reduced_once_in_validate(tiny_llama, batches):
+    callback = CalibrationCallback("FP8", ignore=["lm_head"])
+    trainer(callback).validate(Language(tiny_llama()), DataLoader(batches, batch_size=None), verbose=False)
+    layers, reads_per_layer = 2, 4  # qkv, o, gate and up, down
+    assert callback.result.measurements == len(batches) * layers * reads_per_layer
+
+
+def test_export_gives_the_calibrated_models_logits(tiny_llama, batches, tmp_path):
+    module, callback = Language(tiny_llama()), CalibrationCallback("INT8_STATIC", ignore=["lm_head"])
+    trainer(callback).validate(module, DataLoader(batches, batch_size=None), verbose=False)
+    callback.export(tmp_path / "out")
+    with torch.no_grad(), quantized(module.model):
+        expected = module.model(**batches[0]).logits
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "out")(**batches[0]).logits, expected)
+
+
+def test_export_before_calibration_is_an_error(tmp_path):
+    with pytest.raises(CalibrationError, match=r"nothing was calibrated yet.*trainer\.validate"):
+        CalibrationCallback("FP8").export(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_scheme_without_data_says_that_the_batches_were_not_used():
+    with pytest.warns(UserWarning, match=r"W8A8 needs no data.*4 batches.*INT8_STATIC"):
+        trainer(CalibrationCallback("W8A8")).validate(Plain(), loader(), verbose=False)
+
+
+def test_two_val_loaders_are_one_calibration():
+    module, callback = Plain(), CalibrationCallback("INT8_STATIC")
+    module.validation_step = lambda batch, batch_idx, dataloader_idx=0: module(batch[0])
+    trainer(callback).validate(module, [loader(1), loader(2)], verbose=False)
+    data = torch.cat([batch[0] for seed in (1, 2) for batch in loader(seed)])
+    assert callback.result.batches == 8
+    assert callback.result.input_ranges["net.0"] == (data.min().item(), data.max().item())
+
+
+# ---------------------------------------------------------------------- fit
+
+
+def test_fit_after_validate_trains_on(recwarn):
+    module, callback = Plain(), CalibrationCallback("INT8_STATIC")
+    trainer(callback).validate(module, loader(), verbose=False)  # under inference mode
+    first = module.net[2].input_scale.clone()
+    trainer(callback, max_epochs=2).fit(module, loader(), loader())
+    assert not module.net[2].input_scale.is_inference()
+    assert not torch.equal(first, module.net[2].input_scale)
+
+
+def test_every_validation_of_fit_observes_anew_and_the_last_one_stands():
+    module, callback = Plain(), CalibrationCallback("INT8_STATIC")
+    trainer(callback, max_epochs=3).fit(module, loader(), loader())
+    expected = (module.net[0].weight.abs().amax(1, keepdim=True) / 127.5).detach()
+    torch.testing.assert_close(module.net[0].weight_scale, expected, rtol=1e-6, atol=0)
+    assert callback.result.batches == 4
+
+
+def test_nothing_happens_in_the_sanity_check_unless_asked_for():
+    seen = {}
+
+    class Look(L.Callback):
+        def on_sanity_check_end(self, trainer, pl_module):
+            seen["scale"] = hasattr(pl_module.net[0], "weight_scale")
+
+    for wanted in (False, True):
+        trainer(CalibrationCallback("INT8_STATIC", sanity_check=wanted), Look(), max_epochs=1).fit(
+            Plain(), loader(), loader()
+        )
+        assert seen["scale"] is wanted
+
+
+def test_val_check_interval_calibrates_twice_an_epoch():
+    counts = []
+
+    class Look(L.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            counts.append(callback.result.batches)
+
+    callback = CalibrationCallback("INT8_STATIC")
+    trainer(callback, Look(), max_epochs=1, val_check_interval=0.5, num_sanity_val_steps=0).fit(
+        Plain(), loader(), loader()
+    )
+    assert counts == [4, 4]
+
+
+def test_a_wrong_target_is_found_before_training_starts():
+    module, callback = Plain(), CalibrationCallback("INT8_STATIC", targets=["Conv2d"])
+    module.training_step = lambda *_: pytest.fail("trained")
+    with pytest.raises(CalibrationError, match="matches no module"):
+        trainer(callback, max_epochs=1).fit(module, loader(), loader())
+
+
+def test_weight_averaging_beside_it_is_calibrated_with_the_averaged_weights():
+    module, callback = Plain(), CalibrationCallback("INT8_STATIC")
+    seen = {}
+
+    class Look(L.Callback):
+        def on_validation_epoch_end(self, trainer, pl_module):
+            seen["weight"] = pl_module.net[0].weight.detach().clone()
+
+    trainer(callback, Look(), WeightAveraging(), max_epochs=2, num_sanity_val_steps=0).fit(module, loader(), loader())
+    torch.testing.assert_close(
+        callback.result.qparams["net.0.weight_scale"], seen["weight"].abs().amax(1, keepdim=True) / 127.5
+    )
+
+
+# ---------------------------------------------------------------------- leave nothing behind
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_in_the_middle_of_validation_leaves_nothing_behind(error):
+    module = Plain()
+
+    def fail(batch, batch_idx):
+        module(batch[0])
+        if batch_idx == 2:
+            raise error("stop")
+
+    module.validation_step = fail
+    with pytest.raises((RuntimeError, SystemExit, KeyboardInterrupt)):
+        trainer(CalibrationCallback("INT8_STATIC")).validate(module, loader(), verbose=False)
+    assert bare(module)
+    compiled = torch.compile(module.net, backend="eager")
+    compiled(torch.randn(1, 8))  # the stance of torch.compile is the user's again
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_nan_in_a_batch_names_the_module_and_writes_nothing():
+    module = Plain()
+    data = loader().dataset.tensors[0].clone()
+    data[3, 0] = float("nan")
+    with pytest.raises(CalibrationError, match=r"not finite: net\.0 \(input: 1 of 1 min_vals not finite"):
+        trainer(CalibrationCallback("INT8_STATIC")).validate(
+            module, DataLoader(TensorDataset(data), batch_size=4), verbose=False
+        )
+    assert bare(module)
+
+
+def test_hooks_of_the_user_stay():
+    module, calls = Plain(), []
+    module.net[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    trainer(CalibrationCallback("INT8_STATIC")).validate(module, loader(), verbose=False)
+    assert len(hooks_on(module)) == 1
+    assert len(calls) == 4
+
+
+def test_a_compiled_model_is_observed():
+    module = Plain()
+    module.net = torch.compile(module.net, backend="eager")
+    module(torch.randn(4, 8))  # compiled before any hook is there
+    callback = CalibrationCallback("INT8_STATIC", module="net")
+    trainer(callback).validate(module, loader(), verbose=False)
+    assert callback.result.modules == ["0", "2"]
+    assert not hooks_on(module)
+
+
+# ---------------------------------------------------------------------- resume: the rows of facts/lightning.md
+
+
+def fit_and_save(path, callback):
+    module = Plain()
+    torch.manual_seed(3)
+    tr = trainer(callback, max_epochs=1)
+    tr.fit(module, loader(), loader(seed=2))
+    tr.save_checkpoint(path)
+    return module
+
+
+class SeeAtTrainStart(L.Callback):
+    def on_train_start(self, trainer, pl_module):
+        self.qparams = {name: value.clone() for name, value in read_qparams(pl_module.net[0]).items()}
+
+
+def test_a_resumed_fit_starts_with_the_same_qparams(tmp_path):
+    module = fit_and_save(tmp_path / "c.ckpt", CalibrationCallback("INT8_STATIC"))
+    look = SeeAtTrainStart()
+    trainer(CalibrationCallback("INT8_STATIC"), look, max_epochs=2).fit(
+        Plain(), loader(), loader(seed=2), ckpt_path=tmp_path / "c.ckpt"
+    )
+    assert look.qparams.keys() == read_qparams(module.net[0]).keys() != set()
+    for name, value in read_qparams(module.net[0]).items():
+        assert torch.equal(look.qparams[name], value)
+
+
+def test_a_calibrated_checkpoint_loads_strictly_without_the_callback(tmp_path):
+    module = fit_and_save(tmp_path / "c.ckpt", CalibrationCallback("INT8_STATIC"))
+    loaded = Plain.load_from_checkpoint(tmp_path / "c.ckpt", strict=True)
+    assert torch.equal(loaded.net[0].weight, module.net[0].weight)
+    plain = Plain()
+    plain.load_state_dict(torch.load(tmp_path / "c.ckpt", weights_only=True)["state_dict"], strict=True)
+    trainer(max_epochs=2).fit(Plain(), loader(), loader(), ckpt_path=tmp_path / "c.ckpt")
+
+
+def test_a_checkpoint_without_calibration_resumes_with_the_callback(tmp_path):
+    tr = trainer(max_epochs=1)
+    tr.fit(Plain(), loader(), loader())
+    tr.save_checkpoint(tmp_path / "c.ckpt")
+    callback = CalibrationCallback("INT8_STATIC")
+    trainer(callback, max_epochs=2).fit(Plain(), loader(), loader(), ckpt_path=tmp_path / "c.ckpt")
+    assert callback.result is not None
+
+
+@pytest.mark.parametrize("entry", ["test", "predict"])
+def test_test_and_predict_with_ckpt_path_restore_the_qparams(tmp_path, entry):
+    module = fit_and_save(tmp_path / "c.ckpt", CalibrationCallback("INT8_STATIC"))
+    fresh, callback = Plain(), CalibrationCallback("INT8_STATIC")
+    getattr(trainer(callback), entry)(fresh, loader(), ckpt_path=tmp_path / "c.ckpt")
+    assert torch.equal(fresh.net[0].input_scale, module.net[0].input_scale)
+    callback.export(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_model_checkpoint_saves_the_calibration_of_the_same_epoch(tmp_path):
+    module, callback = Plain(), CalibrationCallback("INT8_STATIC")
+    saver = ModelCheckpoint(dirpath=tmp_path, filename="last", monitor="val_loss")
+    trainer(saver, callback, max_epochs=1, enable_checkpointing=True).fit(module, loader(), loader())
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"][callback.state_key]
+    assert torch.equal(saved["qparams"]["net.0.input_scale"], module.net[0].input_scale)
+
+
+def test_a_checkpoint_of_another_scheme_is_refused(tmp_path):
+    fit_and_save(tmp_path / "c.ckpt", CalibrationCallback("INT8_STATIC"))
+    other = CalibrationCallback("INT8_STATIC", ignore=["net.2"])
+    with pytest.raises(CalibrationError, match="another scheme, other observers or another ignore list"):
+        trainer(other, max_epochs=2).fit(Plain(), loader(), loader(), ckpt_path=tmp_path / "c.ckpt")
+
+
+def test_two_calibrations_keep_their_states_apart():
+    first, second = CalibrationCallback("FP8"), CalibrationCallback("INT8_STATIC")
+    assert first.state_key != second.state_key
+    trainer(first, second)  # Lightning refuses two callbacks with one key
+
+
+def test_the_state_survives_a_weights_only_load():
+    module, callback = Plain(), CalibrationCallback("INT8_STATIC")
+    trainer(callback).validate(module, loader(), verbose=False)
+    buffer = io.BytesIO()
+    torch.save(callback.state_dict(), buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=True)["qparams"].keys() == callback.result.qparams.keys()
+
+
+# ---------------------------------------------------------------------- which module
+
+
+def test_the_one_transformers_model_is_found(tiny_llama):
+    module = Language(tiny_llama())
+    assert find_module(module) is module.model
+    assert find_module(Plain()).__class__ is Plain
+
+
+def test_two_transformers_models_have_to_be_told_apart(tiny_llama):
+    module = Language(tiny_llama())
+    module.teacher = tiny_llama()
+    with pytest.raises(CalibrationError, match="several transformers models: model, teacher"):
+        find_module(module)
+    assert find_module(module, "teacher") is module.teacher
+
+
+def test_an_unknown_module_path_lists_the_modules():
+    with pytest.raises(CalibrationError, match=r"Plain has no module 'nett'.*one of its modules: net"):
+        find_module(Plain(), "nett")
+
+
+def test_hydra_containers_are_taken():
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create({"scheme": {"FP8": ["net.0"]}, "ignore": ["x"], "observers": {"input": {"name": "minmax"}}})
+    callback = CalibrationCallback(config.scheme, ignore=config.ignore, observers=config.observers)
+    assert callback.ignore == ["x"]
+    assert callback._config.config_groups["FP8"].input_activations.observer == "minmax"

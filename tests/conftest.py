@@ -1,0 +1,116 @@
+"""Small models and batches. Every test starts from the same seed, on two threads."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from compressed_tensors.registry import registry as ct_registry
+from hypothesis import settings
+from torch import nn
+
+from lightning_obs.observers import Observer
+
+torch.set_num_threads(2)
+settings.register_profile("seeded", derandomize=True, deadline=None, database=None)
+settings.load_profile("seeded")
+
+VOCAB = 128
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def own_registry():
+    """Observers that a test registers are gone after it."""
+    tables = (ct_registry._REGISTRY[Observer], ct_registry._ALIAS_REGISTRY[Observer], Observer._replaced)
+    saved = [dict(table) for table in tables]
+    yield
+    for table, before in zip(tables, saved, strict=True):
+        table.clear()
+        table.update(before)
+
+
+class MLP(nn.Module):
+    """Two Linear layers, named as people name them."""
+
+    def __init__(self, width: int = 32):
+        super().__init__()
+        self.fc1 = nn.Linear(16, width)
+        self.act = nn.ReLU()
+        self.fc2 = nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class CNN(nn.Module):
+    """A convolution, a pool, a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, image):
+        return self.head(self.conv(image).relu().mean((-2, -1)))
+
+
+@pytest.fixture
+def mlp():
+    return MLP()
+
+
+@pytest.fixture
+def cnn():
+    return CNN()
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_folder(tmp_path_factory):
+    """A two-layer Llama on disk; loading it gives rotary buffers in float32, whatever the dtype of the weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny_llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.1,  # large enough for the layers to matter
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def tiny_llama(tiny_llama_folder):
+    """Make a fresh tiny Llama of a dtype: ``tiny_llama(torch.bfloat16)``."""
+    from transformers import LlamaForCausalLM
+
+    def make(dtype: torch.dtype = torch.float32) -> nn.Module:
+        return LlamaForCausalLM.from_pretrained(tiny_llama_folder, dtype=dtype).eval()
+
+    return make
+
+
+@pytest.fixture
+def batches():
+    """Three seeded batches of token ids."""
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(3, VOCAB, (2, 16), generator=generator)} for _ in range(3)]

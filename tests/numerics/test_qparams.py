@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_obs.numerics import compute_global_scale, compute_qparams
+
+INT8 = QuantizationArgs(num_bits=8)
+INT8_ASYMMETRIC = QuantizationArgs(num_bits=8, symmetric=False)
+FP8 = QuantizationArgs(num_bits=8, type="float")
+NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
+
+floats = st.integers(-(10**6), 10**6).map(lambda n: n / 100)  # no subnormal numbers: their scales have no bits left
+
+
+@pytest.mark.parametrize(
+    ("args", "scale", "zero_point"),
+    [(INT8, 3 / 127.5, 0), (INT8_ASYMMETRIC, 4 / 255, -64), (FP8, 3 / 448, 0)],
+    ids=["int8", "int8 asymmetric", "fp8"],
+)
+def test_a_range_gives_the_scale_of_the_formula(args, scale, zero_point):
+    found = compute_qparams(torch.tensor([-1.0]), torch.tensor([3.0]), args)
+    assert found["scale"].item() == pytest.approx(scale, rel=1e-6)
+    assert found["zero_point"].item() == zero_point
+    assert found["zero_point"].dtype == args.zp_dtype
+    assert found["global_scale"] is None
+
+
+@settings(max_examples=100)
+@given(floats, floats)
+def test_both_ends_of_a_range_and_zero_survive_int8(a, b):
+    low, high = torch.tensor([min(a, b)]), torch.tensor([max(a, b)])
+    for args in (INT8, INT8_ASYMMETRIC):
+        found = compute_qparams(low, high, args)
+        scale, zero_point = found["scale"], found["zero_point"].float()
+        assert (scale > 0).all()
+        for x in (low, high, torch.zeros(1)):
+            q = (x / scale + zero_point).round().clamp(-128, 127)
+            back = (q - zero_point) * scale
+            assert (back - x).abs() <= scale * 1.001  # half a step, and half for the rounded zero point
+            assert x != 0 or back == 0
+
+
+@settings(max_examples=50)
+@given(floats, floats)
+def test_zero_is_always_inside_the_range(a, b):
+    low, high = torch.tensor([min(a, b)]), torch.tensor([max(a, b)])
+    wide = compute_qparams(low.clamp(max=0), high.clamp(min=0), INT8_ASYMMETRIC)
+    assert torch.equal(compute_qparams(low, high, INT8_ASYMMETRIC)["scale"], wide["scale"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("args", [INT8, INT8_ASYMMETRIC, FP8])
+def test_an_all_zero_range_gives_a_positive_scale_in_the_range_s_dtype(args, dtype):
+    zero = torch.zeros(2, 1, dtype=dtype)
+    scale = compute_qparams(zero, zero, args)["scale"]
+    assert scale.shape == (2, 1)
+    assert scale.dtype == dtype
+    assert (scale == torch.finfo(dtype).eps).all()
+
+
+def test_a_global_scale_is_fp32_and_from_the_largest_magnitude_of_all_members():
+    ranges = [(torch.tensor([[-1.0, -2.0]]), torch.tensor([[3.0, 0.5]])), (torch.tensor([-7.0]), torch.tensor([1.0]))]
+    found = compute_global_scale(((low.bfloat16(), high.bfloat16()) for low, high in ranges), NVFP4)
+    assert found is not None
+    assert found.dtype == torch.float32
+    assert found.tolist() == [448 * 6 / 7]
+
+
+@pytest.mark.parametrize("args", [INT8, FP8, QuantizationArgs(num_bits=4, group_size=4)])
+def test_only_tensor_group_has_a_global_scale(args):
+    assert compute_global_scale([(torch.zeros(1), torch.ones(1))], args) is None
+
+
+def test_nvfp4_local_scales_are_rounded_to_fp8_under_the_global_scale():
+    low, high = torch.tensor([[-1.0, -3.1]]), torch.tensor([[2.0, 0.3]])
+    global_scale = compute_global_scale([(low, high)], NVFP4)
+    scale = compute_qparams(low, high, NVFP4, global_scale)["scale"]
+    expected = (torch.tensor([[2.0, 3.1]]) / 6 * global_scale).to(torch.float8_e4m3fn).float()
+    assert torch.equal(scale, expected)

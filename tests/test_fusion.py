@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.fusion import find_fused, require_one_scheme
+
+
+@pytest.mark.parametrize(
+    ("names", "groups"),
+    [
+        (["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj"], [["a.q_proj", "a.k_proj", "a.v_proj"]]),
+        (["a.v_proj", "a.q_proj", "a.k_proj"], [["a.q_proj", "a.k_proj", "a.v_proj"]]),
+        (["a.q_proj", "a.k_proj"], [["a.q_proj", "a.k_proj"]]),
+        (["a.up_proj", "b.gate_proj"], []),
+        (["a.up_proj"], []),
+        (["up_proj", "gate_proj"], [["gate_proj", "up_proj"]]),
+        (["a.q_a_proj", "a.kv_a_proj_with_mqa", "a.q_b_proj"], [["a.q_a_proj", "a.kv_a_proj_with_mqa"]]),
+        (["e.0.w1", "e.0.w2", "e.0.w3", "e.1.w3", "e.1.w1"], [["e.0.w1", "e.0.w3"], ["e.1.w1", "e.1.w3"]]),
+        (["a.my_q_proj", "a.my_k_proj"], []),
+        ([], []),
+    ],
+    ids=[
+        "q k v",
+        "the order of the group",
+        "a missing member",
+        "another parent",
+        "alone",
+        "no parent",
+        "MLA",
+        "experts",
+        "part of a name",
+        "nothing",
+    ],
+)
+def test_modules_of_one_parent_are_fused(names, groups):
+    assert find_fused(names) == groups
+
+
+def test_groups_of_one_s_own_replace_the_known_ones():
+    assert find_fused(["a.q_proj", "a.k_proj", "a.x", "a.y"], [("x", "y")]) == [["a.x", "a.y"]]
+
+
+def test_a_fused_group_with_two_schemes_is_refused():
+    schemes = {"a.q_proj": "FP8", "a.k_proj": "W4A16", "b.gate_proj": "FP8", "b.up_proj": "FP8"}
+    with pytest.raises(
+        CalibrationError, match=r"different schemes: a.q_proj, a.k_proj\. .*Remedy: target or ignore them"
+    ):
+        require_one_scheme(schemes, find_fused(schemes))
+
+
+def test_a_fused_group_with_one_scheme_is_fine():
+    require_one_scheme({"a.q_proj": "FP8", "a.k_proj": "FP8", "o": "W4A16"}, [["a.q_proj", "a.k_proj"]])
