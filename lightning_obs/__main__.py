@@ -36,24 +36,19 @@ def main() -> None:
 
     try:
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")(task)()
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, CalibrationError) as error:
         if trace:
             raise
-        _stop(f"{error}{_cause(error)}{_valid_options(str(error))}")
-    except CalibrationError as error:
-        if trace:
-            raise
-        _stop(f"CalibrationError: {error}")
+        cause = error.__cause__  # Hydra wraps what the class that it instantiates raises
+        if isinstance(error, CalibrationError) or isinstance(cause, CalibrationError):
+            _stop(f"CalibrationError: {cause if isinstance(cause, CalibrationError) else error}")
+        _stop(f"{error}{'' if cause is None else f'{chr(10)}{cause}'}{_valid_options(str(error))}")
 
 
 def _stop(message: str) -> None:
     print(message, file=sys.stderr)
     print("(HYDRA_FULL_ERROR=1 shows where it was raised)", file=sys.stderr)
     sys.exit(1)
-
-
-def _cause(error: BaseException) -> str:
-    return f"\n{error.__cause__}" if error.__cause__ is not None else ""
 
 
 def _valid_options(message: str) -> str:

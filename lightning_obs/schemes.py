@@ -448,7 +448,7 @@ def _check_reload(model: nn.Module, targets: list[Target], reload: Reload) -> No
         return
     transformers_model = hasattr(model, "save_pretrained")
     if reload == "dequantize":
-        if transformers_model and len({repr(t.scheme.model_copy(update={"targets": []})) for t in targets}) > 1:
+        if transformers_model and len({_how(t.scheme) for t in targets}) > 1:
             raise CalibrationError(
                 "transformers cannot dequantize a checkpoint with several schemes",
                 remedy=f'reload="default", {_ESCAPE}',

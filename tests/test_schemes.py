@@ -105,7 +105,7 @@ def test_resolving_changes_nothing_that_was_given():
     ("scheme", "expected"),
     [
         ("fp8", "FP8"),
-        ({"INT8_STATIC": ["a"]}, "int8 channel weights, int8 tensor inputs"),
+        ({"int8_static": ["a"], "FP8": ["b"]}, "INT8_STATIC + FP8"),
         (
             {"W8A8": ["a"], "g": {"weights": INT4}},
             "int8 channel weights, dynamic int8 token inputs + int4 group 8 weights",
@@ -419,16 +419,16 @@ EMBEDDING_FP8 = {"weights": {"num_bits": 8, "type": "float", "strategy": "channe
             "NVFP4",
             torch.float32,
             {},
-            r"loads NVFP4 weights as bfloat16 and cannot run them in a torch.float32 model.*bfloat16",
+            r"loads NVFP4 weights as bfloat16, which a torch.float32 model cannot run.*dtype=torch.bfloat16",
         ),
         (
             "NVFP4A16",
             torch.float16,
             {},
-            r"loads NVFP4 weights as bfloat16 and cannot run them in a torch.float16 model",
+            r"loads NVFP4 weights as bfloat16, which a torch.float16 model cannot run",
         ),
-        ("MXFP4", torch.float32, {}, r"loads MX formats weights as bfloat16 .* torch.float32 model"),
-        ("MXFP8", torch.float32, {}, r"loads MX formats weights as bfloat16 .* torch.float32 model"),
+        ("MXFP4", torch.float32, {}, r"loads MX weights as bfloat16, which a torch.float32 model cannot run"),
+        ("MXFP8", torch.float32, {}, r"loads MX weights as bfloat16, which a torch.float32 model cannot run"),
         ("W4A16_ASYM", torch.bfloat16, {}, r"packed asymmetric weights.*symmetric scheme \(W4A16\).*dequantize=True"),
         (
             EMBEDDING_INT4,
@@ -478,6 +478,23 @@ def test_several_schemes_cannot_be_dequantized(tiny_llama, reload, refused):
         plan(tiny_llama(), scheme, reload)
 
 
-@pytest.mark.parametrize("scheme", ["NVFP4", "MXFP4"])
+def test_one_scheme_in_two_groups_can_be_dequantized(tiny_llama):
+    one, two = {"num_bits": 8, "strategy": "channel"}, {"num_bits": 8, "strategy": "channel", "type": "int"}
+    scheme = {"a": {"targets": ["re:.*mlp.*_proj"], "weights": one}, "b": {"targets": ["re:.*o_proj"], "weights": two}}
+    assert len(names(tiny_llama(), scheme, "dequantize")) == 8
+
+
+@pytest.mark.parametrize("scheme", ["MXFP4", "W4A16_ASYM"])
 def test_a_module_of_one_s_own_is_not_asked_how_transformers_loads_it(scheme):
-    assert names(nn.Sequential(nn.Linear(32, 32)), scheme) == ["0"]
+    assert names(nn.Sequential(nn.Linear(128, 32)), scheme) == ["0"]
+
+
+@pytest.mark.parametrize(("dtype", "refused"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_nvfp4_in_a_module_of_one_s_own_is_refused_where_it_comes_back_with_other_numbers(dtype, refused):
+    model = nn.Sequential(nn.Linear(32, 32, dtype=dtype))
+    assert names(model, "NVFP4", "unchecked") == ["0"]
+    if not refused:
+        assert names(model, "NVFP4") == ["0"]
+        return
+    with pytest.raises(CalibrationError, match=r"NVFP4 .* torch.float32 model would compute with other numbers: 0"):
+        names(model, "NVFP4")

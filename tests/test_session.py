@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -430,6 +431,15 @@ def test_a_module_that_no_data_reached_can_be_left_in_full_precision():
     assert get_scheme(model.experts[1]) is None
 
 
+def test_an_error_of_a_spawned_rank_arrives_whole():
+    model = Experts()
+    with pytest.raises(CalibrationError) as raised, CalibrationSession(model, STATIC):
+        model(torch.randn(4, 16))
+    arrived = pickle.loads(pickle.dumps(raised.value))
+    assert str(arrived) == str(raised.value)
+    assert arrived.where == ["experts.1 (input)", "experts.2 (input)"]
+
+
 def test_no_data_at_all_is_an_error_even_where_missing_data_is_not(mlp):
     with pytest.raises(CalibrationError, match="saw no data"), CalibrationSession(mlp, STATIC, on_missing="warn"):
         pass
@@ -437,13 +447,11 @@ def test_no_data_at_all_is_an_error_even_where_missing_data_is_not(mlp):
 
 @pytest.mark.parametrize("scheme", [STATIC, "NVFP4"])
 def test_a_fused_group_is_left_in_full_precision_as_a_whole(scheme):
-    model = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("gate_proj", "up_proj", "down_proj")})
+    model = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("gate_proj", "up_proj", "down_proj")}).bfloat16()
+    session = CalibrationSession(model, scheme, on_missing="warn")
     message = r"no data reached them: up_proj \(input\); and, fused with them: gate_proj"
-    with (
-        pytest.warns(CalibrationWarning, match=message),
-        CalibrationSession(model, scheme, on_missing="warn") as session,
-    ):
-        model["gate_proj"](model["down_proj"](torch.randn(4, 32)))
+    with pytest.warns(CalibrationWarning, match=message), session:
+        model["gate_proj"](model["down_proj"](torch.randn(4, 32, dtype=torch.bfloat16)))
     assert session.result.modules == ["down_proj"]
     assert session.result.skipped == ["gate_proj", "up_proj"]
 

@@ -1,0 +1,77 @@
+"""The command line: messages, comparison table, installation."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_help_lists_groups_and_examples(command_line):
+    done = command_line("--help", tiny=False)
+    assert done.returncode == 0
+    assert "scheme: fp8, " in done.stdout
+    assert "python -m lightning_obs --multirun" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("scheme=fp9", ["Could not find 'scheme/fp9'", "int8_static"]),
+        ("data.batch=3", ["Could not override 'data.batch'", "Valid options in 'data'", "batches", "text_field"]),
+        ("observr=minmax", ["Could not override 'observr'", "weight_observer"]),
+        ("observer.averaging_constan=1", ["Could not override", "Valid options in 'observer': name"]),
+        ("data.batches=many", ["CalibrationError: data.batches", "Got 'many', expected a positive whole number"]),
+        ("observer.name=meanmax", ["unknown observer 'meanmax'", "static_minmax"]),
+    ],
+)
+def test_a_typo_gets_one_message_with_the_valid_options(command_line, argument, expected):
+    done = command_line(argument)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    for text in expected:
+        assert text in done.stderr
+
+
+def test_multirun_prints_one_table(command_line, tmp_path):
+    done = command_line(
+        "--multirun", "scheme=int8_static", "observer=static_minmax,minmax", "export=none", "hydra.sweep.dir=sweep"
+    )
+    assert done.returncode == 0, done.stderr
+    table = done.stdout[done.stdout.index("comparison") :]
+    assert "observer=static_minmax" in table
+    assert "observer=minmax" in table
+    assert "perplexity" in table
+    assert (tmp_path / "sweep" / "1" / "report.json").is_file()
+
+
+@pytest.mark.slow
+def test_it_works_when_installed_from_a_wheel_into_another_folder(tiny_overrides, tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    site = tmp_path / "site"
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)],
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    where = subprocess.run(
+        [sys.executable, "-c", "import lightning_obs; print(lightning_obs.__file__)"],
+        cwd=tmp_path, env={"PYTHONPATH": str(site), "PATH": ""}, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert where.stdout.strip().startswith(str(site))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "lightning_obs", *tiny_overrides, "export=none"],
+        cwd=tmp_path, env={"PYTHONPATH": str(site), "PATH": "", "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "FP8 · 14 modules" in done.stdout

@@ -1,0 +1,59 @@
+"""Every config composes, can be instantiated, and opens with a command that works."""
+
+import shlex
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import get_class
+from omegaconf import OmegaConf
+
+from lightning_obs.__main__ import config_dir
+from lightning_obs.app.main import make_callback
+
+FILES = sorted(path.relative_to(config_dir()) for path in config_dir().rglob("*.yaml"))
+GROUPS = [path for path in FILES if len(path.parts) == 2]
+
+
+def select(*overrides):
+    with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
+        return compose("config", overrides=["output_dir=/nowhere", *overrides])
+
+
+@pytest.mark.parametrize("path", GROUPS, ids=str)
+def test_every_option_composes_and_makes_a_callback(path):
+    override = f"{path.parts[0]}={path.stem}"
+    needs = ["scheme=w4a16"] if path.parts[0] == "weight_observer" else ["scheme=int8_static"]
+    callback = make_callback(select(*(needs if path.parts[0] in ("observer", "weight_observer") else ()), override))
+    assert callback.label
+
+
+def test_every_target_is_a_class():
+    config = select()
+    nodes = [node for node in OmegaConf.to_container(config).values() if isinstance(node, dict)]
+    targets = [node["_target_"] for node in nodes if "_target_" in node]
+    assert len(targets) == 3
+    for target in targets:
+        get_class(target)
+
+
+def commands():
+    for path in FILES:
+        for line in (config_dir() / path).read_text().splitlines():
+            if line.startswith("#   python -m lightning_obs"):
+                yield pytest.param(line[1:].strip(), id=f"{path}: {line[1:].strip()}")
+
+
+@pytest.mark.parametrize("command", list(commands()))
+def test_the_command_that_a_config_opens_with_composes(command):
+    words = shlex.split(command.replace("<folder or hub name>", "folder").replace("<text file, jsonl, or folder>", "text"))
+    overrides = [word for word in words[3:] if not word.startswith("--")]
+    if "--multirun" in words:
+        overrides = [f"{key}={value.split(',')[0]}" for key, value in (word.split("=", 1) for word in overrides)]
+    make_callback(select(*(word.replace("<folder>", "folder") for word in overrides)))
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_every_config_opens_with_what_it_is_for(path):
+    lines = [line for line in (config_dir() / path).read_text().splitlines() if not line.startswith("# @package")]
+    assert lines[0].startswith("# ")
+    assert "python -m lightning_obs" in "\n".join(lines[:6])

@@ -1,0 +1,85 @@
+"""A whole run on the tiny model."""
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_obs import CalibrationError
+from lightning_obs.app.main import run
+
+
+def test_a_run_calibrates_exports_verifies_and_reports(composed, tmp_path, capsys):
+    row = run(composed("scheme=int8_static", "observer=minmax", "observer.averaging_constant=0.05"))
+    output = capsys.readouterr().out
+    folder = tmp_path / "run" / "checkpoint"
+    assert "INT8_STATIC · 14 modules · 28 observers · 2 batches" in output
+    assert "SQNR [dB]" in output
+    assert "lightning_obs not imported): largest difference of logits 0.0" in output
+    assert f"wrote {folder}" in output
+    assert "it says: 'The capital of France is" in output
+    AutoTokenizer.from_pretrained(folder)
+    config = AutoModelForCausalLM.from_pretrained(folder).config.quantization_config.quantization_config
+    args = config.config_groups["group_0"].input_activations
+    assert (args.observer, args.observer_kwargs) == ("minmax", {"averaging_constant": 0.05})
+    before, after = row["perplexity"]
+    assert before != after
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["perplexity"] == [before, after]
+    assert report["config"]["data"]["batches"] == 2
+    assert len(report["layers"]) == 14
+
+
+def test_a_scheme_without_data_runs_no_batch_and_says_so(composed, capsys):
+    run(composed("scheme=fp8_dynamic", "export=none", "evaluate=false"))
+    output = capsys.readouterr().out
+    assert "FP8_DYNAMIC needs no data" in output
+    assert "· 0 batches ·" in output
+
+
+def test_the_layers_that_a_report_names_can_be_left_out(composed, tmp_path):
+    (tmp_path / "earlier.json").write_text(json.dumps({"ignore": ["model.layers.0.mlp.down_proj"]}))
+    row = run(composed("export=none", "evaluate=false", f"ignore_from={tmp_path / 'earlier.json'}"))
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert "model.layers.0.mlp.down_proj" not in {layer["name"] for layer in report["layers"]}
+    assert row["ignore"][:2] == ["lm_head", "model.layers.0.mlp.down_proj"]
+
+
+def test_a_report_that_is_none_is_refused(composed, tmp_path):
+    with pytest.raises(CalibrationError, match=r"ignore_from=.*is not the report\.json of an earlier run"):
+        run(composed(f"ignore_from={tmp_path / 'absent.json'}"))
+
+
+def test_an_existing_folder_is_refused_before_the_model_is_loaded(composed, tmp_path):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(CalibrationError, match="there is already there"):
+        run(composed(f"export.folder={tmp_path / 'there'}", "model.path=/nowhere"))
+
+
+def test_what_cannot_be_loaded_back_is_refused_before_anything_is_written(composed, tmp_path):
+    with pytest.raises(CalibrationError, match=r"NVFP4 weights as bfloat16.*dtype=torch\.bfloat16"):
+        run(composed("scheme=nvfp4", "evaluate=false"))
+    assert not (tmp_path / "run" / "checkpoint").exists()
+
+
+def test_nvfp4_in_bfloat16_is_verified(composed, capsys):
+    run(composed("scheme=nvfp4", "model.dtype=bfloat16", "evaluate=false"))
+    assert "largest difference of logits 0.0" in capsys.readouterr().out
+
+
+def test_a_checkpoint_with_other_logits_is_an_error(composed, tmp_path, monkeypatch):
+    from safetensors.torch import load_file, save_file
+
+    from lightning_obs import CalibrationCallback
+
+    export = CalibrationCallback.export
+
+    def damage(self, folder, **kwargs):
+        export(self, folder, **kwargs)
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.0.mlp.up_proj.weight_scale"] *= 2
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(CalibrationCallback, "export", damage)
+    with pytest.raises(CalibrationError, match=r"gives other logits.*a difference of [1-9\d.]+, expected 0\.0"):
+        run(composed("evaluate=false"))
