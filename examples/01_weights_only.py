@@ -1,6 +1,6 @@
 """Quantize the weights of a language model to 4 bits: no data, no Trainer.
 
-    python examples/01_weights_only.py --model <folder or hub name> --out w4a16
+python examples/01_weights_only.py --model <folder or hub name> --out w4a16
 """
 
 import argparse

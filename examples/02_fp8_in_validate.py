@@ -1,6 +1,6 @@
 """Calibrate FP8 while Lightning validates, ship the checkpoint, load it back with plain transformers.
 
-    python examples/02_fp8_in_validate.py --model <folder or hub name> --out fp8
+python examples/02_fp8_in_validate.py --model <folder or hub name> --out fp8
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Your own nn.Module, convolutions included: train it, calibrate in every validation, export, load.
 
-    python examples/03_own_module.py --out digits_int8
+python examples/03_own_module.py --out digits_int8
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """An observer of your own: one method, one name, usable wherever a built-in one is.
 
-    python examples/04_own_observer.py
+python examples/04_own_observer.py
 """
 
 import torch

@@ -32,7 +32,6 @@ from torch import nn
 from lightning_obs.errors import CalibrationError
 from lightning_obs.modules import (
     calibrated_modules,
-    fake_quantized_weight,
     get_scheme,
     holdable_type,
     quantize_forward,
@@ -150,14 +149,10 @@ def _save_own_qparams(model: nn.Module, folder: Path) -> None:
     own = {name: module for name, module in calibrated_modules(model) if holdable_type(module) is None}
     if not own:
         return
-    schemes = {name: _dump(get_scheme(module)) for name, module in own.items()}
+    found = {name: get_scheme(module) for name, module in own.items()}
+    schemes = {name: scheme.model_dump(mode="json") for name, scheme in found.items() if scheme is not None}
     tensors = {f"{name}.{key}": value for name, module in own.items() for key, value in read_qparams(module).items()}
     save_file(_unshared(tensors), folder / QPARAMS_FILE, metadata={"schemes": json.dumps(schemes)})
-
-
-def _dump(scheme: QuantizationScheme | None) -> dict[str, Any]:
-    assert scheme is not None
-    return scheme.model_dump(mode="json")
 
 
 @contextmanager
@@ -249,8 +244,6 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
             if holdable_type(module) is not None and scheme.weights is not None:
                 # The weight is on the grid already, compressed-tensors need not quantize it at each forward.
                 module.quantization_status = QuantizationStatus.DECOMPRESSED
-            elif scheme.weights is not None:
-                module.weight.copy_(fake_quantized_weight(module))
             quantize_forward(module)
     return model
 
@@ -301,7 +294,7 @@ def _own_qparams(model: nn.Module, folder: Path) -> _Found:
         return {}
     with safe_open(path, "pt") as file:
         schemes = json.loads(file.metadata()["schemes"])
-        tensors = {key: file.get_tensor(key) for key in file.keys()}
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (it is no dict)
     modules = dict(model.named_modules())
     unknown = sorted(set(schemes) - set(modules))
     if unknown:

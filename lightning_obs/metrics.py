@@ -13,11 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 from torchmetrics import MeanMetric
 from torchmetrics.audio import SignalNoiseRatio
 
-from lightning_obs.modules import calibrated_modules, fake_quantize, first_input, get_scheme, quantize_forward
+from lightning_obs.modules import (
+    calibrated_modules,
+    fake_quantize,
+    first_input,
+    get_scheme,
+    quantize_forward,
+    read_qparams,
+)
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,8 @@ class LayerError:
 def measure_layer_errors(model: nn.Module, batches: Iterable[Mapping[str, Any] | torch.Tensor]) -> list[LayerError]:
     """Compare every calibrated layer's output with and without quantization, worst first.
 
-    The model runs unquantized; each layer is run a second time, quantized, on the input it got. So an error is the layer's
-    own, not one that it inherited.
+    The model runs unquantized; each layer is run a second time, quantized, on the input it got. So an error is the
+    layer's own, not one that it inherited.
 
     Args:
         model: a calibrated model.
@@ -70,6 +78,7 @@ class _Probe:
         scheme = get_scheme(module)
         args = scheme.input_activations if scheme is not None else None
         self.static = args is not None and args.dynamic is False
+        self.widest_step = _widest_step(args)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         value = first_input(args, kwargs)
@@ -83,18 +92,22 @@ class _Probe:
         if self.static:
             # Outside by more than half a step of the outermost code: rounding alone would not move it that far.
             error = (fake_quantize(module, value, "input") - value).abs()
-            step = module.input_scale.max() * _widest_step(get_scheme(module).input_activations)  # type: ignore[union-attr]
+            step = read_qparams(module)["input_scale"].max() * self.widest_step
             self.clipped.update(100.0 * (error > 0.5 * step * (1 + 1e-3)).float().mean())
 
     def result(self) -> LayerError:
         return LayerError(
-            self.name, float(self.sqnr.compute()), float(self.clipped.compute()) if self.static else None, self.low, self.high
+            self.name,
+            float(self.sqnr.compute()),
+            float(self.clipped.compute()) if self.static else None,
+            self.low,
+            self.high,
         )
 
 
-def _widest_step(args: Any) -> float:
+def _widest_step(args: QuantizationArgs | None) -> float:
     """Distance of the two outermost codes, in units of the scale."""
-    if args.type == "int":
+    if args is None or args.type == "int":
         return 1.0
     return {8: 32.0, 6: 0.5, 4: 2.0}[args.num_bits]  # e4m3: 448 - 416; e2m3: 7.5 - 7; e2m1: 6 - 4
 

@@ -241,9 +241,10 @@ def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> tor
 
 def fake_quantized_weight(module: nn.Module) -> torch.Tensor:
     """The weight after quantize and dequantize, in its own shape."""
-    weight = module.weight.detach()
-    matrix = _to_matrix(module, weight)
-    assert matrix is not None  # preflight refused the module otherwise
+    weight = getattr(module, "weight", None)
+    matrix = weight_matrix(module)
+    assert isinstance(weight, torch.Tensor)  # preflight refused the module otherwise
+    assert matrix is not None
     return _from_matrix(module, fake_quantize(module, matrix, "weight"), weight.shape).contiguous()
 
 

@@ -3,19 +3,13 @@
 A session attaches observers to the modules of a plan, feeds them through forward hooks, and turns what they saw into
 quantization parameters. It runs nothing itself: whoever owns the data runs the model. Nothing is written before
 everything was checked, and no hook outlives the session.
-
-Modules that read one tensor (q, k, v; gate, up) share one measurement of it. That it still is the same tensor is
-known from its identity and version counter. Inference tensors have no version; on the CPU 64 of their values are
-compared instead (an in-place change between two readers that misses all 64 is not seen), elsewhere they are measured
-again.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,10 +22,11 @@ from torch.distributed.tensor import DTensor
 from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
 from lightning_obs.modules import clear_qparams, first_input, scheme_args, weight_matrix, write_qparams
 from lightning_obs.observers import Observer
-from lightning_obs.schemes import ObserversLike, Plan, Reload, SchemeLike, build_plan, label, make_observer, resolve_config
+from lightning_obs.plan import Plan, Reload, build_plan
+from lightning_obs.schemes import ObserversLike, SchemeLike, label, make_observer, resolve_config
+from lightning_obs.shared_reads import LastRead
 
 _STATE_FORMAT = 1
-_SAMPLES = 64
 
 
 @dataclass
@@ -76,7 +71,7 @@ class CalibrationSession:
         ignore: modules to leave alone: names, class names, ``re:`` patterns.
         observers: ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``.
         on_missing: what to do when no data reached a module: ``"error"``, or ``"warn"`` and leave it in full precision.
-        reload: how the checkpoint will be loaded, see :func:`~lightning_obs.schemes.build_plan`.
+        reload: how the checkpoint will be loaded, see :func:`~lightning_obs.plan.build_plan`.
 
     Raises:
         CalibrationError: by the constructor, whatever is wrong with scheme, targets or shapes; at the end of the block,
@@ -123,7 +118,7 @@ class CalibrationSession:
         self._written: dict[str, torch.Tensor] = {}
         self._attached: ExitStack | None = None
         self._started = 0.0
-        self._read = _LastRead()
+        self._read = LastRead()
 
     # ------------------------------------------------------------------ attach and detach
 
@@ -146,7 +141,7 @@ class CalibrationSession:
         self.detach()
         for observer in self.observers.values():
             observer.reset()
-        self.batches, self.result, self._read = 0, None, _LastRead()
+        self.batches, self.result, self._read = 0, None, LastRead()
         self._started = time.perf_counter()
         with ExitStack() as stack:
             # A hook added after a graph was compiled would never fire, in silence.
@@ -156,8 +151,9 @@ class CalibrationSession:
                     ("input", target.module.register_forward_pre_hook),
                     ("output", target.module.register_forward_hook),
                 ):
-                    observer = self.observers.get((target.name, base_name))
-                    if observer is not None:
+                    key = (target.name, base_name)
+                    if key in self.observers:
+                        observer = self.observers[key]
                         stack.callback(register(self._hook(observer, base_name), with_kwargs=True).remove)
             if count_calls:
                 stack.callback(self.model.register_forward_pre_hook(self._count).remove)
@@ -168,7 +164,7 @@ class CalibrationSession:
         if self._attached is not None:
             self._attached.close()
             self._attached = None
-        self._read = _LastRead(self._read.count)
+        self._read = LastRead(self._read.count)
 
     def _count(self, module: nn.Module, args: Any) -> None:
         self.batches += 1
@@ -302,10 +298,12 @@ class CalibrationSession:
 
     def _say_if_data_was_not_needed(self) -> None:
         if self.batches and not self.plan.needs_data:
-            static = " For calibrated INT8 activations use scheme='INT8_STATIC'." if self.label in ("W8A8", "INT8") else ""
+            static = (
+                " For calibrated INT8 activations use scheme='INT8_STATIC'." if self.label in ("W8A8", "INT8") else ""
+            )
             warnings.warn(
-                f"{self.label} needs no data (its activations are dynamic or in full precision): {self.batches} batches "
-                f"were run and not used.{static}",
+                f"{self.label} needs no data (its activations are dynamic or in full precision): "
+                f"{self.batches} batches were run and not used.{static}",
                 CalibrationWarning,
                 stacklevel=4,
             )
@@ -345,35 +343,6 @@ class CalibrationSession:
                 if target.name in by_module:
                     write_qparams(target.module, target.scheme, by_module[target.name])
         self._written = dict(state["qparams"])
-
-
-class _LastRead:
-    """The measurements of the tensor that was read last, while it lives and was not changed."""
-
-    def __init__(self, count: int = 0) -> None:
-        self._earlier = count
-        self._tensor: Any = None
-        self._stamp: Hashable = None
-        self._measured: dict[Hashable, Any] = {}
-
-    def measurements(self, value: torch.Tensor) -> dict[Hashable, Any]:
-        stamp = _stamp(value)
-        if stamp is None or self._tensor is None or self._tensor() is not value or stamp != self._stamp:
-            self._earlier += len(self._measured)
-            self._tensor, self._stamp, self._measured = weakref.ref(value), stamp, {}
-        return self._measured
-
-    @property
-    def count(self) -> int:
-        return self._earlier + len(self._measured)
-
-
-def _stamp(value: torch.Tensor) -> Hashable:
-    if not value.is_inference():
-        return value._version
-    if value.device.type != "cpu" or not value.is_contiguous():
-        return None
-    return tuple(value.view(-1)[:: max(1, value.numel() // _SAMPLES)].tolist())
 
 
 def _materialized(name: str, module: nn.Module) -> torch.Tensor:

@@ -97,8 +97,9 @@ def test_training_goes_on_and_a_second_export_has_the_new_weights(tiny_llama, ba
 
 
 def test_a_tokenizer_is_saved_beside_it(tmp_path):
-    from tests.tiny_model import save_tiny_llama
     from transformers import AutoTokenizer
+
+    from tests.tiny_model import save_tiny_llama
 
     folder = save_tiny_llama(tmp_path / "tiny")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)

@@ -12,7 +12,8 @@ from compressed_tensors.quantization import (
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, CalibrationWarning
-from lightning_obs.schemes import build_plan, label, make_observer, needs_data, preset_names, resolve_config
+from lightning_obs.plan import build_plan, needs_data
+from lightning_obs.schemes import label, make_observer, preset_names, resolve_config
 
 FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
 INT4 = {"num_bits": 4, "group_size": 8}

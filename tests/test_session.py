@@ -376,6 +376,14 @@ def test_weights_are_observed_as_they_are_at_the_end(mlp):
     assert (mlp.fc1.weight_scale == 2).all()
 
 
+def test_finishing_twice_observes_the_weights_anew(mlp):
+    session = calibrate(mlp, "W8A8", observers={"weight": "static_minmax"})
+    with torch.no_grad():
+        mlp.fc1.weight.mul_(0.5)
+    session.finalize()
+    assert torch.equal(mlp.fc1.weight_scale, mlp.fc1.weight.detach().abs().amax(1, keepdim=True) / 127.5)
+
+
 def test_a_module_that_a_second_calibration_does_not_reach_loses_its_qparams():
     model, x = Experts(), torch.randn(4, 16)
     with CalibrationSession(model, STATIC):

@@ -1,6 +1,6 @@
 """A tiny Llama with a tokenizer, on disk: what the application and the examples run on in tests.
 
-    python tests/tiny_model.py FOLDER
+python tests/tiny_model.py FOLDER
 """
 
 import sys

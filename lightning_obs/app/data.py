@@ -27,8 +27,8 @@ class TextData(LightningDataModule):
 
     Args:
         tokenizer: a transformers tokenizer.
-        path: a text file (documents are paragraphs), a ``.jsonl`` file (one object with ``text_field`` a line), a folder
-            of such files, or a folder saved by ``datasets``. None: the default text.
+        path: a text file (documents are paragraphs), a ``.jsonl`` file (an object with ``text_field`` on each line), a
+            folder of such files, or a folder saved by ``datasets``. None: the default text.
         batches: calibration batches.
         batch_size: blocks per batch.
         tokens: tokens per block.
@@ -62,7 +62,9 @@ class TextData(LightningDataModule):
             documents = [documents[0][:half], documents[0][half:]]
         self.batch_size, self.num_workers = batch_size, num_workers
         self.calibration = _blocks(tokenizer, documents[0::2], batches * batch_size, tokens, "calibration", "batches")
-        self.held_out = _blocks(tokenizer, documents[1::2], eval_batches * batch_size, tokens, "held-out", "eval_batches")
+        self.held_out = _blocks(
+            tokenizer, documents[1::2], eval_batches * batch_size, tokens, "held-out", "eval_batches"
+        )
 
     @override
     def val_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
@@ -109,7 +111,8 @@ def read_documents(path: str | os.PathLike[str] | None, text_field: str = "text"
         files = [file for file in sorted(path.rglob("*")) if file.suffix in (*_TEXT_SUFFIXES, ".jsonl")]
         if not files:
             raise CalibrationError(
-                f"data.path={path} holds nothing to read", expected=f"files ending in {', '.join(_TEXT_SUFFIXES)}, .jsonl"
+                f"data.path={path} holds nothing to read",
+                expected=f"files ending in {', '.join(_TEXT_SUFFIXES)}, .jsonl",
             )
         for file in files:
             yield from read_documents(file, text_field)
@@ -144,7 +147,9 @@ def _saved_dataset(path: Path, text_field: str) -> Iterator[str]:
     for part in parts:
         if text_field not in part.column_names:
             raise CalibrationError(
-                f"{path} has no column {text_field!r}", expected=", ".join(part.column_names), remedy="data.text_field=..."
+                f"{path} has no column {text_field!r}",
+                expected=", ".join(part.column_names),
+                remedy="data.text_field=...",
             )
         yield from (str(text) for text in part[text_field])
 

@@ -216,4 +216,3 @@ def _quiet_lightning() -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec.*deprecated")  # Lightning 2.6 on torch 2.13
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-

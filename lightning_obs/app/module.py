@@ -16,8 +16,8 @@ from lightning_obs.app.models import load_causal_lm
 class CausalLM(LightningModule):
     """Wrap a transformers model for Lightning's validate and test.
 
-    Batches are ``{"input_ids": (batch, tokens)}`` and whatever else the model's forward takes. The perplexity is that of
-    every token but the first of each block.
+    Batches are ``{"input_ids": (batch, tokens)}`` and whatever else the model's forward takes. The perplexity is that
+    of every token but the first of each block.
 
     Args:
         path: folder or hub name; None for the default model.

@@ -21,7 +21,8 @@ from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.export import export_checkpoint
-from lightning_obs.schemes import ObserversLike, Reload, SchemeLike, label, resolve_config
+from lightning_obs.plan import Reload
+from lightning_obs.schemes import ObserversLike, SchemeLike, label, resolve_config
 from lightning_obs.session import CalibrationResult, CalibrationSession
 
 
@@ -36,7 +37,7 @@ class CalibrationCallback(Callback):
         scheme: preset name (``"FP8"``, ``"INT8_STATIC"``, ``"W4A16"``...), dict, or ``QuantizationConfig``.
         targets: what to quantize where the scheme does not say (default: every Linear).
         ignore: modules to leave alone: names, class names, ``re:`` patterns. Names are those inside the calibrated
-            module (``"lm_head"``, not ``"model.lm_head"``, for a LightningModule whose ``model`` is a transformers model).
+            module: ``"lm_head"``, not ``"model.lm_head"``, where the LightningModule's ``model`` is of transformers.
         observers: observer per base name, ``{"input": {"name": "minmax", "averaging_constant": 0.05}}``.
         module: attribute path of the module to calibrate and export. Default: the one transformers model that the
             LightningModule holds, else the LightningModule itself.
@@ -97,7 +98,7 @@ class CalibrationCallback(Callback):
     @override
     def state_key(self) -> str:
         """Two calibrations in one Trainer keep their states apart."""
-        return self._generate_state_key(scheme=self.label, module=self.module)
+        return str(self._generate_state_key(scheme=self.label, module=self.module))
 
     def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False) -> Path:
         """Write the calibrated module as a compressed-tensors checkpoint (:func:`~lightning_obs.export_checkpoint`).
@@ -136,7 +137,13 @@ class CalibrationCallback(Callback):
 
     @override
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Count."""
         if self._active and self.session is not None:

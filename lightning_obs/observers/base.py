@@ -90,6 +90,7 @@ class Observer(RegistryMixin):
     # ------------------------------------------------------------------ phase 1
 
     def __call__(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
+        """Observe one tensor; see :meth:`forward`."""
         return self.forward(value, g_idx)
 
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
@@ -143,8 +144,7 @@ class Observer(RegistryMixin):
             return
         state, self._before_observing = self._before_observing, None
         kept = {"_fused_observers": self._fused_observers}
-        vars(self).clear()
-        vars(self).update(state, **kept)
+        self.__dict__ = {**state, **kept}
 
     def _remember_initial_state(self) -> None:
         if self._before_observing is None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import distributed as dist
+from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.observers.base import MinMaxTuple, Observer
@@ -23,9 +24,11 @@ class MemorylessMinMaxObserver(Observer):
     hyperparameters: ClassVar[dict[str, Any] | None] = {}
 
     @property
+    @override
     def measure_key(self) -> Hashable | None:
         return "minmax"
 
+    @override
     def measure(self, observed: torch.Tensor) -> MinMaxTuple:
         if observed.ndim == 3 and observed.shape[1] == 1:
             low, high = torch.aminmax(observed)  # one scale: a single pass, at the speed of memory
@@ -33,6 +36,7 @@ class MemorylessMinMaxObserver(Observer):
         # With dimensions, aminmax is ten times slower than the two reductions.
         return torch.amin(observed, dim=(0, -1)), torch.amax(observed, dim=(0, -1))
 
+    @override
     def merge(self, measured: MinMaxTuple) -> None:
         self.min_vals, self.max_vals = measured
 
@@ -44,6 +48,7 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
     _act_sync_dict: ClassVar[dict[str, Any]] = {"min_vals": dist.ReduceOp.MIN, "max_vals": dist.ReduceOp.MAX}
     hyperparameters: ClassVar[dict[str, Any] | None] = {}
 
+    @override
     def merge(self, measured: MinMaxTuple) -> None:
         low, high = measured
         if self.has_statistics:
@@ -77,6 +82,7 @@ class MinMaxObserver(MemorylessMinMaxObserver):
         if not 0 < self.averaging_constant <= 1:
             raise CalibrationError("averaging_constant", got=self.averaging_constant, expected="a value in (0, 1]")
 
+    @override
     def merge(self, measured: MinMaxTuple) -> None:
         low, high = measured
         if self.has_statistics and self.averaging_constant != 1:

@@ -58,4 +58,3 @@ def command_line(tiny_overrides, tmp_path):
         )
 
     return run
-

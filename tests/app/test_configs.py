@@ -45,7 +45,9 @@ def commands():
 
 @pytest.mark.parametrize("command", list(commands()))
 def test_the_command_that_a_config_opens_with_composes(command):
-    words = shlex.split(command.replace("<folder or hub name>", "folder").replace("<text file, jsonl, or folder>", "text"))
+    words = shlex.split(
+        command.replace("<folder or hub name>", "folder").replace("<text file, jsonl, or folder>", "text")
+    )
     overrides = [word for word in words[3:] if not word.startswith("--")]
     if "--multirun" in words:
         overrides = [f"{key}={value.split(',')[0]}" for key, value in (word.split("=", 1) for word in overrides)]

@@ -399,7 +399,9 @@ def test_an_unknown_module_path_lists_the_modules():
 def test_hydra_containers_are_taken():
     from omegaconf import OmegaConf
 
-    config = OmegaConf.create({"scheme": {"FP8": ["net.0"]}, "ignore": ["x"], "observers": {"input": {"name": "minmax"}}})
+    config = OmegaConf.create(
+        {"scheme": {"FP8": ["net.0"]}, "ignore": ["x"], "observers": {"input": {"name": "minmax"}}}
+    )
     callback = CalibrationCallback(config.scheme, ignore=config.ignore, observers=config.observers)
     assert callback.ignore == ["x"]
     assert callback._config.config_groups["FP8"].input_activations.observer == "minmax"
