@@ -5,7 +5,8 @@
     python benchmarks/calibration_cost.py --model FOLDER
 
 Validates the same batches without and with ``CalibrationCallback("INT8_STATIC")``, which is ``static_minmax`` on the
-input of every Linear but lm_head: in turn, in one process, and compares medians.
+input of every Linear but lm_head, in one process. Machines drift, so each pair of neighbours gives one ratio (the order
+within a pair alternates), and the median of the ratios counts.
 
 ``batches`` is the time from each batch's start to its end, summed: what the hooks cost. ``whole validation`` is
 ``trainer.validate``: also attaching, observing every weight once, and writing the qparams. The tokens are random (the
@@ -74,9 +75,9 @@ def main() -> int:
     """Time validations in turn, print one table, return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="default", help="default (SmolLM2), tiny (made on the fly), or a folder")
-    parser.add_argument("--batches", type=int, default=8)
+    parser.add_argument("--batches", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512, help="per batch")
-    parser.add_argument("--repeats", type=int, default=7, help="validations of each kind")
+    parser.add_argument("--repeats", type=int, default=9, help="pairs of validations")
     options = parser.parse_args()
     _quiet()
 
@@ -89,19 +90,23 @@ def main() -> int:
     for calibration in ([], [CalibrationCallback("INT8_STATIC", ignore=["lm_head"])]):  # warm up
         validate(module, loader, calibration)
     without, with_calibration = [], []
-    for _ in track(range(options.repeats), description="validating"):
-        without.append(validate(module, loader, []))
+    for i in track(range(options.repeats), description="validating"):
         callback = CalibrationCallback("INT8_STATIC", ignore=["lm_head"])
-        with_calibration.append(validate(module, loader, [callback]))
+        turn = [(without, []), (with_calibration, [callback])]
+        for times, calibration in turn if i % 2 else reversed(turn):
+            times.append(validate(module, loader, calibration))
 
     title = f"{options.model}, {options.batches} batches of {options.tokens} tokens, threads: {torch.get_num_threads()}"
-    table = Table("median of " + str(options.repeats), "without [s]", "with [s]", "ratio", title=title)
+    columns = (f"median of {options.repeats} pairs", "without (s)", "with (s)", "ratio", "all ratios")
+    table = Table(*columns, title=title)
     ratio = 0.0
     for name, before, after in zip(
         ("batches", "whole validation"), zip(*without, strict=True), zip(*with_calibration, strict=True), strict=True
     ):
-        ratio = median(after) / median(before)
-        table.add_row(name, f"{median(before):.3f}", f"{median(after):.3f}", f"{ratio:.3f}")
+        ratios = sorted(b / a for a, b in zip(before, after, strict=True))
+        ratio = median(ratios)
+        spread = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
+        table.add_row(name, f"{median(before):.3f}", f"{median(after):.3f}", f"{ratio:.3f}", spread)
     console = Console(width=120)
     console.print(table)
     result = callback.result

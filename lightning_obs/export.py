@@ -60,14 +60,21 @@ def export_checkpoint(
         The folder.
 
     Raises:
-        CalibrationError: the model was not calibrated; ``folder`` is not empty and ``overwrite`` is off; another weight
-            dtype than at calibration.
+        CalibrationError: the model was not calibrated; ``folder`` is not empty and ``overwrite`` is off; a weight is
+            computed from others (pruning).
     """
     folder = Path(folder)
     if next(calibrated_modules(model), None) is None:
         raise CalibrationError(
             f"{type(model).__name__} was not calibrated, there is nothing to export",
             remedy="run CalibrationSession or CalibrationCallback on it first.",
+        )
+    computed = [n for n, m in calibrated_modules(model) if "weight" in vars(m)]  # a plain attribute, no parameter
+    if computed:
+        raise CalibrationError(
+            "the weight is computed from others (pruning, weight_norm) and cannot be stored",
+            where=computed,
+            remedy="make it permanent first: torch.nn.utils.prune.remove(module, 'weight').",
         )
     with _whole_or_not_at_all(folder, overwrite) as partial, torch.inference_mode(False), torch.no_grad():
         state = _compressed_state_dict(model)

@@ -19,6 +19,7 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.utils.match import is_match, match_named_modules, match_targets
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
 from lightning_obs.fusion import find_fused, require_one_scheme
@@ -82,7 +83,9 @@ def build_plan(model: nn.Module, config: QuantizationConfig, reload: Reload = "d
     _require_matches(model, list(by_target), ignore)
     targets = []
     for name, module in match_named_modules(model, list(by_target), ignore):
-        targets.append(Target(name, module, by_target[match_targets(name, module, list(by_target))[0]]))
+        pattern = match_targets(name, module, list(by_target))[0]
+        if not (pattern.startswith("re:") and _holds_nothing(module)):
+            targets.append(Target(name, module, by_target[pattern]))
     if not targets:
         raise CalibrationError(
             "nothing is left to quantize", got=f"targets {list(by_target)}, all of them matched by ignore {ignore}"
@@ -95,6 +98,11 @@ def build_plan(model: nn.Module, config: QuantizationConfig, reload: Reload = "d
     _warn_partly_fused(model, targets)
     _check_reload(model, targets, reload)
     return Plan(config, targets, fused)
+
+
+def _holds_nothing(module: nn.Module) -> bool:
+    """A container or an activation function: a pattern like ``re:.*mlp.*`` matches it beside what it is meant for."""
+    return next(module.parameters(recurse=False), None) is None
 
 
 def _how(scheme: QuantizationScheme) -> str:
@@ -159,6 +167,13 @@ def _check_modules(model: nn.Module, targets: list[Target]) -> None:
             where=[f"{t.name} ({type(t.module).__name__})" for t in no_matrix],
             expected="a module with a weight of two or more dimensions",
             remedy="list it in `ignore`, or target its input_activations only.",
+        )
+    computed = [t.name for t in targets if t.scheme.weights is not None and is_parametrized(t.module, "weight")]
+    if computed:
+        raise CalibrationError(
+            "the weight is computed at each access (torch.nn.utils.parametrize), so it cannot be quantized in place",
+            where=computed,
+            remedy="torch.nn.utils.parametrize.remove_parametrizations(module, 'weight') first.",
         )
     weights = {t.name: weight_matrix(t.module) for t in targets if t.scheme.weights is not None}
     integer = [name for name, weight in weights.items() if weight is not None and not weight.is_floating_point()]
@@ -254,7 +269,7 @@ def _check_float_reload(target: Target, weights: QuantizationArgs, transformers_
     """4-bit and microscaling floats are decompressed in bfloat16, whatever the model's dtype."""
     dtype = target.module.weight.dtype
     nvfp4 = weights.strategy == QuantizationStrategy.TENSOR_GROUP and dtype != torch.bfloat16
-    mx = weights.scale_dtype == torch.uint8 and dtype == torch.float32 and transformers_model
+    mx = weights.scale_dtype == torch.uint8 and dtype != torch.bfloat16 and transformers_model
     if weights.type == "float" and (nvfp4 or mx):
         raise CalibrationError(
             f"compressed-tensors loads {'NVFP4' if nvfp4 else 'MX'} weights as bfloat16, which a {dtype} model "
@@ -271,13 +286,13 @@ def _check_packed_reload(target: Target, weights: QuantizationArgs) -> None:
     escape = f'load it dequantized (reload="dequantize", then CompressedTensorsConfig(dequantize=True)), {_ESCAPE}'
     if packed and kind is nn.Linear and not weights.symmetric:
         raise CalibrationError(
-            "transformers cannot load packed asymmetric weights as they are",
+            "transformers 5.23 cannot load packed asymmetric weights as they are",
             where=[target.name],
             remedy=f"use a symmetric scheme (W4A16), {escape}",
         )
     if packed and kind is nn.Embedding:
         raise CalibrationError(
-            "transformers cannot load a packed integer Embedding as it is",
+            "transformers 5.23 cannot load a packed integer Embedding as it is",
             where=[target.name],
             remedy=f"use FP8 for the embedding, {escape}",
         )

@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
 from lightning_obs.modules import clear_qparams, first_input, scheme_args, weight_matrix, write_qparams
+from lightning_obs.numerics.reshape import flatten_for_calibration
 from lightning_obs.observers import Observer
-from lightning_obs.plan import Plan, Reload, build_plan
+from lightning_obs.plan import Plan, Reload, Target, build_plan
 from lightning_obs.schemes import ObserversLike, SchemeLike, label, make_observer, resolve_config
 from lightning_obs.shared_reads import LastRead
 
@@ -324,6 +325,13 @@ class CalibrationSession:
         Raises:
             CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
         """
+        if state.get("format") != _STATE_FORMAT:
+            raise CalibrationError(
+                "the saved calibration has a format that this version does not know",
+                got=state.get("format"),
+                expected=_STATE_FORMAT,
+                remedy="load it with the version of lightning_obs that wrote it, or calibrate again.",
+            )
         if state.get("config") != self.config.model_dump_json():
             raise CalibrationError(
                 "the saved calibration was made with another scheme, other observers or another ignore list",
@@ -338,11 +346,21 @@ class CalibrationSession:
         unknown = sorted(set(by_module) - {target.name for target in self.plan.targets})
         if unknown:
             raise CalibrationError("the saved calibration has modules that this model has not", where=unknown)
+        wrong = [t.name for t in self.plan.targets if not _scale_fits(t, by_module.get(t.name, {}))]
+        if wrong:
+            raise CalibrationError("the saved calibration is of weights with other shapes", where=wrong)
         with torch.inference_mode(False), torch.no_grad():
             for target in self.plan.targets:
                 if target.name in by_module:
                     write_qparams(target.module, target.scheme, by_module[target.name])
         self._written = dict(state["qparams"])
+
+
+def _scale_fits(target: Target, qparams: dict[str, torch.Tensor]) -> bool:
+    args, scale, matrix = target.scheme.weights, qparams.get("weight_scale"), weight_matrix(target.module)
+    if args is None or scale is None or matrix is None:
+        return True
+    return bool(scale.shape == flatten_for_calibration(matrix, "weight", args).shape[1:-1])
 
 
 def _materialized(name: str, module: nn.Module) -> torch.Tensor:

@@ -347,3 +347,15 @@ def test_no_uncalibrated_scale_can_be_exported(mlp, tmp_path):
         pass
     with pytest.raises(CalibrationError, match="was not calibrated"):
         export_checkpoint(mlp, tmp_path / "out")
+
+
+def test_a_pruned_weight_has_to_be_made_permanent_first(mlp, tmp_path):
+    from torch.nn.utils import prune
+
+    prune.l1_unstructured(mlp.fc1, "weight", amount=0.5)
+    with CalibrationSession(mlp, "W8A8"):
+        pass
+    with pytest.raises(CalibrationError, match=r"pruning.*fc1.*prune\.remove"):
+        export_checkpoint(mlp, tmp_path / "out")
+    prune.remove(mlp.fc1, "weight")
+    assert (export_checkpoint(mlp, tmp_path / "out") / "model.safetensors").is_file()

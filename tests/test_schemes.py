@@ -456,7 +456,6 @@ def test_what_transformers_cannot_load_back_is_refused_with_the_way_out(
     [
         ("NVFP4", torch.bfloat16, {}),
         ("MXFP4", torch.bfloat16, {}),
-        ("MXFP4", torch.float16, {}),
         ("W4A16", torch.float32, {}),
         ("FP8", torch.float16, {}),
         ("INT8_STATIC", torch.float32, {}),
@@ -499,3 +498,27 @@ def test_nvfp4_in_a_module_of_one_s_own_is_refused_where_it_comes_back_with_othe
         return
     with pytest.raises(CalibrationError, match=r"NVFP4 .* torch.float32 model would compute with other numbers: 0"):
         names(model, "NVFP4")
+
+
+def test_a_pattern_passes_over_containers_and_activations(tiny_llama):
+    plan = build_plan(tiny_llama(), resolve_config("W8A8", targets="re:.*mlp.*"))
+    assert {target.name.rpartition(".")[2] for target in plan.targets} == {"gate_proj", "up_proj", "down_proj"}
+
+
+def test_a_norm_that_a_pattern_matches_is_named(tiny_llama):
+    with pytest.raises(CalibrationError, match=r"no weight matrix.*input_layernorm \(LlamaRMSNorm\)"):
+        build_plan(tiny_llama(), resolve_config("W8A8", targets="re:.*layers[.]0.*"))
+
+
+def test_a_parametrized_weight_is_refused():
+    model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    with pytest.raises(CalibrationError, match=r"computed at each access.*: 0\..*remove_parametrizations"):
+        build_plan(model, resolve_config("W8A8"))
+
+
+@pytest.mark.parametrize("scheme", ["MXFP4", "MXFP8"])
+def test_microscaling_in_float16_is_refused(tiny_llama, scheme):
+    with pytest.raises(
+        CalibrationError, match=r"loads MX weights as bfloat16, which a torch\.float16 model cannot run"
+    ):
+        build_plan(tiny_llama(torch.float16), resolve_config(scheme, ignore="lm_head"))

@@ -603,3 +603,14 @@ def test_the_state_of_another_model_is_refused(mlp, cnn):
     with pytest.raises(CalibrationError, match="has modules that this model has not: fc1, fc2"):
         CalibrationSession(cnn, STATIC).load_state_dict(state)
     assert attributes(cnn) == before
+
+
+def test_a_state_of_another_shape_or_format_is_refused(mlp):
+    with CalibrationSession(mlp, "W8A8") as session:
+        pass
+    other = CalibrationSession(type(mlp)(width=64), "W8A8")
+    with pytest.raises(CalibrationError, match="weights with other shapes: fc1"):
+        other.load_state_dict(session.state_dict())
+    with pytest.raises(CalibrationError, match="a format that this version does not know"):
+        session.load_state_dict({**session.state_dict(), "format": 2})
+    assert not hasattr(other.model.fc1, "weight_scale")

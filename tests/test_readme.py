@@ -1,0 +1,111 @@
+"""Every command and every piece of Python in the README runs, on a tiny model."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_model import save_tiny_llama
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+DOCS = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+COMMANDS = [
+    line.split("  #")[0].strip()
+    for block in blocks("bash")
+    for line in block.splitlines()
+    if line.strip() and not line.startswith("#")
+]
+
+
+class LanguageModel(L.LightningModule):
+    def __init__(self, folder):
+        super().__init__()
+        self.model = AutoModelForCausalLM.from_pretrained(folder)
+
+    def validation_step(self, batch, batch_idx):
+        self.model(**batch)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n\n".join(f"paragraph {i} " * 30 for i in range(8)))
+    return path
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith("make")])
+def test_the_command_runs(command, tiny, text, tmp_path):
+    command = command.replace("<folder or hub name>", str(tiny)).replace("<text, jsonl or dataset folder>", str(text))
+    words = shlex.split(command)
+    assert words[:3] == ["python", "-m", "lightning_obs"]
+    own = [word for word in words[3:] if not word.startswith("--")]
+    flags = [word for word in words[3:] if word.startswith("--")]
+    small = ["trainer.enable_progress_bar=false", "data.tokens=16", "data.eval_batches=1"]
+    small += [] if "data.batches" in command else ["data.batches=1"]
+    small += [] if "model.path" in command else [f"model.path={tiny}"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "lightning_obs", *flags, *own, *small],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_make_target_that_is_named_is_there():
+    named = {c.split()[1] for c in COMMANDS if c.startswith("make")}
+    named |= set(re.findall(r"`make (\w+)`", README + "".join(path.read_text() for path in DOCS)))
+    assert {"demo", "test", "parity"} <= named
+    assert named <= set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+
+
+def test_ci_runs_the_readmes_test_command():
+    assert "make test" in COMMANDS
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("make test")
+
+
+@pytest.mark.parametrize("code", blocks("python"), ids=range(len(blocks("python"))))
+@pytest.mark.filterwarnings("ignore:The `predict_dataloader` does not have")
+def test_the_python_runs(code, tiny, tmp_path, monkeypatch, own_registry):
+    monkeypatch.chdir(tmp_path)
+    module = LanguageModel(tiny)
+    batch = {"input_ids": torch.randint(3, 128, (2, 16))}
+    from lightning_obs import CalibrationCallback
+
+    exec(
+        compile(code, "README.md", "exec"),
+        {
+            "module": module,
+            "model": module.model,
+            "loader": DataLoader([batch], batch_size=None),
+            "batch": batch,
+            "CalibrationCallback": CalibrationCallback,
+        },
+    )
+
+
+def test_every_link_to_a_file_leads_somewhere():
+    for path in [ROOT / "README.md", *DOCS]:
+        for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
+            assert (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+def test_no_placeholder_is_left():
+    assert "<!--" not in README
