@@ -38,6 +38,7 @@ $(VENV)/.installed-test: $(VENV)/.installed
 # llm-compressor pins older compressed-tensors and transformers, so it gets an environment of its own.
 parity: .venv-parity/.installed
 	.venv-parity/bin/python benchmarks/parity.py
+	.venv-parity/bin/python benchmarks/parity.py --model default
 
 .venv-parity/.installed: pyproject.toml Makefile
 	test -x .venv-parity/bin/python || $(PYTHON) -m venv .venv-parity
