@@ -10,8 +10,9 @@ pytestmark = pytest.mark.slow
 
 
 def run(folder, *overrides):
+    command = [sys.executable, "-m", "lightning_obs", "trainer.enable_progress_bar=false"]
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_obs", "trainer.enable_progress_bar=false", f"hydra.run.dir={folder}", *overrides],
+        [*command, f"hydra.run.dir={folder}", *overrides],
         cwd=folder.parent, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

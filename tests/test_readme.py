@@ -82,7 +82,7 @@ def test_ci_runs_the_readmes_test_command():
 
 
 @pytest.mark.parametrize("code", blocks("python"), ids=range(len(blocks("python"))))
-@pytest.mark.filterwarnings("ignore:The `predict_dataloader` does not have")
+@pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX` has been removed")  # the README's own Trainer
 def test_the_python_runs(code, tiny, tmp_path, monkeypatch, own_registry):
     monkeypatch.chdir(tmp_path)
     module = LanguageModel(tiny)
