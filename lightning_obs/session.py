@@ -111,6 +111,11 @@ class CalibrationSession:
             for base_name, args in scheme_args(target.scheme)
             if args.dynamic is not True
         }
+        for target in self.plan.targets:
+            weight = weight_matrix(target.module)
+            for base_name in ("weight", "input", "output"):
+                if weight is not None and (target.name, base_name) in self.observers:
+                    self.observers[target.name, base_name].qparams_dtype = weight.dtype
         for group in self.plan.fused:
             for base_name in ("weight", "input"):
                 Observer.fuse([self.observers[n, base_name] for n in group if (n, base_name) in self.observers])

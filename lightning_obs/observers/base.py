@@ -70,6 +70,8 @@ class Observer(RegistryMixin):
         kwargs = {**(args.observer_kwargs or {}), **observer_kwargs}
         self.args = args.model_copy(deep=True, update={"observer_kwargs": kwargs})
         self._fused_observers: list[Observer] = []
+        #: dtype of the weight whose module the scale is for; under autocast wider than what is observed
+        self.qparams_dtype: torch.dtype | None = None
         self._before_observing: dict[str, Any] | None = None
         self._set_hyperparameters(kwargs)
 
@@ -181,6 +183,9 @@ class Observer(RegistryMixin):
         if bad:
             raise CalibrationError("the statistics are not finite", got=bad, remedy="find the NaN in weights or data.")
         min_vals, max_vals = self.get_min_max()
+        if self.qparams_dtype is not None:
+            dtype = torch.promote_types(min_vals.dtype, self.qparams_dtype)
+            min_vals, max_vals = min_vals.to(dtype), max_vals.to(dtype)
         return compute_qparams(min_vals, max_vals, self.args, self.get_global_scale())
 
     def nonfinite_statistics(self) -> str | None:

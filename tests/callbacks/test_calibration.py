@@ -149,6 +149,15 @@ def test_export_gives_the_calibrated_models_logits(tiny_llama, batches, tmp_path
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "out")(**batches[0]).logits, expected)
 
 
+def test_under_autocast_scales_are_computed_in_the_dtype_of_the_weight():
+    module, callback = Plain(), CalibrationCallback("INT8_STATIC")
+    trainer(callback, precision="bf16-mixed").validate(module, loader(), verbose=False)
+    scale, (low, high) = module.net[2].input_scale, callback.result.input_ranges["net.2"]  # a bfloat16 input
+    assert scale.dtype is torch.float32
+    assert scale.item() == (torch.tensor(max(-low, high)) / 127.5).item()
+    assert scale.item() != scale.bfloat16().float().item()
+
+
 def test_export_before_calibration_is_an_error(tmp_path):
     with pytest.raises(CalibrationError, match=r"nothing was calibrated yet.*trainer\.validate"):
         CalibrationCallback("FP8").export(tmp_path / "out")
