@@ -36,6 +36,7 @@ from lightning_obs.modules import (
     holdable_type,
     quantize_forward,
     read_qparams,
+    trained_since,
     write_qparams,
 )
 
@@ -61,7 +62,7 @@ def export_checkpoint(
 
     Raises:
         CalibrationError: the model was not calibrated; ``folder`` is not empty and ``overwrite`` is off; a weight is
-            computed from others (pruning).
+            computed from others (pruning), or was trained on since its scale was found.
     """
     folder = Path(folder)
     if next(calibrated_modules(model), None) is None:
@@ -75,6 +76,13 @@ def export_checkpoint(
             "the weight is computed from others (pruning, weight_norm) and cannot be stored",
             where=computed,
             remedy="make it permanent first: torch.nn.utils.prune.remove(module, 'weight').",
+        )
+    stale = trained_since(model)
+    if stale:
+        raise CalibrationError(
+            f"{len(stale)} weights have changed since they were calibrated",
+            where=stale,
+            remedy="calibrate the weights as they are now (trainer.validate with the callback), then export.",
         )
     with _whole_or_not_at_all(folder, overwrite) as partial, torch.inference_mode(False), torch.no_grad():
         state = _compressed_state_dict(model)

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 SUFFIXES = ("scale", "zero_point", "global_scale")
 _OWN_SCHEME = "calibrated_scheme"
+_CHECKSUM = "calibrated_weight_checksum"
 _ARGS = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
 
 
@@ -105,7 +106,9 @@ def calibrated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def write_qparams(module: nn.Module, scheme: QuantizationScheme, qparams: dict[str, torch.Tensor]) -> None:
+def write_qparams(
+    module: nn.Module, scheme: QuantizationScheme, qparams: dict[str, torch.Tensor], checksum: int | None = None
+) -> None:
     """Put scheme and quantization parameters on a module, in place of any it had.
 
     Args:
@@ -113,12 +116,15 @@ def write_qparams(module: nn.Module, scheme: QuantizationScheme, qparams: dict[s
         scheme: copied, so that modules do not share one (compressed-tensors writes the format into it).
         qparams: ``{"weight_scale": ..., "input_scale": ...}``. Scales are stored in the weight's dtype as
             compressed-tensors does, global scales in float32. They are copied to the weight's device.
+        checksum: of the weight that the scale was found for (:func:`weight_checksum`); default: the weight as it is.
     """
     clear_qparams(module)
     scheme = scheme.model_copy(deep=True)
     weight = getattr(module, "weight", None)
     for name, value in qparams.items():
         setattr(module, name, _stored(name, value, weight))
+    if scheme.weights is not None:
+        setattr(module, _CHECKSUM, weight_checksum(module) if checksum is None else checksum)
     kind = holdable_type(module)
     if kind is None:
         setattr(module, _OWN_SCHEME, scheme)
@@ -148,9 +154,24 @@ def read_qparams(module: nn.Module) -> dict[str, torch.Tensor]:
 def clear_qparams(module: nn.Module) -> None:
     """Remove scheme and quantization parameters from a module."""
     QuantizationMetadata.clear_all_qparams(module)
-    for name in ("quantization_scheme", "quantization_status", "quantization_enabled", _OWN_SCHEME):
+    for name in ("quantization_scheme", "quantization_status", "quantization_enabled", _OWN_SCHEME, _CHECKSUM):
         if name in vars(module):
             delattr(module, name)
+
+
+def weight_checksum(module: nn.Module) -> int | None:
+    """Sum of the weight's bits as integers: equal on any device, and different after a training step."""
+    matrix = weight_matrix(module)
+    if matrix is None:
+        return None
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[matrix.element_size()]
+    return int(matrix.contiguous().view(bits).sum(dtype=torch.int64))
+
+
+def trained_since(model: nn.Module) -> list[str]:
+    """Names of modules whose weight is no longer the one that its scale was found for."""
+    modules = ((name, module, getattr(module, _CHECKSUM, None)) for name, module in calibrated_modules(model))
+    return [name for name, module, checksum in modules if checksum not in (None, weight_checksum(module))]
 
 
 # ---------------------------------------------------------------------- running quantized

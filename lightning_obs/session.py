@@ -317,11 +317,12 @@ class CalibrationSession:
     # ------------------------------------------------------------------ resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs to have the same qparams: tensors and strings only."""
+        """Everything a resumed run needs to have the same qparams: tensors, strings and numbers only."""
         return {
             "format": _STATE_FORMAT,
             "config": self.config.model_dump_json(),
             "qparams": {name: value.clone() for name, value in self._written.items()},
+            "checksums": {t.name: getattr(t.module, "calibrated_weight_checksum", None) for t in self.plan.targets},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -357,7 +358,8 @@ class CalibrationSession:
         with torch.inference_mode(False), torch.no_grad():
             for target in self.plan.targets:
                 if target.name in by_module:
-                    write_qparams(target.module, target.scheme, by_module[target.name])
+                    checksum = state["checksums"].get(target.name)
+                    write_qparams(target.module, target.scheme, by_module[target.name], checksum)
         self._written = dict(state["qparams"])
 
 

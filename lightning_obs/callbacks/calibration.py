@@ -189,9 +189,10 @@ class CalibrationCallback(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The quantization parameters: tensors and strings, so that ``weights_only`` loading works."""
-        if self.session is not None and self.session.result is not None:
-            return self.session.state_dict()
-        return self._loaded or {}
+        if self._loaded is not None:
+            return self._loaded
+        state = self.session.state_dict() if self.session is not None else {}
+        return state if state.get("qparams") else {}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -227,6 +228,7 @@ class CalibrationCallback(Callback):
     def _restore_into(self, session: CalibrationSession) -> None:
         if self._loaded is not None:
             session.load_state_dict(self._loaded)
+            self._loaded = None
 
     def _clean_up(self) -> None:
         self._active = False

@@ -383,6 +383,25 @@ def test_the_state_survives_a_weights_only_load():
     assert torch.load(buffer, weights_only=True)["qparams"].keys() == callback.result.qparams.keys()
 
 
+def test_a_resumed_run_saves_the_restored_qparams_again(tmp_path):
+    module = fit_and_save(tmp_path / "c.ckpt", CalibrationCallback("INT8_STATIC"))
+    callback = CalibrationCallback("INT8_STATIC")
+    tr = trainer(callback, max_epochs=2, limit_val_batches=0)
+    tr.fit(Plain(), loader(), loader(seed=2), ckpt_path=tmp_path / "c.ckpt")
+    saved = callback.state_dict()["qparams"]
+    assert torch.equal(saved["net.2.input_scale"], module.net[2].input_scale)
+
+
+def test_weights_trained_on_after_the_last_validation_are_not_exported_with_old_scales(tmp_path):
+    module, callback = Plain(), CalibrationCallback("INT8_STATIC")
+    tr = trainer(callback, max_epochs=3, check_val_every_n_epoch=2, num_sanity_val_steps=0)
+    tr.fit(module, loader(), loader())
+    with pytest.raises(CalibrationError, match=r"2 weights have changed since .*net\.0, net\.2.*trainer\.validate"):
+        callback.export(tmp_path / "out")
+    trainer(callback).validate(module, loader(), verbose=False)
+    callback.export(tmp_path / "out")
+
+
 # ---------------------------------------------------------------------- which module
 
 
