@@ -20,7 +20,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
-from lightning_obs.modules import clear_qparams, first_input, scheme_args, weight_matrix, write_qparams
+from lightning_obs.modules import (
+    clear_qparams,
+    first_input,
+    read_qparams,
+    scheme_args,
+    weight_matrix,
+    write_qparams,
+)
 from lightning_obs.numerics.reshape import flatten_for_calibration
 from lightning_obs.observers import Observer
 from lightning_obs.plan import Plan, Reload, Target, build_plan
@@ -210,7 +217,7 @@ class CalibrationSession:
                 if weight_observer is not None:
                     weight_observer.reset()
                     weight_observer(_materialized(target.name, target.module))
-            self._check_finite([target.name for target in chosen])
+            self._check_finite({target.name for target in chosen})
             qparams = {target.name: self._qparams(target.name) for target in chosen}
             _check_scales(qparams)
             for target in self.plan.targets:
@@ -225,7 +232,9 @@ class CalibrationSession:
             batches=self.batches,
             measurements=self._read.count,
             seconds=time.perf_counter() - self._started,
-            qparams={f"{name}.{key}": v.cpu() for name, values in qparams.items() for key, v in values.items()},
+            qparams={
+                f"{t.name}.{key}": v.to("cpu", copy=True) for t in chosen for key, v in read_qparams(t.module).items()
+            },
             input_ranges=self._input_ranges(),
             skipped=sorted(skipped),
         )
@@ -265,11 +274,11 @@ class CalibrationSession:
         )
         return unreached | mates
 
-    def _check_finite(self, chosen: Sequence[str]) -> None:
+    def _check_finite(self, chosen: set[str]) -> None:
         bad = {
             f"{name} ({base}: {found})"
             for (name, base), observer in self.observers.items()
-            if name in set(chosen) and (found := observer.nonfinite_statistics())
+            if name in chosen and (found := observer.nonfinite_statistics())
         }
         if bad:
             raise CalibrationError(
@@ -281,8 +290,9 @@ class CalibrationSession:
 
     def _qparams(self, name: str) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
-        for (owner, base_name), observer in self.observers.items():
-            if owner != name:
+        for base_name in ("weight", "input", "output"):
+            observer = self.observers.get((name, base_name))
+            if observer is None:
                 continue
             qparams = observer.get_qparams()
             global_scale = qparams.get("global_scale")
