@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning_obs.callbacks.calibration import CalibrationCallback
     from lightning_obs.errors import CalibrationError, CalibrationWarning
     from lightning_obs.export import export_checkpoint, load_checkpoint
-    from lightning_obs.modules import quantized
+    from lightning_obs.fake_forward import quantized
     from lightning_obs.observers import Observer
     from lightning_obs.session import CalibrationResult, CalibrationSession
 
@@ -30,7 +30,7 @@ _HOME = {
     "Observer": "lightning_obs.observers",
     "export_checkpoint": "lightning_obs.export",
     "load_checkpoint": "lightning_obs.export",
-    "quantized": "lightning_obs.modules",
+    "quantized": "lightning_obs.fake_forward",
 }
 
 __all__ = [

@@ -30,11 +30,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.fake_forward import quantize_forward
 from lightning_obs.modules import (
     calibrated_modules,
     get_scheme,
     holdable_type,
-    quantize_forward,
     read_qparams,
     trained_since,
     write_qparams,

@@ -18,12 +18,11 @@ from torch import nn
 from torchmetrics import MeanMetric
 from torchmetrics.audio import SignalNoiseRatio
 
+from lightning_obs.fake_forward import fake_quantize, quantize_forward
 from lightning_obs.modules import (
     calibrated_modules,
-    fake_quantize,
     first_input,
     get_scheme,
-    quantize_forward,
     read_qparams,
 )
 
@@ -113,14 +112,10 @@ def _widest_step(args: QuantizationArgs | None) -> float:
 
 
 def _run_quantized(module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
-    before = vars(module).get("forward")
+    undo = quantize_forward(module)
     try:
-        quantize_forward(module)
         result = module.forward(*args, **kwargs)  # not __call__: hooks saw this call already
         assert isinstance(result, torch.Tensor)
         return result
     finally:
-        if before is None:
-            vars(module).pop("forward", None)
-        else:
-            module.forward = before
+        undo()

@@ -20,6 +20,7 @@ LAYERS = {
     "observers/": 1,
     "fusion.py": 2,
     "modules.py": 2,
+    "fake_forward.py": 2,
     "schemes.py": 2,
     "plan.py": 2,
     "sync.py": 2,

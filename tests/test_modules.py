@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_obs import CalibrationSession, quantized
+from lightning_obs.fake_forward import fake_quantized_weight
 from lightning_obs.modules import (
     calibrated_modules,
     clear_qparams,
-    fake_quantized_weight,
     first_input,
     get_scheme,
     holdable_type,
@@ -329,3 +329,29 @@ def test_the_input_is_the_first_tensor_of_a_call(args, kwargs, expected):
     else:
         assert first_input(new_args, new_kwargs) == expected + 5
         assert list(new_kwargs) == list(kwargs)
+
+
+@pytest.mark.parametrize("scheme", ["INT8_STATIC", "NVFP4"])
+def test_qparams_follow_a_model_that_moves_before_and_inside_the_block(mlp, scheme):
+    mlp.to(torch.bfloat16)
+    with CalibrationSession(mlp, scheme):
+        mlp(torch.randn(4, 16, dtype=torch.bfloat16))
+    kept = {name: value.clone() for name, value in read_qparams(mlp.fc1).items()}
+    assert kept
+    with quantized(mlp):
+        mlp.to("meta")  # stands for another device
+        assert {value.device.type for value in read_qparams(mlp.fc1).values()} == {"meta"}
+        mlp(torch.randn(4, 16, dtype=torch.bfloat16, device="meta"))
+        assert not any("scale" in key for key in mlp.state_dict())
+    assert {name: vars(mlp.fc1)[name].device.type for name in kept} == dict.fromkeys(kept, "meta")
+    assert not list(mlp.buffers())  # plain attributes again
+
+
+def test_a_loaded_checkpoint_follows_to_another_device(mlp, tmp_path):
+    from lightning_obs import export_checkpoint, load_checkpoint
+
+    with CalibrationSession(mlp, "INT8_STATIC"):
+        mlp(torch.randn(4, 16))
+    loaded = load_checkpoint(type(mlp)(), export_checkpoint(mlp, tmp_path / "out"))
+    loaded.to("meta")
+    assert loaded.fc1.input_scale.device.type == "meta"

@@ -24,8 +24,8 @@ from torch import nn
 from lightning_obs.app import reload_check
 from lightning_obs.callbacks.calibration import CalibrationCallback, find_module
 from lightning_obs.errors import CalibrationError
+from lightning_obs.fake_forward import quantized
 from lightning_obs.metrics import LayerError, measure_layer_errors
-from lightning_obs.modules import quantized
 from lightning_obs.report import folder_size, poor_layers, print_report, summary
 
 _CHECK_TOKENS = 128
