@@ -35,7 +35,7 @@ BINS = 1 << 16
 # bincount allocates and adds all bins per tile, and the tile's codes should stay in cache: best of 2^16 to 2^20.
 _TILE_CPU = 1 << 20
 _TILE_GPU = 1 << 24
-_CELLS = 1 << 19  # candidates x bins that a criterion holds at once: 2 MiB in float32
+_CELLS = 1 << 16  # candidates x bins that a criterion looks at together: 512 KiB in float64
 
 _NAN_FROM = 0x7F81  # patterns above infinity, of either sign
 
