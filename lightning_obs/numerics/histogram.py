@@ -1,0 +1,255 @@
+"""Count every value by its own bfloat16 bit pattern.
+
+Method: a value is rounded to bfloat16 (to nearest, ties to even), and its 16 bits are the number of its bin. Signed,
+so 65,536 bins. Counts are int64, so merging two histograms is addition, and a sum of integers has the same bits
+whatever the batches, their order and the ranks. Nothing has to be known in advance, and nothing is scaled by the data:
+a range that the first batch decided would make the result depend on which batch was first.
+
+Choice: bins are relative (128 per power of two), so clipping near the end of the range and rounding near zero are both
+resolved. bfloat16 data lose nothing: every percentile and every error is that of the data themselves. float32 and
+float16 are rounded by at most 2^-9 of each value; their exact smallest and largest value stand beside the counts, and
+no value read from the counts lies outside them.
+
+Trade-off: 512 KiB per scale, however small the data, against fewer bins that would have to be placed. So this is for
+one scale per tensor or per attention head, and not for channels, groups or blocks. NaN and infinity have bins
+of their own.
+
+Once counted, data of any size cost the same: about 6,000 of the bins are occupied by a bell-shaped tensor, and each
+criterion looks at these only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization.lifecycle import fake_quantize
+
+from lightning_obs.numerics.qparams import compute_qparams
+
+BINS = 1 << 16
+# bincount allocates and adds all bins per tile, and the tile's codes should stay in cache: best of 2^16 to 2^20.
+_TILE_CPU = 1 << 20
+_TILE_GPU = 1 << 24
+_CELLS = 1 << 16  # candidates x bins that a criterion looks at together: 512 KiB in float64
+
+_NAN_FROM = 0x7F81  # patterns above infinity, of either sign
+
+
+class Histogram(NamedTuple):
+    """Counts and exact range of a tensor with Q scales.
+
+    ``counts`` is ``(Q, 65536)`` in int64; ``low`` and ``high`` are ``(Q,)`` in the dtype of what was counted.
+    """
+
+    counts: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+class Support(NamedTuple):
+    """The occupied bins of one scale: ``values`` ascending in float32, ``counts`` in int64, both ``(B,)``."""
+
+    values: torch.Tensor
+    counts: torch.Tensor
+
+
+def count_values(observed: torch.Tensor) -> Histogram:
+    """Count all values of ``(N, Q, G)``, separately for each of the Q scales.
+
+    A NaN makes ``low`` and ``high`` NaN, an infinity makes one of them infinite: neither can be overlooked.
+    """
+    found = [_count_flat(observed[:, q].reshape(-1)) for q in range(observed.shape[1])]
+    counts, low, high = (torch.stack(parts) for parts in zip(*found, strict=True))
+    return Histogram(counts, low, high)
+
+
+def merge_histograms(one: Histogram, other: Histogram) -> Histogram:
+    """The histogram of both tensors together."""
+    low, high = torch.minimum(one.low, other.low), torch.maximum(one.high, other.high)
+    return Histogram(one.counts + other.counts, low, high)
+
+
+def count_nan(counts: torch.Tensor) -> int:
+    """How many NaN were counted in ``(..., 65536)``. A reduction over ranks may lose the one in a minimum."""
+    return int(counts[..., _NAN_FROM:0x8000].sum() + counts[..., 0x8000 + _NAN_FROM :].sum())
+
+
+def support(counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> Support:
+    """The occupied bins of one scale, ascending.
+
+    Args:
+        counts: ``(65536,)``.
+        low: the exact smallest value, a scalar. A bin that rounding put below it stands for it.
+        high: the exact largest value, a scalar.
+    """
+    codes = _ascending(counts)
+    return Support(_value_of(codes).float().clamp(low.float(), high.float()), counts[codes])
+
+
+def percentile_range(
+    counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor, percentile: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest value with ``percentile`` of all at or below it, and its mirror image. For one scale.
+
+    With n values, sorted, these are number ``n - k`` and ``k - 1`` (from 0), ``k = ceil(n * percentile / 100)``: values
+    of the data, never between two. numpy calls it ``inverted_cdf``.
+
+    Args:
+        counts: ``(65536,)``.
+        low: exact smallest value, a scalar; returned as it is where ``k`` is n.
+        high: exact largest value, a scalar.
+        percentile: in percent, in (50, 100].
+    """
+    values, numbers = support(counts, low, high)
+    cumulative = numbers.cumsum(0)
+    total = int(cumulative[-1])
+    rank = math.ceil(Fraction(str(percentile)) * total / 100)  # exact: 99.9 is 999/1000 here, not the nearest float
+    if rank >= total:
+        return low, high
+    at = torch.searchsorted(cumulative, cumulative.new_tensor([total - rank + 1, rank]))
+    return values[at[0]].to(low.dtype), values[at[1]].to(high.dtype)
+
+
+def shrunk_ranges(low: torch.Tensor, high: torch.Tensor, factors: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Candidate ranges ``(C, *shape)``: the range times each factor, rounded in its own dtype as its scale will be."""
+    return torch.stack([low * p for p in factors]), torch.stack([high * p for p in factors])
+
+
+def candidate_errors(
+    found: Support, lows: torch.Tensor, highs: torch.Tensor, args: QuantizationArgs, norm: float
+) -> torch.Tensor:
+    """Error of quantizing everything counted with each candidate range, ``(C,)`` in float64.
+
+    ``sum over bins of count * |quantized(value) - value| ** norm``, in units of the largest magnitude (so that neither
+    1e30 nor 1e-30 leaves float32 when raised to a power).
+
+    Args:
+        found: the occupied bins of one scale.
+        lows: ``(C,)`` lower ends.
+        highs: ``(C,)`` upper ends.
+        args: number format; the strategy does not matter.
+        norm: exponent, 2 for squares.
+    """
+    weights = found.counts.double()
+    unit = found.values.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+    errors = []
+    for quantized, _, _ in _quantized_with_each(found.values, lows, highs, args):
+        distance = (quantized - found.values).abs_().div_(unit)
+        errors.append(distance.pow_(norm).double() @ weights)
+    return torch.cat(errors)
+
+
+def candidate_divergences(
+    found: Support, lows: torch.Tensor, highs: torch.Tensor, args: QuantizationArgs
+) -> torch.Tensor:
+    """Kullback-Leibler divergence of the quantized distribution from the observed one, ``(C,)`` in float64.
+
+    For each candidate, P is what was counted inside the range, with what lies outside added to its outermost bins. Q
+    is what was counted inside, summed over the bins that quantize to one level and spread over them again, evenly over
+    the values that the occupied bins cover. ``sum P log(P / Q)``, both normalised; infinite if nothing lies inside.
+
+    Migacz's bins are linear, so evenly over values is there evenly over bins. The bins here are not, so their width is
+    the measure. The levels are those of ``args``: asymmetric and floating formats are served too. Exact zeros, which
+    every range quantizes without error, are left out: a spike of them (ReLU) would reward the narrowest range.
+
+    Reference:
+        Migacz, 8-bit Inference with TensorRT, GTC 2017.
+    """
+    kept = found.values != 0
+    values, numbers = found.values[kept], found.counts[kept].double()
+    if not len(values):
+        return torch.zeros(len(lows), dtype=torch.float64, device=lows.device)
+    total = numbers.sum()
+    widths = torch.frexp(values)[1].double().exp2()  # of a bin, up to a factor that all bins share
+    divergences = []
+    for quantized, low, high in _quantized_with_each(values, lows, highs, args):
+        if args.symmetric:  # what the format covers, not only what was seen
+            high = torch.maximum(-low, high)
+            low = -high
+        inside = (values >= low) & (values <= high)
+        # Quantizing keeps the order, so a level is a run of bins.
+        level = torch.nn.functional.pad((quantized[:, 1:] != quantized[:, :-1]).cumsum(1), (1, 0))
+        counted, width = inside * numbers, inside * widths
+        of_level = torch.zeros_like(counted).scatter_add_(1, level, counted).gather(1, level)
+        spread = of_level * width / torch.zeros_like(width).scatter_add_(1, level, width).gather(1, level)
+        covered = counted.sum(1)
+        reference = counted
+        reference.scatter_add_(1, inside.int().argmax(1, keepdim=True), ((values < low) * numbers).sum(1, True))
+        last = inside.shape[1] - 1 - inside.flip(1).int().argmax(1, keepdim=True)
+        reference.scatter_add_(1, last, ((values > high) * numbers).sum(1, True))
+        terms = torch.where(inside, reference * (reference / spread).log(), 0)
+        divergence = terms.sum(1) / total + (covered / total).log()
+        divergences.append(torch.where(covered > 0, divergence, torch.inf))
+    return torch.cat(divergences)
+
+
+def select_candidate(errors: torch.Tensor, patience: int) -> torch.Tensor:
+    """Index ``(Q,)`` of the first least error in ``(C, Q)``.
+
+    The search ends after ``patience`` candidates in a row that improved none of the Q: what lies behind is not looked
+    at, as in the search that goes through the data.
+    """
+    best = torch.full_like(errors[0], torch.inf)
+    index = torch.zeros_like(best, dtype=torch.long)
+    waited = 0
+    for i, error in enumerate(errors):
+        improved = error < best
+        if bool(improved.any()):
+            best, index = torch.where(improved, error, best), index.masked_fill(improved, i)
+            waited = 0
+        else:
+            waited += 1
+            if waited >= patience:
+                break
+    return index
+
+
+def _quantized_with_each(
+    values: torch.Tensor, lows: torch.Tensor, highs: torch.Tensor, args: QuantizationArgs
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """A few candidates at a time: the values quantized and dequantized ``(c, B)``, the range ``(c, 1)`` in float32."""
+    one_scale_per_row = args.model_copy(update={"strategy": QuantizationStrategy.TOKEN})
+    qparams = compute_qparams(lows, highs, args)
+    # Zero is in every range, as in compute_qparams.
+    columns = [qparams["scale"], qparams["zero_point"], lows.clamp(max=0), highs.clamp(min=0)]
+    each = max(1, _CELLS // max(1, len(values)))
+    for scale, zero_point, low, high in zip(*(c.float().unsqueeze(-1).split(each) for c in columns), strict=True):
+        rows = values.expand(len(scale), -1)
+        shift = None if args.symmetric else zero_point
+        yield fake_quantize(rows, scale, shift, one_scale_per_row), low, high
+
+
+def _count_flat(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Counts ``(65536,)``, smallest and largest of a flat tensor."""
+    counts = torch.zeros(BINS, dtype=torch.int64, device=values.device)
+    lossless = values.dtype == torch.bfloat16
+    ends = []
+    for tile in values.split(_TILE_CPU if values.device.type == "cpu" else _TILE_GPU):
+        if not lossless:
+            ends.append(torch.stack(torch.aminmax(tile)))
+        # Unsigned, because a bin is no negative number; widened, because bincount takes no uint16.
+        codes = tile.to(torch.bfloat16).view(torch.uint16).to(torch.int32)
+        counts += torch.bincount(codes, minlength=BINS)
+    if lossless:
+        ends = [_value_of(_ascending(counts)[[0, -1]])]
+        if count_nan(counts):
+            ends = [torch.full_like(ends[0], torch.nan)]
+    low, high = torch.stack(ends)[:, 0].amin(), torch.stack(ends)[:, 1].amax()
+    return counts, low, high
+
+
+def _ascending(counts: torch.Tensor) -> torch.Tensor:
+    """The occupied bins in the order of their values."""
+    codes = counts.nonzero()[:, 0]
+    # Patterns ascend with the value where the sign bit is clear, and descend where it is set.
+    split = int(torch.searchsorted(codes, 0x8000))
+    return torch.cat([codes[split:].flip(0), codes[:split]])
+
+
+def _value_of(codes: torch.Tensor) -> torch.Tensor:
+    return codes.to(torch.uint16).view(torch.bfloat16)
