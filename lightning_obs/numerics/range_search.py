@@ -19,6 +19,7 @@ a tile is added up in pieces, in float64: more accurate than one float32 sum, an
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -31,9 +32,11 @@ from lightning_obs.errors import CalibrationError
 Range = tuple[torch.Tensor, torch.Tensor]
 
 # Elements of a tile. On a CPU three float32 buffers of this size share the L2 cache; elsewhere a launch has to pay.
-_TILE_CPU, _TILE_DEVICE = 1 << 16, 1 << 24
+_TILE_CPU, _TILE_DEVICE = 1 << 17, 1 << 24
 # At most so many factors per visit of a tile: bounds what is kept per scale, and gains no more beyond.
 _FACTORS_AT_ONCE = 10
+# Up to here torch runs an elementwise operation on one thread.
+_SERIAL = (1 << 15) - 64
 # Outside of these, float32 has lost bits of some term (or of the sum) in one of the two arithmetics.
 _SMALLEST, _LARGEST = 1e-30, 1e36
 # Below this mean error, in units of the scale, what is measured is the rounding of the measurement.
@@ -200,16 +203,14 @@ class _Search:
         for start in range(0, count, step):
             part = slice(start, min(start + step, count))
             errors, unsure = self._fast(part, numbers)
-            best = self.best[part]
-            unsure |= self._too_close(errors, best)
+            before = _running_best(self.best[part], errors)
+            unsure |= self._too_close(errors, before[:-1])
             again = unsure.nonzero().squeeze(-1)
             if len(again):
                 at = again + start
                 exact = self._exact(at, torch.cat([self.index[at].long().unsqueeze(0), numbers.expand(-1, len(at))]))
-                if which.start:
-                    best[again] = exact[0]
                 errors[:, again] = exact[1:]
-            before = torch.cat([best.unsqueeze(0), errors]).cummin(0).values
+                before[:, again] = _running_best(exact[0] if which.start else self.best[at], exact[1:])
             improved = errors < before[:-1]
             improved_any |= improved.any(1)
             last = torch.where(improved, numbers, -1).amax(0)
@@ -217,11 +218,10 @@ class _Search:
             self.best[part] = before[-1]
         return improved_any.tolist()
 
-    def _too_close(self, errors: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    def _too_close(self, errors: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Rows of which some comparison could come out otherwise in the exact arithmetic."""
-        before = torch.cat([best.unsqueeze(0), errors]).cummin(0).values[:-1]
         # Written so that NaN counts as unsure.
-        sure = (errors - before).abs_() > self.tolerance * before
+        sure = (errors - before).abs_() > before * self.tolerance
         sure &= (errors > _SMALLEST) & (errors < _LARGEST)
         return ~sure.all(0)
 
@@ -264,18 +264,24 @@ class _Search:
         for start in range(0, len(rows), step):
             part = slice(start, start + step)
             for values, importance in self._pieces(rows[part]):
-                at_once = max(1, self.tile // values.numel())
+                at_once = max(1, _SERIAL // values.numel())
                 for first in range(0, len(which), at_once):
                     some = slice(first, first + at_once)
                     by = scale[some, part].unsqueeze(-1)
-                    error = values / by
+                    # pow rounds otherwise in a scalar loop, which is where the last elements of a tensor end up: two
+                    # candidates of one scale would no longer tie. So there are more elements behind the last.
+                    count = len(by) * values.numel()
+                    padded = values.new_zeros(count + -count % 64)
+                    error = padded[:count].view(len(by), *values.shape)
                     scratch = torch.empty_like(error)
+                    torch.div(values, by, out=error)
                     if zero_point is None:
                         self.grid.round(error, error, scratch)
                     else:
                         shift = zero_point[some, part].unsqueeze(-1)
                         self.grid.round(error.add_(shift), error, scratch).sub_(shift)
-                    error.mul_(by).sub_(values).abs_().pow_(self.norm)
+                    error.mul_(by).sub_(values).abs_()
+                    padded.pow_(self.norm)
                     if importance is not None:
                         error.mul_(importance)
                     total[some, part] += error.sum(-1)
@@ -299,6 +305,14 @@ class _Search:
                 yield piece.flatten(1).float(), importance
 
 
+def _running_best(best: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
+    """The least error before each candidate and after the last, ``(candidates + 1, rows)``."""
+    found = torch.cat([best.unsqueeze(0), errors])
+    for previous, this in itertools.pairwise(found):  # cummin(0) is ten times slower
+        torch.minimum(previous, this, out=this)
+    return found
+
+
 def _as_rows(observed: torch.Tensor) -> torch.Tensor:
     """``(N, *Q, G)`` as ``(R, N, G)``, one row per scale; a view unless Q cannot be flattened."""
     return observed.flatten(1, -2).transpose(0, 1)
@@ -309,15 +323,15 @@ def _importance_rows(importance: torch.Tensor | None, observed: torch.Tensor) ->
     if importance is None:
         return None
     shape = observed.shape[1:]
-    own = torch.broadcast_shapes(importance.shape, shape)
-    if own != shape:
+    padded = (1,) * (len(shape) - importance.ndim) + tuple(importance.shape)
+    if len(padded) != len(shape) or any(own not in (1, size) for own, size in zip(padded, shape, strict=True)):
         raise CalibrationError(
             "the importance does not fit",
             got=f"shape {tuple(importance.shape)}",
-            expected=f"broadcastable to {tuple(shape)}",
+            expected=f"a shape that broadcasts to {tuple(shape)}",
         )
     lead = 0  # leading dimensions that the importance lacks need no copy: the modulo repeats it
-    weights = importance.reshape((1,) * (len(shape) - importance.ndim) + tuple(importance.shape))
+    weights = importance.reshape(padded)
     while lead < len(shape) - 1 and weights.shape[lead] == 1:
         lead += 1
     return weights.expand(*weights.shape[:lead], *shape[lead:]).reshape(-1, shape[-1]).float()

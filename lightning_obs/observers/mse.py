@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Hashable
 from typing import Any, ClassVar
 
@@ -56,15 +56,16 @@ class MemorylessMSEObserver(Observer):
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        for name, is_right, expected in (
-            ("maxshrink", 0 <= self.maxshrink <= 1, "a value in [0, 1]"),
-            ("patience", self.patience >= 0, "at least 0"),
-            ("grid", 0 < self.grid < math.inf, "a positive number"),
-            ("norm", 0 < self.norm < math.inf, "a positive number"),
-            ("expand", 1 <= self.expand < math.inf, "at least 1"),
+        for name, least, most, expected in (
+            ("maxshrink", 0.0, 1.0, "a value in [0, 1]"),
+            ("patience", 0, sys.maxsize, "at least 0"),
+            ("grid", sys.float_info.min, sys.float_info.max, "a positive number"),
+            ("norm", sys.float_info.min, sys.float_info.max, "a positive number"),
+            ("expand", 1.0, sys.float_info.max, "at least 1"),
         ):
-            if not is_right:
-                raise CalibrationError(name, got=getattr(self, name), expected=expected)
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not least <= value <= most:
+                raise CalibrationError(name, got=repr(value), expected=expected)
 
     @property
     @override
