@@ -6,9 +6,9 @@ factor of least error ``sum(|q(x) - x| ** norm)`` per scale. The first of equal 
 stop are llm-compressor's, so in float32 the range found is the range found there.
 
 The choice: a tile of 2**17 values at a time meets several factors before the next tile is read, so what lies between
-weight and error (1.5 MiB) stays near the core. As many factors are taken at once as could pass before the search may stop; which
-factors a tile visits then never depends on another tile. Half precision is widened tile by tile: its candidates (range
-and scale) are rounded as they will be stored, and only the error is measured in float32.
+weight and error (1.5 MiB) stays near the core. As many factors are taken at once as could pass before the search may
+stop; which factors a tile visits then never depends on another tile. Half precision is widened tile by tile: its
+candidates (range and scale) are rounded as they will be stored, and only the error is measured in float32.
 
 The trade-off: ``pow(2.4)`` is half of the time. Two arithmetics take turns. The fast one measures in units of the scale
 and writes ``u ** n`` as ``exp2(n * log2(u))``; it is right to about 1e-5. Where two candidates lie closer than that, or
