@@ -3,14 +3,20 @@
 from lightning_obs.observers.base import MinMaxTuple, Observer, QParamsDict
 from lightning_obs.observers.histogram import HistogramObserver
 from lightning_obs.observers.min_max import MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver
+from lightning_obs.observers.moving_average import MovingAverageObserver
+from lightning_obs.observers.mse import MemorylessMSEObserver, MovingAverageMSEObserver, NVFP4ExpandedMSEObserver
 from lightning_obs.observers.normal import NormalObserver
 from lightning_obs.observers.percentile import PercentileObserver
 
 __all__ = [
     "HistogramObserver",
+    "MemorylessMSEObserver",
     "MemorylessMinMaxObserver",
     "MinMaxObserver",
     "MinMaxTuple",
+    "MovingAverageMSEObserver",
+    "MovingAverageObserver",
+    "NVFP4ExpandedMSEObserver",
     "NormalObserver",
     "Observer",
     "PercentileObserver",

@@ -6,12 +6,12 @@ from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
 from torch import distributed as dist
 from typing_extensions import override
 
-from lightning_obs.errors import CalibrationError
+from lightning_obs.numerics.range_search import observed_range
 from lightning_obs.observers.base import MinMaxTuple, Observer
+from lightning_obs.observers.moving_average import MovingAverageObserver
 
 
 @Observer.register("memoryless_minmax")
@@ -30,11 +30,7 @@ class MemorylessMinMaxObserver(Observer):
 
     @override
     def measure(self, observed: torch.Tensor) -> MinMaxTuple:
-        if observed.ndim == 3 and observed.shape[1] == 1:
-            low, high = torch.aminmax(observed)  # one scale: a single pass, at the speed of memory
-            return low.reshape(1), high.reshape(1)
-        # With dimensions, aminmax is ten times slower than the two reductions.
-        return torch.amin(observed, dim=(0, -1)), torch.amax(observed, dim=(0, -1))
+        return observed_range(observed)
 
     @override
     def merge(self, measured: MinMaxTuple) -> None:
@@ -57,36 +53,14 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
 
 
 @Observer.register("minmax")
-class MinMaxObserver(MemorylessMinMaxObserver):
-    """An exponential moving average of each tensor's range. The default for activations.
-
-    ``range <- (1 - c) * range + c * range_of_this_tensor``, starting at the first tensor's range. By definition it
-    depends on the order of the batches and on how they are cut; ``static_minmax`` does not.
+class MinMaxObserver(MovingAverageObserver, MemorylessMinMaxObserver):
+    """A moving average of each tensor's smallest and largest value. The default for activations.
 
     Args:
         averaging_constant: c, the weight of the newest tensor, in (0, 1]. 1 keeps the newest only.
 
     Raises:
         CalibrationError: ``averaging_constant`` outside (0, 1].
-
-    Reference:
-        Jacob et al., Quantization and Training of Neural Networks, 2018, arXiv:1712.05877, section 3.1.
     """
 
-    _act_sync_dict: ClassVar[dict[str, Any]] = {"min_vals": dist.ReduceOp.AVG, "max_vals": dist.ReduceOp.AVG}
-    hyperparameters: ClassVar[dict[str, Any] | None] = {"averaging_constant": 0.01}
-    averaging_constant: float
-
-    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
-        super().__init__(base_name, args, **observer_kwargs)
-        if not 0 < self.averaging_constant <= 1:
-            raise CalibrationError("averaging_constant", got=self.averaging_constant, expected="a value in (0, 1]")
-
-    @override
-    def merge(self, measured: MinMaxTuple) -> None:
-        low, high = measured
-        if self.has_statistics and self.averaging_constant != 1:
-            c = self.averaging_constant
-            low = self.min_vals * (1 - c) + low * c
-            high = self.max_vals * (1 - c) + high * c
-        self.min_vals, self.max_vals = low, high
+    hyperparameters: ClassVar[dict[str, Any] | None] = {}

@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from lightning_obs.observers import Observer
 
-BUILT_IN = ["memoryless_minmax", "static_minmax", "minmax"]
+BUILT_IN = ["memoryless_minmax", "static_minmax", "minmax", "memoryless_mse", "mse"]
 INT8 = QuantizationArgs(num_bits=8)
 NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
 
@@ -272,7 +272,7 @@ def test_a_name_is_found_however_it_is_written(name):
 
 
 def test_an_unknown_name_is_refused_and_the_known_are_named():
-    with pytest.raises(CalibrationError, match=r"unknown observer 'minmx'. Expected one of .*minmax, .*static_minmax"):
+    with pytest.raises(CalibrationError, match=r"unknown observer 'minmx'. Expected one of .*mse, .*static_minmax"):
         make("minmx")
 
 

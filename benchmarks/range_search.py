@@ -1,0 +1,156 @@
+"""Is the range search llm-compressor's, and what does it take?
+
+    python benchmarks/range_search.py                      # 1024x4096, one thread
+    python benchmarks/range_search.py --rows 4096          # 4096x4096
+    python benchmarks/range_search.py --case "channel int8" --repeat 5
+
+Runs in the venv of ``make parity``, which holds both packages. Each case gives one seeded weight (Student's t, 5
+degrees of freedom: tails heavier than a normal distribution's, as weights have) to both observers, in one process.
+
+- float32: ``equal`` is the share of scales whose range is the peer's, bit for bit. Of those that differ, the error
+  (float64, sum of all scales) must not be above the peer's.
+- bfloat16, where the peer searches in bfloat16 arithmetic: ``error`` is ours over the peer's, in float64, of the scales
+  as they would be stored. At most 1.
+
+Times are medians of alternating runs. Exit code 1 if a bound of the above is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
+from compressed_tensors.quantization.utils import calculate_qparams
+from llmcompressor.observers import Observer as PeerObserver
+from rich.console import Console
+from rich.table import Table
+
+from lightning_obs.numerics.reshape import flatten_for_calibration
+from lightning_obs.observers import Observer
+
+INT4 = {"num_bits": 4}
+INT8 = {"num_bits": 8}
+FP8 = {"num_bits": 8, "type": "float"}
+BLOCK = {"strategy": "block", "block_structure": [128, 128]}
+NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
+#: name -> (observer, args)
+CASES = {
+    "channel int4": ("memoryless_mse", QuantizationArgs(strategy="channel", **INT4)),
+    "channel int8": ("memoryless_mse", QuantizationArgs(strategy="channel", **INT8)),
+    "channel fp8": ("memoryless_mse", QuantizationArgs(strategy="channel", **FP8)),
+    "group128 int4": ("memoryless_mse", QuantizationArgs(group_size=128, **INT4)),
+    "group128 int4 asym": ("memoryless_mse", QuantizationArgs(group_size=128, symmetric=False, **INT4)),
+    "group128 int8": ("memoryless_mse", QuantizationArgs(group_size=128, **INT8)),
+    "group128 fp8": ("memoryless_mse", QuantizationArgs(group_size=128, **FP8)),
+    "block128 int8": ("memoryless_mse", QuantizationArgs(**BLOCK, **INT8)),
+    "block128 fp8": ("memoryless_mse", QuantizationArgs(**BLOCK, **FP8)),
+    "tensor_group fp4": ("memoryless_mse", NVFP4),
+    "tensor_group fp4 expanded": ("nvfp4_expanded_mse", NVFP4),
+    "tensor int8": ("memoryless_mse", QuantizationArgs(strategy="tensor", **INT8)),
+    "tensor fp8": ("memoryless_mse", QuantizationArgs(strategy="tensor", **FP8)),
+}
+MOST_UNEQUAL = 1e-4  # share of scales where the order of a sum may decide a tie
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--columns", type=int, default=4096)
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--case", nargs="+", default=list(CASES), choices=list(CASES), metavar="CASE")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore")
+
+    title = f"{options.rows}x{options.columns}, {options.threads} thread(s), torch {torch.__version__}"
+    table = Table("dtype", "case", "scales", "equal", "error", "ours [ms]", "peer [ms]", "ratio", title=title)
+    failed = False
+    for dtype in options.dtype:
+        for case in options.case:
+            weight = make_weight(options.rows, options.columns).to(getattr(torch, dtype))
+            row, is_right = compare(case, weight, options.repeat)
+            failed |= not is_right
+            table.add_row(dtype, case, *row, style=None if is_right else "red")
+    Console(width=120).print(table)
+    return int(failed)
+
+
+def make_weight(rows: int, columns: int) -> torch.Tensor:
+    """A weight with heavy tails and rows of different size."""
+    torch.manual_seed(0)
+    values = torch.distributions.StudentT(5.0).sample((rows, columns))
+    return values * 0.02 * torch.rand(rows, 1).add_(0.5)
+
+
+@torch.no_grad()
+def compare(case: str, weight: torch.Tensor, repeat: int) -> tuple[list[str], bool]:
+    """One line of the table, and whether the bounds hold."""
+    name, args = CASES[case]
+
+    def ours() -> Observer:
+        return Observer.load_from_registry(name, base_name="weight", args=args)(weight)
+
+    def theirs() -> PeerObserver:
+        peer_args = args.model_copy(deep=True)  # the peer writes into it
+        return PeerObserver.load_from_registry(name, base_name="weight", args=peer_args)(weight)
+
+    own, peer = ours(), theirs()
+    same = (own.min_vals == peer.min_vals) & (own.max_vals == peer.max_vals)
+    errors = [error(weight, args, found.min_vals, found.max_vals) for found in (own, peer)]
+    ratio = (errors[0].sum() / errors[1].sum()).item()
+    if weight.dtype == torch.float32:
+        few = (~same).sum().item() <= MOST_UNEQUAL * same.numel()
+        is_right = few and errors[0][~same].sum() <= errors[1][~same].sum() * (1 + 1e-6)
+    else:
+        is_right = ratio <= 1
+    times = alternate(ours, theirs, repeat=repeat)
+    share = f"{same.sum().item()}/{same.numel()}" if not same.all() else "all"
+    row = [str(same.numel()), share, f"{ratio:.6f}", *(f"{t * 1e3:.0f}" for t in times), f"{times[1] / times[0]:.1f}x"]
+    return row, bool(is_right)
+
+
+def error(weight: torch.Tensor, args: QuantizationArgs, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Quantization error per scale in float64, norm 2.4, with the scale of the range as it would be stored."""
+    if args.strategy == "tensor_group":
+        args = args.model_copy(update={"scale_dtype": None})
+    scale, zero_point = calculate_qparams(low, high, args)
+    observed = flatten_for_calibration(weight, "weight", args)
+    found = []
+    for values, s, z in zip(observed.squeeze(0), scale, zero_point, strict=True):  # by rows: float64 is large
+        x, s, z = values.double(), s.double().unsqueeze(-1), z.double().unsqueeze(-1)
+        found.append((((nearest(x / s + z, args) - z) * s) - x).abs().pow(2.4).sum(-1))
+    return torch.stack(found)
+
+
+def nearest(x: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    """The nearest number of the format."""
+    if args.type == "int":
+        return x.round().clamp(-(2.0 ** (args.num_bits - 1)), 2.0 ** (args.num_bits - 1) - 1)
+    if args.num_bits == 8:
+        return x.clamp(-448, 448).float().to(torch.float8_e4m3fn).double()
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=x.dtype)
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    return numbers[torch.bucketize(x.abs(), middles)] * x.sign()
+
+
+def alternate(*functions: Callable[[], object], repeat: int) -> list[float]:
+    """Median seconds of each, run in turns."""
+    seconds: list[list[float]] = [[] for _ in functions]
+    for _ in range(repeat):
+        for function, kept in zip(functions, seconds, strict=True):
+            start = time.perf_counter()
+            function()
+            kept.append(time.perf_counter() - start)
+    return [statistics.median(kept) for kept in seconds]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Observers whose range loses least when it is quantized: of the last tensor, or averaged over tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from typing import Any, ClassVar
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from typing_extensions import override
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.numerics.range_search import search_range, shrink_factors
+from lightning_obs.observers.base import MinMaxTuple, Observer
+from lightning_obs.observers.moving_average import MovingAverageObserver
+
+
+@Observer.register("memoryless_mse")
+class MemorylessMSEObserver(Observer):
+    """The range of the last observed tensor, shrunk to where its quantization error is least.
+
+    ``argmin over p of sum(|fake_quantize(x, p * expand * range) - x| ** norm)`` per scale, p = 1, 1 - 1/grid, ...,
+    down to ``1 - maxshrink`` (excluded). For weights, which are observed once.
+
+    Observes ``(N, *Q, G)``: N observations, Q the shape of the scales, G values per scale. Ranges are ``(*Q,)`` in the
+    units of the observed tensor.
+
+    Args:
+        maxshrink: how much of the range may be given up, in [0, 1].
+        patience: the search ends after so many p in a row that improved no scale of the tensor.
+        grid: steps per unit of p.
+        norm: exponent of the error; 2 is the mean squared error, more fears large errors more.
+        expand: factor on the range before the search, at least 1.
+
+    Raises:
+        CalibrationError: a value outside of these.
+
+    Reference:
+        The grid search of llm-compressor's ``memoryless_mse``; its norm of 2.4 is that of GPTQ's reference code
+        (Frantar et al., 2022, arXiv:2210.17323).
+    """
+
+    hyperparameters: ClassVar[dict[str, Any] | None] = {
+        "maxshrink": 0.20,
+        "patience": 5,
+        "grid": 100.0,
+        "norm": 2.4,
+        "expand": 1.0,
+    }
+    maxshrink: float
+    patience: int
+    grid: float
+    norm: float
+    expand: float
+
+    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
+        super().__init__(base_name, args, **observer_kwargs)
+        for name, least, most, expected in (
+            ("maxshrink", 0.0, 1.0, "a value in [0, 1]"),
+            ("patience", 0, sys.maxsize, "at least 0"),
+            ("grid", sys.float_info.min, sys.float_info.max, "a positive number"),
+            ("norm", sys.float_info.min, sys.float_info.max, "a positive number"),
+            ("expand", 1.0, sys.float_info.max, "at least 1"),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not least <= value <= most:
+                raise CalibrationError(name, got=repr(value), expected=expected)
+
+    @property
+    @override
+    def measure_key(self) -> Hashable | None:
+        search = (self.maxshrink, self.patience, self.grid, self.norm, self.expand)
+        return "mse", *search, self.args.num_bits, self.args.type, self.args.symmetric, self.args.scale_dtype
+
+    @override
+    def measure(self, observed: torch.Tensor) -> MinMaxTuple:
+        factors = shrink_factors(self.maxshrink, self.grid)
+        return search_range(observed, self.args, factors, patience=self.patience, norm=self.norm, expand=self.expand)
+
+    @override
+    def merge(self, measured: MinMaxTuple) -> None:
+        self.min_vals, self.max_vals = measured
+
+
+@Observer.register("mse")
+class MovingAverageMSEObserver(MovingAverageObserver, MemorylessMSEObserver):
+    """A moving average of the range that loses least of each tensor.
+
+    Args:
+        averaging_constant: the weight of the newest tensor, in (0, 1]. 1 keeps the newest only.
+        maxshrink, patience, grid, norm, expand: see :class:`MemorylessMSEObserver`.
+    """
+
+    hyperparameters: ClassVar[dict[str, Any] | None] = {}
+
+
+@Observer.register("nvfp4_expanded_mse")
+class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
+    """``memoryless_mse`` from 1.8 down to 0.8 times the range, in steps of 1/200 of that: for weights in NVFP4.
+
+    Between 4 and 6, FP4 has no number. A range wider than the values moves the largest of them to 4, and the others to
+    where the numbers are dense.
+    """
+
+    hyperparameters: ClassVar[dict[str, Any] | None] = {
+        "maxshrink": 1 - 0.8 / 1.8,
+        "patience": 1000,
+        "grid": 200.0,
+        "expand": 1.8,
+    }
