@@ -96,6 +96,7 @@ def build_plan(model: nn.Module, config: QuantizationConfig, reload: Reload = "d
     fused = find_fused(t.name for t in targets)
     require_one_scheme({t.name: _how(t.scheme) for t in targets}, fused)
     _warn_partly_fused(model, targets)
+    _warn_cast_buffers(model)
     _check_reload(model, targets, reload)
     return Plan(config, targets, fused)
 
@@ -139,6 +140,11 @@ def _check_modules(model: nn.Module, targets: list[Target]) -> None:
             "nn.MultiheadAttention reads the weight of its out_proj without calling it, so it cannot be quantized",
             where=never,
             remedy="list them in `ignore` (`re:.*out_proj$`).",
+        )
+    if hasattr(model, "peft_config"):
+        raise CalibrationError(
+            f"{type(model).__name__} holds adapters beside its weights",
+            remedy="merge them first: model = model.merge_and_unload().",
         )
     attention = [t.name for t in targets if holdable_type(t.module) is None and "Attention" in type(t.module).__name__]
     if attention:
@@ -238,6 +244,26 @@ def _warn_partly_fused(model: nn.Module, targets: list[Target]) -> None:
         warnings.warn(
             "vLLM fuses these modules and wants all of a group quantized or none, but only a part is targeted: "
             f"{name_list(split)}",
+            CalibrationWarning,
+            stacklevel=4,
+        )
+
+
+def _warn_cast_buffers(model: nn.Module) -> None:
+    """Buffers that no checkpoint holds (rotary frequencies) are made anew in float32 when transformers loads it."""
+    if not hasattr(model, "save_pretrained"):
+        return
+    cast = [
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        for key, value in module.named_buffers(recurse=False)
+        if key in module._non_persistent_buffers_set and value.dtype in (torch.bfloat16, torch.float16)
+    ]
+    if cast:
+        warnings.warn(
+            f"these buffers were cast to half precision and come back in float32, so the reloaded model will give "
+            f"other logits: {name_list(cast)}. Load the model with dtype=torch.bfloat16 instead of casting it (model.to, "
+            f"Trainer(precision='bf16-true')).",
             CalibrationWarning,
             stacklevel=4,
         )

@@ -522,3 +522,16 @@ def test_microscaling_in_float16_is_refused(tiny_llama, scheme):
         CalibrationError, match=r"loads MX weights as bfloat16, which a torch\.float16 model cannot run"
     ):
         build_plan(tiny_llama(torch.float16), resolve_config(scheme, ignore="lm_head"))
+
+
+def test_buffers_that_were_cast_are_told_about(tiny_llama):
+    build_plan(tiny_llama(torch.bfloat16), resolve_config("FP8", ignore="lm_head"))
+    with pytest.warns(CalibrationWarning, match=r"other logits: .*rotary_emb[.]inv_freq.*dtype=torch[.]bfloat16"):
+        build_plan(tiny_llama().to(torch.bfloat16), resolve_config("FP8", ignore="lm_head"))
+
+
+def test_adapters_have_to_be_merged_first(tiny_llama):
+    model = tiny_llama()
+    model.peft_config = {}  # what peft's models have
+    with pytest.raises(CalibrationError, match=r"adapters beside its weights.*merge_and_unload"):
+        build_plan(model, resolve_config("FP8", ignore="lm_head"))

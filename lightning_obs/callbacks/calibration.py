@@ -217,7 +217,8 @@ class CalibrationCallback(Callback):
         model = find_module(pl_module, self.module)
         if self.session is None or self.session.model is not model:
             self.session = CalibrationSession(model, **self._options)
-        self._tokenizer = getattr(pl_module, "tokenizer", None) or getattr(pl_module, "processor", None)
+        candidates = (getattr(pl_module, name, None) for name in ("tokenizer", "processor"))
+        self._tokenizer = next((found for found in candidates if hasattr(found, "save_pretrained")), None)
         self._restore_into(self.session)
         return self.session
 
