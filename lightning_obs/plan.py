@@ -262,8 +262,8 @@ def _warn_cast_buffers(model: nn.Module) -> None:
     if cast:
         warnings.warn(
             f"these buffers were cast to half precision and come back in float32, so the reloaded model will give "
-            f"other logits: {name_list(cast)}. Load the model with dtype=torch.bfloat16 instead of casting it (model.to, "
-            f"Trainer(precision='bf16-true')).",
+            f"other logits: {name_list(cast)}. Load the model with dtype=torch.bfloat16 instead of casting it "
+            f"(model.to, Trainer(precision='bf16-true')).",
             CalibrationWarning,
             stacklevel=4,
         )
