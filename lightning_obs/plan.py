@@ -37,6 +37,11 @@ class Target:
     module: nn.Module
     scheme: QuantizationScheme
 
+    @property
+    def args(self) -> dict[str, QuantizationArgs]:
+        """What is quantized: ``{base name: args}``."""
+        return dict(scheme_args(self.scheme))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -49,12 +54,11 @@ class Plan:
     @property
     def needs_data(self) -> bool:
         """Whether any activation has to be observed."""
-        return any(needs_data(target.scheme) for target in self.targets)
-
-
-def needs_data(scheme: QuantizationScheme) -> bool:
-    """Whether activations have to be observed. Dynamic and weight-only schemes need none."""
-    return any(base_name != "weight" and args.dynamic is not True for base_name, args in scheme_args(scheme))
+        return any(
+            base_name != "weight" and args.dynamic is not True
+            for target in self.targets
+            for base_name, args in target.args.items()
+        )
 
 
 def build_plan(model: nn.Module, config: QuantizationConfig, reload: Reload = "default") -> Plan:
@@ -214,7 +218,7 @@ def _check_shapes(targets: list[Target]) -> None:
     for base_name in ("weight", "input"):
         bad: dict[tuple[int, int], list[str]] = {}
         for target in targets:
-            args = dict(scheme_args(target.scheme)).get(base_name)
+            args = target.args.get(base_name)
             if args is None or not args.group_size or args.group_size < 1:
                 continue
             matrix = weight_matrix(target.module)

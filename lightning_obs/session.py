@@ -7,34 +7,27 @@ everything was checked, and no hook outlives the session.
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
-from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
-from lightning_obs.modules import (
-    clear_qparams,
-    first_input,
-    read_qparams,
-    scheme_args,
-    weight_matrix,
-    write_qparams,
-)
-from lightning_obs.numerics.reshape import flatten_for_calibration
+from lightning_obs.checks import check_coverage, check_finite, check_scales
+from lightning_obs.errors import CalibrationError, CalibrationWarning
+from lightning_obs.hooks import ObserverHooks
+from lightning_obs.modules import clear_qparams, read_qparams, weight_matrix, write_qparams
 from lightning_obs.observers import Observer
 from lightning_obs.plan import Plan, Reload, Target, build_plan
+from lightning_obs.saved_state import dump_state, load_state
 from lightning_obs.schemes import ObserversLike, SchemeLike, label, make_observer, resolve_config
-from lightning_obs.shared_reads import LastRead
-
-_STATE_FORMAT = 1
+from lightning_obs.token_mask import require_mask
 
 
 @dataclass
@@ -80,6 +73,8 @@ class CalibrationSession:
         observers: ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``.
         on_missing: what to do when no data reached a module: ``"error"``, or ``"warn"`` and leave it in full precision.
         reload: how the checkpoint will be loaded, see :func:`~lightning_obs.plan.build_plan`.
+        token_mask: name of the model's argument that is nonzero for tokens that count, ``(batch, tokens)``, usually
+            ``"attention_mask"``; the others reach no observer. Or say it batch by batch with :meth:`mask_tokens`.
 
     Raises:
         CalibrationError: by the constructor, whatever is wrong with scheme, targets or shapes; at the end of the block,
@@ -102,6 +97,7 @@ class CalibrationSession:
         observers: ObserversLike = None,
         on_missing: Literal["error", "warn"] = "error",
         reload: Reload = "default",
+        token_mask: str | None = None,
     ) -> None:
         if on_missing not in ("error", "warn"):
             raise CalibrationError("on_missing", got=repr(on_missing), expected="'error' or 'warn'")
@@ -115,12 +111,12 @@ class CalibrationSession:
         self.observers: dict[tuple[str, str], Observer] = {
             (target.name, base_name): make_observer(base_name, args)
             for target in self.plan.targets
-            for base_name, args in scheme_args(target.scheme)
+            for base_name, args in target.args.items()
             if args.dynamic is not True
         }
         for target in self.plan.targets:
             weight = weight_matrix(target.module)
-            for base_name in ("weight", "input", "output"):
+            for base_name in target.args:
                 if weight is not None and (target.name, base_name) in self.observers:
                     self.observers[target.name, base_name].qparams_dtype = weight.dtype
         for group in self.plan.fused:
@@ -129,9 +125,17 @@ class CalibrationSession:
         self.batches = 0
         self.result: CalibrationResult | None = None
         self._written: dict[str, torch.Tensor] = {}
-        self._attached: ExitStack | None = None
         self._started = 0.0
-        self._read = LastRead()
+        self._hooks = ObserverHooks(self.plan.targets, self.observers)
+        self._token_mask = token_mask
+        self._on_model: list[RemovableHandle] = []
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether the model has to be run: for static activations, or for a weight's observer that wants inputs."""
+        return self.plan.needs_data or any(
+            observer.needs_inputs for (_, base_name), observer in self.observers.items() if base_name == "weight"
+        )
 
     # ------------------------------------------------------------------ attach and detach
 
@@ -154,50 +158,46 @@ class CalibrationSession:
         self.detach()
         for observer in self.observers.values():
             observer.reset()
-        self.batches, self.result, self._read = 0, None, LastRead()
+        self.batches, self.result = 0, None
         self._started = time.perf_counter()
-        with ExitStack() as stack:
-            # A hook added after a graph was compiled would never fire, in silence.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for target in self.plan.targets:
-                for base_name, register in (
-                    ("input", target.module.register_forward_pre_hook),
-                    ("output", target.module.register_forward_hook),
-                ):
-                    key = (target.name, base_name)
-                    if key in self.observers:
-                        observer = self.observers[key]
-                        stack.callback(register(self._hook(observer, base_name), with_kwargs=True).remove)
-            if count_calls:
-                stack.callback(self.model.register_forward_pre_hook(self._count).remove)
-            self._attached = stack.pop_all()
+        self._hooks.attach()
+        if count_calls:
+            self._on_model.append(self.model.register_forward_pre_hook(self._count))
+        if self._token_mask is not None:
+            self._on_model.append(self.model.register_forward_pre_hook(self._find_mask, with_kwargs=True))
 
     def detach(self) -> None:
         """Remove every hook. Can be called at any time, any number of times."""
-        if self._attached is not None:
-            self._attached.close()
-            self._attached = None
-        self._read = LastRead(self._read.count)
+        self._hooks.detach()
+        for handle in self._on_model:
+            handle.remove()
+        self._on_model = []
+
+    def mask_tokens(self, mask: torch.Tensor | None) -> None:
+        """Keep padding out of every observer from the next call of the model on.
+
+        Args:
+            mask: ``(batch, tokens)``, nonzero for a token that counts; None for all.
+
+        Raises:
+            CalibrationError: ``mask`` has another shape.
+        """
+        self._hooks.mask_tokens(None if mask is None else require_mask(mask, "mask_tokens"))
 
     def _count(self, module: nn.Module, args: Any) -> None:
         self.batches += 1
 
-    def _hook(self, observer: Observer, base_name: str) -> Any:
-        def observe(value: Any) -> None:
-            if isinstance(value, (tuple, list)):
-                value = next((x for x in value if isinstance(x, torch.Tensor)), None)
-            if isinstance(value, DTensor):
-                value = value.to_local()
-            if isinstance(value, torch.Tensor):
-                observer.observe_shared(value.detach(), self._read.measurements(value))
-
-        def observe_input(module: nn.Module, args: Any, kwargs: Any) -> None:
-            observe(first_input(args, kwargs))
-
-        def observe_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            observe(output)
-
-        return observe_input if base_name == "input" else observe_output
+    def _find_mask(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+        mask = {**given.arguments, **given.kwargs}.get(str(self._token_mask))
+        if mask is None:
+            raise CalibrationError(
+                f"token_mask={self._token_mask!r} was not given to the model",
+                where=[type(module).__name__],
+                got=f"a call with {', '.join(given.arguments)}",
+                remedy="pass it in every batch, or leave token_mask out if there is no padding.",
+            )
+        self.mask_tokens(mask)
 
     # ------------------------------------------------------------------ finish
 
@@ -210,16 +210,16 @@ class CalibrationSession:
         """
         self.detach()
         with torch.inference_mode(False), torch.no_grad():
-            skipped = self._check_coverage()
+            skipped = check_coverage(self.observers, self.plan.fused, self.label, self.batches, self.on_missing)
             chosen = [target for target in self.plan.targets if target.name not in skipped]
             for target in chosen:
                 weight_observer = self.observers.get((target.name, "weight"))
                 if weight_observer is not None:
-                    weight_observer.reset()
+                    weight_observer.reset(keep=weight_observer.input_statistics)
                     weight_observer(_materialized(target.name, target.module))
-            self._check_finite({target.name for target in chosen})
-            qparams = {target.name: self._qparams(target.name) for target in chosen}
-            _check_scales(qparams)
+            check_finite(self.observers, {target.name for target in chosen})
+            qparams = {target.name: self._qparams(target) for target in chosen}
+            check_scales(qparams)
             for target in self.plan.targets:
                 if target.name in qparams:
                     write_qparams(target.module, target.scheme, qparams[target.name])
@@ -230,7 +230,7 @@ class CalibrationSession:
             modules=[target.name for target in chosen],
             observers=len(self.observers),
             batches=self.batches,
-            measurements=self._read.count,
+            measurements=self._hooks.measurements,
             seconds=time.perf_counter() - self._started,
             qparams={
                 f"{t.name}.{key}": v.to("cpu", copy=True) for t in chosen for key, v in read_qparams(t.module).items()
@@ -242,56 +242,10 @@ class CalibrationSession:
         self._say_if_data_was_not_needed()
         return self.result
 
-    def _check_coverage(self) -> set[str]:
-        activations = {key: obs for key, obs in self.observers.items() if key[1] != "weight"}
-        missing = [f"{name} ({base})" for (name, base), obs in activations.items() if not obs.has_statistics]
-        if not missing:
-            return set()
-        if len(missing) == len(activations):
-            raise CalibrationError(
-                f"{self.label} has static activations and saw no data",
-                where=missing,
-                got=f"{self.batches} batches",
-                expected="calibration batches that run these modules",
-                remedy="run the model inside the session (in Lightning: validation batches), "
-                "or choose a scheme that needs no data (FP8_DYNAMIC, W8A8, W4A16).",
-            )
-        if self.on_missing == "error":
-            raise CalibrationError(
-                f"no data reached {len(missing)} of {len(activations)} observers",
-                where=missing,
-                remedy="add calibration batches, list them in `ignore`, or set on_missing='warn' "
-                "to leave them in full precision.",
-            )
-        unreached = {name for (name, _), obs in activations.items() if not obs.has_statistics}
-        # A fused group is quantized whole or not at all.
-        mates = {name for group in self.plan.fused if unreached & set(group) for name in group} - unreached
-        fused = f"; and, fused with them: {name_list(sorted(mates))}" if mates else ""
-        warnings.warn(
-            f"left in full precision, because no data reached them: {name_list(missing)}{fused}",
-            CalibrationWarning,
-            stacklevel=4,
-        )
-        return unreached | mates
-
-    def _check_finite(self, chosen: set[str]) -> None:
-        bad = {
-            f"{name} ({base}: {found})"
-            for (name, base), observer in self.observers.items()
-            if name in chosen and (found := observer.nonfinite_statistics())
-        }
-        if bad:
-            raise CalibrationError(
-                "what was observed is not finite",
-                where=sorted(bad),
-                expected="finite weights and activations",
-                remedy="find the NaN or infinity in these modules' weights or in the data; nothing was written.",
-            )
-
-    def _qparams(self, name: str) -> dict[str, torch.Tensor]:
+    def _qparams(self, target: Target) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
-        for base_name in ("weight", "input", "output"):
-            observer = self.observers.get((name, base_name))
+        for base_name in target.args:
+            observer = self.observers.get((target.name, base_name))
             if observer is None:
                 continue
             qparams = observer.get_qparams()
@@ -313,7 +267,7 @@ class CalibrationSession:
         return ranges
 
     def _say_if_data_was_not_needed(self) -> None:
-        if self.batches and not self.plan.needs_data:
+        if self.batches and not self.needs_data:
             static = (
                 " For calibrated INT8 activations use scheme='INT8_STATIC'." if self.label in ("W8A8", "INT8") else ""
             )
@@ -328,12 +282,7 @@ class CalibrationSession:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to have the same qparams: tensors, strings and numbers only."""
-        return {
-            "format": _STATE_FORMAT,
-            "config": self.config.model_dump_json(),
-            "qparams": {name: value.clone() for name, value in self._written.items()},
-            "checksums": {t.name: getattr(t.module, "calibrated_weight_checksum", None) for t in self.plan.targets},
-        }
+        return dump_state(self.plan, self._written)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Write the qparams of a :meth:`state_dict` to the modules.
@@ -341,43 +290,7 @@ class CalibrationSession:
         Raises:
             CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
         """
-        if state.get("format") != _STATE_FORMAT:
-            raise CalibrationError(
-                "the saved calibration has a format that this version does not know",
-                got=state.get("format"),
-                expected=_STATE_FORMAT,
-                remedy="load it with the version of lightning_obs that wrote it, or calibrate again.",
-            )
-        if state.get("config") != self.config.model_dump_json():
-            raise CalibrationError(
-                "the saved calibration was made with another scheme, other observers or another ignore list",
-                got=state.get("config"),
-                expected=self.config.model_dump_json(),
-                remedy="use the configuration that the checkpoint was calibrated with, or calibrate again.",
-            )
-        by_module: dict[str, dict[str, torch.Tensor]] = {}
-        for key, value in state["qparams"].items():
-            name, _, key = key.rpartition(".")
-            by_module.setdefault(name, {})[key] = value
-        unknown = sorted(set(by_module) - {target.name for target in self.plan.targets})
-        if unknown:
-            raise CalibrationError("the saved calibration has modules that this model has not", where=unknown)
-        wrong = [t.name for t in self.plan.targets if not _scale_fits(t, by_module.get(t.name, {}))]
-        if wrong:
-            raise CalibrationError("the saved calibration is of weights with other shapes", where=wrong)
-        with torch.inference_mode(False), torch.no_grad():
-            for target in self.plan.targets:
-                if target.name in by_module:
-                    checksum = state["checksums"].get(target.name)
-                    write_qparams(target.module, target.scheme, by_module[target.name], checksum)
-        self._written = dict(state["qparams"])
-
-
-def _scale_fits(target: Target, qparams: dict[str, torch.Tensor]) -> bool:
-    args, scale, matrix = target.scheme.weights, qparams.get("weight_scale"), weight_matrix(target.module)
-    if args is None or scale is None or matrix is None:
-        return True
-    return bool(scale.shape == flatten_for_calibration(matrix, "weight", args).shape[1:-1])
+        self._written = load_state(self.plan, state)
 
 
 def _materialized(name: str, module: nn.Module) -> torch.Tensor:
@@ -385,18 +298,3 @@ def _materialized(name: str, module: nn.Module) -> torch.Tensor:
     if matrix is None or matrix.is_meta:
         raise CalibrationError("the weight is not materialized (meta device)", where=[name], remedy="load it first.")
     return matrix
-
-
-def _check_scales(qparams: dict[str, dict[str, torch.Tensor]]) -> None:
-    bad = [
-        f"{name}.{key}"
-        for name, values in qparams.items()
-        for key, value in values.items()
-        if key.endswith("scale") and not bool((torch.isfinite(value) & (value > 0)).all())
-    ]
-    if bad:
-        raise CalibrationError(
-            "scales are not finite and positive",
-            where=bad,
-            remedy="look at the observer's range; the values may not fit the scale's dtype.",
-        )

@@ -10,11 +10,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 _SAMPLES = 64
+
+
+@dataclass
+class Read:
+    """A tensor that was read: its tokens that count (None: not selected), and what observers measured of them."""
+
+    tokens: torch.Tensor | None = None
+    measured: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class LastRead:
@@ -24,20 +33,20 @@ class LastRead:
         self._earlier = count
         self._tensor: Any = None
         self._stamp: Hashable = None
-        self._measured: dict[Hashable, Any] = {}
+        self._read = Read()
 
-    def measurements(self, value: torch.Tensor) -> dict[Hashable, Any]:
+    def of(self, value: torch.Tensor) -> Read:
         """Where to look for, and leave, what was measured of ``value``; empty if it was not the last one read."""
         stamp = _stamp(value)
         if stamp is None or self._tensor is None or self._tensor() is not value or stamp != self._stamp:
-            self._earlier += len(self._measured)
-            self._tensor, self._stamp, self._measured = weakref.ref(value), stamp, {}
-        return self._measured
+            self._earlier += len(self._read.measured)
+            self._tensor, self._stamp, self._read = weakref.ref(value), stamp, Read()
+        return self._read
 
     @property
     def count(self) -> int:
         """How many measurements were made."""
-        return self._earlier + len(self._measured)
+        return self._earlier + len(self._read.measured)
 
 
 def _stamp(value: torch.Tensor) -> Hashable:

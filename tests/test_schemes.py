@@ -12,7 +12,7 @@ from compressed_tensors.quantization import (
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, CalibrationWarning
-from lightning_obs.plan import build_plan, needs_data
+from lightning_obs.plan import build_plan
 from lightning_obs.schemes import label, make_observer, preset_names, resolve_config
 
 FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
@@ -71,7 +71,6 @@ def test_int8_static_is_static_and_symmetric_and_needs_data():
     activations = scheme.input_activations
     assert (activations.num_bits, activations.strategy, activations.dynamic) == (8, "tensor", False)
     assert activations.observer == "static_minmax"
-    assert needs_data(scheme)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +78,8 @@ def test_int8_static_is_static_and_symmetric_and_needs_data():
     [("W8A8", False), ("W4A16", False), ("FP8_DYNAMIC", False), ("FP8", True), ("NVFP4", True), ("NVFP4A16", False)],
 )
 def test_data_is_needed_for_static_activations_only(scheme, needed):
-    (group,) = resolve_config(scheme).config_groups.values()
-    assert needs_data(group) is needed
+    plan = build_plan(nn.Sequential(nn.Linear(128, 16, dtype=torch.bfloat16)), resolve_config(scheme, ignore=()))
+    assert plan.needs_data is needed
 
 
 def test_several_groups_keep_their_schemes():

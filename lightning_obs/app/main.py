@@ -120,7 +120,7 @@ def calibrate(
 ) -> None:
     """Calibrate in Lightning's validation loop, or without a single batch where the scheme needs none."""
     session = callback.prepare(trainer, module)
-    if session.plan.needs_data:
+    if session.needs_data:
         trainer.validate(module, datamodule=data, verbose=False)
     else:
         print(f"{callback.label} needs no data: no batch is run, data.batches is not used")

@@ -205,7 +205,7 @@ class CalibrationCallback(Callback):
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:
         """Check the configuration against the model and return the session that the hooks use.
 
-        A scheme that needs no data (``session.plan.needs_data``) can be applied with it at once:
+        A scheme that needs no data (``session.needs_data``) can be applied with it at once:
         ``with callback.prepare(trainer, module): pass``.
         """
         if trainer.world_size > 1:

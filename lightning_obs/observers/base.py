@@ -14,7 +14,7 @@ instead. Modules that read the same tensor (q, k, v) then share one ``measure``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from copy import copy
 from typing import Any, ClassVar, TypeAlias
 
@@ -59,6 +59,12 @@ class Observer(RegistryMixin):
 
     #: statistic attribute -> reduction over ranks. Statistics not named here are each rank's own.
     _act_sync_dict: ClassVar[dict[str, Any]] = {}
+
+    #: a weight's observer that also wants what the module reads: whoever attaches it calls ``observe_inputs``
+    needs_inputs: ClassVar[bool] = False
+
+    #: statistics that ``observe_inputs`` sets
+    input_statistics: ClassVar[tuple[str, ...]] = ()
 
     #: declared hyperparameters and their defaults; each becomes an attribute. None: takes anything.
     hyperparameters: ClassVar[dict[str, Any] | None] = None
@@ -140,13 +146,28 @@ class Observer(RegistryMixin):
                 measured[key] = self.measure(flatten_for_calibration(value, self.base_name, self.args))
             self.merge(measured[key])
 
-    def reset(self) -> None:
-        """Forget everything observed."""
+    def observe_inputs(self, value: torch.Tensor, measured: dict[Hashable, Any] | None = None) -> None:
+        """Take in an input ``(..., C)`` of the module whose weight is observed; called if ``needs_inputs``.
+
+        Args:
+            value: what the module reads.
+            measured: measurements of this tensor, to take from and to add to (:meth:`observe_shared`).
+        """
+        raise NotImplementedError(f"{type(self).__name__} has needs_inputs but no observe_inputs")
+
+    @property
+    def lacks_inputs(self) -> bool:
+        """Whether the observer needs inputs and saw none."""
+        return self.needs_inputs and not all(hasattr(self, name) for name in self.input_statistics)
+
+    def reset(self, keep: Collection[str] = ()) -> None:
+        """Forget everything observed, except the statistics named in ``keep``."""
         if self._before_observing is None:
             return
-        state, self._before_observing = self._before_observing, None
-        kept = {"_fused_observers": self._fused_observers}
-        self.__dict__ = {**state, **kept}
+        state = self._before_observing
+        kept = {name: vars(self)[name] for name in ("_fused_observers", *keep) if name in vars(self)}
+        self.__dict__ = {name: _copy(value) for name, value in state.items()} | kept
+        self._before_observing = state if keep else None
 
     def _remember_initial_state(self) -> None:
         if self._before_observing is None:

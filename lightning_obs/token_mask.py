@@ -1,0 +1,61 @@
+"""Take padding out of what a module reads or writes."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_obs.errors import CalibrationError
+
+
+def select_tokens(value: torch.Tensor, mask: torch.Tensor, name: str, heads: bool = False) -> torch.Tensor:
+    """The tokens of ``value`` that count.
+
+    Args:
+        value: an activation ``(batch, tokens, ...)`` or ``(batch * tokens, channels)``. One vector per sequence,
+            ``(batch, channels)``, has no padding and is returned as it is.
+        mask: ``(batch, tokens)``, nonzero for a token that counts.
+        name: of the module, for the error.
+        heads: ``value`` is an attention state ``(batch, heads, tokens, head_dim)``.
+
+    Returns:
+        ``(n, ...)``; of an attention state ``(1, heads, n, head_dim)``.
+
+    Raises:
+        CalibrationError: which rows of ``value`` are padding cannot be told from its shape.
+
+    >>> select_tokens(torch.tensor([[[1.0], [2.0], [9.0]]]), torch.tensor([[1, 1, 0]]), "layer")
+    tensor([[1.],
+            [2.]])
+    """
+    chosen = mask.to(value.device).bool()
+    batch, tokens = chosen.shape
+    if heads and value.ndim == 4 and (len(value), value.shape[2]) == (batch, tokens):
+        return value.transpose(1, 2)[chosen].transpose(0, 1).unsqueeze(0)
+    if not heads and value.shape[:2] == chosen.shape:
+        return value[chosen]
+    if not heads and value.ndim == 2 and len(value) == chosen.numel():
+        return value[chosen.flatten()]
+    if not heads and value.ndim == 2 and len(value) == batch:
+        return value
+    raise CalibrationError(
+        "which rows are padding cannot be told from the shape",
+        where=[name],
+        got=f"an activation of shape {tuple(value.shape)}, a token mask of shape {tuple(mask.shape)}",
+        expected="(batch, tokens, channels) or (batch * tokens, channels)",
+        remedy="list the module in `ignore`, or calibrate without padding and without token_mask.",
+    )
+
+
+def require_mask(mask: object, where: str) -> torch.Tensor:
+    """Return ``mask`` if it is one.
+
+    Raises:
+        CalibrationError: it is not a tensor of shape ``(batch, tokens)``.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        raise CalibrationError(
+            f"{where} is not a token mask",
+            got=f"shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__,
+            expected="a tensor (batch, tokens), nonzero for a token that counts",
+        )
+    return mask
