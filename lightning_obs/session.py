@@ -119,6 +119,7 @@ class CalibrationSession:
             for base_name in target.args:
                 if weight is not None and (target.name, base_name) in self.observers:
                     self.observers[target.name, base_name].qparams_dtype = weight.dtype
+        _check_inputs_fit(self.plan, self.observers)
         for group in self.plan.fused:
             for base_name in ("weight", "input"):
                 Observer.fuse([self.observers[n, base_name] for n in group if (n, base_name) in self.observers])
@@ -291,6 +292,24 @@ class CalibrationSession:
             CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
         """
         self._written = load_state(self.plan, state)
+
+
+def _check_inputs_fit(plan: Plan, observers: dict[tuple[str, str], Observer]) -> None:
+    """An observer that weighs a weight's columns by inputs needs one column per input channel."""
+    wrong = [
+        f"{target.name} ({type(target.module).__name__})"
+        for target in plan.targets
+        if (target.name, "weight") in observers
+        and observers[target.name, "weight"].needs_inputs
+        and (isinstance(target.module, nn.Embedding) or target.module.weight.ndim != 2)
+    ]
+    if wrong:
+        raise CalibrationError(
+            "the observer of the weight needs inputs with one channel per column of the weight",
+            where=wrong,
+            expected="Linear modules",
+            remedy="give these modules a group of their own with another observer (memoryless_mse), or ignore them.",
+        )
 
 
 def _materialized(name: str, module: nn.Module) -> torch.Tensor:

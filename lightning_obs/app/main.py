@@ -101,6 +101,7 @@ def make_callback(config: DictConfig) -> CalibrationCallback:
         module=config.module,
         on_missing=config.on_missing,
         reload=config.export.reload,
+        token_mask=config.token_mask,
     )
 
 

@@ -9,7 +9,7 @@ nothing behind however it ends. The quantization parameters travel in the callba
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from lightning_obs.export import export_checkpoint
 from lightning_obs.plan import Reload
 from lightning_obs.schemes import ObserversLike, SchemeLike, label, resolve_config
 from lightning_obs.session import CalibrationResult, CalibrationSession
+from lightning_obs.token_mask import require_mask
 
 
 class CalibrationCallback(Callback):
@@ -44,10 +45,12 @@ class CalibrationCallback(Callback):
         on_missing: ``"error"``, or ``"warn"`` and leave modules that no data reached in full precision.
         reload: how the checkpoint will be loaded (``"default"``, ``"dequantize"``, ``"unchecked"``).
         sanity_check: also calibrate in fit's sanity check (its few batches). Off: nothing happens there.
+        token_mask: where to find, in a batch, which tokens count: a key (``"attention_mask"``) or a function of the
+            batch. A tensor ``(batch, tokens)``, nonzero for tokens that count; the others (padding) reach no observer.
 
     Raises:
         CalibrationError: by the constructor for a wrong scheme; before the first batch for targets, shapes or devices;
-            at the epoch's end for missing data or values that are not finite.
+            at a batch without its token mask; at the epoch's end for missing data or values that are not finite.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class CalibrationCallback(Callback):
         on_missing: Literal["error", "warn"] = "error",
         reload: Reload = "default",
         sanity_check: bool = False,
+        token_mask: str | Callable[[Any], torch.Tensor] | None = None,
     ) -> None:
         self._options: dict[str, Any] = {
             "scheme": _plain(scheme),
@@ -74,6 +78,7 @@ class CalibrationCallback(Callback):
         self._config = resolve_config(**{k: self._options[k] for k in ("scheme", "targets", "ignore", "observers")})
         self.module = module
         self.sanity_check = sanity_check
+        self.token_mask = token_mask
         self.session: CalibrationSession | None = None
         self._active = False
         self._loaded: dict[str, Any] | None = None
@@ -134,6 +139,14 @@ class CalibrationCallback(Callback):
         session = self.prepare(trainer, pl_module)
         session.attach(count_calls=False)
         self._active = True
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Take the token mask out of the batch."""
+        if self._active and self.session is not None and self.token_mask is not None:
+            self.session.mask_tokens(find_mask(batch, self.token_mask))
 
     @override
     def on_validation_batch_end(
@@ -264,6 +277,30 @@ def find_module(pl_module: nn.Module, path: str | None = None) -> nn.Module:
             remedy='say which one: CalibrationCallback(module="...").',
         )
     return next(iter(models.values()), pl_module)
+
+
+def find_mask(batch: Any, token_mask: str | Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    """The token mask of a batch.
+
+    Args:
+        batch: what the DataLoader gives.
+        token_mask: a key of the batch, or a function that returns the mask.
+
+    Raises:
+        CalibrationError: the batch has no such key.
+    """
+    if not isinstance(token_mask, str):
+        return token_mask(batch)
+    try:
+        mask = batch[token_mask] if hasattr(batch, "keys") else getattr(batch, token_mask)
+    except (KeyError, AttributeError) as error:
+        keys = ", ".join(map(str, batch.keys())) if hasattr(batch, "keys") else f"a {type(batch).__name__}"
+        raise CalibrationError(
+            f"the batch has no {token_mask!r}, which token_mask names",
+            got=keys,
+            remedy="give the key that holds the mask, a function of the batch, or leave token_mask out.",
+        ) from error
+    return require_mask(mask, f"{token_mask} of the batch")
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:

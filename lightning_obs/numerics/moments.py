@@ -55,3 +55,15 @@ def mean_and_std(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
     mean = sums / number
     variance = (squares - sums * mean) / (number - 1).clamp(min=1)
     return mean, variance.clamp(min=0).sqrt()
+
+
+def channel_squares(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of squares per channel of ``(..., C)``, ``(C,)`` in float64, and the number of rows, ``(1,)`` in int64.
+
+    A tile is added up in float32, tiles in float64.
+    """
+    rows = value.reshape(-1, value.shape[-1])
+    sums = torch.zeros(rows.shape[1], dtype=torch.float64, device=value.device)
+    for tile in rows.split(max(1, _TILE // max(1, rows.shape[1]))):
+        sums += tile.float().square().sum(0)
+    return sums, torch.tensor([len(rows)], device=value.device)
