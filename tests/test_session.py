@@ -614,3 +614,137 @@ def test_a_state_of_another_shape_or_format_is_refused(mlp):
     with pytest.raises(CalibrationError, match="a format that this version does not know"):
         session.load_state_dict({**session.state_dict(), "format": 2})
     assert not hasattr(other.model.fc1, "weight_scale")
+
+
+# ---------------------------------------------------------------------- inputs of weights
+
+WEIGHTED = {"weights": {"num_bits": 4, "strategy": "channel", "observer": "imatrix_mse"}}
+
+
+def test_a_weight_observer_that_needs_inputs_gets_them_and_makes_data_needed(mlp):
+    x = torch.randn(5, 16)
+    session = CalibrationSession(mlp, WEIGHTED)
+    assert session.needs_data
+    with session:
+        mlp(x)
+    by_hand = Observer.load_from_registry(
+        "imatrix_mse", base_name="weight", args=session.plan.targets[0].args["weight"]
+    )
+    by_hand.observe_inputs(x)
+    assert torch.equal(mlp.fc1.weight_scale, by_hand(mlp.fc1.weight.detach()).get_qparams()["scale"])
+    assert not hasattr(mlp.fc1, "input_scale")
+
+
+def test_inputs_of_q_k_v_are_squared_once(tiny_llama, batches):
+    model = tiny_llama()
+    session = CalibrationSession(model, WEIGHTED, ignore="lm_head")
+    with session:
+        model(**batches[0])
+    layers = model.config.num_hidden_layers
+    assert session.result.measurements == 4 * layers  # q/k/v, o, gate/up, down
+    observers = {name.rpartition(".")[2]: obs for (name, _), obs in session.observers.items() if ".0." in name}
+    assert torch.equal(observers["q_proj"].input_squares, observers["v_proj"].input_squares)
+
+
+def test_finishing_twice_keeps_the_importance_and_attaching_anew_forgets_it(mlp):
+    session = CalibrationSession(mlp, WEIGHTED)
+    with session:
+        mlp(torch.randn(5, 16))
+    first = mlp.fc1.weight_scale.clone()
+    session.finalize()
+    assert torch.equal(mlp.fc1.weight_scale, first)
+    session.attach()
+    with pytest.raises(CalibrationError, match="saw no data"):
+        session.finalize()
+
+
+def test_a_weight_whose_inputs_no_data_reached_is_an_error_that_names_it():
+    model = Experts()
+    with pytest.raises(CalibrationError, match=r"experts\.1 \(inputs for its weight\)"):
+        calibrate(model, WEIGHTED, torch.randn(3, 16))
+
+
+def test_importance_can_be_done_without_on_request():
+    model = Experts()
+    scheme = {"weights": {**WEIGHTED["weights"], "observer_kwargs": {"strict": False}}}
+    calibrate(model, scheme, torch.randn(3, 16))
+    assert all(hasattr(expert, "weight_scale") for expert in model.experts)
+
+
+def test_an_observer_that_needs_inputs_is_refused_for_a_convolution(cnn):
+    with pytest.raises(CalibrationError, match=r"\(Conv2d\).*memoryless_mse"):
+        CalibrationSession(cnn, {"weights": WEIGHTED["weights"], "targets": ["Conv2d"]})
+
+
+# ---------------------------------------------------------------------- padding
+
+
+def padded(batches):
+    """Input ids with junk where the mask is zero, and the mask."""
+    ids = batches[0]["input_ids"].clone()
+    mask = torch.ones_like(ids)
+    for row in range(len(ids)):
+        mask[row, ids.shape[1] - row - 1 :] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("observer", ["static_minmax", "histogram", "minmax", "normal_observer"])
+def test_masked_tokens_reach_no_observer(mlp, observer):
+    x, mask = torch.randn(2, 3, 16), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    x[mask == 0] = 1e6
+    masked = CalibrationSession(mlp, "INT8_STATIC", observers={"input": observer})
+    with masked:
+        masked.mask_tokens(mask)
+        mlp(x)
+    first, second = mlp.fc1.input_scale.item(), mlp.fc2.input_scale.item()
+    with CalibrationSession(mlp, "INT8_STATIC", observers={"input": observer}):
+        mlp(x[mask.bool()])
+    assert first == mlp.fc1.input_scale.item()
+    assert second == pytest.approx(mlp.fc2.input_scale.item(), rel=1e-6)  # another shape, another order of sums
+
+
+def test_the_mask_is_read_from_the_model_s_call(tiny_llama, batches):
+    ids, mask = padded(batches)
+    model = tiny_llama()
+    session = CalibrationSession(model, "INT8_STATIC", ignore="lm_head", token_mask="attention_mask")
+    seen = []
+    with session:
+        handle = model.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+        model(input_ids=ids, attention_mask=mask)
+        handle.remove()
+    kept = seen[0][mask.bool()]
+    assert session.result.input_ranges["model.layers.0.mlp.down_proj"] == (kept.min().item(), kept.max().item())
+    assert seen[0].abs().max() >= kept.abs().max()
+
+
+def test_importance_is_of_the_tokens_that_count(mlp):
+    x, mask = torch.randn(2, 3, 16), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    session = CalibrationSession(mlp, WEIGHTED)
+    with session:
+        session.mask_tokens(mask)
+        mlp(x)
+    observer = session.observers["fc1", "weight"]
+    assert observer.input_count.item() == 4
+    assert torch.allclose(observer.input_squares, x[mask.bool()].double().square().sum(0), rtol=1e-6)
+
+
+def test_a_call_without_its_mask_is_an_error(tiny_llama, batches):
+    model = tiny_llama()
+    session = CalibrationSession(model, "INT8_STATIC", ignore="lm_head", token_mask="attention_mask")
+    with pytest.raises(CalibrationError, match="token_mask='attention_mask' was not given"), session:
+        model(**batches[0])
+
+
+def test_rows_that_cannot_be_told_apart_are_an_error(mlp):
+    session = CalibrationSession(mlp, "INT8_STATIC")
+    session.attach()
+    session.mask_tokens(torch.ones(2, 3))
+    with pytest.raises(CalibrationError, match=r"which rows are padding.*\(5, .*\(2, 3\)"):
+        mlp(torch.randn(5, 16))
+    session.detach()
+
+
+def test_a_mask_of_four_dimensions_is_refused(mlp):
+    session = CalibrationSession(mlp, "INT8_STATIC")
+    with pytest.raises(CalibrationError, match=r"not a token mask.*\(2, 1, 3, 3\)"), session:
+        session.mask_tokens(torch.ones(2, 1, 3, 3))

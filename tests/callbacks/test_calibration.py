@@ -433,3 +433,34 @@ def test_hydra_containers_are_taken():
     callback = CalibrationCallback(config.scheme, ignore=config.ignore, observers=config.observers)
     assert callback.ignore == ["x"]
     assert callback._config.config_groups["FP8"].input_activations.observer == "minmax"
+
+
+# ---------------------------------------------------------------------- padding
+
+
+def padded_loader():
+    x = torch.randn(4, 3, 8)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 0]])
+    x[mask == 0] = 1e6
+    rows = [{"x": a, "attention_mask": m} for a, m in zip(x, mask, strict=True)]
+    return x[mask.bool()], DataLoader(rows, batch_size=2)
+
+
+class Padded(Plain):
+    def validation_step(self, batch, batch_idx):
+        self(batch["x"])
+
+
+@pytest.mark.parametrize("token_mask", ["attention_mask", lambda batch: batch["attention_mask"]])
+def test_padding_named_in_the_batch_reaches_no_observer(token_mask):
+    kept, data = padded_loader()
+    callback = CalibrationCallback("INT8_STATIC", token_mask=token_mask)
+    trainer(callback).validate(Padded(), data, verbose=False)
+    assert callback.result.input_ranges["net.0"] == (kept.min().item(), kept.max().item())
+
+
+def test_a_batch_without_the_mask_is_an_error_that_lists_its_keys():
+    callback = CalibrationCallback("INT8_STATIC", token_mask="mask")
+    with pytest.raises(CalibrationError, match=r"no 'mask'.*x, attention_mask"):
+        trainer(callback).validate(Padded(), padded_loader()[1], verbose=False)
+    assert callback.result is None
