@@ -1,7 +1,8 @@
 """Differentiable fake quantization: compressed-tensors' forward, a gradient of our own.
 
-Forward, nothing is computed here: compressed-tensors' ``fake_quantize`` is called, so training sees bit for bit what
-the exported checkpoint gives. It runs under ``no_grad`` and would cut the graph, so the gradient is put beside it:
+Forward, compressed-tensors' ``fake_quantize`` is called, so training sees bit for bit what the exported checkpoint
+gives. (Only fp4 on a CPU is computed here, to the same bits: its cast makes eight masked passes, and would take most of
+a training step.) It runs under ``no_grad`` and would cut the graph, so the gradient is put beside it:
 
 * **value**: straight-through where the value lies on the grid, zero where it was clipped. The grid's end has half a
   step of slack, because everything up to there still rounds to the last level: compressed-tensors maps the absmax of a
@@ -73,10 +74,10 @@ def fake_quantize(
     >>> x.grad.tolist()
     [1.0, 1.0, 0.0]
     """
-    if value.numel() == 0:
-        return value
     _refuse_learned(scale, zero_point, global_scale, args)
-    quantized = exact_fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
+    if value.numel() == 0:  # a learned scale stays in the graph: DDP waits for every parameter
+        return value + 0 * scale.sum() if scale.requires_grad else value
+    quantized = _forward(value, scale, zero_point, args, global_scale)
     if not torch.is_grad_enabled() or not (value.requires_grad or scale.requires_grad):
         return quantized
     if not scale.requires_grad:
@@ -116,10 +117,32 @@ def fake_quantize_dynamic(
         scale, zero_point = compute_dynamic_scales_and_zp(value.detach(), args, nn.Identity(), global_scale)
     if global_scale is not None:
         return fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
-    quantized = exact_fake_quantize(value, scale, zero_point, args)
+    quantized = _forward(value, scale, zero_point, args, None)
     if not torch.is_grad_enabled() or not value.requires_grad:
         return quantized
     return _StraightThrough.apply(value, quantized, None)
+
+
+def forward_fake_quantize(
+    module: nn.Module, value: torch.Tensor, base_name: str, args: QuantizationArgs
+) -> torch.Tensor:
+    """Quantize and dequantize one tensor with the parameters on a module, so that gradients pass.
+
+    Takes the place of compressed-tensors' ``forward_quantize`` in training.
+
+    Args:
+        module: has ``{base_name}_scale`` and, where the format has them, ``_zero_point`` and ``_global_scale``.
+        value: in the shape that compressed-tensors expects for ``base_name``.
+        base_name: weight, input, output, q, k or v.
+        args: of this tensor; dynamic ones need no scale on the module.
+    """
+    global_scale = getattr(module, f"{base_name}_global_scale", None)
+    if args.dynamic:
+        return fake_quantize_dynamic(value, args, global_scale=global_scale)
+    scale, zero_point = getattr(module, f"{base_name}_scale"), getattr(module, f"{base_name}_zero_point", None)
+    features = {"weight": (), "input": (-1,), "output": (-1,)}.get(base_name, (1, 3))  # q, k, v: heads, head_dim
+    observations = value.numel() // max(1, math.prod(value.shape[i] for i in features)) if features else 1
+    return fake_quantize(value, scale, zero_point, args, global_scale=global_scale, observations=observations)
 
 
 def learned_scale(calibrated: torch.Tensor, log_factor: torch.Tensor) -> torch.Tensor:
@@ -190,6 +213,28 @@ class _LearnedStep(torch.autograd.Function):
             None,
             None,
         )
+
+
+@torch.no_grad()
+def _forward(
+    value: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    global_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    if args.type == QuantizationType.INT or args.num_bits != 4 or value.device.type != "cpu":
+        return exact_fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
+    step = _broadcastable(scale if global_scale is None else scale / global_scale, args)
+    zero = 0.0 if zero_point is None else _broadcastable(zero_point, args).to(value.dtype)
+    level = (_group(value, args) / step).add_(zero).clamp_(-6, 6)
+    size = level.abs()
+    gap = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).to(level.dtype)  # between levels of E2M1
+    level = level.div_(gap).round_().mul_(gap).to(step.dtype)
+    if zero_point is not None:
+        level = level - _broadcastable(zero_point, args).to(step.dtype)
+    quantized = _ungroup(level * step, value.shape, args)
+    return quantized.to(value.dtype) if args.strategy in _GROUPED else quantized
 
 
 @torch.no_grad()
