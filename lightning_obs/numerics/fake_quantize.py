@@ -1,0 +1,317 @@
+"""Differentiable fake quantization: compressed-tensors' forward, a gradient of our own.
+
+Forward, compressed-tensors' ``fake_quantize`` is called, so training sees bit for bit what the exported checkpoint
+gives. (Only fp4 on a CPU is computed here, to the same bits: its cast makes eight masked passes, and would take most of
+a training step.) It runs under ``no_grad`` and would cut the graph, so the gradient is put beside it:
+
+* **value**: straight-through where the value lies on the grid, zero where it was clipped. The grid's end has half a
+  step of slack, because everything up to there still rounds to the last level: compressed-tensors maps the absmax of a
+  symmetric int range to ``qmax + 0.5``, and a power-of-two scale (MX) maps it up to half a step above the end. On top
+  comes what rounding in the value's or scale's dtype can move it; in bfloat16 that is two steps of int8.
+* **scale**, if it requires a gradient: learned step size (LSQ). ``ds = round(v) - v`` on the grid, the clipped level
+  outside, in units of a step from the zero point; both are ``(quantized - value) / scale`` and ``quantized / scale``.
+
+What the backward keeps is one byte per value (inside or not); for a learned scale also value and result, which the
+parameter and the next matmul keep alive anyway. A dynamic range clips nothing, so it keeps nothing.
+
+The clip test compares the value with ``(bound - zero_point) * scale``, not ``value / scale + zero_point`` with the
+bound: one small tensor per scale in place of another division of the whole value.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
+from compressed_tensors.quantization import fake_quantize as exact_fake_quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp, maybe_pad_tensor_for_block_quant
+from torch import nn
+
+from lightning_obs.errors import CalibrationError
+
+_GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
+_FLOAT_GRIDS = {8: (448.0, 16.0), 6: (7.5, 0.25), 4: (6.0, 1.0)}  #: bits -> last level, half of the last step
+
+
+def fake_quantize(
+    value: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    *,
+    global_scale: torch.Tensor | None = None,
+    observations: int = 1,
+) -> torch.Tensor:
+    """Quantize and dequantize with given parameters, so that gradients pass.
+
+    Args:
+        value: a weight ``(R, C)``, an activation ``(..., C)`` or an attention state ``(B, H, S, D)``.
+        scale: positive, in the shape that compressed-tensors registers for the strategy. It gets a gradient if it
+            requires one, times ``1 / sqrt(N * qmax)``, N values per scale; see :func:`learned_scale`.
+        zero_point: ``scale``'s shape, or None for zero. Integers; never learned.
+        args: bits, type, strategy.
+        global_scale: ``(1,)``, only for tensor_group.
+        observations: how many observations ``value`` stacks (1 for a weight, tokens for an activation). They do not
+            count into N, as in the paper.
+
+    Returns:
+        What compressed-tensors returns, its dtype included. An empty value is returned as it is.
+
+    Raises:
+        CalibrationError: a gradient is asked for a parameter that the checkpoint stores rounded: a zero point, a
+            global scale, the scale of a tensor_group or of an MX format.
+
+    Reference:
+        Esser et al., Learned Step Size Quantization, 2020, arXiv:1902.08153, equations 1 to 3 and section 2.2.
+
+    >>> x = torch.tensor([0.2, 1.0, 9.0], requires_grad=True)
+    >>> y = fake_quantize(x, torch.tensor([0.5]), None, QuantizationArgs(num_bits=4))
+    >>> y.tolist()
+    [0.0, 1.0, 3.5]
+    >>> y.sum().backward()
+    >>> x.grad.tolist()
+    [1.0, 1.0, 0.0]
+    """
+    _refuse_learned(scale, zero_point, global_scale, args)
+    if value.numel() == 0:  # a learned scale stays in the graph: DDP waits for every parameter
+        return value + 0 * scale.sum() if scale.requires_grad else value
+    quantized = _forward(value, scale, zero_point, args, global_scale)
+    if not torch.is_grad_enabled() or not (value.requires_grad or scale.requires_grad):
+        return quantized
+    if not scale.requires_grad:
+        inside = _ungroup(_on_grid(value, scale, zero_point, args, global_scale), value.shape, args)
+        return _StraightThrough.apply(value, quantized, inside)
+    inside = _on_grid(value, scale, zero_point, args, global_scale)
+    factor = (value.numel() / observations / scale.numel() * _grid(args)[1]) ** -0.5
+    learned = _LearnedStep.apply(
+        _group(value, args), _broadcastable(scale, args), _group(quantized, args), inside, factor
+    )
+    return _ungroup(learned, value.shape, args)
+
+
+def fake_quantize_dynamic(
+    value: torch.Tensor, args: QuantizationArgs, *, global_scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Quantize and dequantize with the range of the value itself, as compressed-tensors does at run time.
+
+    Args:
+        value: an activation ``(..., C)``.
+        args: ``dynamic`` is True, or ``"local"`` (tensor_group under a calibrated global scale).
+        global_scale: ``(1,)``, only for tensor_group.
+
+    Returns:
+        What compressed-tensors returns. The gradient passes everywhere: the largest value is the range's end, and
+        lies beyond the grid only as far as the scale was rounded. Under a global scale it is clipped where the local
+        scale had to be.
+
+    >>> x = torch.tensor([[[0.1, -1.0]]], requires_grad=True)
+    >>> fake_quantize_dynamic(x, QuantizationArgs(strategy="token", dynamic=True)).sum().backward()
+    >>> x.grad.tolist()
+    [[[1.0, 1.0]]]
+    """
+    if value.numel() == 0:
+        return value
+    with torch.no_grad():
+        scale, zero_point = compute_dynamic_scales_and_zp(value.detach(), args, nn.Identity(), global_scale)
+    if global_scale is not None:
+        return fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
+    quantized = _forward(value, scale, zero_point, args, None)
+    if not torch.is_grad_enabled() or not value.requires_grad:
+        return quantized
+    return _StraightThrough.apply(value, quantized, None)
+
+
+def forward_fake_quantize(
+    module: nn.Module, value: torch.Tensor, base_name: str, args: QuantizationArgs
+) -> torch.Tensor:
+    """Quantize and dequantize one tensor with the parameters on a module, so that gradients pass.
+
+    Takes the place of compressed-tensors' ``forward_quantize`` in training.
+
+    Args:
+        module: has ``{base_name}_scale`` and, where the format has them, ``_zero_point`` and ``_global_scale``.
+        value: in the shape that compressed-tensors expects for ``base_name``.
+        base_name: weight, input, output, q, k or v.
+        args: of this tensor; dynamic ones need no scale on the module.
+    """
+    global_scale = getattr(module, f"{base_name}_global_scale", None)
+    if args.dynamic:
+        return fake_quantize_dynamic(value, args, global_scale=global_scale)
+    scale, zero_point = getattr(module, f"{base_name}_scale"), getattr(module, f"{base_name}_zero_point", None)
+    features = {"weight": (), "input": (-1,), "output": (-1,)}.get(base_name, (1, 3))  # q, k, v: heads, head_dim
+    observations = value.numel() // max(1, math.prod(value.shape[i] for i in features)) if features else 1
+    return fake_quantize(value, scale, zero_point, args, global_scale=global_scale, observations=observations)
+
+
+def learned_scale(calibrated: torch.Tensor, log_factor: torch.Tensor) -> torch.Tensor:
+    """A scale that can be learned and stays positive: ``calibrated * exp(log_factor)``.
+
+    The paper learns the scale itself. Under Adam, whose steps are about the learning rate whatever the gradient is,
+    that moves a scale of 0.002 by half at a learning rate of 0.001, and nothing keeps it from turning negative. Here
+    the same step changes any scale by 0.1 %. ``log_factor`` starts at zero, where the result is exactly the calibrated
+    scale, and weight decay pulls back to that rather than to zero.
+
+    Args:
+        calibrated: the scale that calibration found; a constant.
+        log_factor: ``calibrated``'s shape, float32, zeros at first: the parameter that the optimizer gets.
+
+    Returns:
+        The scale in ``calibrated``'s dtype, at least that dtype's smallest normal number.
+
+    >>> log_factor = nn.Parameter(torch.zeros(1))
+    >>> learned_scale(torch.tensor([0.25]), log_factor).item()
+    0.25
+    """
+    scale = (calibrated.detach() * log_factor.exp()).to(calibrated.dtype)
+    return scale.clamp(min=torch.finfo(calibrated.dtype).tiny)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """``quantized`` forward; backward, the gradient goes to ``value`` where ``inside`` (None: everywhere)."""
+
+    @staticmethod
+    def forward(value: torch.Tensor, quantized: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
+        return quantized.view_as(quantized)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        value, _, inside = inputs
+        ctx.dtype = value.dtype
+        ctx.save_for_backward(inside)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (inside,) = ctx.saved_tensors
+        return (grad if inside is None else torch.where(inside, grad, 0)).to(ctx.dtype), None, None
+
+
+class _LearnedStep(torch.autograd.Function):
+    """As :class:`_StraightThrough`, with a gradient to ``scale``, which broadcasts against the others."""
+
+    @staticmethod
+    def forward(
+        value: torch.Tensor, scale: torch.Tensor, quantized: torch.Tensor, inside: torch.Tensor, factor: float
+    ) -> torch.Tensor:
+        return quantized.view_as(quantized)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        value, scale, quantized, inside, ctx.factor = inputs
+        ctx.save_for_backward(value, scale, quantized, inside)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        value, scale, quantized, inside = ctx.saved_tensors
+        error = quantized - torch.where(inside, value, 0)
+        total = (grad * error).float().sum_to_size(scale.shape)
+        return (
+            torch.where(inside, grad, 0).to(value.dtype) if ctx.needs_input_grad[0] else None,
+            (total / scale.float() * ctx.factor).to(scale.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+@torch.no_grad()
+def _forward(
+    value: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    global_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    if args.type == QuantizationType.INT or args.num_bits != 4 or value.device.type != "cpu":
+        return exact_fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
+    step = _broadcastable(scale if global_scale is None else scale / global_scale, args)
+    zero = 0.0 if zero_point is None else _broadcastable(zero_point, args).to(value.dtype)
+    level = (_group(value, args) / step).add_(zero).clamp_(-6, 6)
+    size = level.abs()
+    gap = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).to(level.dtype)  # between levels of E2M1
+    level = level.div_(gap).round_().mul_(gap).to(step.dtype)
+    if zero_point is not None:
+        level = level - _broadcastable(zero_point, args).to(step.dtype)
+    quantized = _ungroup(level * step, value.shape, args)
+    return quantized.to(value.dtype) if args.strategy in _GROUPED else quantized
+
+
+@torch.no_grad()
+def _on_grid(
+    value: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    global_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """Which values were not clipped, in the layout of :func:`_group`."""
+    low, high, half_step = _grid(args)
+    eps = max(torch.finfo(value.dtype).eps, torch.finfo(scale.dtype).eps)
+    slack = half_step + eps * (high - low)
+    step = scale.float() if global_scale is None else scale / global_scale
+    zero = 0.0 if zero_point is None else zero_point.float()
+    lower = _broadcastable((low - slack - zero) * step, args)
+    upper = _broadcastable((high + slack - zero) * step, args)
+    grouped = _group(value, args)
+    return (grouped >= lower).logical_and_(grouped <= upper)
+
+
+def _grid(args: QuantizationArgs) -> tuple[float, float, float]:
+    """First level, last level, half of the step at the end."""
+    if args.type == QuantizationType.INT:
+        return -(2.0 ** (args.num_bits - 1)), 2.0 ** (args.num_bits - 1) - 1, 0.5
+    high, half_step = _FLOAT_GRIDS[args.num_bits]
+    return -high, high, half_step
+
+
+# ---------------------------------------------------------------------- layouts in which a scale broadcasts
+
+
+def _group(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    """``(..., C)`` to ``(..., C/g, g)``, or ``(R, C)`` to ``(R/h, C/w, h, w)``, padded; a view where possible."""
+    if args.strategy in _GROUPED:
+        return value.unflatten(-1, (-1, args.group_size))
+    if args.strategy == QuantizationStrategy.BLOCK:
+        assert args.block_structure is not None  # QuantizationArgs validated it
+        height, width = args.block_structure
+        value = maybe_pad_tensor_for_block_quant(value, (height, width))
+        return value.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2)
+    return value
+
+
+def _ungroup(grouped: torch.Tensor, shape: torch.Size, args: QuantizationArgs) -> torch.Tensor:
+    """The inverse of :func:`_group`."""
+    if args.strategy in _GROUPED:
+        return grouped.flatten(-2)
+    if args.strategy == QuantizationStrategy.BLOCK:
+        return grouped.transpose(1, 2).flatten(2, 3).flatten(0, 1)[: shape[0], : shape[1]]
+    return grouped
+
+
+def _broadcastable(scale: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    """One number per scale, for values in the layout of :func:`_group`."""
+    if args.strategy in _GROUPED:
+        return (scale if scale.ndim > 1 else scale.reshape(-1, 1)).unsqueeze(-1)
+    if args.strategy == QuantizationStrategy.BLOCK:
+        return scale[..., None, None]
+    return scale
+
+
+def _refuse_learned(
+    scale: torch.Tensor, zero_point: torch.Tensor | None, global_scale: torch.Tensor | None, args: QuantizationArgs
+) -> None:
+    rounded = args.scale_dtype is not None or args.strategy == QuantizationStrategy.TENSOR_GROUP
+    asked = {
+        "scale": scale.requires_grad and rounded,
+        "zero point": zero_point is not None and zero_point.requires_grad,
+        "global scale": global_scale is not None and global_scale.requires_grad,
+    }
+    for name, refused in asked.items():
+        if refused:
+            raise CalibrationError(
+                f"this {name} cannot be learned: the checkpoint stores it rounded",
+                got=f"a {name} with requires_grad, strategy {args.strategy}, scale_dtype {args.scale_dtype}",
+                expected="requires_grad only on the scale of a format without scale_dtype",
+                remedy=f"set requires_grad_(False) on the {name}; validation finds it anew.",
+            )
