@@ -71,7 +71,7 @@ def main() -> int:
     data = TextData(tokenizer, batches=options.batches, eval_batches=options.eval_batches)
     full = perplexity(model, data)
     title = f"{full:.2f} in full precision, {options.eval_batches * 512:,} held-out tokens"
-    table = Table("scheme", "observer", "lightning_obs", "llm-compressor", "calibration [s]: ours, peer", title=title)
+    table = Table("scheme", "observer", "lightning_obs", "llm-compressor", "seconds: ours, peer", title=title)
     worse = False
     for kind, cases in (("weights", WEIGHTS), ("inputs", INPUTS)):
         for case, (observer, kwargs, has_peer) in cases.items():
