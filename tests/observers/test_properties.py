@@ -218,10 +218,7 @@ def error(x, low, high, args):
 @settings(max_examples=40)
 @given(values=st.lists(hundredths, min_size=1, max_size=32), form=st.sampled_from([*sorted(FORMATS), "fp4"]))
 def test_no_candidate_in_float64_has_less_error_than_the_chosen(name, factors, values, form):
-    if form == "fp4":
-        args = FP4 if name != "histogram" else FORMATS["int4"]
-    else:
-        args = FORMATS[form]
+    args = FORMATS.get(form, FP4)
     x = torch.tensor(values, dtype=torch.bfloat16).float()  # the histogram counts bfloat16
     args = args.model_copy(update={"strategy": "tensor", "group_size": None})
     low, high = make(name, args=args, patience=1000)(x[None]).get_min_max()
