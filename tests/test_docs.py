@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -120,9 +121,9 @@ def test_the_page_s_values_of_k_solve_the_equation(page, num_bits, k):
 
 
 def test_the_mergeable_observer_checks_its_hyperparameter(page):
-    with pytest.raises(CalibrationError, match="k. Got 0, expected a value above 0"):
+    with pytest.raises(CalibrationError, match=r"k\. Got 0, expected a value above 0"):
         make("laplace", k=0)
-    with pytest.raises(CalibrationError, match="LaplaceObserver has no hyperparameter 'q'. Expected k"):
+    with pytest.raises(CalibrationError, match=r"LaplaceObserver has no hyperparameter 'q'\. Expected k"):
         make("laplace", q=1)
 
 
@@ -190,7 +191,7 @@ def test_reset_restores_tensors_lists_and_dicts_that_changed_in_place():
 
 def test_a_subclass_that_declares_hyperparameters_inherits_its_parents(page):
     class Narrow(page["LaplaceObserver"]):
-        hyperparameters = {"extra": 1}
+        hyperparameters: ClassVar = {"extra": 1}
 
     observer = Narrow("input", QuantizationArgs(), k=3.0)
     assert (observer.k, observer.extra) == (3.0, 1)
