@@ -91,7 +91,7 @@ def test_a_flattened_attention_state_has_the_shape_of_the_registered_scale(base_
 def test_a_weight_fits_the_module_that_compressed_tensors_initializes(module, args):
     initialize_module_for_quantization(module, QuantizationScheme(targets=["Linear"], weights=args))
     flat = flatten_for_calibration(module.weight, "weight", args)
-    assert flat.shape[1:-1] == module.weight_scale.shape
+    assert flat.shape[1:-1] == module.weight_scale.shape == module.weight_zero_point.shape
 
 
 # ---------------------------------------------------------------------- which numbers stand under which scale

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
+from torch import distributed as dist
+from torch import multiprocessing
 from torch.distributed import ReduceOp
 
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from lightning_obs.observers import Observer
 
-BUILT_IN = ["memoryless_minmax", "static_minmax", "minmax", "memoryless_mse", "mse"]
+MEMORYLESS = ["memoryless_minmax", "memoryless_mse", "nvfp4_expanded_mse"]
+BUILT_IN = [*MEMORYLESS[:2], "static_minmax", "minmax", "mse"]
 INT8 = QuantizationArgs(num_bits=8)
 NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
 
@@ -126,6 +129,33 @@ def test_statistics_made_under_inference_mode_can_be_updated_later(name):
 def test_observing_keeps_no_graph(name):
     observer = make(name)(torch.randn(3, 4, requires_grad=True))
     assert not observer.min_vals.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "lows", "highs"),
+    [
+        ("memoryless_minmax", {}, [0, -3, -1], [0, 1, 3]),
+        ("static_minmax", {}, [0, -3, -3], [0, 1, 3]),
+        ("minmax", {"averaging_constant": 0.1}, [0, -0.3, -0.37], [0, 0.1, 0.39]),
+        ("memoryless_mse", {}, [0, -3, -1], [0, 1, 3]),
+        ("mse", {"averaging_constant": 0.1}, [0, -0.3, -0.37], [0, 0.1, 0.39]),
+    ],
+)
+def test_every_vector_moves_the_range_as_the_peer_pins(name, kwargs, lows, highs):
+    observer = make(name, **kwargs)
+    ranges = [observer(x).get_min_max() for x in torch.tensor([[0.0, 0.0], [-3.0, 1.0], [-1.0, 3.0]])]
+    assert [low.item() for low, _ in ranges] == pytest.approx(lows)
+    assert [high.item() for _, high in ranges] == pytest.approx(highs)
+
+
+@pytest.mark.parametrize("args", [INT8, NVFP4], ids=["int8", "nvfp4"])
+def test_statistics_that_were_set_give_qparams_like_observed_ones(args):
+    """What a sync or a resumed run leaves in a new observer."""
+    x = torch.tensor([[-5.0, *[5.0] * 15]])
+    observed, filled = make("static_minmax", "weight", args)(x), make("static_minmax", "weight", args)
+    filled.min_vals, filled.max_vals = observed.get_min_max()
+    assert filled.get_qparams() == observed.get_qparams()
+    assert (filled.get_qparams()["global_scale"] is None) == (args is INT8)
 
 
 # ---------------------------------------------------------------------- fused groups
@@ -314,6 +344,28 @@ def test_statistics_declare_their_reduction(name, expected):
     assert make(name)._act_sync_dict == expected
 
 
-@pytest.mark.parametrize("observer", [make("memoryless_minmax")(torch.ones(1, 2)), make("static_minmax")])
+@pytest.mark.parametrize("observer", [*(make(n)(torch.ones(1, 2)) for n in MEMORYLESS), make("static_minmax")])
 def test_there_is_nothing_to_sync_without_statistics_or_reductions(observer):
     assert observer.sync_activation_stats() == []
+
+
+def sync_on_a_rank(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found = {}
+    for name in ("static_minmax", "minmax"):
+        observer = make(name)(torch.tensor([[-1.0, 2.0], [-4.0, 3.0]][rank]))
+        handles = observer.sync_activation_stats()
+        for handle in handles:
+            handle.wait()
+        found[name] = [len(handles), *(end.item() for end in observer.get_min_max())]
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_reduce_with_two_collectives_each(tmp_path):
+    """static_minmax by MIN and MAX, minmax by AVG."""
+    multiprocessing.spawn(sync_on_a_rank, args=(str(tmp_path),), nprocs=2)
+    for rank in range(2):
+        assert torch.load(tmp_path / f"{rank}.pt") == {"static_minmax": [2, -4, 3], "minmax": [2, -2.5, 2.5]}
