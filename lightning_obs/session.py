@@ -262,7 +262,7 @@ class CalibrationSession:
     def _input_ranges(self) -> dict[str, tuple[float, float]]:
         ranges = {}
         for (name, base_name), observer in self.observers.items():
-            if base_name == "input" and hasattr(observer, "min_vals") and observer.has_statistics:
+            if base_name == "input" and observer.has_statistics:
                 low, high = observer.get_min_max()
                 ranges[name] = (float(low.min()), float(high.max()))
         return ranges

@@ -22,14 +22,13 @@ from lightning_obs.observers import Observer
 from tests.tiny_model import save_tiny_llama
 
 PAGE = (Path(__file__).parents[1] / "docs" / "new_observer.md").read_text()
-SCRIPT = "from lightning_obs.__main__ import main"
 
 
 def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
-EXAMPLES = [code for code in blocks("python") if SCRIPT not in code]
+EXAMPLES = blocks("python")
 
 
 @pytest.fixture
@@ -208,10 +207,8 @@ def tiny(tmp_path_factory):
 @pytest.mark.parametrize("command", [line for block in blocks("bash") for line in block.splitlines()])
 def test_the_command_line_reaches_an_observer_of_one_s_own(command, tiny, tmp_path):
     (laplace,) = (code for code in EXAMPLES if 'register("laplace")' in code)
-    (script,) = (code for code in blocks("python") if SCRIPT in code)
     (config,) = blocks("yaml")
     (tmp_path / "my_observers.py").write_text(laplace.split("\nwith CalibrationSession")[0])
-    (tmp_path / "calibrate.py").write_text(script)
     (tmp_path / "my_configs" / "observer").mkdir(parents=True)
     (tmp_path / "my_configs" / "observer" / "laplace.yaml").write_text(config)
     words = shlex.split(command)

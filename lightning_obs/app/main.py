@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -39,6 +40,8 @@ def run(config: DictConfig) -> dict[str, Any]:
             calibrated model's logits.
     """
     _quiet_lightning()
+    for name in config.imports:
+        _import(name)
     callback = make_callback(config)
     output = Path(config.output_dir)
     folder = Path(config.export.folder) if config.export.folder else None
@@ -103,6 +106,17 @@ def make_callback(config: DictConfig) -> CalibrationCallback:
         reload=config.export.reload,
         token_mask=config.token_mask,
     )
+
+
+def _import(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        raise CalibrationError(
+            f"imports: cannot import {name!r}",
+            got=str(error),
+            remedy="run from the folder that holds it, or set PYTHONPATH.",
+        ) from error
 
 
 def _ignored_by_report(path: str | None) -> list[str]:

@@ -49,6 +49,8 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
         low, high = measured
         if self.has_statistics:
             low, high = torch.minimum(low, self.min_vals), torch.maximum(high, self.max_vals)
+        else:  # other observers may hold the same measurement, and ranks may be reduced in place
+            low, high = low.clone(), high.clone()
         self.min_vals, self.max_vals = low, high
 
 

@@ -54,4 +54,6 @@ class MovingAverageObserver(Observer):
             c = self.averaging_constant
             low = self.min_vals * (1 - c) + low * c
             high = self.max_vals * (1 - c) + high * c
+        else:  # other observers may hold the same measurement, and ranks may be reduced in place
+            low, high = low.clone(), high.clone()
         self.min_vals, self.max_vals = low, high

@@ -83,3 +83,8 @@ def test_a_checkpoint_with_other_logits_is_an_error(composed, tmp_path, monkeypa
     monkeypatch.setattr(CalibrationCallback, "export", damage)
     with pytest.raises(CalibrationError, match=r"gives other logits.*a difference of [1-9\d.]+, expected 0\.0"):
         run(composed("evaluate=false"))
+
+
+def test_a_module_that_cannot_be_imported_is_named(composed):
+    with pytest.raises(CalibrationError, match=r"cannot import 'no_such_module'.*PYTHONPATH"):
+        run(composed("imports=[no_such_module]"))

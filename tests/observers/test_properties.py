@@ -26,6 +26,8 @@ NAMES = sorted(
     if Observer.get_value_from_registry(name).__module__.startswith("lightning_obs.")
 )
 ONE_SCALE_ONLY = {"histogram", "percentile"}
+#: observers of weights that want inputs; here they do without
+IMPORTANCE = {"imatrix_mse", "nvfp4_expanded_imatrix"}
 NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
 FORMATS = {
     "int8": QuantizationArgs(num_bits=8),
@@ -40,6 +42,8 @@ every_observer = pytest.mark.parametrize("name", NAMES)
 
 
 def make(name: str, base_name: str = "input", args: QuantizationArgs = FORMATS["int8"], **kwargs) -> Observer:
+    if name in IMPORTANCE:
+        base_name, kwargs = "weight", {"strict": False, **kwargs}
     return Observer.load_from_registry(name, base_name=base_name, args=args, **kwargs)
 
 
@@ -161,8 +165,8 @@ def test_the_range_covers_what_the_observer_promises(name, data):
     elif name == "minmax":  # between the two tensors' ranges
         assert lows[0] - rounding <= low <= lows[1] + rounding
         assert highs[0] - rounding <= high <= highs[1] + rounding
-    elif name in ("memoryless_mse", "nvfp4_expanded_mse"):  # the last tensor's, times one factor
-        least, most = (0.8, 1) if name == "memoryless_mse" else (0.8, 1.8)
+    elif name in ("memoryless_mse", "nvfp4_expanded_mse", *IMPORTANCE):  # the last tensor's, times one factor
+        least, most = {"memoryless_mse": (0.8, 1), "imatrix_mse": (0.05, 1)}.get(name, (0.8, 1.8))
         for end, full in ((low, last.min().item()), (high, last.max().item())):
             assert least * abs(full) - rounding <= abs(end) <= most * abs(full) + rounding
             assert end * full >= 0
