@@ -336,8 +336,9 @@ class Quantized(nn.Module):
     def __init__(self, layers: nn.Sequential, scheme: str, data: torch.Tensor):
         super().__init__()
         self.layers = layers
-        with CalibrationSession(layers, scheme):
-            layers(data)
+        with CalibrationSession(layers, scheme, reload="unchecked") as session:
+            if session.plan.needs_data:
+                layers(data)
 
     def forward(self, x):
         for layer in self.layers:
@@ -405,21 +406,18 @@ def test_a_learned_scale_starts_as_calibrated_and_can_only_stay_positive():
 
 @pytest.mark.parametrize("factor", [0.2, 5.0], ids=["too small", "too large"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_learned_scale_finds_the_way_back_from_a_bad_range(layout, factor):
+def test_a_learned_scale_finds_from_a_bad_range_to_a_smaller_error_than_absmax(layout, factor):
     args = QuantizationArgs(num_bits=4, **LAYOUTS[layout])
     weight = torch.randn(12, 64)
     scale = qparams_of(weight, args)[0]
     log_factor = nn.Parameter(torch.zeros_like(scale))
-    optimizer = torch.optim.Adam([log_factor], lr=0.1)
-    errors = []
-    for _ in range(60):
+    optimizer = torch.optim.Adam([log_factor], lr=0.05)
+    for _ in range(150):
         optimizer.zero_grad()
-        loss = F.mse_loss(fake_quantize(weight, learned_scale(scale * factor, log_factor), None, args), weight)
-        loss.backward()
+        error = F.mse_loss(fake_quantize(weight, learned_scale(scale * factor, log_factor), None, args), weight)
+        error.backward()
         optimizer.step()
-        errors.append(loss.item())
-    assert min(errors) == pytest.approx(errors[-1], rel=0.3)
-    assert errors[-1] < 1.05 * F.mse_loss(reference(weight, scale, None, args), weight).item() < errors[0] / 2
+    assert error < F.mse_loss(reference(weight, scale, None, args), weight)
 
 
 @pytest.mark.parametrize(
