@@ -4,10 +4,10 @@ Forward, compressed-tensors' ``fake_quantize`` is called, so training sees bit f
 gives. (Only fp4 on a CPU is computed here, to the same bits: its cast makes eight masked passes, and would take most of
 a training step.) It runs under ``no_grad`` and would cut the graph, so the gradient is put beside it:
 
-* **value**: straight-through where the value lies on the grid, zero where it was clipped. The grid's end has half a
-  step of slack, because everything up to there still rounds to the last level: compressed-tensors maps the absmax of a
-  symmetric int range to ``qmax + 0.5``, and a power-of-two scale (MX) maps it up to half a step above the end. On top
-  comes what rounding in the value's or scale's dtype can move it; in bfloat16 that is two steps of int8.
+* **value**: straight-through where the value lies on the grid, zero where it was clipped. The grid ends half a step
+  beyond its last level, for what lies there still rounds to that level: compressed-tensors maps the absmax of a
+  symmetric int range to ``qmax + 0.5``, and a power-of-two scale (MX) maps it up to half a step above the end. To that
+  comes what rounding in the value's or the scale's dtype can add; in bfloat16 that is two steps of int8.
 * **scale**, if it requires a gradient: learned step size (LSQ). ``ds = round(v) - v`` on the grid, the clipped level
   outside, in units of a step from the zero point; both are ``(quantized - value) / scale`` and ``quantized / scale``.
 
@@ -74,11 +74,13 @@ def fake_quantize(
     >>> x.grad.tolist()
     [1.0, 1.0, 0.0]
     """
-    _refuse_learned(scale, zero_point, global_scale, args)
     if value.numel() == 0:  # a learned scale stays in the graph: DDP waits for every parameter
         return value + 0 * scale.sum() if scale.requires_grad else value
     quantized = _forward(value, scale, zero_point, args, global_scale)
-    if not torch.is_grad_enabled() or not (value.requires_grad or scale.requires_grad):
+    if not torch.is_grad_enabled():
+        return quantized
+    _refuse_learned(scale, zero_point, global_scale, args)
+    if not (value.requires_grad or scale.requires_grad):
         return quantized
     if not scale.requires_grad:
         inside = _ungroup(_on_grid(value, scale, zero_point, args, global_scale), value.shape, args)
@@ -182,7 +184,7 @@ class _StraightThrough(torch.autograd.Function):
         ctx.save_for_backward(inside)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (inside,) = ctx.saved_tensors
         return (grad if inside is None else torch.where(inside, grad, 0)).to(ctx.dtype), None, None
 
@@ -202,7 +204,7 @@ class _LearnedStep(torch.autograd.Function):
         ctx.save_for_backward(value, scale, quantized, inside)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         value, scale, quantized, inside = ctx.saved_tensors
         error = quantized - torch.where(inside, value, 0)
         total = (grad * error).float().sum_to_size(scale.shape)
@@ -302,16 +304,12 @@ def _refuse_learned(
     scale: torch.Tensor, zero_point: torch.Tensor | None, global_scale: torch.Tensor | None, args: QuantizationArgs
 ) -> None:
     rounded = args.scale_dtype is not None or args.strategy == QuantizationStrategy.TENSOR_GROUP
-    asked = {
-        "scale": scale.requires_grad and rounded,
-        "zero point": zero_point is not None and zero_point.requires_grad,
-        "global scale": global_scale is not None and global_scale.requires_grad,
-    }
-    for name, refused in asked.items():
-        if refused:
+    parameters = {"scale": scale if rounded else None, "zero point": zero_point, "global scale": global_scale}
+    for name, parameter in parameters.items():
+        if parameter is not None and parameter.requires_grad:
             raise CalibrationError(
                 f"this {name} cannot be learned: the checkpoint stores it rounded",
                 got=f"a {name} with requires_grad, strategy {args.strategy}, scale_dtype {args.scale_dtype}",
                 expected="requires_grad only on the scale of a format without scale_dtype",
-                remedy=f"set requires_grad_(False) on the {name}; validation finds it anew.",
+                remedy=f"set requires_grad_(False) on the {name}; it can be observed anew as the weights change.",
             )

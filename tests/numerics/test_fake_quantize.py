@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -81,13 +82,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 # ---------------------------------------------------------------------- forward
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("args", WEIGHTS)
-def test_the_forward_of_a_weight_is_compressed_tensors_bit_for_bit(args, dtype):
-    weight = torch.randn(12, 64, dtype=dtype)
-    weight[0, :3] = torch.tensor([0.0, -0.0, 40.0])
-    scale, zero_point, global_scale = qparams_of(weight, args, shrink=0.7)
-    for zero in (zero_point, None):
+def test_the_forward_of_a_weight_is_compressed_tensors_bit_for_bit(args):
+    for dtype, no_zero_point in itertools.product(DTYPES, (False, True)):
+        weight = torch.randn(12, 64, dtype=dtype)
+        weight[0, :3] = torch.tensor([0.0, -0.0, 40.0])
+        scale, zero_point, global_scale = qparams_of(weight, args, shrink=0.7)
+        zero = None if no_zero_point else zero_point
         expected = reference(weight, scale, zero, args, global_scale=global_scale)
         given = weight.clone().requires_grad_()
         assert same_bits(fake_quantize(given, scale, zero, args, global_scale=global_scale), expected)
@@ -95,13 +96,13 @@ def test_the_forward_of_a_weight_is_compressed_tensors_bit_for_bit(args, dtype):
             assert same_bits(fake_quantize(weight, scale, zero, args, global_scale=global_scale), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("args", named(**LEARNABLE))
-def test_the_forward_under_a_learned_scale_is_compressed_tensors_bit_for_bit(args, dtype):
-    weight = torch.randn(12, 64, dtype=dtype, requires_grad=True)
-    scale, zero_point, _ = qparams_of(weight, args, shrink=0.7)
-    expected = reference(weight, scale, zero_point, args)
-    assert same_bits(fake_quantize(weight, scale.requires_grad_(), zero_point, args), expected)
+def test_the_forward_under_a_learned_scale_is_compressed_tensors_bit_for_bit(args):
+    for dtype in DTYPES:
+        weight = torch.randn(12, 64, dtype=dtype, requires_grad=True)
+        scale, zero_point, _ = qparams_of(weight, args, shrink=0.7)
+        expected = reference(weight, scale, zero_point, args)
+        assert same_bits(fake_quantize(weight, scale.requires_grad_(), zero_point, args), expected)
 
 
 DYNAMIC = {
@@ -300,10 +301,9 @@ def test_the_step_gradient_counts_the_features_of_one_observation(base_name, arg
 # ---------------------------------------------------------------------- nothing is left without a gradient
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("args", WEIGHTS)
-def test_no_weight_inside_its_own_range_is_left_without_gradient(args, dtype):
-    for spread in (0.02, 1.0, 30.0):
+def test_no_weight_inside_its_own_range_is_left_without_gradient(args):
+    for dtype, spread in itertools.product(DTYPES, (0.02, 1.0, 30.0)):
         weight = (torch.randn(24, 64) * spread).to(dtype).requires_grad_()
         scale, zero_point, global_scale = qparams_of(weight, args)
         fake_quantize(weight, scale, zero_point, args, global_scale=global_scale).sum().backward()
@@ -336,8 +336,9 @@ class Quantized(nn.Module):
     def __init__(self, layers: nn.Sequential, scheme: str, data: torch.Tensor):
         super().__init__()
         self.layers = layers
-        with CalibrationSession(layers, scheme):
-            layers(data)
+        with CalibrationSession(layers, scheme, reload="unchecked") as session:
+            if session.plan.needs_data:
+                layers(data)
 
     def forward(self, x):
         for layer in self.layers:
@@ -405,21 +406,18 @@ def test_a_learned_scale_starts_as_calibrated_and_can_only_stay_positive():
 
 @pytest.mark.parametrize("factor", [0.2, 5.0], ids=["too small", "too large"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_learned_scale_finds_the_way_back_from_a_bad_range(layout, factor):
+def test_a_learned_scale_finds_from_a_bad_range_to_a_smaller_error_than_absmax(layout, factor):
     args = QuantizationArgs(num_bits=4, **LAYOUTS[layout])
     weight = torch.randn(12, 64)
     scale = qparams_of(weight, args)[0]
     log_factor = nn.Parameter(torch.zeros_like(scale))
-    optimizer = torch.optim.Adam([log_factor], lr=0.1)
-    errors = []
-    for _ in range(60):
+    optimizer = torch.optim.Adam([log_factor], lr=0.05)
+    for _ in range(150):
         optimizer.zero_grad()
-        loss = F.mse_loss(fake_quantize(weight, learned_scale(scale * factor, log_factor), None, args), weight)
-        loss.backward()
+        error = F.mse_loss(fake_quantize(weight, learned_scale(scale * factor, log_factor), None, args), weight)
+        error.backward()
         optimizer.step()
-        errors.append(loss.item())
-    assert min(errors) == pytest.approx(errors[-1], rel=0.3)
-    assert errors[-1] < 1.05 * F.mse_loss(reference(weight, scale, None, args), weight).item() < errors[0] / 2
+    assert error < F.mse_loss(reference(weight, scale, None, args), weight)
 
 
 @pytest.mark.parametrize(
@@ -437,6 +435,8 @@ def test_a_parameter_that_the_checkpoint_rounds_is_not_learned(args, asked, mess
     given = {"scale": scale, "zero_point": zero_point.float(), "global_scale": global_scale}
     given[asked].requires_grad_()
     with pytest.raises(CalibrationError, match=message):
+        fake_quantize(weight, args=args, **given)
+    with torch.no_grad():
         fake_quantize(weight, args=args, **given)
 
 
@@ -475,15 +475,18 @@ def quiet(test):
     return test
 
 
+def compiled(run, backend="aot_eager"):
+    torch._dynamo.reset()
+    return torch.compile(run, backend=backend, fullgraph=True)
+
+
 @quiet
 @pytest.mark.parametrize("learn", [False, True], ids=["fixed", "learned"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("args", SOME)
-def test_it_compiles_without_a_graph_break(args, backend, learn):
-    torch._dynamo.reset()
+def test_it_compiles_without_a_graph_break(args, learn):
     weight = torch.randn(12, 64)
     found = []
-    for run in (loss_of, torch.compile(loss_of, backend=backend, fullgraph=True)):
+    for run in (loss_of, compiled(loss_of)):
         w = weight.clone().requires_grad_()
         scale, zero_point, _ = qparams_of(w, args, shrink=0.5)
         loss = run(w, scale.requires_grad_(learn), zero_point, args)
@@ -493,14 +496,14 @@ def test_it_compiles_without_a_graph_break(args, backend, learn):
 
 
 @quiet
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("scheme", ["W8A8", "NVFP4", "MXFP4"])
+@pytest.mark.parametrize("scheme", ["W8A8", "FP8", "NVFP4", "MXFP4"])
 def test_a_model_with_quantized_activations_compiles_without_a_graph_break(scheme, backend):
-    torch._dynamo.reset()
     x = torch.randn(2, 3, 128)
     model = Quantized(two_layers(), scheme, x)
     grads = []
-    for run in (model, torch.compile(model, backend=backend, fullgraph=True)):
+    for run in (model, compiled(model, backend)):
         model.zero_grad()
         run(x).square().mean().backward()
         grads.append([p.grad.clone() for p in model.parameters()])
