@@ -93,6 +93,8 @@ def _collect(members: list[tuple[Any, connection.Connection]], timeout: float) -
                 results[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 results[rank] = False, f"died, exit code {members[rank][0].exitcode}"
+            except Exception:
+                results[rank] = False, f"its result cannot be unpickled:\n{traceback.format_exc()}"
             if not results[rank][0]:
                 end = min(end, time.monotonic() + _GRACE)
     if waiting or any(process.exitcode is not None for process, _ in members):
