@@ -3,9 +3,11 @@
     python benchmarks/sync.py                         # 448 observers, two processes, gloo
     python benchmarks/sync.py --observer histogram
 
-Both sides use Lightning's ``DDPStrategy.reduce``. ``packed`` is ``sync_statistics``: agreeing, checking that every value
-is finite, packing, reducing, unpacking. ``one by one`` is a reduction of every statistic that the observers declare, and
-nothing else. They take turns; medians over the repeats, on rank 0.
+Both sides use Lightning's ``DDPStrategy.reduce``. ``packed`` is ``sync_statistics``: agreeing, checking that every
+value is finite, packing, reducing, unpacking. ``one by one`` is a reduction of every statistic that the observers
+declare, and nothing else. They take turns; medians over the repeats, on rank 0.
+
+Each rank wants a core of its own: what both do in turn on one core counts twice for ``packed``.
 
 Exit code 1 if packed does not take 50 times less time (for static_minmax).
 """

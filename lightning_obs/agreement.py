@@ -68,17 +68,13 @@ class Description:
 
 
 class Agreed(NamedTuple):
-    """A statistic to be made one: ``ranks`` have it, and only its ``blocks`` (None: all) are not empty."""
+    """A statistic of ``numel`` elements to be made one: ``ranks`` have it; other ``blocks`` (None: none) are empty."""
 
     key: Key
     statistic: Statistic
     ranks: list[int]
-    blocks: torch.Tensor | None
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.statistic.shape)
+    numel: int
+    blocks: torch.Tensor | None = None
 
 
 # ---------------------------------------------------------------------- one rank's side
@@ -100,32 +96,36 @@ def describe(observers: Mapping[Key, Observer], told: Iterable[Key], *, by_decla
     kinds: dict[tuple[Statistic, ...], int] = {(): 0}
     found.held = dict.fromkeys(observers, 0)
     sparse: dict[tuple[Key, str], torch.Tensor] = {}
+    reductions: dict[int, dict[str, str | None]] = {}  # by identity of the declaration, of which there are few
     for key in told:
         observer = observers[key]
-        statistics = _declared(key, observer) if by_declaration else []
+        declared = observer._act_sync_dict
+        ops = reductions.setdefault(id(declared), {}) if by_declaration else {}
+        if by_declaration and len(ops) != len(declared):
+            ops.update({name: _op(reduction) for name, reduction in declared.items()})
+        statistics = _declared(key, observer, ops)
         if observer.has_statistics:
             found.reached.add(key)
-            statistics += _undeclared(key, observer, {s.name for s in statistics}, found, by_declaration)
+            statistics += _undeclared(key, observer, ops, found)
         for statistic in statistics:
-            if statistic.op == "sum" and can_be_sparse(statistic.dtype, math.prod(statistic.shape)):
+            if _is_sparse(statistic):
                 sparse[key, statistic.name] = getattr(observer, statistic.name)
         found.held[key] = kinds.setdefault(tuple(statistics), len(kinds))
     found.kinds = list(kinds)
-    found.not_finite = _not_finite({key: observers[key] for key in told})
+    found.not_finite = _not_finite({key: observers[key] for key in told}, found)
     found.occupied = dict(zip(sparse, occupied_blocks(list(sparse.values())), strict=True))
     return found
 
 
-def _declared(key: Key, observer: Observer) -> list[Statistic]:
+def _declared(key: Key, observer: Observer, ops: Mapping[str, str | None]) -> list[Statistic]:
     found = []
-    for name, reduction in observer._act_sync_dict.items():
-        op = next((op for op, known in _OPS.items() if _is(reduction, known)), None)
+    for name, op in ops.items():
         value = getattr(observer, name, None)
         if value is None and op is not None:
             continue
         problem = None
         if op is None:
-            problem = f"reduction {reduction}"
+            problem = f"reduction {observer._act_sync_dict[name]}"
         elif not isinstance(value, torch.Tensor):
             problem = type(value).__name__
         elif isinstance(value, DTensor):
@@ -141,21 +141,17 @@ def _declared(key: Key, observer: Observer) -> list[Statistic]:
     return found
 
 
-def _is(reduction: Any, name: str) -> bool:
+def _op(reduction: Any) -> str | None:
     if isinstance(reduction, str):
-        return reduction.upper() in (name, "MEAN" if name == "AVG" else name)
-    return bool(reduction == getattr(dist.ReduceOp, name))
+        return next((op for op, name in _OPS.items() if reduction.upper() in (op.upper(), name)), None)
+    return next((op for op, name in _OPS.items() if reduction == getattr(dist.ReduceOp, name)), None)
 
 
-def _undeclared(
-    key: Key, observer: Observer, declared: set[str], into: Description, by_declaration: bool
-) -> list[Statistic]:
+def _undeclared(key: Key, observer: Observer, declared: Iterable[str], into: Description) -> list[Statistic]:
     """What else observing changed: tensors are returned, the rest is noted in the description."""
     before = observer._before_observing
     if before is None:
         return []
-    if by_declaration:
-        declared = declared | set(observer._act_sync_dict)
     found = []
     for name in observer._statistic_names():
         value = getattr(observer, name)
@@ -179,14 +175,14 @@ def _equal(before: Any, now: Any) -> bool:
         return False
 
 
-def _not_finite(observers: Mapping[Key, Observer]) -> dict[Key, str]:
+def _not_finite(observers: Mapping[Key, Observer], described: Description) -> dict[Key, str]:
     """What of which observer is not finite. One look at all values together; one by one only if there is something."""
     values: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     plain = {k: o for k, o in observers.items() if type(o).nonfinite_statistics is Observer.nonfinite_statistics}
-    for observer in plain.values():
-        for name in observer._statistic_names():
-            value = getattr(observer, name)
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
+    for key, observer in plain.items():
+        for statistic in described.statistics(key):
+            value = getattr(observer, statistic.name)
+            if value.is_floating_point():
                 wide = WIDE.get(value.dtype, value.dtype)
                 values.setdefault((wide, value.device), []).append(value.reshape(-1).to(wide))
     if all(bool(torch.isfinite(torch.cat(parts)).all()) for parts in values.values()):
@@ -250,22 +246,18 @@ def agree(told: Sequence[Description]) -> list[Agreed]:
     """
     agreed: list[Agreed] = []
     differing: list[str] = []
+    resolved: dict[tuple[int | None, ...], list[_Union]] = {}  # most observers are alike
     for key in sorted({key for d in told for key in d.held}):
-        if sum(key in d.held for d in told) < 2:
-            continue
-        found: dict[str, dict[int, Statistic]] = {}
-        for rank, d in enumerate(told):
-            for statistic in d.statistics(key):
-                found.setdefault(statistic.name, {})[rank] = statistic
-        for name, by_rank in sorted(found.items()):
-            ranks = list(by_rank)
-            statistic = by_rank[ranks[0]]
-            if statistic.op == "copy":
-                ranks = ranks[:1]
-            elif any(other != statistic for other in by_rank.values()):
-                differing += [text(key, rank, _shown(by_rank[rank])) for rank in ranks]
-            parts = [told[rank].occupied.get((key, name), b"") for rank in ranks]
-            agreed.append(Agreed(key, statistic, ranks, union_of_blocks(parts) if all(parts) else None))
+        kinds = tuple(d.held.get(key) for d in told)
+        if kinds not in resolved:
+            resolved[kinds] = _union([d.statistics(key) for d in told]) if len(kinds) - kinds.count(None) > 1 else []
+        for found in resolved[kinds]:
+            if found.differ:
+                differing += [text(key, rank, _shown(s)) for rank, s in zip(found.ranks, found.statistics, strict=True)]
+            statistic, blocks = found.statistics[0], None
+            if found.sparse:
+                blocks = union_of_blocks([told[rank].occupied[key, statistic.name] for rank in found.ranks])
+            agreed.append(Agreed(key, statistic, found.ranks, found.numel, blocks))
     if differing:
         raise CalibrationError(
             "ranks differ in the statistics of one module",
@@ -275,6 +267,35 @@ def agree(told: Sequence[Description]) -> list[Agreed]:
         )
     _require_sendable(told)
     return agreed
+
+
+@dataclass
+class _Union:
+    """One statistic over the ranks whose values count: those that have it, or for a copy the lowest of them."""
+
+    ranks: list[int]
+    statistics: list[Statistic]
+
+    def __post_init__(self) -> None:
+        first = self.statistics[0]
+        if first.op == "copy":
+            del self.ranks[1:], self.statistics[1:]
+        self.numel = math.prod(first.shape)
+        self.differ = any(other != first for other in self.statistics)
+        self.sparse = not self.differ and _is_sparse(first)
+
+
+def _union(by_rank: Sequence[Sequence[Statistic]]) -> list[_Union]:
+    """The statistics of one observer, in the order of their names."""
+    found: dict[str, dict[int, Statistic]] = {}
+    for rank, statistics in enumerate(by_rank):
+        for statistic in statistics:
+            found.setdefault(statistic.name, {})[rank] = statistic
+    return [_Union(list(ranks), list(ranks.values())) for _, ranks in sorted(found.items())]
+
+
+def _is_sparse(statistic: Statistic) -> bool:
+    return statistic.op == "sum" and can_be_sparse(statistic.dtype, math.prod(statistic.shape))
 
 
 def _shown(statistic: Statistic) -> str:
@@ -291,8 +312,10 @@ def _require_sendable(told: Sequence[Description]) -> None:
         raise CalibrationError(what, where=bad, got="neither a tensor nor a number", remedy=_REMEDY)
 
 
-def numbers_of(told: Sequence[Description], key: Key) -> dict[str, Any]:
-    """Undeclared numbers of an observer that several ranks hold: those of the lowest rank that has any."""
-    if sum(key in d.held for d in told) < 2:
-        return {}
-    return next((d.numbers[key] for d in told if key in d.numbers), {})
+def numbers_of(told: Sequence[Description]) -> dict[Key, dict[str, Any]]:
+    """Undeclared numbers of the observers that several ranks hold: those of the lowest rank that has any."""
+    found: dict[Key, dict[str, Any]] = {}
+    for d in told:
+        for key, numbers in d.numbers.items():
+            found.setdefault(key, numbers)
+    return {key: numbers for key, numbers in found.items() if sum(key in d.held for d in told) > 1}

@@ -229,10 +229,10 @@ def _sync(
         except CalibrationError as error:
             raise error from failure
         merged, reductions = _merge(agree(every), observers, collectives)
-        for key, observer in observers.items():
-            statistics = {**numbers_of(every, key), **merged.get(key, {})}
-            if statistics:
-                observer.load_statistics(statistics)
+        for key, numbers in numbers_of(every).items():
+            merged.setdefault(key, {}).update(numbers)
+        for key in merged.keys() & observers.keys():
+            observers[key].load_statistics(merged[key])
     held = sorted({key for told_by in every for key in told_by.held})
     unreached = [key for key in held if not any(key in told_by.reached for told_by in every)]
     return Synced(unreached, _owners(every), 1 + reductions)
@@ -250,9 +250,9 @@ def _owners(every: Sequence[Description]) -> dict[Key, int]:
 
 def _merge(
     agreed: Sequence[Agreed], observers: Mapping[Key, Observer], collectives: Collectives
-) -> tuple[dict[Key, dict[str, torch.Tensor]], int]:
+) -> tuple[dict[Key, dict[str, Any]], int]:
     """The merged statistics of this rank's observers, in new tensors, and the number of reductions made."""
-    merged: dict[Key, dict[str, torch.Tensor]] = {}
+    merged: dict[Key, dict[str, Any]] = {}
     buckets: dict[Callable[..., Iterable[torch.Tensor]], list[Agreed]] = {}
     for one in agreed:
         buckets.setdefault(_bucket(one), []).append(one)
@@ -321,8 +321,9 @@ def _flat(
     identity: float,
     device: torch.device,
 ) -> torch.Tensor:
-    flat = torch.full((sum(one.numel for one in members),), identity, dtype=dtype, device=device)
-    for value, place in zip(mine, flat.split([one.numel for one in members]), strict=True):
+    sizes = [one.numel for one in members]
+    flat = torch.full((sum(sizes),), identity, dtype=dtype, device=device)
+    for value, place in zip(mine, flat.split(sizes), strict=True):
         if value is not None:
             place.copy_(value.reshape(-1))
     return flat
