@@ -23,6 +23,7 @@ LAYERS = {
     "fake_forward.py": 2,
     "schemes.py": 2,
     "plan.py": 2,
+    "agreement.py": 2,
     "sync.py": 2,
     "checks.py": 3,
     "hooks.py": 3,

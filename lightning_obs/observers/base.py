@@ -14,7 +14,7 @@ instead. Modules that read the same tensor (q, k, v) then share one ``measure``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, ClassVar, TypeAlias
 
@@ -160,6 +160,13 @@ class Observer(RegistryMixin):
         """Whether the observer needs inputs and saw none."""
         return self.needs_inputs and not all(hasattr(self, name) for name in self.input_statistics)
 
+    def load_statistics(self, statistics: Mapping[str, Any]) -> None:
+        """Take over statistics that were gathered elsewhere, by attribute; :meth:`reset` forgets them too."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._remember_initial_state()
+            for name, value in statistics.items():
+                setattr(self, name, value)
+
     def reset(self, keep: Collection[str] = ()) -> None:
         """Forget everything observed, except the statistics named in ``keep``."""
         if self._before_observing is None:
@@ -215,7 +222,8 @@ class Observer(RegistryMixin):
         for name in self._statistic_names():
             value = getattr(self, name)
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                count = int((~torch.isfinite(value)).sum())
+                wide = value.float() if value.itemsize == 1 else value  # torch does not ask it of float8
+                count = int((~torch.isfinite(wide)).sum())
                 if count:
                     found.append(f"{count} of {value.numel()} {name.lstrip('_')} not finite")
         return ", ".join(found) or None

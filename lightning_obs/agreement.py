@@ -1,0 +1,321 @@
+"""What ranks tell each other before they reduce anything, and what follows from it.
+
+Each rank describes what it holds. From all descriptions, which every rank has, each derives the same list of
+statistics, or the same error: nothing here depends on which rank computes it. So what one rank saw, lacks or failed at
+can neither hang the others nor give them something else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.numerics.packing import WIDE, can_be_sparse, occupied_blocks, union_of_blocks
+from lightning_obs.observers import Observer
+
+#: module name, base name
+Key: TypeAlias = tuple[str, str]
+
+_OPS = {"sum": "SUM", "mean": "AVG", "min": "MIN", "max": "MAX"}
+_REMEDY = "declare SUM, AVG, MIN or MAX of a tensor in _act_sync_dict."
+
+
+class Statistic(NamedTuple):
+    """One statistic of an observer. ``op``: sum, mean, min, max; or copy, of the lowest rank that has it."""
+
+    name: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Description:
+    """What one rank tells: a few hundred bytes, and some ten for each observer.
+
+    Attributes:
+        failure: what went wrong on this rank.
+        weights: number of elements of the weights that it holds.
+        kinds: distinct sets of statistics.
+        held: observers that it holds, and which of ``kinds`` they have.
+        reached: those of them that have statistics.
+        numbers: undeclared statistics that are plain numbers or strings.
+        unsendable: names of undeclared statistics that are neither these nor tensors.
+        not_finite: what of an observer is NaN or infinite.
+        occupied: which blocks of a sum of integers are not empty.
+    """
+
+    failure: CalibrationError | None = None
+    weights: dict[Key, int] = field(default_factory=dict)
+    kinds: list[tuple[Statistic, ...]] = field(default_factory=list)
+    held: dict[Key, int] = field(default_factory=dict)
+    reached: set[Key] = field(default_factory=set)
+    numbers: dict[Key, dict[str, Any]] = field(default_factory=dict)
+    unsendable: dict[Key, list[str]] = field(default_factory=dict)
+    not_finite: dict[Key, str] = field(default_factory=dict)
+    occupied: dict[tuple[Key, str], bytes] = field(default_factory=dict)
+
+    def statistics(self, key: Key) -> tuple[Statistic, ...]:
+        """Of one observer; none if this rank does not hold it."""
+        return self.kinds[self.held[key]] if key in self.held else ()
+
+
+class Agreed(NamedTuple):
+    """A statistic of ``numel`` elements to be made one: ``ranks`` have it; other ``blocks`` (None: none) are empty."""
+
+    key: Key
+    statistic: Statistic
+    ranks: list[int]
+    numel: int
+    blocks: torch.Tensor | None = None
+
+
+# ---------------------------------------------------------------------- one rank's side
+
+
+def describe(observers: Mapping[Key, Observer], told: Iterable[Key], *, by_declaration: bool) -> Description:
+    """Describe what this rank holds, and of ``told`` also the statistics.
+
+    Args:
+        observers: of this rank.
+        told: those whose statistics count.
+        by_declaration: reduce as the observer declares; otherwise copy everything.
+
+    Raises:
+        CalibrationError: a declared reduction that cannot be made.
+    """
+    told = sorted(told)
+    found = Description()
+    kinds: dict[tuple[Statistic, ...], int] = {(): 0}
+    found.held = dict.fromkeys(observers, 0)
+    sparse: dict[tuple[Key, str], torch.Tensor] = {}
+    reductions: dict[int, dict[str, str | None]] = {}  # by identity of the declaration, of which there are few
+    for key in told:
+        observer = observers[key]
+        declared = observer._act_sync_dict
+        ops = reductions.setdefault(id(declared), {}) if by_declaration else {}
+        if by_declaration and len(ops) != len(declared):
+            ops.update({name: _op(reduction) for name, reduction in declared.items()})
+        statistics = _declared(key, observer, ops)
+        if observer.has_statistics:
+            found.reached.add(key)
+            statistics += _undeclared(key, observer, ops, found)
+        for statistic in statistics:
+            if _is_sparse(statistic):
+                sparse[key, statistic.name] = getattr(observer, statistic.name)
+        found.held[key] = kinds.setdefault(tuple(statistics), len(kinds))
+    found.kinds = list(kinds)
+    found.not_finite = _not_finite({key: observers[key] for key in told}, found)
+    found.occupied = dict(zip(sparse, occupied_blocks(list(sparse.values())), strict=True))
+    return found
+
+
+def _declared(key: Key, observer: Observer, ops: Mapping[str, str | None]) -> list[Statistic]:
+    found = []
+    for name, op in ops.items():
+        value = getattr(observer, name, None)
+        if value is None and op is not None:
+            continue
+        problem = None
+        if op is None:
+            problem = f"reduction {observer._act_sync_dict[name]}"
+        elif not isinstance(value, torch.Tensor):
+            problem = type(value).__name__
+        elif isinstance(value, DTensor):
+            problem = "a DTensor, which is sharded already"
+        elif value.dtype not in WIDE or (op == "mean" and not value.is_floating_point()):
+            problem = f"{op} of {value.dtype}"
+        if problem:
+            what = f"the statistic {name} of {type(observer).__name__} cannot be reduced over ranks"
+            raise CalibrationError(what, where=[text(key)], got=problem, remedy=_REMEDY)
+        assert isinstance(value, torch.Tensor)
+        assert op is not None
+        found.append(Statistic(name, op, tuple(value.shape), value.dtype))
+    return found
+
+
+def _op(reduction: Any) -> str | None:
+    if isinstance(reduction, str):
+        return next((op for op, name in _OPS.items() if reduction.upper() in (op.upper(), name)), None)
+    return next((op for op, name in _OPS.items() if reduction == getattr(dist.ReduceOp, name)), None)
+
+
+def _undeclared(key: Key, observer: Observer, declared: Iterable[str], into: Description) -> list[Statistic]:
+    """What else observing changed: tensors are returned, the rest is noted in the description."""
+    before = observer._before_observing
+    if before is None:
+        return []
+    found = []
+    for name in observer._statistic_names():
+        value = getattr(observer, name)
+        if name in declared or name == "_fused_observers" or _equal(before.get(name), value):
+            continue
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            found.append(Statistic(name, "copy", tuple(value.shape), value.dtype))
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            into.numbers.setdefault(key, {})[name] = value
+        else:
+            into.unsendable.setdefault(key, []).append(name)
+    return found
+
+
+def _equal(before: Any, now: Any) -> bool:
+    if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
+        return before.dtype == now.dtype and torch.equal(before, now)
+    try:
+        return type(before) is type(now) and bool(before == now)
+    except (RuntimeError, ValueError, TypeError):  # containers of tensors
+        return False
+
+
+def _not_finite(observers: Mapping[Key, Observer], described: Description) -> dict[Key, str]:
+    """What of which observer is not finite. One look at all values together; one by one only if there is something."""
+    values: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    plain = {k: o for k, o in observers.items() if type(o).nonfinite_statistics is Observer.nonfinite_statistics}
+    for key, observer in plain.items():
+        for statistic in described.statistics(key):
+            value = getattr(observer, statistic.name)
+            if value.is_floating_point():
+                wide = WIDE.get(value.dtype, value.dtype)
+                values.setdefault((wide, value.device), []).append(value.reshape(-1).to(wide))
+    if all(bool(torch.isfinite(torch.cat(parts)).all()) for parts in values.values()):
+        observers = {key: observer for key, observer in observers.items() if key not in plain}
+    return {key: bad for key, observer in observers.items() if (bad := observer.nonfinite_statistics())}
+
+
+def sendable(failure: Exception, key: Key | None = None) -> CalibrationError:
+    """A failure as an error that can be pickled, whatever it holds; ``key`` is where it happened."""
+    where = [] if key is None else [text(key)]
+    if isinstance(failure, CalibrationError):
+        got, expected = (None if x is None else str(x) for x in (failure.got, failure.expected))
+        where = [str(name) for name in failure.where] or where
+        return CalibrationError(failure.what, where=where, got=got, expected=expected, remedy=failure.remedy)
+    return CalibrationError(f"{type(failure).__name__}: {failure}", where=where)
+
+
+def text(key: Key, rank: int | None = None, more: str = "") -> str:
+    """A key for a person to read: ``layers.0.fc1 (input, rank 1: 3 of 8 min_vals not finite)``."""
+    name, base = key
+    return f"{name} ({base}{'' if rank is None else f', rank {rank}'}{more and ': ' + more})"
+
+
+# ---------------------------------------------------------------------- what follows, the same on every rank
+
+
+def require_no_failure(told: Sequence[Description]) -> None:
+    """Raise what went wrong on any rank.
+
+    Raises:
+        CalibrationError: a rank failed, or holds NaN or infinity.
+    """
+    failed = [(rank, d.failure) for rank, d in enumerate(told) if d.failure is not None]
+    if failed:
+        rank, first = failed[0]
+        others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        what = first.what if len(told) == 1 else f"rank {rank}{others}: {first.what}"
+        raise CalibrationError(
+            what, where=first.where, got=first.got, expected=first.expected, remedy=first.remedy
+        ) from first
+    many = len(told) > 1
+    bad = [
+        text(key, rank if many else None, found)
+        for rank, d in enumerate(told)
+        for key, found in sorted(d.not_finite.items())
+    ]
+    if bad:
+        raise CalibrationError(
+            "what was observed is not finite",
+            where=bad,
+            expected="finite weights and activations",
+            remedy="find the NaN or infinity in these modules' weights or in the data; nothing was written.",
+        )
+
+
+def agree(told: Sequence[Description]) -> list[Agreed]:
+    """The statistics to be made one, in the order of their keys. What only one rank holds is not among them.
+
+    Raises:
+        CalibrationError: ranks differ in shape, dtype or reduction; a rank lacks what cannot be sent.
+    """
+    agreed: list[Agreed] = []
+    differing: list[str] = []
+    resolved: dict[tuple[int | None, ...], list[_Union]] = {}  # most observers are alike
+    for key in sorted({key for d in told for key in d.held}):
+        kinds = tuple(d.held.get(key) for d in told)
+        if kinds not in resolved:
+            resolved[kinds] = _union([d.statistics(key) for d in told]) if len(kinds) - kinds.count(None) > 1 else []
+        for found in resolved[kinds]:
+            if found.differ:
+                differing += [text(key, rank, _shown(s)) for rank, s in zip(found.ranks, found.statistics, strict=True)]
+            statistic, blocks = found.statistics[0], None
+            if found.sparse:
+                blocks = union_of_blocks([told[rank].occupied[key, statistic.name] for rank in found.ranks])
+            agreed.append(Agreed(key, statistic, found.ranks, found.numel, blocks))
+    if differing:
+        raise CalibrationError(
+            "ranks differ in the statistics of one module",
+            where=differing,
+            expected="the same shape, dtype and reduction on every rank",
+            remedy="run the same model, observers and precision on all ranks.",
+        )
+    _require_sendable(told)
+    return agreed
+
+
+@dataclass
+class _Union:
+    """One statistic over the ranks whose values count: those that have it, or for a copy the lowest of them."""
+
+    ranks: list[int]
+    statistics: list[Statistic]
+
+    def __post_init__(self) -> None:
+        first = self.statistics[0]
+        if first.op == "copy":
+            del self.ranks[1:], self.statistics[1:]
+        self.numel = math.prod(first.shape)
+        self.differ = any(other != first for other in self.statistics)
+        self.sparse = not self.differ and _is_sparse(first)
+
+
+def _union(by_rank: Sequence[Sequence[Statistic]]) -> list[_Union]:
+    """The statistics of one observer, in the order of their names."""
+    found: dict[str, dict[int, Statistic]] = {}
+    for rank, statistics in enumerate(by_rank):
+        for statistic in statistics:
+            found.setdefault(statistic.name, {})[rank] = statistic
+    return [_Union(list(ranks), list(ranks.values())) for _, ranks in sorted(found.items())]
+
+
+def _is_sparse(statistic: Statistic) -> bool:
+    return statistic.op == "sum" and can_be_sparse(statistic.dtype, math.prod(statistic.shape))
+
+
+def _shown(statistic: Statistic) -> str:
+    shape = "x".join(map(str, statistic.shape)) or "scalar"
+    return f"{statistic.op} of {statistic.name} {shape} {str(statistic.dtype).removeprefix('torch.')}"
+
+
+def _require_sendable(told: Sequence[Description]) -> None:
+    """A rank that saw nothing can take over tensors and numbers only."""
+    lacking = {key for d in told for key in d.held if key not in d.reached}
+    bad = sorted({text(key, more=name) for d in told for key in lacking for name in d.unsendable.get(key, ())})
+    if bad:
+        what = "some ranks saw no data here, and the others' statistics cannot be sent to them"
+        raise CalibrationError(what, where=bad, got="neither a tensor nor a number", remedy=_REMEDY)
+
+
+def numbers_of(told: Sequence[Description]) -> dict[Key, dict[str, Any]]:
+    """Undeclared numbers of the observers that several ranks hold: those of the lowest rank that has any."""
+    found: dict[Key, dict[str, Any]] = {}
+    for d in told:
+        for key, numbers in d.numbers.items():
+            found.setdefault(key, numbers)
+    return {key: numbers for key, numbers in found.items() if sum(key in d.held for d in told) > 1}

@@ -1,0 +1,138 @@
+"""Run a function on several ranks: real processes, gloo over loopback, under a time limit.
+
+The processes stay, because importing torch takes longer than most tests; each call has a process group of its own.
+After a time-out they are killed, and the next call starts new ones. Imports do not count towards the time limit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any
+
+_GRACE = 5.0  # seconds that the other ranks have to end after one has failed
+_STARTING = 120.0  # seconds for new processes to import what they need; not part of a test's time limit
+
+_ranks: list[tuple[Any, connection.Connection]] = []
+
+
+def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60) -> list[Any]:
+    """Call ``function(rank, *args)`` on every rank of a new gloo group, and return what each returned.
+
+    Args:
+        function: at the top level of an importable module; it and ``args`` and its result are pickled.
+        ranks: how many processes.
+        *args: the same for all.
+        timeout: in seconds, for all ranks together.
+
+    Raises:
+        RuntimeError: a rank raised (with the traceback of each that did), died, or did not end in time.
+    """
+    _start(ranks)
+    members = _ranks[:ranks]
+    with tempfile.TemporaryDirectory() as folder:
+        for rank, (_, pipe) in enumerate(members):
+            pipe.send_bytes(pickle.dumps((rank, ranks, str(Path(folder) / "store"), timeout)))
+            pipe.send_bytes(pickle.dumps((function, args)))
+        _await_ready([pipe for _, pipe in members])
+        for _, pipe in members:
+            pipe.send_bytes(b"go")
+        results = _collect(members, timeout)
+    failed = [f"rank {rank}:\n{text}" for rank, (done, text) in sorted(results.items()) if not done]
+    if failed:
+        raise RuntimeError("\n".join(failed))
+    return [results[rank][1] for rank in range(ranks)]
+
+
+def stop_ranks() -> None:
+    """Kill all processes."""
+    while _ranks:
+        process, pipe = _ranks.pop()
+        pipe.close()
+        process.kill()
+        process.join()
+
+
+def _start(ranks: int) -> None:
+    context = get_context("spawn")
+    while len(_ranks) < ranks:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        _ranks.append((process, ours))
+
+
+def _await_ready(pipes: list[connection.Connection]) -> None:
+    try:
+        if all(pipe.poll(_STARTING) and pipe.recv_bytes() == b"ready" for pipe in pipes):
+            return
+    except EOFError:
+        pass
+    stop_ranks()
+    raise RuntimeError("a process could not import the function to run")
+
+
+def _collect(members: list[tuple[Any, connection.Connection]], timeout: float) -> dict[int, tuple[bool, Any]]:
+    results: dict[int, tuple[bool, Any]] = {}
+    waiting = {pipe: rank for rank, (_, pipe) in enumerate(members)}
+    end = time.monotonic() + timeout
+    while waiting and (left := end - time.monotonic()) > 0:
+        for pipe in connection.wait(list(waiting), left):
+            rank = waiting.pop(pipe)
+            try:
+                results[rank] = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                results[rank] = False, f"died, exit code {members[rank][0].exitcode}"
+            except Exception:
+                results[rank] = False, f"its result cannot be unpickled:\n{traceback.format_exc()}"
+            if not results[rank][0]:
+                end = min(end, time.monotonic() + _GRACE)
+    if waiting or any(process.exitcode is not None for process, _ in members):
+        results.update(dict.fromkeys(waiting.values(), (False, "did not end in time")))
+        stop_ranks()
+    return results
+
+
+def _serve(pipe: connection.Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    from torch import distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, ranks, store, timeout = pickle.loads(pipe.recv_bytes())
+            function, args = pickle.loads(pipe.recv_bytes())
+            pipe.send_bytes(b"ready")
+            pipe.recv_bytes()
+        except (EOFError, OSError):
+            sys.exit()
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
+            )
+            torch.manual_seed(0)
+            result = True, function(rank, *args)
+        except BaseException:
+            result = False, traceback.format_exc()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        try:
+            message = pickle.dumps(result)
+        except Exception:
+            message = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(message)
+
+
+atexit.register(stop_ranks)
