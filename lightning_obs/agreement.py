@@ -45,7 +45,7 @@ class Description:
         weights: number of elements of the weights that it holds.
         kinds: distinct sets of statistics.
         held: observers that it holds, and which of ``kinds`` they have.
-        reached: those of them that have statistics.
+        reached: those of them that data reached.
         numbers: undeclared statistics that are plain numbers or strings.
         unsendable: names of undeclared statistics that are neither these nor tensors.
         not_finite: what of an observer is NaN or infinite.
@@ -104,8 +104,9 @@ def describe(observers: Mapping[Key, Observer], told: Iterable[Key], *, by_decla
         if by_declaration and len(ops) != len(declared):
             ops.update({name: _op(reduction) for name, reduction in declared.items()})
         statistics = _declared(key, observer, ops)
-        if observer.has_statistics:
+        if observer.is_reached:
             found.reached.add(key)
+        if observer.has_statistics:
             statistics += _undeclared(key, observer, ops, found)
         for statistic in statistics:
             if _is_sparse(statistic):

@@ -1,29 +1,44 @@
-"""What has to hold before a calibration writes anything: data everywhere, everything finite, every scale usable."""
+"""What has to hold before a calibration writes anything: data everywhere, every scale usable."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 
 from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
 from lightning_obs.observers import Observer
 
+Key: TypeAlias = tuple[str, str]
 #: (module name, base name) -> observer
-Observers = Mapping[tuple[str, str], Observer]
+Observers: TypeAlias = Mapping[Key, Observer]
 
 
 def check_coverage(
-    observers: Observers, fused: Sequence[Sequence[str]], scheme: str, batches: int, on_missing: str
+    observers: Observers,
+    unreached: Collection[Key],
+    fused: Sequence[Sequence[str]],
+    scheme: str,
+    batches: int,
+    on_missing: str,
 ) -> set[str]:
     """Names of modules to leave in full precision, because no data reached them.
+
+    Args:
+        observers: all of them.
+        unreached: those that no data reached, on any rank; weights count only where their observer needs inputs.
+        fused: names of modules that are quantized together or not at all.
+        scheme: its name, for the error.
+        batches: how many were seen, for the error.
+        on_missing: ``"error"`` or ``"warn"``.
 
     Raises:
         CalibrationError: no observer saw any data, or one saw none and ``on_missing`` is ``"error"``.
     """
-    needing = {key: obs for key, obs in observers.items() if key[1] != "weight" or obs.needs_inputs}
-    unreached = [key for key, obs in needing.items() if not _is_reached(key[1], obs)]
+    needing = [key for key, observer in observers.items() if key[1] != "weight" or observer.needs_inputs]
+    unreached = [key for key in needing if key in set(unreached)]
     if not unreached:
         return set()
     missing = [f"{name} ({base if base != 'weight' else 'inputs for its weight'})" for name, base in unreached]
@@ -59,26 +74,6 @@ def check_coverage(
         stacklevel=4,
     )
     return names | mates
-
-
-def _is_reached(base_name: str, observer: Observer) -> bool:
-    return not observer.lacks_inputs if base_name == "weight" else observer.has_statistics
-
-
-def check_finite(observers: Observers, chosen: Collection[str]) -> None:
-    """Raise a CalibrationError that names every observer of the chosen modules that saw a NaN or infinity."""
-    bad = {
-        f"{name} ({base}: {found})"
-        for (name, base), observer in observers.items()
-        if name in chosen and (found := observer.nonfinite_statistics())
-    }
-    if bad:
-        raise CalibrationError(
-            "what was observed is not finite",
-            where=sorted(bad),
-            expected="finite weights and activations",
-            remedy="find the NaN or infinity in these modules' weights or in the data; nothing was written.",
-        )
 
 
 def check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> None:

@@ -19,7 +19,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_obs.checks import check_coverage, check_finite, check_scales
+from lightning_obs.checks import check_coverage, check_scales
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from lightning_obs.hooks import ObserverHooks
 from lightning_obs.modules import clear_qparams, read_qparams, weight_matrix, write_qparams
@@ -27,6 +27,7 @@ from lightning_obs.observers import Observer
 from lightning_obs.plan import Plan, Reload, Target, build_plan
 from lightning_obs.saved_state import dump_state, load_state
 from lightning_obs.schemes import ObserversLike, SchemeLike, label, make_observer, resolve_config
+from lightning_obs.sync import Collectives, share_weights, sync_statistics
 from lightning_obs.token_mask import require_mask
 
 
@@ -38,12 +39,14 @@ class CalibrationResult:
         scheme: short name of the scheme.
         modules: names of the modules that were quantized.
         observers: how many observers took part.
-        batches: how many batches (calls of the model) were seen.
+        batches: how many batches (calls of the model) this rank saw.
         measurements: how often an activation was reduced; fewer than the observers' calls where modules share inputs.
         seconds: wall time from attaching to finishing, the user's forward passes included.
         qparams: ``{"layer.weight_scale": tensor, ...}`` on the CPU.
         input_ranges: observed (min, max) of the inputs of each module, in the units of the activation.
         skipped: modules left in full precision because no data reached them (``on_missing="warn"``).
+        ranks: how many ranks took part.
+        collectives: how many collectives made their statistics one.
     """
 
     scheme: str
@@ -55,6 +58,8 @@ class CalibrationResult:
     qparams: dict[str, torch.Tensor]
     input_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    ranks: int = 1
+    collectives: int = 0
 
 
 class CalibrationSession:
@@ -75,6 +80,8 @@ class CalibrationSession:
         reload: how the checkpoint will be loaded, see :func:`~lightning_obs.plan.build_plan`.
         token_mask: name of the model's argument that is nonzero for tokens that count, ``(batch, tokens)``, usually
             ``"attention_mask"``; the others reach no observer. Or say it batch by batch with :meth:`mask_tokens`.
+        collectives: how to talk to the other ranks, if there are (``Collectives.of_group()``). Each rank runs its own
+            data; all end with the same qparams.
 
     Raises:
         CalibrationError: by the constructor, whatever is wrong with scheme, targets or shapes; at the end of the block,
@@ -98,6 +105,7 @@ class CalibrationSession:
         on_missing: Literal["error", "warn"] = "error",
         reload: Reload = "default",
         token_mask: str | None = None,
+        collectives: Collectives | None = None,
     ) -> None:
         if on_missing not in ("error", "warn"):
             raise CalibrationError("on_missing", got=repr(on_missing), expected="'error' or 'warn'")
@@ -108,6 +116,7 @@ class CalibrationSession:
         self.label = label(scheme, self.config)
         self.plan: Plan = build_plan(model, self.config, reload)
         self.on_missing = on_missing
+        self.collectives = collectives or Collectives()
         self.observers: dict[tuple[str, str], Observer] = {
             (target.name, base_name): make_observer(base_name, args)
             for target in self.plan.targets
@@ -211,14 +220,8 @@ class CalibrationSession:
         """
         self.detach()
         with torch.inference_mode(False), torch.no_grad():
-            skipped = check_coverage(self.observers, self.plan.fused, self.label, self.batches, self.on_missing)
+            skipped, collectives, ranks = self._merge_ranks()
             chosen = [target for target in self.plan.targets if target.name not in skipped]
-            for target in chosen:
-                weight_observer = self.observers.get((target.name, "weight"))
-                if weight_observer is not None:
-                    weight_observer.reset(keep=weight_observer.input_statistics)
-                    weight_observer(_materialized(target.name, target.module))
-            check_finite(self.observers, {target.name for target in chosen})
             qparams = {target.name: self._qparams(target) for target in chosen}
             check_scales(qparams)
             for target in self.plan.targets:
@@ -232,6 +235,8 @@ class CalibrationSession:
             observers=len(self.observers),
             batches=self.batches,
             measurements=self._hooks.measurements,
+            ranks=ranks,
+            collectives=collectives if ranks > 1 else 0,
             seconds=time.perf_counter() - self._started,
             qparams={
                 f"{t.name}.{key}": v.to("cpu", copy=True) for t in chosen for key, v in read_qparams(t.module).items()
@@ -242,6 +247,38 @@ class CalibrationSession:
         self._written = self.result.qparams
         self._say_if_data_was_not_needed()
         return self.result
+
+    def _merge_ranks(self) -> tuple[set[str], int, int]:
+        """Give every rank all activations' statistics and all weights' ranges.
+
+        Returns:
+            names of modules that no data reached, number of collectives, number of ranks.
+        """
+        weights: dict[tuple[str, str], torch.Tensor] = {}
+        failure: CalibrationError | None = None
+        try:
+            for target in self.plan.targets:
+                if (target.name, "weight") in self.observers:
+                    weights[target.name, "weight"] = _materialized(target.name, target.module)
+        except CalibrationError as error:
+            failure = error
+        for (_, base_name), observer in self.observers.items():
+            if base_name == "weight":
+                observer.reset(keep=observer.input_statistics)
+        sizes = {key: weight.numel() for key, weight in weights.items()}
+        synced = sync_statistics(self.observers, self.collectives, weights=sizes, failure=failure)
+        skipped: set[str] = set()
+        try:
+            skipped = check_coverage(
+                self.observers, synced.unreached, self.plan.fused, self.label, self.batches, self.on_missing
+            )
+        except CalibrationError as error:
+            failure = error
+        observers = {key: self.observers[key] for key in weights if key[0] not in skipped}
+        shared = share_weights(
+            observers, synced.owners, lambda key: self.observers[key](weights[key]), self.collectives, failure
+        )
+        return skipped, synced.collectives + shared.collectives, synced.ranks
 
     def _qparams(self, target: Target) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}

@@ -119,11 +119,13 @@ class Synced:
         unreached: observers, of any rank, of which no rank has statistics; ordered.
         owners: for each weight the rank that searches its range, see :func:`partition`.
         collectives: how many this took.
+        ranks: how many ranks there are.
     """
 
     unreached: list[Key]
     owners: dict[Key, int]
     collectives: int
+    ranks: int
 
 
 def sync_statistics(
@@ -152,7 +154,7 @@ def sync_statistics(
     >>> from compressed_tensors.quantization import QuantizationArgs
     >>> observer = Observer.load_from_registry("static_minmax", base_name="input", args=QuantizationArgs())
     >>> sync_statistics({("fc1", "input"): observer}, Collectives())
-    Synced(unreached=[('fc1', 'input')], owners={}, collectives=1)
+    Synced(unreached=[('fc1', 'input')], owners={}, collectives=1, ranks=1)
     """
     return _sync(observers, collectives, set(observers), dict(weights or {}), failure, by_declaration=True)
 
@@ -162,6 +164,7 @@ def share_weights(
     owners: Mapping[Key, int],
     search: Callable[[Key], object],
     collectives: Collectives,
+    failure: Exception | None = None,
 ) -> Synced:
     """Search the weights' ranges, each on the rank that owns it, and give every rank the bits that were found.
 
@@ -170,13 +173,13 @@ def share_weights(
         owners: of these weights, as :func:`sync_statistics` returns them.
         search: makes the observer of a key observe its weight; called for the keys that this rank owns.
         collectives: how to talk to the other ranks.
+        failure: what went wrong on this rank before, to be raised on all; then nothing is searched here.
 
     Raises:
-        CalibrationError: on every rank alike: the search failed on a rank, or found NaN or infinity.
+        CalibrationError: on every rank alike: a rank's failure; the search failed on a rank, or found NaN or infinity.
     """
     owned: set[Key] = set()
-    failure: Exception | None = None
-    for key in sorted(observers):
+    for key in sorted(observers) if failure is None else ():
         try:
             if owners[key] == collectives.rank:
                 search(key)
@@ -235,7 +238,7 @@ def _sync(
             observers[key].load_statistics(merged[key])
     held = sorted({key for told_by in every for key in told_by.held})
     unreached = [key for key in held if not any(key in told_by.reached for told_by in every)]
-    return Synced(unreached, _owners(every), 1 + reductions)
+    return Synced(unreached, _owners(every), 1 + reductions, len(every))
 
 
 def _owners(every: Sequence[Description]) -> dict[Key, int]:

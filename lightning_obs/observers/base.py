@@ -160,6 +160,11 @@ class Observer(RegistryMixin):
         """Whether the observer needs inputs and saw none."""
         return self.needs_inputs and not all(hasattr(self, name) for name in self.input_statistics)
 
+    @property
+    def is_reached(self) -> bool:
+        """Whether data reached it: a tensor, or the inputs of a weight that is observed at the end."""
+        return self.has_statistics or (self.needs_inputs and not self.lacks_inputs)
+
     def load_statistics(self, statistics: Mapping[str, Any]) -> None:
         """Take over statistics that were gathered elsewhere, by attribute; :meth:`reset` forgets them too."""
         with torch.inference_mode(False), torch.no_grad():
