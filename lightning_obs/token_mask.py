@@ -13,7 +13,7 @@ def select_tokens(value: torch.Tensor, mask: torch.Tensor, name: str, heads: boo
     Args:
         value: an activation ``(batch, tokens, ...)`` or ``(batch * tokens, channels)``. One vector per sequence,
             ``(batch, channels)``, has no padding and is returned as it is.
-        mask: ``(batch, tokens)``, nonzero for a token that counts.
+        mask: ``(batch, tokens)``, nonzero for a token that counts; ``(batch,)`` for whole samples.
         name: of the module, for the error.
         heads: ``value`` is an attention state ``(batch, heads, tokens, head_dim)``.
 
@@ -28,6 +28,12 @@ def select_tokens(value: torch.Tensor, mask: torch.Tensor, name: str, heads: boo
             [2.]])
     """
     chosen = mask.to(value.device).bool()
+    if chosen.ndim == 1:
+        if len(value) == len(chosen):
+            return value[chosen]
+        if value.ndim == 2 and len(chosen) and len(value) % len(chosen) == 0:
+            return value.unflatten(0, (len(chosen), -1))[chosen].flatten(0, 1)
+        raise _unknown_rows(value, mask, name)
     batch, tokens = chosen.shape
     if heads and value.ndim == 4 and (len(value), value.shape[2]) == (batch, tokens):
         return value.transpose(1, 2)[chosen].transpose(0, 1).unsqueeze(0)
@@ -37,7 +43,11 @@ def select_tokens(value: torch.Tensor, mask: torch.Tensor, name: str, heads: boo
         return value[chosen.flatten()]
     if not heads and value.ndim == 2 and len(value) == batch:
         return value
-    raise CalibrationError(
+    raise _unknown_rows(value, mask, name)
+
+
+def _unknown_rows(value: torch.Tensor, mask: torch.Tensor, name: str) -> CalibrationError:
+    return CalibrationError(
         "which rows are padding cannot be told from the shape",
         where=[name],
         got=f"an activation of shape {tuple(value.shape)}, a token mask of shape {tuple(mask.shape)}",
@@ -50,9 +60,9 @@ def require_mask(mask: object, where: str) -> torch.Tensor:
     """Return ``mask`` if it is one.
 
     Raises:
-        CalibrationError: it is not a tensor of shape ``(batch, tokens)``.
+        CalibrationError: it is not a tensor of shape ``(batch, tokens)`` or ``(batch,)``.
     """
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+    if not isinstance(mask, torch.Tensor) or mask.ndim not in (1, 2):
         raise CalibrationError(
             f"{where} is not a token mask",
             got=f"shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__,

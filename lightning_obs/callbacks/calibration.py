@@ -221,15 +221,11 @@ class CalibrationCallback(Callback):
         A scheme that needs no data (``session.needs_data``) can be applied with it at once:
         ``with callback.prepare(trainer, module): pass``.
         """
-        if trainer.world_size > 1:
-            raise CalibrationError(
-                "calibration on several ranks is not supported yet",
-                got=f"{trainer.world_size} ranks",
-                remedy="run Trainer(devices=1).",
-            )
+        collectives = collectives_of(trainer)
         model = find_module(pl_module, self.module)
         if self.session is None or self.session.model is not model:
             self.session = CalibrationSession(model, **self._options)
+        self.session.collectives = collectives
         candidates = (getattr(pl_module, name, None) for name in ("tokenizer", "processor"))
         self._tokenizer = next((found for found in candidates if hasattr(found, "save_pretrained")), None)
         self._restore_into(self.session)
