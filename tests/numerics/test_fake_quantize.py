@@ -545,6 +545,27 @@ def test_the_backward_keeps_one_byte_a_value_and_nothing_for_a_dynamic_range():
     assert kept_by(lambda: fake_quantize_dynamic(value, DYNAMIC["token int8"])) == []
 
 
+@pytest.mark.parametrize("args", named(**DYNAMIC, **{f"static {k}": v for k, v in STATIC.items()}))
+def test_an_operation_in_place_may_follow(args):
+    value = torch.randn(2, 3, 256)
+    module = holder("output", value, args)
+    grads = []
+    for activation in (F.relu, F.relu_):
+        leaf = value.clone().requires_grad_()
+        activation(forward_fake_quantize(module, leaf, "output", args)).square().sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+    assert (grads[0] != 0).any()
+
+
+def test_a_change_in_place_under_a_learned_scale_is_an_error_and_not_a_wrong_gradient():
+    scale = torch.ones(1, requires_grad=True)
+    for args in (STATIC["tensor int8"], LEARNABLE["int4 group"]):
+        result = fake_quantize(torch.randn(4, 64), scale.expand(4, 8 if args.group_size else 1), None, args)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.mul_(2).sum().backward()
+
+
 # ---------------------------------------------------------------------- odd values
 
 
