@@ -20,7 +20,6 @@ bound: one small tensor per scale in place of another division of the whole valu
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -57,7 +56,8 @@ def fake_quantize(
             count into N, as in the paper.
 
     Returns:
-        What compressed-tensors returns, its dtype included. An empty value is returned as it is.
+        What compressed-tensors returns, its dtype included. An empty value is returned as it is. Under a learned scale
+        the result is kept for the backward, so an operation in place may not follow.
 
     Raises:
         CalibrationError: a gradient is asked for a parameter that the checkpoint stores rounded: a zero point, a
@@ -84,11 +84,11 @@ def fake_quantize(
         return quantized
     if not scale.requires_grad:
         inside = _ungroup(_on_grid(value, scale, zero_point, args, global_scale), value.shape, args)
-        return _StraightThrough.apply(value, quantized, inside)
+        return _StraightThrough.apply(value, quantized.detach(), inside)
     inside = _on_grid(value, scale, zero_point, args, global_scale)
     factor = (value.numel() / observations / scale.numel() * _grid(args)[1]) ** -0.5
     learned = _LearnedStep.apply(
-        _group(value, args), _broadcastable(scale, args), _group(quantized, args), inside, factor
+        _group(value, args), _broadcastable(scale, args), _group(quantized, args).detach(), inside, factor
     )
     return _ungroup(learned, value.shape, args)
 
@@ -122,7 +122,7 @@ def fake_quantize_dynamic(
     quantized = _forward(value, scale, zero_point, args, None)
     if not torch.is_grad_enabled() or not value.requires_grad:
         return quantized
-    return _StraightThrough.apply(value, quantized, None)
+    return _StraightThrough.apply(value, quantized.detach(), None)
 
 
 def forward_fake_quantize(
@@ -142,8 +142,12 @@ def forward_fake_quantize(
     if args.dynamic:
         return fake_quantize_dynamic(value, args, global_scale=global_scale)
     scale, zero_point = getattr(module, f"{base_name}_scale"), getattr(module, f"{base_name}_zero_point", None)
-    features = {"weight": (), "input": (-1,), "output": (-1,)}.get(base_name, (1, 3))  # q, k, v: heads, head_dim
-    observations = value.numel() // max(1, math.prod(value.shape[i] for i in features)) if features else 1
+    if base_name == "weight" or value.numel() == 0:
+        observations = 1
+    elif base_name in ("input", "output"):
+        observations = value.numel() // value.shape[-1]
+    else:  # q, k, v: (batch, heads, sequence, head_dim)
+        observations = value.shape[0] * value.shape[2]
     return fake_quantize(value, scale, zero_point, args, global_scale=global_scale, observations=observations)
 
 
@@ -175,11 +179,12 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(value: torch.Tensor, quantized: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
-        return quantized.view_as(quantized)
+        return quantized
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        value, _, inside = inputs
+        value, quantized, inside = inputs
+        ctx.mark_dirty(quantized)  # returned as it is, not as a view that an in-place ReLU could not change
         ctx.dtype = value.dtype
         ctx.save_for_backward(inside)
 
@@ -196,12 +201,13 @@ class _LearnedStep(torch.autograd.Function):
     def forward(
         value: torch.Tensor, scale: torch.Tensor, quantized: torch.Tensor, inside: torch.Tensor, factor: float
     ) -> torch.Tensor:
-        return quantized.view_as(quantized)
+        return quantized
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         value, scale, quantized, inside, ctx.factor = inputs
-        ctx.save_for_backward(value, scale, quantized, inside)
+        ctx.mark_dirty(quantized)
+        ctx.save_for_backward(value, scale, output, inside)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
