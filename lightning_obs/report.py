@@ -54,7 +54,7 @@ def summary(
     parts: list[RenderableType] = [
         Text(
             f"{result.scheme} · {len(result.modules)} modules · {result.observers} observers · "
-            f"{result.batches} batches · {result.seconds:.1f} s",
+            f"{result.batches} batches{_ranks(result)} · {result.seconds:.1f} s",
             style="bold",
         )
     ]
@@ -77,6 +77,10 @@ def summary(
         parts.append(Text("  ".join(facts)))
     parts += [Text(line) for line in lines]
     return Group(*parts)
+
+
+def _ranks(result: CalibrationResult) -> str:
+    return f" x {result.ranks} ranks · {result.collectives} collectives" if result.ranks > 1 else ""
 
 
 def layer_table(errors: Sequence[LayerError]) -> Table:

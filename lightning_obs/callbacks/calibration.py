@@ -9,6 +9,7 @@ nothing behind however it ends. The quantization parameters travel in the callba
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
-from lightning_obs.errors import CalibrationError
+from lightning_obs.callbacks.ranks import collectives_of, repeated_in_batch, repeated_samples
+from lightning_obs.errors import CalibrationError, CalibrationWarning
 from lightning_obs.export import export_checkpoint
 from lightning_obs.plan import Reload
 from lightning_obs.schemes import ObserversLike, SchemeLike, label, resolve_config
@@ -108,6 +110,9 @@ class CalibrationCallback(Callback):
     def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False) -> Path:
         """Write the calibrated module as a compressed-tensors checkpoint (:func:`~lightning_obs.export_checkpoint`).
 
+        On several ranks, rank 0 writes and the others return at once; nobody waits. To read the folder on another rank,
+        let ``trainer.strategy.barrier()`` come first.
+
         Args:
             folder: written whole or not at all.
             tokenizer: saved beside it; default: the LightningModule's ``tokenizer`` attribute, if it has one.
@@ -120,6 +125,8 @@ class CalibrationCallback(Callback):
             raise CalibrationError(
                 "nothing was calibrated yet", remedy="run trainer.validate or trainer.fit with this callback first."
             )
+        if self.session.collectives.rank != 0:
+            return Path(folder)
         return export_checkpoint(
             self.session.model, folder, tokenizer=tokenizer or self._tokenizer, overwrite=overwrite
         )
@@ -137,6 +144,14 @@ class CalibrationCallback(Callback):
         if trainer.sanity_checking and not self.sanity_check:
             return
         session = self.prepare(trainer, pl_module)
+        repeated = sum(repeated_samples(loader) for loader in _loaders(trainer)) if trainer.world_size > 1 else 0
+        if repeated:
+            warnings.warn(
+                f"rank {trainer.global_rank}: DistributedSampler repeats {repeated} sample(s), so that all ranks have "
+                "as many. Calibration leaves them out; your own metrics count them twice.",
+                CalibrationWarning,
+                stacklevel=2,
+            )
         session.attach(count_calls=False)
         self._active = True
 
@@ -144,9 +159,14 @@ class CalibrationCallback(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Take the token mask out of the batch."""
-        if self._active and self.session is not None and self.token_mask is not None:
-            self.session.mask_tokens(find_mask(batch, self.token_mask))
+        """Find out which tokens of the batch count: padding does not, nor do samples that a sampler repeated."""
+        if not self._active or self.session is None:
+            return
+        mask = None if self.token_mask is None else find_mask(batch, self.token_mask)
+        samples = repeated_in_batch(_loaders(trainer)[dataloader_idx], batch_idx) if trainer.world_size > 1 else None
+        if samples is not None:
+            mask = samples if mask is None else mask * samples.unsqueeze(-1).to(mask.device, mask.dtype)
+        self.session.mask_tokens(mask)
 
     @override
     def on_validation_batch_end(
@@ -171,7 +191,7 @@ class CalibrationCallback(Callback):
         result = self.session.finalize()
         rank_zero_info(
             f"{result.scheme}: calibrated {len(result.modules)} modules, {result.observers} observers, "
-            f"{result.batches} batches, {result.seconds:.1f} s"
+            f"{result.batches} batches{f' x {result.ranks} ranks' if result.ranks > 1 else ''}, {result.seconds:.1f} s"
         )
 
     @override
@@ -297,6 +317,13 @@ def find_mask(batch: Any, token_mask: str | Callable[[Any], torch.Tensor]) -> to
             remedy="give the key that holds the mask, a function of the batch, or leave token_mask out.",
         ) from error
     return require_mask(mask, f"{token_mask} of the batch")
+
+
+def _loaders(trainer: Trainer) -> list[Any]:
+    loaders = trainer.val_dataloaders
+    if isinstance(loaders, Mapping):
+        return list(loaders.values())
+    return list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
