@@ -7,7 +7,7 @@ and the ranks. How values are counted, and what that loses: :mod:`lightning_obs.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
@@ -92,6 +92,14 @@ class CountingObserver(Observer):
         return ", ".join(filter(None, found)) or None
 
 
+class _Found(NamedTuple):
+    """A range, and what it was found from."""
+
+    statistics: tuple[torch.Tensor, ...]
+    state: Hashable
+    range: MinMaxTuple
+
+
 @Observer.register("histogram")
 class HistogramObserver(CountingObserver):
     """The range that a criterion finds best on everything that was observed.
@@ -135,6 +143,7 @@ class HistogramObserver(CountingObserver):
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
+        self._found: _Found | None = None
         if self.criterion not in CRITERIA:
             raise CalibrationError("criterion", got=repr(self.criterion), expected=f"one of {', '.join(CRITERIA)}")
         require_percentile(self.percentile)
@@ -146,17 +155,53 @@ class HistogramObserver(CountingObserver):
 
     @override
     def get_min_max(self) -> MinMaxTuple:
-        """The range that the criterion chooses; where the observed range is not finite, that range."""
+        """The range that the criterion chooses; where the observed range is not finite, that range.
+
+        Searched once for the same statistics and hyperparameters.
+        """
         self._require_statistics()
+        statistics, state = (self.counts, self.min_vals, self.max_vals), self._state()
+        found = self._found
+        if (
+            found is None
+            or found.state != state
+            or any(a is not b for a, b in zip(found.statistics, statistics, strict=True))
+        ):
+            found = _Found(statistics, state, self._search())
+            self._found = None if state is None else found
+        low, high = found.range
+        return low.clone(), high.clone()
+
+    @override
+    def merge(self, measured: Histogram) -> None:
+        self._found = None  # it would keep the old counts
+        super().merge(measured)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_found": None}  # a copy's tensors count their changes anew
+
+    def _state(self) -> Hashable:
+        """Changes when a statistic is written to in place, or a hyperparameter changes. None: cannot be told."""
+        statistics = (self.counts, self.min_vals, self.max_vals)
+        if any(statistic.is_inference() for statistic in statistics):
+            return None
+        # An all_reduce does not raise the version of what it writes to; but it changes the sum, or the ends.
+        values = (int(self.counts.sum()), *self.min_vals.flatten().tolist(), *self.max_vals.flatten().tolist())
+        chosen = (self.criterion, self.percentile, self.maxshrink, self.patience, self.grid, self.norm)
+        number_format = (self.args.num_bits, self.args.type, self.args.symmetric)
+        return tuple(statistic._version for statistic in statistics), values, chosen, number_format
+
+    def _search(self) -> MinMaxTuple:
         if self.criterion == "percentile":
             return percentile_of_each(self.counts, self.min_vals, self.max_vals, self.percentile)
         if self.nonfinite_statistics():
             return self.min_vals, self.max_vals
+        entropy = self.criterion == "entropy"
         steps = max(1, int(self.maxshrink * self.grid))
-        factors = _ENTROPY_FACTORS if self.criterion == "entropy" else [1 - i / self.grid for i in range(steps)]
+        factors = _ENTROPY_FACTORS if entropy else [1 - i / self.grid for i in range(steps)]
         lows, highs = shrunk_ranges(self.min_vals.flatten(), self.max_vals.flatten(), factors)
         costs = torch.stack([self._costs(q, lows[:, q], highs[:, q]) for q in range(lows.shape[1])], dim=1)
-        chosen = select_candidate(costs, patience=len(factors) if self.criterion == "entropy" else self.patience)
+        chosen = select_candidate(costs, patience=None if entropy else self.patience)
         low, high = (ends.gather(0, chosen[None])[0].reshape(self.min_vals.shape) for ends in (lows, highs))
         return low, high
 
