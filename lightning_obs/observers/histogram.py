@@ -105,8 +105,8 @@ class HistogramObserver(CountingObserver):
     """The range that a criterion finds best on everything that was observed.
 
     - ``mse``: the range times ``1 - i / grid``, i up to ``maxshrink * grid``, with the least
-      ``sum |quantized(x) - x| ** norm``; the first of equals, and no further than ``patience`` candidates without an
-      improvement. The candidates of the observer ``mse``, which searches each batch and averages the ranges.
+      ``sum |quantized(x) - x| ** norm``; the first of equals. A search of counts is cheap, so it looks at all of them
+      down to a twentieth of the range: a few values far out, found in any batch, hide the least error otherwise.
     - ``percentile``: as the observer ``percentile``.
     - ``entropy``: the range times ``2 ** (-i / 32)``, down to a sixteenth, with the least Kullback-Leibler divergence
       of the quantized distribution from the observed one.
@@ -115,7 +115,7 @@ class HistogramObserver(CountingObserver):
         criterion: mse, percentile or entropy.
         percentile: for ``percentile``: in percent, in (50, 100].
         maxshrink: for ``mse``: the largest share by which the range may shrink, in [0, 1].
-        patience: for ``mse``: candidates in a row without improvement that end the search.
+        patience: for ``mse``: candidates in a row without improvement that end the search; None: nothing ends it.
         grid: for ``mse``: steps per whole range.
         norm: for ``mse``: exponent of the error.
 
@@ -129,15 +129,15 @@ class HistogramObserver(CountingObserver):
     hyperparameters: ClassVar[dict[str, Any] | None] = {
         "criterion": "mse",
         "percentile": 99.99,
-        "maxshrink": 0.2,
-        "patience": 5,
+        "maxshrink": 0.95,
+        "patience": None,
         "grid": 100.0,
-        "norm": 2.4,
+        "norm": 2.0,
     }
     criterion: str
     percentile: float
     maxshrink: float
-    patience: int
+    patience: int | None
     grid: float
     norm: float
 
@@ -150,8 +150,9 @@ class HistogramObserver(CountingObserver):
         if not 0 <= self.maxshrink <= 1:
             raise CalibrationError("maxshrink", got=self.maxshrink, expected="a value in [0, 1]")
         for name in ("patience", "grid", "norm"):
-            if not getattr(self, name) > 0:
-                raise CalibrationError(name, got=getattr(self, name), expected="a value above 0")
+            value = getattr(self, name)
+            if not (value is None and name == "patience") and not value > 0:
+                raise CalibrationError(name, got=value, expected="a value above 0")
 
     @override
     def get_min_max(self) -> MinMaxTuple:
