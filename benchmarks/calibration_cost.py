@@ -3,10 +3,11 @@
     python benchmarks/calibration_cost.py                 # SmolLM2-135M
     python benchmarks/calibration_cost.py --model tiny    # a tiny Llama made on the fly, in seconds
     python benchmarks/calibration_cost.py --model FOLDER
+    python benchmarks/calibration_cost.py --observer histogram
 
-Validates the same batches without and with ``CalibrationCallback("INT8_STATIC")``, which is ``static_minmax`` on the
-input of every Linear but lm_head, in one process. Machines drift, so each pair of neighbours gives one ratio (the order
-within a pair alternates), and the median of the ratios counts.
+Validates the same batches without and with ``CalibrationCallback("INT8_STATIC")``, with an observer (``static_minmax``
+by default) on the input of every Linear but lm_head, in one process. Machines drift, so each pair of neighbours gives
+one ratio (the order within a pair alternates), and the median of the ratios counts.
 
 ``batches`` is the time from each batch's start to its end, summed: what the hooks cost. ``whole validation`` is
 ``trainer.validate``: also attaching, observing every weight once, and writing the qparams. The tokens are random (the
@@ -14,7 +15,7 @@ time does not depend on them). No loss is computed: it would only make the share
 
 Both cores must be free: a thread that waits for another process makes every small reduction look expensive.
 
-Exit code 1 if the whole validation takes more than 1.10x.
+Exit code 1 if the whole validation takes more than ``--limit`` (1.10) times as long.
 """
 
 from __future__ import annotations
@@ -40,8 +41,6 @@ from typing_extensions import override
 
 from lightning_obs import CalibrationCallback
 from lightning_obs.app.models import load_causal_lm
-
-LIMIT = 1.10
 
 
 class Validation(LightningModule):
@@ -75,6 +74,8 @@ def main() -> int:
     """Time validations in turn, print one table, return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="default", help="default (SmolLM2), tiny (made on the fly), or a folder")
+    parser.add_argument("--observer", default="static_minmax", help="of the inputs")
+    parser.add_argument("--limit", type=float, default=1.10, help="ratio above which the exit code is 1")
     parser.add_argument("--batches", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512, help="per batch")
     parser.add_argument("--repeats", type=int, default=9, help="pairs of validations")
@@ -87,16 +88,22 @@ def main() -> int:
     loader = DataLoader(ids)
     module = Validation(model)
 
-    for calibration in ([], [CalibrationCallback("INT8_STATIC", ignore=["lm_head"])]):  # warm up
+    def make_callback() -> CalibrationCallback:
+        return CalibrationCallback("INT8_STATIC", ignore=["lm_head"], observers={"input": options.observer})
+
+    for calibration in ([], [make_callback()]):  # warm up
         validate(module, loader, calibration)
     without, with_calibration = [], []
     for i in track(range(options.repeats), description="validating"):
-        callback = CalibrationCallback("INT8_STATIC", ignore=["lm_head"])
+        callback = make_callback()
         turn = [(without, []), (with_calibration, [callback])]
         for times, calibration in turn if i % 2 else reversed(turn):
             times.append(validate(module, loader, calibration))
 
-    title = f"{options.model}, {options.batches} batches of {options.tokens} tokens, threads: {torch.get_num_threads()}"
+    title = (
+        f"{options.observer}, {options.model}, {options.batches} batches of {options.tokens} tokens, "
+        f"threads: {torch.get_num_threads()}"
+    )
     columns = (f"median of {options.repeats} pairs", "without (s)", "with (s)", "ratio", "all ratios")
     table = Table(*columns, title=title)
     ratio = 0.0
@@ -116,7 +123,7 @@ def main() -> int:
         f"{len(result.modules)} modules, {calls} observer calls, {result.measurements} measurements: "
         f"modules that read one tensor share it"
     )
-    return int(ratio > LIMIT)
+    return int(ratio > options.limit)
 
 
 def validate(module: Validation, loader: DataLoader[torch.Tensor], calibration: list[Callback]) -> tuple[float, float]:

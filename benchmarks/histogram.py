@@ -4,8 +4,8 @@
 
 Runs where both packages are installed; ``make parity`` makes that venv. One tensor of (8, 512, 4096) normal values,
 one thread, everything in one process, medians. ``mse`` of llm-compressor searches the tensor; ``histogram`` counts it
-(update) and searches the counts (search). The ranges are printed too. ``histogram mse`` looks at the same candidates as
-llm-compressor; in bfloat16 the latter also computes the error in bfloat16, and so finds another one.
+(update) and searches the counts (search). The ranges are printed too; they differ, because ``histogram mse`` looks at
+95 candidates where llm-compressor looks at 20, for the least squared error where llm-compressor's norm is 2.4.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from copy import copy
 from statistics import median
 
 import torch
@@ -53,7 +54,7 @@ def compare(x: torch.Tensor, repeats: int, peer_repeats: int) -> None:
         )
         for criterion in CRITERIA:
             found, update = timed(lambda args=args, c=criterion: observer("histogram", args, criterion=c)(x), repeats)
-            _, search = timed(found.get_min_max, repeats)
+            _, search = timed(lambda found=found: copy(found).get_min_max(), repeats)  # a copy remembers no range
             total = update + search
             row = [
                 f"{update:.1f}",

@@ -26,8 +26,10 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
 from compressed_tensors.quantization.lifecycle import fake_quantize
+from compressed_tensors.quantization.quant_args import round_to_quantized_type_args
+from compressed_tensors.quantization.utils import calculate_range
 
 from lightning_obs.numerics.qparams import compute_qparams
 
@@ -64,6 +66,8 @@ def count_values(observed: torch.Tensor) -> Histogram:
     A NaN makes ``low`` and ``high`` NaN, an infinity makes one of them infinite: neither can be overlooked.
     """
     found = [_count_flat(observed[:, q].reshape(-1)) for q in range(observed.shape[1])]
+    if len(found) == 1:  # half a megabyte that need not be copied
+        return Histogram(*(part.unsqueeze(0) for part in found[0]))
     counts, low, high = (torch.stack(parts) for parts in zip(*found, strict=True))
     return Histogram(counts, low, high)
 
@@ -117,7 +121,9 @@ def percentile_range(
 
 def shrunk_ranges(low: torch.Tensor, high: torch.Tensor, factors: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
     """Candidate ranges ``(C, *shape)``: the range times each factor, rounded in its own dtype as its scale will be."""
-    return torch.stack([low * p for p in factors]), torch.stack([high * p for p in factors])
+    dtype = torch.promote_types(low.dtype, torch.float32)
+    each = torch.tensor(factors, dtype=dtype, device=low.device).view(-1, *[1] * low.ndim)
+    return (low.to(dtype) * each).to(low.dtype), (high.to(dtype) * each).to(high.dtype)
 
 
 def candidate_errors(
@@ -135,13 +141,24 @@ def candidate_errors(
         args: number format; the strategy does not matter.
         norm: exponent, 2 for squares.
     """
-    weights = found.counts.double()
+    # Products of float32 suffice: rounding x / scale has already cost as much.
+    weights = found.counts.float()
     unit = found.values.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+    limits = [float(bound) for bound in calculate_range(args, "cpu")]
+    qparams = compute_qparams(lows, highs, args)
+    each = max(1, _CELLS // len(found.values))
+    buffers = torch.empty(3, min(each, len(lows)), len(found.values), device=found.values.device)
     errors = []
-    for quantized, _, _ in _quantized_with_each(found.values, lows, highs, args):
-        distance = (quantized - found.values).abs_().div_(unit)
-        errors.append(distance.pow_(norm).double() @ weights)
-    return torch.cat(errors)
+    for scale, zero_point in zip(*(qparams[key].float().split(each) for key in ("scale", "zero_point")), strict=True):
+        steps, levels, scratch = buffers[:, : len(scale)]
+        torch.div(found.values, scale.unsqueeze(-1), out=steps)
+        if not args.symmetric:
+            steps.add_(zero_point.unsqueeze(-1))
+        _round_to_format(torch.clamp(steps, *limits, out=levels), args, scratch)
+        # The zero point cancels. In units of the largest magnitude, no power leaves float32.
+        distance = steps.sub_(levels).mul_((scale / unit).unsqueeze(-1)).abs_()
+        errors.append(_power_(distance, norm) @ weights)
+    return torch.cat(errors).double()
 
 
 def candidate_divergences(
@@ -188,12 +205,14 @@ def candidate_divergences(
     return torch.cat(divergences)
 
 
-def select_candidate(errors: torch.Tensor, patience: int) -> torch.Tensor:
+def select_candidate(errors: torch.Tensor, patience: int | None = None) -> torch.Tensor:
     """Index ``(Q,)`` of the first least error in ``(C, Q)``.
 
     The search ends after ``patience`` candidates in a row that improved none of the Q: what lies behind is not looked
-    at, as in the search that goes through the data.
+    at, as in the search that goes through the data. None looks at all.
     """
+    if patience is None:
+        return errors.nan_to_num(nan=torch.inf, posinf=torch.inf).argmin(0)
     best = torch.full_like(errors[0], torch.inf)
     index = torch.zeros_like(best, dtype=torch.long)
     waited = 0
@@ -224,22 +243,45 @@ def _quantized_with_each(
         yield fake_quantize(rows, scale, shift, one_scale_per_row), low, high
 
 
+def _round_to_format(clamped: torch.Tensor, args: QuantizationArgs, scratch: torch.Tensor) -> None:
+    """Replace numbers in units of the scale by the nearest that the format holds, ties to even."""
+    if args.type == QuantizationType.INT:
+        clamped.round_()
+    elif args.num_bits == 8:
+        # 2^20 times a number's power of two leaves no bits of it below the third of the mantissa (nor below the
+        # smallest subnormal), and float32 rounds to even. Faster than a cast there and back, with its result.
+        torch.bitwise_and(clamped.view(torch.int32), 0x7F800000, out=scratch.view(torch.int32))
+        scratch.clamp_(min=2.0**-6).mul_(1.5 * 2.0**20)
+        clamped.add_(scratch).sub_(scratch)
+    else:
+        clamped.copy_(round_to_quantized_type_args(clamped, args, *calculate_range(args, clamped.device)))
+
+
+def _power_(value: torch.Tensor, norm: float) -> torch.Tensor:
+    if norm in (1.0, 2.0, 3.0):  # a multiplication or two
+        return value.pow_(norm)
+    return value.log2_().mul_(norm).exp2_()  # half the time of pow
+
+
 def _count_flat(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Counts ``(65536,)``, smallest and largest of a flat tensor."""
-    counts = torch.zeros(BINS, dtype=torch.int64, device=values.device)
+    tile = min(len(values), _TILE_CPU if values.device.type == "cpu" else _TILE_GPU)
     lossless = values.dtype == torch.bfloat16
-    ends = []
-    for tile in values.split(_TILE_CPU if values.device.type == "cpu" else _TILE_GPU):
-        if not lossless:
-            ends.append(torch.stack(torch.aminmax(tile)))
+    # Written over by each tile: fresh memory would cost as much as the counting.
+    patterns = torch.empty(0 if lossless else tile, dtype=torch.bfloat16, device=values.device)
+    codes = torch.empty(tile, dtype=torch.int32, device=values.device)
+    counts: torch.Tensor | None = None
+    for part in values.split(tile):
+        rounded = part if lossless else patterns[: len(part)].copy_(part)
         # Unsigned, because a bin is no negative number; widened, because bincount takes no uint16.
-        codes = tile.to(torch.bfloat16).view(torch.uint16).to(torch.int32)
-        counts += torch.bincount(codes, minlength=BINS)
-    if lossless:
-        ends = [_value_of(_ascending(counts)[[0, -1]])]
-        if count_nan(counts):
-            ends = [torch.full_like(ends[0], torch.nan)]
-    low, high = torch.stack(ends)[:, 0].amin(), torch.stack(ends)[:, 1].amax()
+        found = torch.bincount(codes[: len(part)].copy_(rounded.view(torch.uint16)), minlength=BINS)
+        counts = found if counts is None else counts.add_(found)
+    assert counts is not None
+    if not lossless or len(values) <= _TILE_CPU:  # reading few values again is faster than looking through the bins
+        return counts, *torch.aminmax(values)
+    low, high = _value_of(_ascending(counts)[[0, -1]])
+    if count_nan(counts):
+        low = high = torch.full_like(low, torch.nan)
     return counts, low, high
 
 

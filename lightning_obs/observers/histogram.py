@@ -7,7 +7,7 @@ and the ranks. How values are counted, and what that loses: :mod:`lightning_obs.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
@@ -92,13 +92,21 @@ class CountingObserver(Observer):
         return ", ".join(filter(None, found)) or None
 
 
+class _Found(NamedTuple):
+    """A range, and what it was found from."""
+
+    statistics: tuple[torch.Tensor, ...]
+    state: Hashable
+    range: MinMaxTuple
+
+
 @Observer.register("histogram")
 class HistogramObserver(CountingObserver):
     """The range that a criterion finds best on everything that was observed.
 
     - ``mse``: the range times ``1 - i / grid``, i up to ``maxshrink * grid``, with the least
-      ``sum |quantized(x) - x| ** norm``; the first of equals, and no further than ``patience`` candidates without an
-      improvement. The candidates of the observer ``mse``, which searches each batch and averages the ranges.
+      ``sum |quantized(x) - x| ** norm``; the first of equals. A search of counts is cheap, so it looks at all of them
+      down to a twentieth of the range: a few values far out, found in any batch, hide the least error otherwise.
     - ``percentile``: as the observer ``percentile``.
     - ``entropy``: the range times ``2 ** (-i / 32)``, down to a sixteenth, with the least Kullback-Leibler divergence
       of the quantized distribution from the observed one.
@@ -107,7 +115,7 @@ class HistogramObserver(CountingObserver):
         criterion: mse, percentile or entropy.
         percentile: for ``percentile``: in percent, in (50, 100].
         maxshrink: for ``mse``: the largest share by which the range may shrink, in [0, 1].
-        patience: for ``mse``: candidates in a row without improvement that end the search.
+        patience: for ``mse``: candidates in a row without improvement that end the search; None: nothing ends it.
         grid: for ``mse``: steps per whole range.
         norm: for ``mse``: exponent of the error.
 
@@ -121,42 +129,80 @@ class HistogramObserver(CountingObserver):
     hyperparameters: ClassVar[dict[str, Any] | None] = {
         "criterion": "mse",
         "percentile": 99.99,
-        "maxshrink": 0.2,
-        "patience": 5,
+        "maxshrink": 0.95,
+        "patience": None,
         "grid": 100.0,
-        "norm": 2.4,
+        "norm": 2.0,
     }
     criterion: str
     percentile: float
     maxshrink: float
-    patience: int
+    patience: int | None
     grid: float
     norm: float
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
+        self._found: _Found | None = None
         if self.criterion not in CRITERIA:
             raise CalibrationError("criterion", got=repr(self.criterion), expected=f"one of {', '.join(CRITERIA)}")
         require_percentile(self.percentile)
         if not 0 <= self.maxshrink <= 1:
             raise CalibrationError("maxshrink", got=self.maxshrink, expected="a value in [0, 1]")
         for name in ("patience", "grid", "norm"):
-            if not getattr(self, name) > 0:
-                raise CalibrationError(name, got=getattr(self, name), expected="a value above 0")
+            value = getattr(self, name)
+            if not (value is None and name == "patience") and not value > 0:
+                raise CalibrationError(name, got=value, expected="a value above 0")
 
     @override
     def get_min_max(self) -> MinMaxTuple:
-        """The range that the criterion chooses; where the observed range is not finite, that range."""
+        """The range that the criterion chooses; where the observed range is not finite, that range.
+
+        Searched once for the same statistics and hyperparameters.
+        """
         self._require_statistics()
+        statistics, state = (self.counts, self.min_vals, self.max_vals), self._state()
+        found = self._found
+        if (
+            found is None
+            or found.state != state
+            or any(a is not b for a, b in zip(found.statistics, statistics, strict=True))
+        ):
+            found = _Found(statistics, state, self._search())
+            self._found = None if state is None else found
+        low, high = found.range
+        return low.clone(), high.clone()
+
+    @override
+    def merge(self, measured: Histogram) -> None:
+        self._found = None  # it would keep the old counts
+        super().merge(measured)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_found": None}  # a copy's tensors count their changes anew
+
+    def _state(self) -> Hashable:
+        """Changes when a statistic is written to in place, or a hyperparameter changes. None: cannot be told."""
+        statistics = (self.counts, self.min_vals, self.max_vals)
+        if any(statistic.is_inference() for statistic in statistics):
+            return None
+        # An all_reduce does not raise the version of what it writes to; but it changes the sum, or the ends.
+        values = (int(self.counts.sum()), *self.min_vals.flatten().tolist(), *self.max_vals.flatten().tolist())
+        chosen = (self.criterion, self.percentile, self.maxshrink, self.patience, self.grid, self.norm)
+        number_format = (self.args.num_bits, self.args.type, self.args.symmetric)
+        return tuple(statistic._version for statistic in statistics), values, chosen, number_format
+
+    def _search(self) -> MinMaxTuple:
         if self.criterion == "percentile":
             return percentile_of_each(self.counts, self.min_vals, self.max_vals, self.percentile)
         if self.nonfinite_statistics():
             return self.min_vals, self.max_vals
+        entropy = self.criterion == "entropy"
         steps = max(1, int(self.maxshrink * self.grid))
-        factors = _ENTROPY_FACTORS if self.criterion == "entropy" else [1 - i / self.grid for i in range(steps)]
+        factors = _ENTROPY_FACTORS if entropy else [1 - i / self.grid for i in range(steps)]
         lows, highs = shrunk_ranges(self.min_vals.flatten(), self.max_vals.flatten(), factors)
         costs = torch.stack([self._costs(q, lows[:, q], highs[:, q]) for q in range(lows.shape[1])], dim=1)
-        chosen = select_candidate(costs, patience=len(factors) if self.criterion == "entropy" else self.patience)
+        chosen = select_candidate(costs, patience=None if entropy else self.patience)
         low, high = (ends.gather(0, chosen[None])[0].reshape(self.min_vals.shape) for ends in (lows, highs))
         return low, high
 

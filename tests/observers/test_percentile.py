@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -40,6 +42,16 @@ def test_by_default_few_values_lose_nothing():
 def test_each_end_loses_its_share():
     x = torch.arange(-100.0, 100.0)[None]  # 200 values: one percent is two of them
     assert make(percentile=99)(x).get_min_max() == (-98, 97)
+
+
+@pytest.mark.parametrize(("percentile", "total", "kept"), [(50.34, 5_000, 2_517), (90.04, 5_000, 4_502)])
+def test_the_percentile_is_the_decimal_that_was_written(percentile, total, kept):
+    # In binary floats it comes out a little more, and one value more would be kept.
+    assert math.ceil(total * percentile / 100) == kept + 1
+    x = torch.ones(1, total)
+    x[0, kept:] = 2
+    assert make(percentile=percentile)(x).get_min_max() == (1, 1)
+    assert make(percentile=percentile)(-x).get_min_max() == (-1, -1)
 
 
 @pytest.mark.parametrize("percentile", [50, 0.999, -1, 100.1, float("nan")])
