@@ -41,7 +41,9 @@ def select_tokens(value: torch.Tensor, mask: torch.Tensor, name: str, heads: boo
         "which rows are padding cannot be told from the shape",
         where=[name],
         got=f"an activation of shape {tuple(value.shape)}, a token mask of shape {tuple(mask.shape)}",
-        expected="(batch, tokens, channels) or (batch * tokens, channels)",
+        expected="(batch, heads, tokens, head_dim)"
+        if heads
+        else "(batch, tokens, channels) or (batch * tokens, channels)",
         remedy="list the module in `ignore`, or calibrate without padding and without token_mask.",
     )
 
