@@ -18,11 +18,11 @@ from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
     QuantizationStrategy,
+    QuantizationType,
 )
 from compressed_tensors.quantization.utils import KV_CACHE_TARGETS
 from compressed_tensors.utils import get_head_dim, get_num_attn_heads, get_num_kv_heads
 from compressed_tensors.utils.match import is_match, is_narrow_match, match_named_modules, match_targets
-from pydantic import Field
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
@@ -41,7 +41,7 @@ KV_PRESETS: dict[str, QuantizationArgs] = {
 class StatesConfig(QuantizationConfig):
     """A config that has an observer of its own for q, k or v, which share one ``QuantizationArgs`` otherwise."""
 
-    state_observers: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    state_observers: dict[str, dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def quantizes_states(group: QuantizationScheme) -> bool:
 
 def state_args(config: QuantizationConfig, args: QuantizationArgs, base_name: str) -> QuantizationArgs:
     """``args`` with the observer that ``config`` names for q, k or v."""
-    own = config.state_observers.get(base_name) if isinstance(config, StatesConfig) else None
-    return args.model_copy(deep=True, update=own)
+    own = (config.state_observers or {}) if isinstance(config, StatesConfig) else {}
+    return args.model_copy(deep=True, update=own.get(base_name))
 
 
 # ---------------------------------------------------------------------- over one model
@@ -214,7 +214,7 @@ def _check_args(args: QuantizationArgs, names: list[str]) -> None:
         )
     if (args.type, args.num_bits, args.symmetric) != ("float", 8, True):
         warnings.warn(
-            f"vLLM loads a kv cache in symmetric 8-bit float only, not {args.type} of {args.num_bits} bits"
+            f"vLLM loads a kv cache in symmetric 8-bit float only, not {QuantizationType(args.type).value} of {args.num_bits} bits"
             f"{'' if args.symmetric else ', asymmetric'}; transformers loads it.",
             CalibrationWarning,
             stacklevel=5,
@@ -270,7 +270,11 @@ def _require_head_counts(model: Any, names: list[str]) -> None:
 
 
 def count_heads(model: Any) -> dict[str, int]:
-    """Heads of q, k and v that compressed-tensors makes room for when it loads a checkpoint of ``model``."""
+    """Heads of q, k and v that compressed-tensors makes room for when it loads a checkpoint.
+
+    Args:
+        model: anything with a transformers ``config``.
+    """
     config = model.config.get_text_config(decoder=True)
     kv = get_num_kv_heads(config)
     return {"q": get_num_attn_heads(config), "k": kv, "v": kv}

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,11 +49,11 @@ def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[st
     """
     with ExitStack() as stack:
         if any("q" in states for states in modules.values()):
-            stack.enter_context(_shared(_functions, model, lambda: _attention_function(model)))
+            stack.enter_context(_shared(_functions, model, partial(_attention_function, model)))
         for module, states in modules.items():
-            stack.enter_context(_shared(_caches, module, lambda m=module: _hooked_cache(model, m)))  # type: ignore[misc]
+            stack.enter_context(_shared(_caches, module, partial(_hooked_cache, model, module)))
             if "q" in states:
-                stack.enter_context(_shared(_queries, module, lambda m=module: _hooked_query(model, m)))  # type: ignore[misc]
+                stack.enter_context(_shared(_queries, module, partial(_hooked_query, model, module)))
             stack.enter_context(_switched(module, quantize))
         yield
 
@@ -112,7 +113,7 @@ _users: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDiction
 
 
 @contextmanager
-def _shared(opened: _Open, key: nn.Module, make: Callable[[], Any]) -> Iterator[None]:
+def _shared(opened: _Open, key: nn.Module, make: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     count, stack = opened.get(key) or (0, ExitStack())
     if count == 0:
         stack.enter_context(make())

@@ -50,16 +50,15 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
     ...     _ = model(torch.ones(1, 4))
     """
     with ExitStack() as stack:
-        attention = {}
+        attention: dict[nn.Module, dict[nn.Module, tuple[str, ...]]] = {}
         for _, module in list(calibrated_modules(model)):
             if states := quantized_states(module):
-                attention[module] = states
+                attention.setdefault(find_owner(model, module), {})[module] = states
                 stack.callback(_unregister_qparams, module, _register_qparams(module))
             else:
                 stack.callback(quantize_forward(module))
-        if attention:
-            owner = find_owner(model, next(iter(attention)))
-            stack.enter_context(hooked_attention(owner, attention, quantize=True))
+        for owner, modules in attention.items():
+            stack.enter_context(hooked_attention(owner, modules, quantize=True))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled graph would not see the new forward
         yield model
 

@@ -195,7 +195,8 @@ def _set_observers(config: QuantizationConfig, observers: Mapping[str, str | Map
             )
         if base_name in ATTENTION:
             assert isinstance(config, StatesConfig)  # resolve_config
-            config.state_observers[base_name] = {"observer": name, "observer_kwargs": kwargs}
+            own = {base_name: {"observer": name, "observer_kwargs": kwargs}}
+            config.state_observers = (config.state_observers or {}) | own
             continue
         for args in found:
             args.observer, args.observer_kwargs = name, kwargs

@@ -269,12 +269,6 @@ def test_a_model_of_which_everything_is_ignored_is_refused(mlp):
         plan(mlp, "FP8", ignore=["re:fc"])
 
 
-def test_kv_cache_is_refused(mlp):
-    config = QuantizationConfig(config_groups={"group_0": FP8}, kv_cache_scheme=QuantizationArgs(type="float"))
-    with pytest.raises(CalibrationError, match="kv_cache_scheme is not supported yet"):
-        plan(mlp, config)
-
-
 # ---------------------------------------------------------------------- what modules cannot have
 
 
