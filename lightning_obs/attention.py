@@ -212,9 +212,10 @@ def _check_args(args: QuantizationArgs, names: list[str]) -> None:
         raise CalibrationError(
             f"strategy {strategy} cannot be applied to attention states", where=names, expected="tensor or attn_head"
         )
-    if (args.type, args.num_bits, args.symmetric) != ("float", 8, True):
+    kind = QuantizationType(args.type).value
+    if (kind, args.num_bits, args.symmetric) != ("float", 8, True):
         warnings.warn(
-            f"vLLM loads a kv cache in symmetric 8-bit float only, not {QuantizationType(args.type).value} of {args.num_bits} bits"
+            f"vLLM loads a kv cache in symmetric 8-bit float only, not {kind} of {args.num_bits} bits"
             f"{'' if args.symmetric else ', asymmetric'}; transformers loads it.",
             CalibrationWarning,
             stacklevel=5,
