@@ -108,7 +108,8 @@ def schemes(group: int) -> dict[str, QuantizationScheme]:
     }
     for name in PRESETS:
         found[name] = preset_name_to_scheme(name, ["Linear"])
-    found[KV_CACHE] = found["FP8"]
+        if name == "FP8":
+            found[KV_CACHE] = found[name]
     if group < 128:
         for name in ("W4A16", "W4A16_ASYM"):
             found[f"{name} (groups of {group})"] = scheme = found.pop(name)

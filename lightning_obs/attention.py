@@ -22,7 +22,7 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.utils import KV_CACHE_TARGETS
 from compressed_tensors.utils import get_head_dim, get_num_attn_heads, get_num_kv_heads
-from compressed_tensors.utils.match import is_match, is_narrow_match, match_named_modules, match_targets
+from compressed_tensors.utils.match import is_match, is_narrow_match, match_targets
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
@@ -152,9 +152,10 @@ def _of_groups(
     """``(name, group)`` of attention modules that a group targets, by compressed-tensors' rule: not their parent too,
     and not their children (``re:.*self_attn.*`` means the Linear modules in it)."""
     by_target = {t: g for g in config.config_groups.values() if isinstance(g, QuantizationScheme) for t in g.targets}
-    for name, module in match_named_modules(model, list(by_target), list(config.ignore or [])):
-        if name in cached:
-            group = by_target[match_targets(name, module, list(by_target))[0]]
+    for name, module in cached.items():
+        matched = match_targets(name, module, list(by_target))
+        if matched and not is_match(name, module, list(config.ignore or [])):
+            group = by_target[matched[0]]
             if is_narrow_match(model, group.targets, name):
                 yield name, group
 

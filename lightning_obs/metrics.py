@@ -59,6 +59,8 @@ def measure_layer_errors(model: nn.Module, batches: Iterable[Mapping[str, Any] |
         batches: keyword arguments (or one tensor) for the model; a few hundred tokens are enough.
     """
     probes = [_Probe(name, module) for name, module in calibrated_modules(model) if not quantized_states(module)]
+    if not probes:
+        return []
     with ExitStack() as stack, torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for probe in probes:
             stack.callback(probe.module.register_forward_hook(probe, with_kwargs=True).remove)
