@@ -48,10 +48,12 @@ from transformers.utils import logging as transformers_logging
 from lightning_obs import CalibrationSession
 from lightning_obs.app.data import TextData
 from lightning_obs.app.models import default_model_folder, load_causal_lm
+from lightning_obs.attention import KV_PRESETS
 from lightning_obs.modules import SUFFIXES, calibrated_modules, read_qparams
 from lightning_obs.schemes import preset_names
 
 PRESETS = ("FP8", "FP8_BLOCK", "W4A16", "W4A16_ASYM", "NVFP4")
+KV_CACHE = "FP8 and kv cache"
 IGNORE = ["lm_head"]
 BATCHES, TOKENS, VOCABULARY = 4, 128, 128
 
@@ -106,6 +108,8 @@ def schemes(group: int) -> dict[str, QuantizationScheme]:
     }
     for name in PRESETS:
         found[name] = preset_name_to_scheme(name, ["Linear"])
+        if name == "FP8":
+            found[KV_CACHE] = found[name]
     if group < 128:
         for name in ("W4A16", "W4A16_ASYM"):
             found[f"{name} (groups of {group})"] = scheme = found.pop(name)
@@ -129,7 +133,12 @@ def calibrate_both(
     batches = list(
         _random_batches() if random_ids else TextData(tokenizer, batches=BATCHES, tokens=TOKENS).val_dataloader()
     )
-    recipe = QuantizationModifier(ignore=IGNORE, config_groups={"group_0": scheme.model_copy(deep=True)})
+    kv_cache = KV_PRESETS["FP8"] if name == KV_CACHE else None
+    recipe = QuantizationModifier(
+        ignore=IGNORE,
+        config_groups={"group_0": scheme.model_copy(deep=True)},
+        kv_cache_scheme=None if kv_cache is None else kv_cache.model_copy(deep=True),
+    )
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar per scheme
         oneshot(
             model=model,
@@ -138,12 +147,15 @@ def calibrate_both(
             pipeline="basic",
             processor=tokenizer,  # required, and not used with a DataLoader
         )
-    kinds = tuple(f".{base}_{suffix}" for base in ("weight", "input") for suffix in SUFFIXES)
+    kinds = tuple(f".{base}_{suffix}" for base in ("weight", "input", "k", "v") for suffix in SUFFIXES)
     theirs = {key: value for key, value in model.state_dict().items() if key.endswith(kinds)}
 
     model, _ = load_causal_lm(folder, dtype, "eager")
     own = name if name in preset_names() else scheme  # what users write, where there is a name
-    with CalibrationSession(model, own, ignore=IGNORE, reload="unchecked") as session, torch.no_grad():
+    with (
+        CalibrationSession(model, own, ignore=IGNORE, kv_cache=kv_cache, reload="unchecked") as session,
+        torch.no_grad(),
+    ):
         for batch in batches if session.plan.needs_data else ():
             model(**batch, use_cache=False)
     ours = {f"{name}.{key}": v for name, module in calibrated_modules(model) for key, v in read_qparams(module).items()}

@@ -7,8 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
+from torch import nn
 
+from lightning_obs.attention import count_heads
 from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
+from lightning_obs.numerics.reshape import ATTENTION
 from lightning_obs.observers import Observer
 
 Key: TypeAlias = tuple[str, str]
@@ -57,7 +60,8 @@ def check_coverage(
                 else "or choose an observer that needs no inputs (memoryless_mse)."
             ),
         )
-    if on_missing == "error":
+    # An attention module without scales would be loaded with uninitialized ones: there, nothing can be left out.
+    if on_missing == "error" or any(base in ATTENTION for _, base in unreached):
         raise CalibrationError(
             f"no data reached {len(unreached)} of {len(needing)} observers",
             where=missing,
@@ -89,4 +93,23 @@ def check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
             "scales are not finite and positive",
             where=bad,
             remedy="look at the observer's range; the values may not fit the scale's dtype.",
+        )
+
+
+def check_heads(model: nn.Module, qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Raise a CalibrationError where scales per head do not fit the config, by which a checkpoint is loaded."""
+    per_head = [
+        (name, key, value.shape[0])
+        for name, values in qparams.items()
+        for key, value in values.items()
+        if key.partition("_")[0] in ATTENTION and value.ndim == 3
+    ]
+    expected = count_heads(model) if per_head else {}
+    bad = [f"{name}.{key} ({heads})" for name, key, heads in per_head if heads != expected[key[0]]]
+    if bad:
+        raise CalibrationError(
+            "attention has other heads than the config says, so the checkpoint would not load",
+            where=bad,
+            expected=", ".join(f"{base} {heads}" for base, heads in expected.items()),
+            remedy="one scale per tensor (kv_cache='FP8').",
         )

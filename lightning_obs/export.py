@@ -29,12 +29,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from lightning_obs.attention_hooks import marked_as_hooked
 from lightning_obs.errors import CalibrationError
 from lightning_obs.fake_forward import quantize_forward
 from lightning_obs.modules import (
     calibrated_modules,
     get_scheme,
     holdable_type,
+    quantized_states,
     read_qparams,
     trained_since,
     write_qparams,
@@ -108,9 +110,11 @@ def _compressed_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     # A module used under two names has its entries under both.
     for name, module in model.named_modules(remove_duplicate=False):
         scheme = get_scheme(module)
+        prefix = f"{name}." if name else ""
+        if scheme is not None and quantized_states(module):
+            state.update({prefix + key: value for key, value in read_qparams(module).items()})
         if scheme is None or holdable_type(module) is None:
             continue
-        prefix = f"{name}." if name else ""
         own = {*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))}
         local = {key: state.pop(prefix + key) for key in own if prefix + key in state}
         if id(module) not in done:
@@ -127,7 +131,8 @@ def _compressor(name: Any) -> Any:
 
 
 def _model_compressor(model: nn.Module) -> ModelCompressor | None:
-    compressor = ModelCompressor.from_pretrained_model(model)
+    with marked_as_hooked(model, [m for _, m in calibrated_modules(model) if "q" in quantized_states(m)]):
+        compressor = ModelCompressor.from_pretrained_model(model)
     if compressor.quantization_config is None:  # only modules that compressed-tensors cannot hold
         return None
     compressor.quantization_config.quantization_status = QuantizationStatus.COMPRESSED
@@ -161,13 +166,17 @@ def _unshared(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _save_own_qparams(model: nn.Module, folder: Path) -> None:
-    own = {name: module for name, module in calibrated_modules(model) if holdable_type(module) is None}
+    own = {name: module for name, module in calibrated_modules(model) if _is_own(module)}
     if not own:
         return
     found = {name: get_scheme(module) for name, module in own.items()}
     schemes = {name: scheme.model_dump(mode="json") for name, scheme in found.items() if scheme is not None}
     tensors = {f"{name}.{key}": value for name, module in own.items() for key, value in read_qparams(module).items()}
     save_file(_unshared(tensors), folder / QPARAMS_FILE, metadata={"schemes": json.dumps(schemes)})
+
+
+def _is_own(module: nn.Module) -> bool:
+    return holdable_type(module) is None and not quantized_states(module)
 
 
 @contextmanager
@@ -276,6 +285,10 @@ def _holdable_qparams(model: nn.Module, folder: Path, state: dict[str, torch.Ten
     for group in config.config_groups.values():
         assert isinstance(group, QuantizationScheme)
         by_target |= dict.fromkeys(group.targets, group)
+    if config.kv_cache_scheme is not None:
+        raise CalibrationError(
+            "the checkpoint has a quantized kv cache, which transformers loads", remedy="from_pretrained(folder)."
+        )
     found: _Found = {}
     matched = {id(m) for _, m in match_named_modules(model, list(by_target), config.ignore)}
     for name, module in model.named_modules(remove_duplicate=False):

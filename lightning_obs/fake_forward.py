@@ -1,8 +1,8 @@
 """Run a calibrated model through fake quantization.
 
-Linear and Embedding run compressed-tensors' own quantized forward. Other modules that have a weight matrix
-(convolutions, transformers' Conv1D) are fake-quantized here, with compressed-tensors' arithmetic on the weight seen as
-a matrix.
+Linear, Embedding and attention states run compressed-tensors' own quantized forward. Other modules that have a weight
+matrix (convolutions, transformers' Conv1D) are fake-quantized here, with compressed-tensors' arithmetic on the weight
+seen as a matrix.
 
 While a module runs quantized, its parameters are buffers that ``state_dict`` leaves out, so that they follow the model
 to a device (Lightning moves it there inside the ``with`` block); otherwise they are plain attributes (see ``modules``).
@@ -19,11 +19,13 @@ import torch
 from compressed_tensors.quantization import QuantizationStatus, forward_quantize, set_forward_quantized
 from torch import nn
 
+from lightning_obs.attention_hooks import find_owner, hooked_attention
 from lightning_obs.modules import (
     calibrated_modules,
     from_matrix,
     get_scheme,
     holdable_type,
+    quantized_states,
     read_qparams,
     replace_input,
     scheme_args,
@@ -48,8 +50,15 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
     ...     _ = model(torch.ones(1, 4))
     """
     with ExitStack() as stack:
+        attention: dict[nn.Module, dict[nn.Module, tuple[str, ...]]] = {}
         for _, module in list(calibrated_modules(model)):
-            stack.callback(quantize_forward(module))
+            if states := quantized_states(module):
+                attention.setdefault(find_owner(model, module), {})[module] = states
+                stack.callback(_unregister_qparams, module, _register_qparams(module))
+            else:
+                stack.callback(quantize_forward(module))
+        for owner, modules in attention.items():
+            stack.enter_context(hooked_attention(owner, modules, quantize=True))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled graph would not see the new forward
         yield model
 
@@ -69,11 +78,7 @@ def quantize_forward(module: nn.Module) -> Callable[[], None]:
         vars(module).pop("forward", None)
         if before is not None:
             module.forward = before
-        for name in became_buffers:
-            value = module._buffers.get(name)
-            if value is not None:  # calibrated anew meanwhile: a plain attribute already
-                delattr(module, name)
-                setattr(module, name, value)
+        _unregister_qparams(module, became_buffers)
 
     return undo
 
@@ -85,6 +90,14 @@ def _register_qparams(module: nn.Module) -> list[str]:
         delattr(module, name)
         module.register_buffer(name, value, persistent=False)
     return list(plain)
+
+
+def _unregister_qparams(module: nn.Module, names: list[str]) -> None:
+    for name in names:
+        value = module._buffers.get(name)
+        if value is not None:  # calibrated anew meanwhile: a plain attribute already
+            delattr(module, name)
+            setattr(module, name, value)
 
 
 def _quantized_forward(forward: Callable[..., Any]) -> Callable[..., Any]:

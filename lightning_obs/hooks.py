@@ -6,7 +6,7 @@ taken out here, before any observer: a masked token reaches none of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_obs.attention_hooks import hooked_attention, register_state_hook
 from lightning_obs.modules import first_input
 from lightning_obs.observers import Observer
 from lightning_obs.plan import Target
@@ -25,13 +26,16 @@ class ObserverHooks:
     """The hooks of one plan. Nothing is attached before :meth:`attach`, and nothing is left after :meth:`detach`.
 
     Args:
+        model: the model that holds the targets.
         targets: the modules.
         observers: ``{(module name, base name): observer}``. The observer of a weight is given the module's inputs too
             if it asks for them (:attr:`~lightning_obs.observers.Observer.needs_inputs`).
     """
 
-    def __init__(self, targets: Sequence[Target], observers: Mapping[tuple[str, str], Observer]) -> None:
-        self._targets, self._observers = targets, observers
+    def __init__(
+        self, model: nn.Module, targets: Sequence[Target], observers: Mapping[tuple[str, str], Observer]
+    ) -> None:
+        self._model, self._targets, self._observers = model, targets, observers
         self._attached: ExitStack | None = None
         self._read = LastRead()
         self._mask: torch.Tensor | None = None
@@ -57,7 +61,11 @@ class ObserverHooks:
         with ExitStack() as stack:
             # A hook added after a graph was compiled would never fire, in silence.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+            states = {target.module: target.states for target in self._targets if target.states}
+            stack.enter_context(hooked_attention(self._model, states, quantize=False))
             for target in self._targets:
+                for base_name in target.states:
+                    stack.callback(register_state_hook(target.module, base_name, self._state(target, base_name)).remove)
                 for register, hook in self._hooks(target):
                     stack.callback(register(hook, with_kwargs=True).remove)
             self._attached = stack.pop_all()
@@ -89,7 +97,18 @@ class ObserverHooks:
             hooks.append((target.module.register_forward_hook, observe_output))
         return hooks
 
-    def _observe(self, name: str, value: Any, observer: Observer | None, for_weight: Observer | None = None) -> None:
+    def _state(self, target: Target, base_name: str) -> Callable[[torch.Tensor], None]:
+        observer = self._observers[target.name, base_name]
+        return lambda value: self._observe(target.name, value, observer, heads=True)
+
+    def _observe(
+        self,
+        name: str,
+        value: Any,
+        observer: Observer | None,
+        for_weight: Observer | None = None,
+        heads: bool = False,
+    ) -> None:
         if isinstance(value, (tuple, list)):
             value = next((x for x in value if isinstance(x, torch.Tensor)), None)
         if isinstance(value, DTensor):
@@ -100,7 +119,7 @@ class ObserverHooks:
         tokens = value.detach()
         if self._mask is not None:
             if read.tokens is None:
-                read.tokens = select_tokens(tokens, self._mask, name)
+                read.tokens = select_tokens(tokens, self._mask, name, heads)
             tokens = read.tokens
         if observer is not None:
             observer.observe_shared(tokens, read.measured)

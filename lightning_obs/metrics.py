@@ -23,6 +23,7 @@ from lightning_obs.modules import (
     calibrated_modules,
     first_input,
     get_scheme,
+    quantized_states,
     read_qparams,
 )
 
@@ -48,6 +49,8 @@ class LayerError:
 def measure_layer_errors(model: nn.Module, batches: Iterable[Mapping[str, Any] | torch.Tensor]) -> list[LayerError]:
     """Compare every calibrated layer's output with and without quantization, worst first.
 
+    Attention states are not compared: they are not a layer's output.
+
     The model runs unquantized; each layer is run a second time, quantized, on the input it got. So an error is the
     layer's own, not one that it inherited.
 
@@ -55,7 +58,9 @@ def measure_layer_errors(model: nn.Module, batches: Iterable[Mapping[str, Any] |
         model: a calibrated model.
         batches: keyword arguments (or one tensor) for the model; a few hundred tokens are enough.
     """
-    probes = [_Probe(name, module) for name, module in calibrated_modules(model)]
+    probes = [_Probe(name, module) for name, module in calibrated_modules(model) if not quantized_states(module)]
+    if not probes:
+        return []
     with ExitStack() as stack, torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for probe in probes:
             stack.callback(probe.module.register_forward_hook(probe, with_kwargs=True).remove)

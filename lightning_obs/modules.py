@@ -21,9 +21,12 @@ from compressed_tensors.quantization import (
     QuantizationMetadata,
     QuantizationScheme,
     QuantizationStatus,
+    is_cached_attention_module,
 )
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from lightning_obs.numerics.reshape import ATTENTION
 
 SUFFIXES = ("scale", "zero_point", "global_scale")
 _OWN_SCHEME = "calibrated_scheme"
@@ -34,6 +37,11 @@ _ARGS = {"weight": "weights", "input": "input_activations", "output": "output_ac
 def holdable_type(module: nn.Module) -> type[nn.Module] | None:
     """The type under which compressed-tensors can store the module (Linear, Embedding), or None."""
     return next((cls for cls in (nn.Linear, nn.Embedding) if isinstance(module, cls)), None)
+
+
+def has_kv_cache(module: nn.Module) -> bool:
+    """Whether compressed-tensors takes the module for attention with a cache, whose states it can quantize."""
+    return bool(is_cached_attention_module(module))
 
 
 def scheme_args(scheme: QuantizationScheme) -> Iterator[tuple[str, QuantizationArgs]]:
@@ -115,6 +123,19 @@ def get_scheme(module: nn.Module) -> QuantizationScheme | None:
     return getattr(module, "quantization_scheme", None) or getattr(module, _OWN_SCHEME, None)
 
 
+def quantized_states(module: nn.Module) -> tuple[str, ...]:
+    """Which of q, k, v a module has scales for."""
+    return tuple(base for base in ATTENTION if isinstance(getattr(module, f"{base}_scale", None), torch.Tensor))
+
+
+def qparams_home(module: nn.Module) -> torch.Tensor | None:
+    """The tensor whose dtype scales are stored in, and beside which they live: the weight, or attention's first."""
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, torch.Tensor):
+        return weight
+    return next(module.parameters(), None) if has_kv_cache(module) else None
+
+
 def calibrated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every calibrated module under its first name."""
     for name, module in model.named_modules():
@@ -130,18 +151,19 @@ def write_qparams(
     Args:
         module: the module; its forward is not changed.
         scheme: copied, so that modules do not share one (compressed-tensors writes the format into it).
-        qparams: ``{"weight_scale": ..., "input_scale": ...}``. Scales are stored in the weight's dtype as
-            compressed-tensors does, global scales in float32. They are copied to the weight's device.
+        qparams: ``{"weight_scale": ..., "input_scale": ...}``, of an attention module ``{"k_scale": ...}``. Scales are
+            stored in the weight's dtype as compressed-tensors does (attention: in that of its first parameter),
+            global scales in float32. They are copied to its device.
         checksum: of the weight that the scale was found for (:func:`weight_checksum`); default: the weight as it is.
     """
     clear_qparams(module)
     scheme = scheme.model_copy(deep=True)
-    weight = getattr(module, "weight", None)
+    home = qparams_home(module)
     for name, value in qparams.items():
-        setattr(module, name, _stored(name, value, weight))
+        setattr(module, name, _stored(name, value, home))
     if scheme.weights is not None:
         setattr(module, _CHECKSUM, weight_checksum(module) if checksum is None else checksum)
-    kind = holdable_type(module)
+    kind = holdable_type(module) or (type(module) if has_kv_cache(module) else None)
     if kind is None:
         setattr(module, _OWN_SCHEME, scheme)
         return
@@ -151,14 +173,14 @@ def write_qparams(
     module.quantization_status = QuantizationStatus.FROZEN
 
 
-def _stored(name: str, value: torch.Tensor, weight: Any) -> torch.Tensor:
+def _stored(name: str, value: torch.Tensor, home: torch.Tensor | None) -> torch.Tensor:
     value = value.detach()
-    if not isinstance(weight, torch.Tensor):
+    if home is None:
         return value.clone()
-    dtype = weight.dtype if name.endswith("_scale") and not name.endswith("_global_scale") else value.dtype
+    dtype = home.dtype if name.endswith("_scale") and not name.endswith("_global_scale") else value.dtype
     if not dtype.is_floating_point and name.endswith("_scale"):
         dtype = value.dtype
-    return value.to(device=weight.device, dtype=dtype, copy=True)
+    return value.to(device=home.device, dtype=dtype, copy=True)
 
 
 def read_qparams(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -166,15 +188,18 @@ def read_qparams(module: nn.Module) -> dict[str, torch.Tensor]:
 
     ``model.to(device)`` does not take plain attributes along, so they are moved when they are read.
     """
-    names = (f"{base}_{suffix}" for base in _ARGS for suffix in SUFFIXES)
+    names = (f"{base}_{suffix}" for base in (*_ARGS, *ATTENTION) for suffix in SUFFIXES)
     found = {name: getattr(module, name) for name in names if isinstance(getattr(module, name, None), torch.Tensor)}
-    weight = getattr(module, "weight", None)
-    return {n: v.to(weight.device) for n, v in found.items()} if isinstance(weight, torch.Tensor) else found
+    home = qparams_home(module) if found else None
+    return found if home is None else {n: v.to(home.device) for n, v in found.items()}
 
 
 def clear_qparams(module: nn.Module) -> None:
     """Remove scheme and quantization parameters from a module."""
-    QuantizationMetadata.clear_all_qparams(module)
+    QuantizationMetadata.clear_all_qparams(module)  # knows k_scale and v_scale, no other states
+    for name in (f"{base}_{suffix}" for base in ATTENTION for suffix in SUFFIXES):
+        if hasattr(module, name) and name not in module._parameters:  # a parameter would be the model's own
+            delattr(module, name)
     for name in ("quantization_scheme", "quantization_status", "quantization_enabled", _OWN_SCHEME, _CHECKSUM):
         if name in vars(module):
             delattr(module, name)

@@ -7,6 +7,7 @@ after an hour of calibration, or a checkpoint that would not load, is not starte
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -21,6 +22,7 @@ from compressed_tensors.utils.match import is_match, match_named_modules, match_
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_obs.attention import find_states
 from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
 from lightning_obs.fusion import find_fused, require_one_scheme
 from lightning_obs.modules import holdable_type, scheme_args, weight_matrix
@@ -31,16 +33,21 @@ Reload: TypeAlias = Literal["default", "dequantize", "unchecked"]
 
 @dataclass(frozen=True)
 class Target:
-    """One module that will be quantized."""
+    """One module that will be quantized.
+
+    Attributes:
+        states: of an attention module, ``{"q": args, "k": args, "v": args}`` or k and v only; else empty.
+    """
 
     name: str
     module: nn.Module
     scheme: QuantizationScheme
+    states: Mapping[str, QuantizationArgs] = field(default_factory=dict)
 
     @property
     def args(self) -> dict[str, QuantizationArgs]:
         """What is quantized: ``{base name: args}``."""
-        return dict(scheme_args(self.scheme))
+        return dict(self.states or scheme_args(self.scheme))
 
 
 @dataclass(frozen=True)
@@ -74,10 +81,6 @@ def build_plan(model: nn.Module, config: QuantizationConfig, reload: Reload = "d
     Raises:
         CalibrationError: see the message; nothing was changed.
     """
-    if config.kv_cache_scheme is not None:
-        raise CalibrationError(
-            "kv_cache_scheme is not supported yet", remedy="leave it out; weights and inputs are calibrated."
-        )
     by_target = {target: group for group in config_groups(config) for target in group.targets}
     written = [target for group in config_groups(config) for target in group.targets]
     twice = sorted({target for target in written if written.count(target) > 1})
@@ -85,10 +88,12 @@ def build_plan(model: nn.Module, config: QuantizationConfig, reload: Reload = "d
         raise CalibrationError("a target stands in two groups", where=twice, remedy="keep it in one of them.")
     ignore = list(config.ignore or [])
     _require_matches(model, list(by_target), ignore)
-    targets = []
+    attention = find_states(model, config)
+    targets = [Target(found.name, found.module, found.scheme, found.states) for found in attention]
+    hooked = {target.name for target in targets}
     for name, module in match_named_modules(model, list(by_target), ignore):
         pattern = match_targets(name, module, list(by_target))[0]
-        if not (pattern.startswith("re:") and _holds_nothing(module)):
+        if name not in hooked and not (pattern.startswith("re:") and _holds_nothing(module)):
             targets.append(Target(name, module, by_target[pattern]))
     if not targets:
         raise CalibrationError(
@@ -150,10 +155,17 @@ def _check_modules(model: nn.Module, targets: list[Target]) -> None:
             f"{type(model).__name__} holds adapters beside its weights",
             remedy="merge them first: model = model.merge_and_unload().",
         )
-    attention = [t.name for t in targets if holdable_type(t.module) is None and "Attention" in type(t.module).__name__]
+    attention = [
+        t.name
+        for t in targets
+        if not t.states and holdable_type(t.module) is None and "Attention" in type(t.module).__name__
+    ]
     if attention:
         raise CalibrationError(
-            "attention states (q, k, v) are not supported yet", where=attention, remedy="target the Linear modules."
+            "attention that compressed-tensors cannot quantize: it finds no kv cache there",
+            where=attention,
+            expected="a module with k_proj and v_proj that is called with past_key_values",
+            remedy="target the Linear modules.",
         )
     done = [t.name for t in targets if _is_compressed(t.module)]
     if done:
@@ -279,6 +291,13 @@ def _check_reload(model: nn.Module, targets: list[Target], reload: Reload) -> No
         return
     transformers_model = hasattr(model, "save_pretrained")
     if reload == "dequantize":
+        states = [t.name for t in targets if t.states]
+        if states:
+            raise CalibrationError(
+                "transformers drops the quantization of attention states and the kv cache when it dequantizes",
+                where=states,
+                remedy=f'reload="default", leave the kv cache in full precision, {_ESCAPE}',
+            )
         if transformers_model and len({_how(t.scheme) for t in targets}) > 1:
             raise CalibrationError(
                 "transformers cannot dequantize a checkpoint with several schemes",

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_obs.attention import count_heads
 from lightning_obs.errors import CalibrationError
 from lightning_obs.modules import weight_matrix, write_qparams
 from lightning_obs.numerics.reshape import flatten_for_calibration
@@ -73,6 +74,9 @@ def load_state(plan: Plan, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _scale_fits(target: Target, qparams: dict[str, torch.Tensor]) -> bool:
+    per_head = {base: value for base in target.states if (value := qparams.get(f"{base}_scale")) is not None}
+    if any(value.ndim == 3 and len(value) != count_heads(target.module)[base] for base, value in per_head.items()):
+        return False
     args, scale, matrix = target.scheme.weights, qparams.get("weight_scale"), weight_matrix(target.module)
     if args is None or scale is None or matrix is None:
         return True

@@ -20,8 +20,10 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
+from lightning_obs.attention import KVCacheLike, StatesConfig, quantizes_states, resolve_kv_cache, state_args
 from lightning_obs.errors import CalibrationError
 from lightning_obs.modules import scheme_args
+from lightning_obs.numerics.reshape import ATTENTION, BASE_NAMES
 from lightning_obs.observers import Observer
 
 SchemeLike: TypeAlias = "str | Mapping[str, Any] | QuantizationScheme | QuantizationConfig"
@@ -51,11 +53,12 @@ def preset_names() -> list[str]:
 
 
 def resolve_config(
-    scheme: SchemeLike,
+    scheme: SchemeLike | None,
     *,
     targets: str | Sequence[str] | None = None,
     ignore: str | Sequence[str] = (),
     observers: ObserversLike = None,
+    kv_cache: KVCacheLike = None,
 ) -> QuantizationConfig:
     """Make one ``QuantizationConfig`` of what a user can write.
 
@@ -63,11 +66,12 @@ def resolve_config(
         scheme: a preset name (``"FP8"``, ``"W4A16"``, ``"INT8_STATIC"``...); a dict of ``weights`` /
             ``input_activations`` / ``output_activations``; a dict of groups (``{"FP8": ["re:.*mlp.*_proj"],
             "W4A16": ["Linear"]}`` or ``{"group": {"targets": [...], "weights": {...}}}``); a full
-            ``{"config_groups": ...}``; or the compressed-tensors object.
+            ``{"config_groups": ...}``; or the compressed-tensors object. None with ``kv_cache``, for the cache alone.
         targets: what to quantize, where the scheme does not say: class names, module names, ``re:`` patterns.
         ignore: what to leave alone, written the same way.
-        observers: observer per base name (weight, input, output): a name, or a dict of ``name`` and
-            hyperparameters. Replaces the one that the scheme names.
+        observers: observer per base name (weight, input, output; q, k, v of attention states): a name, or a dict of
+            ``name`` and hyperparameters. Replaces the one that the scheme names.
+        kv_cache: quantization of the kv cache, see :func:`~lightning_obs.attention.resolve_kv_cache`.
 
     Raises:
         CalibrationError: an unknown preset, field, base name or observer; targets given twice; a scheme that
@@ -76,7 +80,7 @@ def resolve_config(
     targets = [targets] if isinstance(targets, str) else list(targets) if targets is not None else None
     ignore = [ignore] if isinstance(ignore, str) else list(ignore)
     try:
-        groups, base = _groups(scheme, targets)
+        groups, base = ({}, None) if scheme is None and kv_cache is not None else _groups(scheme, targets)
     except CalibrationError:
         raise
     except (ValueError, TypeError, NotImplementedError, KeyError) as error:
@@ -84,14 +88,16 @@ def resolve_config(
     config = QuantizationConfig(
         config_groups={name: group.model_copy(deep=True) for name, group in groups.items()},
         ignore=[*(base.ignore or [] if base else []), *ignore],
-        kv_cache_scheme=base.kv_cache_scheme if base else None,
+        kv_cache_scheme=resolve_kv_cache(kv_cache, base.kv_cache_scheme if base else None),
     )
+    if any(observers and observers.get(name) for name in ATTENTION):
+        config = StatesConfig(**dict(config))
     _set_observers(config, observers or {})
     return config
 
 
 def _groups(
-    scheme: SchemeLike, targets: list[str] | None
+    scheme: SchemeLike | None, targets: list[str] | None
 ) -> tuple[dict[str, QuantizationScheme], QuantizationConfig | None]:
     if isinstance(scheme, QuantizationConfig) or (isinstance(scheme, Mapping) and "config_groups" in scheme):
         config = scheme if isinstance(scheme, QuantizationConfig) else QuantizationConfig.model_validate(dict(scheme))
@@ -103,7 +109,7 @@ def _groups(
         return {"group_0": scheme.model_copy(update={"targets": scheme.targets or targets or [*DEFAULT_TARGETS]})}, None
     if isinstance(scheme, str):
         return {"group_0": _preset(scheme, targets or [*DEFAULT_TARGETS])}, None
-    if isinstance(scheme, Mapping):
+    if isinstance(scheme, Mapping) or scheme is None:
         if not scheme:
             raise CalibrationError("the scheme is empty", expected="a preset name or at least one group")
         if set(scheme) <= _SCHEME_FIELDS:
@@ -164,7 +170,7 @@ def _refuse_second_targets(targets: list[str] | None, first: str) -> None:
 
 
 def _set_observers(config: QuantizationConfig, observers: Mapping[str, str | Mapping[str, Any] | None]) -> None:
-    known = ("weight", "input", "output")
+    known = BASE_NAMES
     for base_name, value in observers.items():
         if base_name not in known:
             raise CalibrationError(f"observers for {base_name!r}", expected=f"one of {', '.join(known)}")
@@ -180,18 +186,35 @@ def _set_observers(config: QuantizationConfig, observers: Mapping[str, str | Map
         if not found:
             raise CalibrationError(
                 f"observer {name!r} is given for {base_name}, but the scheme has nothing static to observe there",
-                remedy="leave it out, or choose a scheme that needs it (INT8_STATIC and FP8 calibrate inputs).",
+                remedy="leave it out, or "
+                + (
+                    "quantize attention states (kv_cache for k and v, an attention group for q, k and v)."
+                    if base_name in ATTENTION
+                    else "choose a scheme that needs it (INT8_STATIC and FP8 calibrate inputs)."
+                ),
             )
+        if base_name in ATTENTION:
+            assert isinstance(config, StatesConfig)  # resolve_config
+            own = {base_name: {"observer": name, "observer_kwargs": kwargs}}
+            config.state_observers = (config.state_observers or {}) | own
+            continue
         for args in found:
             args.observer, args.observer_kwargs = name, kwargs
     for base_name, args in _all_args(config):
         if args.dynamic is not True:
-            make_observer(base_name, args)  # an unknown name or hyperparameter is found now, not after the data
+            make_observer(
+                base_name, state_args(config, args, base_name)
+            )  # an unknown name or hyperparameter is found now, not after the data
 
 
 def _all_args(config: QuantizationConfig) -> Iterator[tuple[str, QuantizationArgs]]:
     for group in config_groups(config):
-        yield from scheme_args(group)
+        if quantizes_states(group):
+            yield from ((base_name, args) for base_name in ATTENTION for _, args in scheme_args(group))
+        else:
+            yield from scheme_args(group)
+    if config.kv_cache_scheme is not None:
+        yield from ((base_name, config.kv_cache_scheme) for base_name in ("k", "v"))
 
 
 def make_observer(base_name: str, args: QuantizationArgs) -> Observer:
@@ -201,23 +224,27 @@ def make_observer(base_name: str, args: QuantizationArgs) -> Observer:
     return observer
 
 
-def label(scheme: SchemeLike, config: QuantizationConfig) -> str:
+def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
     """A short name of a scheme for reports: the preset's name, or what it does.
 
     >>> scheme = {"weights": {"num_bits": 4, "group_size": 64}}
     >>> label(scheme, resolve_config(scheme))
     'int4 group 64 weights'
     """
+    cache = [] if config.kv_cache_scheme is None else [f"{_describe(config.kv_cache_scheme)} kv cache"]
     if isinstance(scheme, str):
-        return scheme.upper()
+        return " + ".join([scheme.upper(), *cache])
     if isinstance(scheme, Mapping) and set(map(str.upper, scheme)) <= set(preset_names()):
-        return " + ".join(map(str.upper, scheme))
+        return " + ".join([*map(str.upper, scheme), *cache])
     kinds = {"weight": "weights", "input": "inputs", "output": "outputs"}
     groups = [
-        ", ".join(f"{_describe(args)} {kinds[base_name]}" for base_name, args in scheme_args(group))
+        ", ".join(
+            f"{_describe(args)} {'attention states' if quantizes_states(group) else kinds[base_name]}"
+            for base_name, args in scheme_args(group)
+        )
         for group in config_groups(config)
     ]
-    return " + ".join(dict.fromkeys(groups))
+    return " + ".join(dict.fromkeys([*groups, *cache]))
 
 
 def _describe(args: QuantizationArgs) -> str:

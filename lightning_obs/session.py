@@ -19,10 +19,11 @@ from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_obs.checks import check_coverage, check_scales
+from lightning_obs.attention import KVCacheLike
+from lightning_obs.checks import check_coverage, check_heads, check_scales
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from lightning_obs.hooks import ObserverHooks
-from lightning_obs.modules import clear_qparams, read_qparams, weight_matrix, write_qparams
+from lightning_obs.modules import clear_qparams, qparams_home, read_qparams, weight_matrix, write_qparams
 from lightning_obs.observers import Observer
 from lightning_obs.plan import Plan, Reload, Target, build_plan
 from lightning_obs.saved_state import dump_state, load_state
@@ -75,7 +76,9 @@ class CalibrationSession:
         scheme: preset name, dict, or ``QuantizationConfig`` (:func:`~lightning_obs.schemes.resolve_config`).
         targets: what to quantize where the scheme does not say (default: every Linear).
         ignore: modules to leave alone: names, class names, ``re:`` patterns.
-        observers: ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``.
+        observers: ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``; also q, k, v.
+        kv_cache: quantize k and v of every attention module (transformers models): ``"FP8"``, ``"FP8_HEAD"``, a dict or
+            ``QuantizationArgs``. With ``scheme=None`` nothing else is quantized.
         on_missing: what to do when no data reached a module: ``"error"``, or ``"warn"`` and leave it in full precision.
         reload: how the checkpoint will be loaded, see :func:`~lightning_obs.plan.build_plan`.
         token_mask: name of the model's argument that is nonzero for tokens that count, ``(batch, tokens)``, usually
@@ -97,11 +100,12 @@ class CalibrationSession:
     def __init__(
         self,
         model: nn.Module,
-        scheme: SchemeLike,
+        scheme: SchemeLike | None,
         *,
         targets: str | Sequence[str] | None = None,
         ignore: str | Sequence[str] = (),
         observers: ObserversLike = None,
+        kv_cache: KVCacheLike = None,
         on_missing: Literal["error", "warn"] = "error",
         reload: Reload = "default",
         token_mask: str | None = None,
@@ -112,7 +116,9 @@ class CalibrationSession:
         if reload not in ("default", "dequantize", "unchecked"):
             raise CalibrationError("reload", got=repr(reload), expected="'default', 'dequantize' or 'unchecked'")
         self.model = model
-        self.config: QuantizationConfig = resolve_config(scheme, targets=targets, ignore=ignore, observers=observers)
+        self.config: QuantizationConfig = resolve_config(
+            scheme, targets=targets, ignore=ignore, observers=observers, kv_cache=kv_cache
+        )
         self.label = label(scheme, self.config)
         self.plan: Plan = build_plan(model, self.config, reload)
         self.on_missing = on_missing
@@ -124,10 +130,10 @@ class CalibrationSession:
             if args.dynamic is not True
         }
         for target in self.plan.targets:
-            weight = weight_matrix(target.module)
+            home = qparams_home(target.module)
             for base_name in target.args:
-                if weight is not None and (target.name, base_name) in self.observers:
-                    self.observers[target.name, base_name].qparams_dtype = weight.dtype
+                if home is not None and (target.name, base_name) in self.observers:
+                    self.observers[target.name, base_name].qparams_dtype = home.dtype
         _check_inputs_fit(self.plan, self.observers)
         for group in self.plan.fused:
             for base_name in ("weight", "input"):
@@ -136,7 +142,7 @@ class CalibrationSession:
         self.result: CalibrationResult | None = None
         self._written: dict[str, torch.Tensor] = {}
         self._started = 0.0
-        self._hooks = ObserverHooks(self.plan.targets, self.observers)
+        self._hooks = ObserverHooks(model, self.plan.targets, self.observers)
         self._token_mask = token_mask
         self._on_model: list[RemovableHandle] = []
 
@@ -224,6 +230,7 @@ class CalibrationSession:
             chosen = [target for target in self.plan.targets if target.name not in skipped]
             qparams = {target.name: self._qparams(target) for target in chosen}
             check_scales(qparams)
+            check_heads(self.model, qparams)
             for target in self.plan.targets:
                 if target.name in qparams:
                     write_qparams(target.module, target.scheme, qparams[target.name])

@@ -33,7 +33,7 @@ def select_tokens(value: torch.Tensor, mask: torch.Tensor, name: str, heads: boo
             return value[chosen]
         if value.ndim == 2 and len(chosen) and len(value) % len(chosen) == 0:
             return value.unflatten(0, (len(chosen), -1))[chosen].flatten(0, 1)
-        raise _unknown_rows(value, mask, name)
+        raise _unknown_rows(value, mask, name, heads)
     batch, tokens = chosen.shape
     if heads and value.ndim == 4 and (len(value), value.shape[2]) == (batch, tokens):
         return value.transpose(1, 2)[chosen].transpose(0, 1).unsqueeze(0)
@@ -43,15 +43,17 @@ def select_tokens(value: torch.Tensor, mask: torch.Tensor, name: str, heads: boo
         return value[chosen.flatten()]
     if not heads and value.ndim == 2 and len(value) == batch:
         return value
-    raise _unknown_rows(value, mask, name)
+    raise _unknown_rows(value, mask, name, heads)
 
 
-def _unknown_rows(value: torch.Tensor, mask: torch.Tensor, name: str) -> CalibrationError:
+def _unknown_rows(value: torch.Tensor, mask: torch.Tensor, name: str, heads: bool) -> CalibrationError:
     return CalibrationError(
         "which rows are padding cannot be told from the shape",
         where=[name],
         got=f"an activation of shape {tuple(value.shape)}, a token mask of shape {tuple(mask.shape)}",
-        expected="(batch, tokens, channels) or (batch * tokens, channels)",
+        expected="(batch, heads, tokens, head_dim)"
+        if heads
+        else "(batch, tokens, channels) or (batch * tokens, channels)",
         remedy="list the module in `ignore`, or calibrate without padding and without token_mask.",
     )
 

@@ -5,7 +5,6 @@ import torch
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationConfig,
-    QuantizationScheme,
     QuantizationStatus,
     preset_name_to_scheme,
 )
@@ -269,12 +268,6 @@ def test_a_model_of_which_everything_is_ignored_is_refused(mlp):
         plan(mlp, "FP8", ignore=["re:fc"])
 
 
-def test_kv_cache_is_refused(mlp):
-    config = QuantizationConfig(config_groups={"group_0": FP8}, kv_cache_scheme=QuantizationArgs(type="float"))
-    with pytest.raises(CalibrationError, match="kv_cache_scheme is not supported yet"):
-        plan(mlp, config)
-
-
 # ---------------------------------------------------------------------- what modules cannot have
 
 
@@ -370,16 +363,6 @@ def test_an_integer_weight_is_refused():
     model[0].weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
     with pytest.raises(CalibrationError, match="the weight is not floating point: 0"):
         plan(model, "FP8")
-
-
-def test_attention_states_are_refused(tiny_llama):
-    scheme = QuantizationScheme(
-        targets=["LlamaAttention"], input_activations=QuantizationArgs(num_bits=8, type="float")
-    )
-    with pytest.raises(
-        CalibrationError, match=r"attention states \(q, k, v\) are not supported yet: model.layers.0.self_attn"
-    ):
-        plan(tiny_llama(), scheme)
 
 
 @pytest.mark.parametrize("target", ["Conv2d", "ReLU"])

@@ -92,15 +92,17 @@ def run(config: DictConfig) -> dict[str, Any]:
 
 
 def make_callback(config: DictConfig) -> CalibrationCallback:
-    """The callback that ``scheme``, ``observer``, ``weight_observer`` and ``ignore`` describe."""
+    """The callback that ``scheme``, ``kv_cache``, ``observer``, ``weight_observer`` and ``ignore`` describe."""
     scheme = OmegaConf.to_container(config.scheme, resolve=True)
     assert isinstance(scheme, dict)
     targets = scheme.pop("targets", None)
+    kv_cache = OmegaConf.to_container(config.kv_cache, resolve=True)
     return CalibrationCallback(
-        scheme.pop("preset", None) or scheme,
+        scheme.pop("preset", None) or scheme or None,
         targets=targets,
         ignore=[*config.ignore, *_ignored_by_report(config.ignore_from)],
         observers={"input": config.observer, "weight": config.weight_observer},
+        kv_cache=kv_cache or None,
         module=config.module,
         on_missing=config.on_missing,
         reload=config.export.reload,

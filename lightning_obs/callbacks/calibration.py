@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
+from lightning_obs.attention import KVCacheLike
 from lightning_obs.callbacks.ranks import collectives_of, repeated_in_batch, repeated_samples
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from lightning_obs.export import export_checkpoint
@@ -42,6 +43,8 @@ class CalibrationCallback(Callback):
         ignore: modules to leave alone: names, class names, ``re:`` patterns. Names are those inside the calibrated
             module: ``"lm_head"``, not ``"model.lm_head"``, where the LightningModule's ``model`` is of transformers.
         observers: observer per base name, ``{"input": {"name": "minmax", "averaging_constant": 0.05}}``.
+        kv_cache: quantize k and v of every attention module: ``"FP8"``, ``"FP8_HEAD"``, a dict or ``QuantizationArgs``.
+            With ``scheme=None`` nothing else is quantized.
         module: attribute path of the module to calibrate and export. Default: the one transformers model that the
             LightningModule holds, else the LightningModule itself.
         on_missing: ``"error"``, or ``"warn"`` and leave modules that no data reached in full precision.
@@ -57,11 +60,12 @@ class CalibrationCallback(Callback):
 
     def __init__(
         self,
-        scheme: SchemeLike,
+        scheme: SchemeLike | None,
         *,
         targets: str | Sequence[str] | None = None,
         ignore: str | Sequence[str] = (),
         observers: ObserversLike = None,
+        kv_cache: KVCacheLike = None,
         module: str | None = None,
         on_missing: Literal["error", "warn"] = "error",
         reload: Reload = "default",
@@ -73,11 +77,13 @@ class CalibrationCallback(Callback):
             "targets": _plain(targets),
             "ignore": _plain(ignore),
             "observers": _plain(observers),
+            "kv_cache": _plain(kv_cache),
             "on_missing": on_missing,
             "reload": reload,
         }
         # A typo is found where it was made, not an epoch later.
-        self._config = resolve_config(**{k: self._options[k] for k in ("scheme", "targets", "ignore", "observers")})
+        said = ("scheme", "targets", "ignore", "observers", "kv_cache")
+        self._config = resolve_config(**{k: self._options[k] for k in said})
         self.module = module
         self.sanity_check = sanity_check
         self.token_mask = token_mask

@@ -22,9 +22,16 @@ def select(*overrides):
 @pytest.mark.parametrize("path", GROUPS, ids=str)
 def test_every_option_composes_and_makes_a_callback(path):
     override = f"{path.parts[0]}={path.stem}"
-    needs = ["scheme=w4a16"] if path.parts[0] == "weight_observer" else ["scheme=int8_static"]
-    callback = make_callback(select(*(needs if path.parts[0] in ("observer", "weight_observer") else ()), override))
+    needs = {"observer": ["scheme=int8_static"], "weight_observer": ["scheme=w4a16"]}.get(path.parts[0], [])
+    callback = make_callback(select(*needs, override, *(["kv_cache=fp8"] if override == "scheme=none" else [])))
     assert callback.label
+
+
+@pytest.mark.parametrize(("option", "label"), [("fp8", "FP8 + float8 tensor"), ("fp8_head", "FP8 + float8 attn_head")])
+def test_a_kv_cache_is_quantized_beside_any_scheme(option, label):
+    callback = make_callback(select("scheme=fp8", f"kv_cache={option}", "kv_cache.observer=histogram"))
+    assert callback.label == f"{label} kv cache"
+    assert callback._config.kv_cache_scheme.observer == "histogram"
 
 
 def test_every_target_is_a_class():

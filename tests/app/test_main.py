@@ -62,6 +62,13 @@ def test_what_cannot_be_loaded_back_is_refused_before_anything_is_written(compos
     assert not (tmp_path / "run" / "checkpoint").exists()
 
 
+def test_a_kv_cache_alone_is_verified(composed, capsys):
+    run(composed("scheme=none", "kv_cache=fp8", "evaluate=false"))
+    output = capsys.readouterr().out
+    assert "float8 tensor kv cache · 2 modules · 4 observers · 2 batches" in output
+    assert "largest difference of logits 0.0" in output
+
+
 def test_nvfp4_in_bfloat16_is_verified(composed, capsys):
     run(composed("scheme=nvfp4", "model.dtype=bfloat16", "evaluate=false"))
     assert "largest difference of logits 0.0" in capsys.readouterr().out

@@ -464,3 +464,62 @@ def test_a_batch_without_the_mask_is_an_error_that_lists_its_keys():
     with pytest.raises(CalibrationError, match=r"no 'mask'.*x, attention_mask"):
         trainer(callback).validate(Padded(), padded_loader()[1], verbose=False)
     assert callback.result is None
+
+
+# ---------------------------------------------------------------------- the kv cache
+
+
+def test_validate_calibrates_the_kv_cache(tiny_llama, batches, tmp_path):
+    module, callback = Language(tiny_llama()), CalibrationCallback("FP8", kv_cache="FP8", ignore=["lm_head"])
+    data, names = DataLoader(batches, batch_size=None), [name for name, _ in module.named_modules()]
+    plain = trainer().validate(module, data, verbose=False)
+    assert trainer(callback).validate(module, data, verbose=False) == plain
+    assert not hooks_on(module)
+    assert [name for name, _ in module.named_modules()] == names
+    session_model = tiny_llama()
+    with CalibrationSession(session_model, "FP8", kv_cache="FP8", ignore=["lm_head"]) as session:
+        for batch in batches:
+            session_model(**batch)
+    assert callback.result.qparams.keys() == session.result.qparams.keys()
+    for name, value in session.result.qparams.items():
+        assert torch.equal(value, callback.result.qparams[name]), name
+    with quantized(module):
+        measured = trainer().validate(module, data, verbose=False)
+        with torch.no_grad():
+            expected = module.model(**batches[0]).logits
+    assert measured != plain
+    callback.export(tmp_path / "out")
+    with torch.no_grad():
+        reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+        assert torch.equal(reloaded(**batches[0]).logits, expected)
+
+
+def test_a_step_that_fails_leaves_nothing_in_attention(tiny_llama, batches):
+    class Fails(Language):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            raise RuntimeError("stop")
+
+    states = {"num_bits": 8, "type": "float"}
+    scheme = {"attention": {"targets": ["LlamaAttention"], "input_activations": states}}
+    module = Fails(tiny_llama())
+    names, implementation = [name for name, _ in module.named_modules()], module.model.config._attn_implementation
+    with pytest.raises(RuntimeError, match="stop"):
+        trainer(CalibrationCallback(scheme)).validate(module, DataLoader(batches, batch_size=None), verbose=False)
+    assert not hooks_on(module)
+    assert [name for name, _ in module.named_modules()] == names
+    assert module.model.config._attn_implementation == implementation
+
+
+def test_a_resumed_run_has_the_scales_of_the_kv_cache(tiny_llama, batches, tmp_path):
+    data = DataLoader(batches, batch_size=None)
+    first = CalibrationCallback(None, kv_cache="FP8_HEAD")
+    run, module = trainer(first), Language(tiny_llama())
+    run.validate(module, data, verbose=False)
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    second, resumed = CalibrationCallback(None, kv_cache="FP8_HEAD"), Language(tiny_llama())
+    resumed.test_step = lambda batch, batch_idx: None
+    trainer(second).test(resumed, data, ckpt_path=tmp_path / "run.ckpt", verbose=False)
+    before, after = (read_qparams(m.model.model.layers[1].self_attn) for m in (module, resumed))
+    assert set(before) == set(after) == {"k_scale", "v_scale"}
+    assert all(torch.equal(before[key], after[key]) for key in before)

@@ -1,0 +1,229 @@
+"""Put compressed-tensors' hooked modules into attention for a while, and take them out again.
+
+compressed-tensors quantizes k and v where the cache is updated and q where the attention function is called: it adds
+two modules to every attention module, a hook that nobody gets a handle of, and an attention function of its own to the
+model's config and to a variable of the process. Here all of that has an end. Who observes and who quantizes may come
+and go in any order; the last one to leave takes everything out.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from compressed_tensors.modeling import (
+    IMPL_ATTR,
+    KV_CACHE_ATTR,
+    QuantizedAttentionImpl,
+    initialize_hooked_attention,
+    initialize_hooked_kv_cache,
+    register_key_hook,
+    register_query_hook,
+    register_value_hook,
+)
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_obs.errors import CalibrationError
+
+_REGISTER = {"q": register_query_hook, "k": register_key_hook, "v": register_value_hook}
+_ENABLED = "quantization_enabled"
+
+
+@contextmanager
+def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[str]], quantize: bool) -> Iterator[None]:
+    """Let states be observed (:func:`register_state_hook`) or quantized inside the ``with`` block.
+
+    Args:
+        model: the transformers model that holds ``modules``.
+        modules: attention modules, and which of q, k, v is wanted of each.
+        quantize: quantize them with the parameters on the modules. Otherwise nothing is quantized, unless somebody
+            else does meanwhile.
+
+    Raises:
+        CalibrationError: q of two models with different attention functions at one time.
+    """
+    with ExitStack() as stack:
+        if any("q" in states for states in modules.values()):
+            stack.enter_context(_shared(_functions, model, partial(_attention_function, model)))
+        for module, states in modules.items():
+            stack.enter_context(_shared(_caches, module, partial(_hooked_cache, model, module)))
+            if "q" in states:
+                stack.enter_context(_shared(_queries, module, partial(_hooked_query, model, module)))
+            stack.enter_context(_switched(module, quantize))
+        yield
+
+
+def register_state_hook(module: nn.Module, base_name: str, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Call ``hook`` with q, k (both after rotary embedding) or v, ``(batch, heads, tokens, head_dim)``.
+
+    Args:
+        module: inside :func:`hooked_attention`.
+        base_name: q, k or v.
+        hook: sees the state before it is quantized, and cannot change it.
+    """
+
+    def observe(_: nn.Module, state: torch.Tensor) -> None:
+        hook(state)
+
+    return _REGISTER[base_name](module, observe)
+
+
+@contextmanager
+def marked_as_hooked(model: Any, modules: Collection[nn.Module]) -> Iterator[None]:
+    """Make ``modules`` look as compressed-tensors left them, for its code that asks which of them quantize q."""
+    marked = [module for module in modules if not hasattr(module, IMPL_ATTR)]
+    try:
+        for module in marked:
+            module.register_module(IMPL_ATTR, QuantizedAttentionImpl(model.config))
+        yield
+    finally:
+        for module in marked:
+            delattr(module, IMPL_ATTR)
+
+
+def find_owner(root: nn.Module, module: nn.Module) -> nn.Module:
+    """The outermost transformers model inside ``root`` that holds ``module``.
+
+    Raises:
+        CalibrationError: there is none, as in a single layer.
+    """
+    for candidate in root.modules():
+        if hasattr(candidate, "set_attn_implementation") and any(m is module for m in candidate.modules()):
+            return candidate
+    raise CalibrationError(
+        "attention states are quantized through the transformers model that holds them",
+        got=type(root).__name__,
+        remedy="give the whole model.",
+    )
+
+
+# ---------------------------------------------------------------------- entered by the first, left by the last
+
+_Open = weakref.WeakKeyDictionary[nn.Module, tuple[int, ExitStack]]
+_caches: _Open = weakref.WeakKeyDictionary()
+_queries: _Open = weakref.WeakKeyDictionary()
+_functions: _Open = weakref.WeakKeyDictionary()
+#: module -> [how many observe, how many quantize, what ``quantization_enabled`` was]
+_users: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def _shared(opened: _Open, key: nn.Module, make: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    count, stack = opened.get(key) or (0, ExitStack())
+    if count == 0:
+        stack.enter_context(make())
+    opened[key] = (count + 1, stack)
+    try:
+        yield
+    finally:
+        count, stack = opened[key]
+        opened[key] = (count - 1, stack)
+        if count == 1:
+            del opened[key]
+            stack.close()
+
+
+@contextmanager
+def _hooked_cache(model: nn.Module, module: nn.Module) -> Iterator[None]:
+    if hasattr(module, KV_CACHE_ATTR):  # loaded from a quantized checkpoint: not ours to take out
+        yield
+        return
+    handles: list[RemovableHandle] = []
+    register = module.register_forward_pre_hook
+
+    def record(*args: Any, **kwargs: Any) -> RemovableHandle:
+        handles.append(register(*args, **kwargs))
+        return handles[-1]
+
+    try:
+        # compressed-tensors drops the handle of its hook.
+        module.register_forward_pre_hook = record  # type: ignore[method-assign]
+        try:
+            initialize_hooked_kv_cache(model, module)
+        finally:
+            del module.register_forward_pre_hook
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        if hasattr(module, KV_CACHE_ATTR):
+            delattr(module, KV_CACHE_ATTR)
+
+
+@contextmanager
+def _hooked_query(model: nn.Module, module: nn.Module) -> Iterator[None]:
+    if hasattr(module, IMPL_ATTR):
+        yield
+        return
+    try:
+        initialize_hooked_attention(model, module)
+        yield
+    finally:
+        if hasattr(module, IMPL_ATTR):
+            delattr(module, IMPL_ATTR)
+
+
+@contextmanager
+def _attention_function(model: Any) -> Iterator[None]:
+    """compressed-tensors sets the function of the whole model, and remembers the original one in one place for all."""
+    used = model.config._attn_implementation
+    others = [other for other in _functions if other is not model]
+    if others and QuantizedAttentionImpl._original_impl != used:
+        raise CalibrationError(
+            "q is observed or quantized in two models with different attention functions at one time",
+            where=[type(other).__name__ for other in others],
+            got=f"{QuantizedAttentionImpl._original_impl} and {used}",
+            remedy="do one after the other, or load both with the same attn_implementation.",
+        )
+    original = QuantizedAttentionImpl._original_impl
+    configs = [(config, config._attn_implementation) for config in _configs(model)]
+    try:
+        yield
+    finally:
+        for config, implementation in configs:  # a parent's setter reaches its children, which come after it
+            config._attn_implementation = implementation
+        QuantizedAttentionImpl._original_impl = original
+
+
+def _configs(model: Any) -> list[Any]:
+    """The configs of a model and of the models in it, parents first."""
+    found: dict[int, Any] = {}
+
+    def visit(config: Any) -> None:
+        if config is not None and id(config) not in found and hasattr(config, "_attn_implementation"):
+            found[id(config)] = config
+            for name in getattr(config, "sub_configs", {}):
+                visit(getattr(config, name, None))
+
+    for module in model.modules():
+        visit(getattr(module, "config", None))
+    return list(found.values())
+
+
+@contextmanager
+def _switched(module: nn.Module, quantize: bool) -> Iterator[None]:
+    """A module that was calibrated before would quantize while it is observed."""
+    users = _users.setdefault(module, [0, 0, vars(module).get(_ENABLED)])
+    users[quantize] += 1
+    _switch(module)
+    try:
+        yield
+    finally:
+        users[quantize] -= 1
+        _switch(module)
+        if not users[False] and not users[True]:
+            del _users[module]
+
+
+def _switch(module: nn.Module) -> None:
+    observing, quantizing, before = _users[module]
+    enabled = False if observing and not quantizing else before
+    if enabled is not None:
+        setattr(module, _ENABLED, enabled)
+    elif _ENABLED in vars(module):
+        delattr(module, _ENABLED)
