@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_obs.callbacks.calibration import CalibrationCallback
     from lightning_obs.errors import CalibrationError, CalibrationWarning
+    from lightning_obs.experts import linearize_experts
     from lightning_obs.export import export_checkpoint, load_checkpoint
     from lightning_obs.fake_forward import quantized
     from lightning_obs.observers import Observer
@@ -29,6 +30,7 @@ _HOME = {
     "CalibrationSession": "lightning_obs.session",
     "Observer": "lightning_obs.observers",
     "export_checkpoint": "lightning_obs.export",
+    "linearize_experts": "lightning_obs.experts",
     "load_checkpoint": "lightning_obs.export",
     "quantized": "lightning_obs.fake_forward",
 }
@@ -41,6 +43,7 @@ __all__ = [
     "CalibrationWarning",
     "Observer",
     "export_checkpoint",
+    "linearize_experts",
     "load_checkpoint",
     "quantized",
 ]

@@ -15,15 +15,22 @@ Observers = Mapping[tuple[str, str], Observer]
 
 
 def check_coverage(
-    observers: Observers, fused: Sequence[Sequence[str]], scheme: str, batches: int, on_missing: str
+    observers: Observers,
+    fused: Sequence[Sequence[str]],
+    scheme: str,
+    batches: int,
+    on_missing: str,
+    experts: bool = False,
 ) -> set[str]:
     """Names of modules to leave in full precision, because no data reached them.
+
+    With ``experts`` the model has some, and the error says what can be done for them.
 
     Raises:
         CalibrationError: no observer saw any data, or one saw none and ``on_missing`` is ``"error"``.
     """
     needing = {key: obs for key, obs in observers.items() if key[1] != "weight" or obs.needs_inputs}
-    unreached = [key for key, obs in needing.items() if not _is_reached(key[1], obs)]
+    unreached = [key for key, obs in needing.items() if not is_reached(key[1], obs)]
     if not unreached:
         return set()
     missing = [f"{name} ({base if base != 'weight' else 'inputs for its weight'})" for name, base in unreached]
@@ -42,12 +49,13 @@ def check_coverage(
                 else "or choose an observer that needs no inputs (memoryless_mse)."
             ),
         )
-    if on_missing == "error":
+    if on_missing != "warn":
         raise CalibrationError(
             f"no data reached {len(unreached)} of {len(needing)} observers",
             where=missing,
             remedy="add calibration batches, list them in `ignore`, or set on_missing='warn' "
-            "to leave them in full precision.",
+            "to leave them in full precision."
+            + (" For experts there are on_missing='siblings' and calibrate_all_experts=True." if experts else ""),
         )
     names = {name for name, _ in unreached}
     # A fused group is quantized whole or not at all.
@@ -61,7 +69,8 @@ def check_coverage(
     return names | mates
 
 
-def _is_reached(base_name: str, observer: Observer) -> bool:
+def is_reached(base_name: str, observer: Observer) -> bool:
+    """Whether the data that an observer needs has come; a weight needs none, or its module's inputs."""
     return not observer.lacks_inputs if base_name == "weight" else observer.has_statistics
 
 

@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.experts import routers
 from lightning_obs.fake_forward import quantize_forward
 from lightning_obs.modules import (
     calibrated_modules,
@@ -131,6 +132,9 @@ def _model_compressor(model: nn.Module) -> ModelCompressor | None:
     if compressor.quantization_config is None:  # only modules that compressed-tensors cannot hold
         return None
     compressor.quantization_config.quantization_status = QuantizationStatus.COMPRESSED
+    # Here a router is a bare parameter; vLLM has a Linear there, and would look for its scales.
+    ignored = compressor.quantization_config.ignore or []
+    compressor.quantization_config.ignore = [*ignored, *(name for name in routers(model) if name not in ignored)]
     return compressor
 
 

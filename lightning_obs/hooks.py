@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_obs.expert_watch import ExpertWatch
 from lightning_obs.modules import first_input
 from lightning_obs.observers import Observer
 from lightning_obs.plan import Target
 from lightning_obs.shared_reads import LastRead
-from lightning_obs.token_mask import select_tokens
 
 
 class ObserverHooks:
@@ -28,10 +28,13 @@ class ObserverHooks:
         targets: the modules.
         observers: ``{(module name, base name): observer}``. The observer of a weight is given the module's inputs too
             if it asks for them (:attr:`~lightning_obs.observers.Observer.needs_inputs`).
+        experts: of the model; says which tokens an expert got, and when to look away.
     """
 
-    def __init__(self, targets: Sequence[Target], observers: Mapping[tuple[str, str], Observer]) -> None:
-        self._targets, self._observers = targets, observers
+    def __init__(
+        self, targets: Sequence[Target], observers: Mapping[tuple[str, str], Observer], experts: ExpertWatch
+    ) -> None:
+        self._targets, self._observers, self._experts = targets, observers, experts
         self._attached: ExitStack | None = None
         self._read = LastRead()
         self._mask: torch.Tensor | None = None
@@ -47,7 +50,7 @@ class ObserverHooks:
         Args:
             mask: ``(batch, tokens)``, nonzero for a token that counts.
         """
-        self._mask = mask
+        self._mask = self._experts.mask = mask
         self._read = LastRead(self._read.count)
 
     def attach(self) -> None:
@@ -57,6 +60,7 @@ class ObserverHooks:
         with ExitStack() as stack:
             # A hook added after a graph was compiled would never fire, in silence.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+            self._experts.attach(stack)
             for target in self._targets:
                 for register, hook in self._hooks(target):
                     stack.callback(register(hook, with_kwargs=True).remove)
@@ -94,13 +98,13 @@ class ObserverHooks:
             value = next((x for x in value if isinstance(x, torch.Tensor)), None)
         if isinstance(value, DTensor):
             value = value.to_local()
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or self._experts.is_deaf(name):
             return
         read = self._read.of(value)
         tokens = value.detach()
         if self._mask is not None:
             if read.tokens is None:
-                read.tokens = select_tokens(tokens, self._mask, name)
+                read.tokens = self._experts.select(tokens, self._mask, name)
             tokens = read.tokens
         if observer is not None:
             observer.observe_shared(tokens, read.measured)

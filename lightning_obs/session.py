@@ -10,9 +10,9 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
@@ -20,14 +20,20 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_obs.checks import check_coverage, check_finite, check_scales
-from lightning_obs.errors import CalibrationError, CalibrationWarning
+from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
+from lightning_obs.expert_watch import ExpertWatch
+from lightning_obs.experts import LinearExperts
+from lightning_obs.fusion import fused_groups_with
 from lightning_obs.hooks import ObserverHooks
 from lightning_obs.modules import clear_qparams, read_qparams, weight_matrix, write_qparams
 from lightning_obs.observers import Observer
 from lightning_obs.plan import Plan, Reload, Target, build_plan
 from lightning_obs.saved_state import dump_state, load_state
 from lightning_obs.schemes import ObserversLike, SchemeLike, label, make_observer, resolve_config
+from lightning_obs.siblings import borrow_ranges
 from lightning_obs.token_mask import require_mask
+
+OnMissing: TypeAlias = Literal["error", "warn", "siblings"]
 
 
 @dataclass
@@ -44,6 +50,12 @@ class CalibrationResult:
         qparams: ``{"layer.weight_scale": tensor, ...}`` on the CPU.
         input_ranges: observed (min, max) of the inputs of each module, in the units of the activation.
         skipped: modules left in full precision because no data reached them (``on_missing="warn"``).
+        expert_tokens: how many tokens the router sent to each expert, by the name of what holds the experts. Without
+            padding where there is a token mask, except in experts that are not of this package: which of the tokens
+            they get are padding is not known, and they count.
+        fallback: modules of experts that no data reached, whose activations' ranges are those of their siblings
+            (``on_missing="siblings"``).
+        fused: groups of modules that an engine takes quantized as a whole or not at all.
     """
 
     scheme: str
@@ -55,6 +67,9 @@ class CalibrationResult:
     qparams: dict[str, torch.Tensor]
     input_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    expert_tokens: dict[str, list[int]] = field(default_factory=dict)
+    fallback: list[str] = field(default_factory=list)
+    fused: list[list[str]] = field(default_factory=list)
 
 
 class CalibrationSession:
@@ -71,10 +86,18 @@ class CalibrationSession:
         targets: what to quantize where the scheme does not say (default: every Linear).
         ignore: modules to leave alone: names, class names, ``re:`` patterns.
         observers: ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``.
-        on_missing: what to do when no data reached a module: ``"error"``, or ``"warn"`` and leave it in full precision.
+        on_missing: what to do when no data reached a module: ``"error"``; ``"warn"`` and leave it in full precision; or
+            ``"siblings"``, which quantizes an expert without tokens by its weights alone, its activations with the
+            range of all other experts of the layer (and is an error for what is no expert).
         reload: how the checkpoint will be loaded, see :func:`~lightning_obs.plan.build_plan`.
         token_mask: name of the model's argument that is nonzero for tokens that count, ``(batch, tokens)``, usually
             ``"attention_mask"``; the others reach no observer. Or say it batch by batch with :meth:`mask_tokens`.
+        calibrate_all_experts: let every expert observe all tokens, not only those that the router sends it; see
+            :mod:`~lightning_obs.expert_watch`. Outputs stay what they are. Off: an expert's range is that of the
+            tokens it will get, and no time is spent on more.
+        fused_groups: names of modules, under one parent, that your engine fuses, beside those in
+            :data:`~lightning_obs.fusion.FUSED_GROUPS`: ``[["a_proj", "b_proj"]]``. They share global scales and must
+            have one scheme.
 
     Raises:
         CalibrationError: by the constructor, whatever is wrong with scheme, targets or shapes; at the end of the block,
@@ -95,18 +118,22 @@ class CalibrationSession:
         targets: str | Sequence[str] | None = None,
         ignore: str | Sequence[str] = (),
         observers: ObserversLike = None,
-        on_missing: Literal["error", "warn"] = "error",
+        on_missing: OnMissing = "error",
         reload: Reload = "default",
         token_mask: str | None = None,
+        calibrate_all_experts: bool = False,
+        fused_groups: Sequence[Sequence[str]] = (),
     ) -> None:
-        if on_missing not in ("error", "warn"):
-            raise CalibrationError("on_missing", got=repr(on_missing), expected="'error' or 'warn'")
+        if on_missing not in ("error", "warn", "siblings"):
+            raise CalibrationError("on_missing", got=repr(on_missing), expected="'error', 'warn' or 'siblings'")
         if reload not in ("default", "dequantize", "unchecked"):
             raise CalibrationError("reload", got=repr(reload), expected="'default', 'dequantize' or 'unchecked'")
         self.model = model
         self.config: QuantizationConfig = resolve_config(scheme, targets=targets, ignore=ignore, observers=observers)
         self.label = label(scheme, self.config)
-        self.plan: Plan = build_plan(model, self.config, reload)
+        self.plan: Plan = build_plan(model, self.config, reload, fused_groups_with(fused_groups))
+        self._experts = ExpertWatch(model, calibrate_all_experts)
+        self._together = [*self.plan.fused, *self._whole_layers()]
         self.on_missing = on_missing
         self.observers: dict[tuple[str, str], Observer] = {
             (target.name, base_name): make_observer(base_name, args)
@@ -126,7 +153,7 @@ class CalibrationSession:
         self.result: CalibrationResult | None = None
         self._written: dict[str, torch.Tensor] = {}
         self._started = 0.0
-        self._hooks = ObserverHooks(self.plan.targets, self.observers)
+        self._hooks = ObserverHooks(self.plan.targets, self.observers, self._experts)
         self._token_mask = token_mask
         self._on_model: list[RemovableHandle] = []
 
@@ -210,7 +237,17 @@ class CalibrationSession:
         """
         self.detach()
         with torch.inference_mode(False), torch.no_grad():
-            skipped = check_coverage(self.observers, self.plan.fused, self.label, self.batches, self.on_missing)
+            borrowed = self._borrowed()
+            observers = {**self.observers, **borrowed}
+            fallback = sorted({name for name, _ in borrowed})
+            skipped = check_coverage(
+                {key: obs for key, obs in observers.items() if key not in borrowed},
+                self._together,
+                self.label,
+                self.batches,
+                self.on_missing,
+                experts=bool(self._experts.containers),
+            )
             chosen = [target for target in self.plan.targets if target.name not in skipped]
             for target in chosen:
                 weight_observer = self.observers.get((target.name, "weight"))
@@ -218,7 +255,7 @@ class CalibrationSession:
                     weight_observer.reset(keep=weight_observer.input_statistics)
                     weight_observer(_materialized(target.name, target.module))
             check_finite(self.observers, {target.name for target in chosen})
-            qparams = {target.name: self._qparams(target) for target in chosen}
+            qparams = {target.name: self._qparams(target, observers) for target in chosen}
             check_scales(qparams)
             for target in self.plan.targets:
                 if target.name in qparams:
@@ -237,15 +274,41 @@ class CalibrationSession:
             },
             input_ranges=self._input_ranges(),
             skipped=sorted(skipped),
+            expert_tokens=self._experts.tokens,
+            fallback=fallback,
+            fused=self._together,
         )
         self._written = self.result.qparams
         self._say_if_data_was_not_needed()
+        if fallback:
+            warnings.warn(
+                f"no token reached these modules; their activations have the range of the layer's other experts: "
+                f"{name_list(fallback)}",
+                CalibrationWarning,
+                stacklevel=3,
+            )
         return self.result
 
-    def _qparams(self, target: Target) -> dict[str, torch.Tensor]:
+    def _whole_layers(self) -> list[list[str]]:
+        """The modules of each layer's experts: vLLM runs all of them quantized or none, transformers loads them so."""
+        ours = hasattr(self.model, "save_pretrained")
+        layers = [
+            name
+            for name in self._experts.containers
+            if ours or isinstance(self.model.get_submodule(name), LinearExperts)
+        ]
+        return [[t.name for t in self.plan.targets if t.name.startswith(f"{layer}.")] for layer in layers]
+
+    def _borrowed(self) -> dict[tuple[str, str], Observer]:
+        if self.on_missing != "siblings":
+            return {}
+        sizes = {name: len(experts) for name, experts in self._experts.containers.items()}
+        return borrow_ranges(self.observers, sizes, self.plan.fused)
+
+    def _qparams(self, target: Target, observers: Mapping[tuple[str, str], Observer]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         for base_name in target.args:
-            observer = self.observers.get((target.name, base_name))
+            observer = observers.get((target.name, base_name))
             if observer is None:
                 continue
             qparams = observer.get_qparams()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -21,9 +21,10 @@ from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.export import export_checkpoint
+from lightning_obs.fusion import fused_groups_with
 from lightning_obs.plan import Reload
 from lightning_obs.schemes import ObserversLike, SchemeLike, label, resolve_config
-from lightning_obs.session import CalibrationResult, CalibrationSession
+from lightning_obs.session import CalibrationResult, CalibrationSession, OnMissing
 
 
 class CalibrationCallback(Callback):
@@ -41,8 +42,11 @@ class CalibrationCallback(Callback):
         observers: observer per base name, ``{"input": {"name": "minmax", "averaging_constant": 0.05}}``.
         module: attribute path of the module to calibrate and export. Default: the one transformers model that the
             LightningModule holds, else the LightningModule itself.
-        on_missing: ``"error"``, or ``"warn"`` and leave modules that no data reached in full precision.
+        on_missing: ``"error"``; ``"warn"`` and leave modules that no data reached in full precision; or ``"siblings"``:
+            an expert without tokens takes the activations' range of the layer's other experts.
         reload: how the checkpoint will be loaded (``"default"``, ``"dequantize"``, ``"unchecked"``).
+        calibrate_all_experts: let every expert observe all tokens (:class:`~lightning_obs.CalibrationSession`).
+        fused_groups: names of modules that your engine fuses, beside the known ones.
         sanity_check: also calibrate in fit's sanity check (its few batches). Off: nothing happens there.
 
     Raises:
@@ -58,8 +62,10 @@ class CalibrationCallback(Callback):
         ignore: str | Sequence[str] = (),
         observers: ObserversLike = None,
         module: str | None = None,
-        on_missing: Literal["error", "warn"] = "error",
+        on_missing: OnMissing = "error",
         reload: Reload = "default",
+        calibrate_all_experts: bool = False,
+        fused_groups: Sequence[Sequence[str]] = (),
         sanity_check: bool = False,
     ) -> None:
         self._options: dict[str, Any] = {
@@ -69,8 +75,11 @@ class CalibrationCallback(Callback):
             "observers": _plain(observers),
             "on_missing": on_missing,
             "reload": reload,
+            "calibrate_all_experts": calibrate_all_experts,
+            "fused_groups": _plain(fused_groups),
         }
         # A typo is found where it was made, not an epoch later.
+        fused_groups_with(self._options["fused_groups"])
         self._config = resolve_config(**{k: self._options[k] for k in ("scheme", "targets", "ignore", "observers")})
         self.module = module
         self.sanity_check = sanity_check
