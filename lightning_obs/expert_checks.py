@@ -120,7 +120,7 @@ def check_experts_reload(model: nn.Module, schemes: Mapping[str, QuantizationSch
                 "transformers 5.23 cannot load experts in this format",
                 where=[name],
                 got=str(infer_module_format(nn.Linear, scheme).value),
-                expected="FP8 per tensor or channel (FP8, FP8_DYNAMIC), or symmetric weight-only integers (W4A16, W8A16)",
+                expected="FP8 per tensor or channel (FP8, FP8_DYNAMIC), symmetric weight-only integers (W4A16, W8A16)",
                 remedy=_UNCHECKED,
             )
         if reload == "default" and (scheme.input_activations is not None or scheme.output_activations is not None):

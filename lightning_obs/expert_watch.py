@@ -67,7 +67,6 @@ class ExpertWatch:
                 stack.callback(hook.remove)
             if self._all:
                 reader = self._reader(name)
-                # After whatever else is hooked to the layer, with what the layer read before it could change it.
                 stack.callback(reader.register_forward_hook(self._runner(name), with_kwargs=True).remove)
 
     def is_deaf(self, name: str) -> bool:

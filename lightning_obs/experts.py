@@ -1,9 +1,9 @@
 """Experts that one 3-D parameter holds, as Linear modules that can be targeted.
 
-transformers stacks all experts of a layer (``experts.gate_up_proj``: experts x rows x columns), so there is no Linear to
-quantize. :func:`linearize_experts` replaces every stack by one Linear per expert and projection, under the names of the
-hub's checkpoints, which vLLM reads too: ``experts.0.gate_proj``, ``up_proj``, ``down_proj`` (``w1``, ``w3``, ``w2`` in
-Mixtral's family). It is the user's call, because the ``state_dict`` has other keys afterwards.
+transformers stacks all experts of a layer (``experts.gate_up_proj``: experts x rows x columns), so there is no Linear
+to quantize. :func:`linearize_experts` replaces every stack by one Linear per expert and projection, under the names of
+the hub's checkpoints, which vLLM reads too: ``experts.0.gate_proj``, ``up_proj``, ``down_proj`` (``w1``, ``w3``, ``w2``
+in Mixtral's family). It is the user's call, because the ``state_dict`` has other keys afterwards.
 
 The price: experts run one after the other, as in transformers' ``eager`` implementation, whatever implementation the
 model's config asks for.
@@ -58,10 +58,7 @@ class LinearExpert(nn.Module):
         """``(tokens, hidden)`` to ``(tokens, hidden)``, before the router's weight."""
         origin: Any = self._origin[0]
         up = self._layer("up")(hidden_states)
-        if "gate" in self._names:
-            inner = _gated(origin, self._layer("gate")(hidden_states), up)
-        else:
-            inner = origin.act_fn(up)
+        inner = _gated(origin, self._layer("gate")(hidden_states), up) if "gate" in self._names else origin.act_fn(up)
         output = self._layer("down")(inner)
         return origin.post_expert_norm(output) if getattr(origin, "has_post_expert_norm", False) else output
 
@@ -108,10 +105,11 @@ class LinearExperts(nn.Module):
         output = torch.zeros_like(hidden_states)
         self.total = len(hidden_states)
         try:
+            by_place = top_k_index.T
             for index in top_k_index.unique().tolist():
                 if not 0 <= index < self.num_experts:
                     continue
-                place, self.rows = torch.where(top_k_index.T == index)
+                place, self.rows = torch.where(by_place == index)
                 found = self.get_submodule(str(index))(hidden_states[self.rows])
                 found = found * top_k_weights[self.rows, place, None]
                 output.index_add_(0, self.rows, found.to(output.dtype))
@@ -124,10 +122,11 @@ def linearize_experts(model: nn.Module) -> list[str]:
     """Replace every module that stacks experts in 3-D parameters by one of a Linear per expert and projection.
 
     Outputs stay what they are: to the bit those of transformers' ``eager`` experts wherever the matrix product of a
-    row does not depend on how many rows the matrix has (so it was on every CPU that was tried); other implementations
-    (``grouped_mm``, ``batched_mm``) add in another order and differ in the last bits. Weights are copied one layer at a
-    time, dtype, device, ``requires_grad`` and training mode are kept. Call it before optimizers are made; a second call
-    finds nothing to do.
+    row does not depend on how many columns come out beside it (so it was on the CPU that was tried, in float32 and
+    bfloat16). With biases (gpt-oss), and compared with other implementations (``grouped_mm``, ``batched_mm``), numbers
+    are added in another order and the last bits differ. Weights are copied one layer at a time; dtype, device,
+    ``requires_grad`` and training mode are kept; forward hooks on the stacked module are not. Call it before optimizers
+    are made; a second call finds nothing to do.
 
     Args:
         model: changed in place. Its ``state_dict`` has other keys afterwards.

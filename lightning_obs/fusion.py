@@ -4,8 +4,8 @@ vLLM multiplies q, k, v (and gate, up) as one matrix. With two-level scales (ten
 one global scale, for the weight and for the input, so the members' observers compute it together. Members with two
 different schemes cannot be fused at all; that is an error before calibration, not a refused checkpoint after it.
 
-Experts: gate and up of one expert are fused. Different experts keep their own scales: vLLM's kernels take one global scale
-per expert, or the widest of the layer's where they have room for one only, which is safe.
+Experts: gate and up of one expert are fused. Different experts keep their own scales: vLLM's kernels take one scale per
+expert, or, where they have room for one only, the widest of the layer's, so nothing is clipped that was not before.
 """
 
 from __future__ import annotations
