@@ -20,6 +20,7 @@ from lightning_obs.experts import (
     expert_containers,
     fused_experts,
     hub_names,
+    model_type,
 )
 
 _UNCHECKED = 'set reload="unchecked" if another engine (vLLM) will load it.'
@@ -76,11 +77,11 @@ def check_experts(model: nn.Module, planned: Mapping[str, nn.Module], targets: l
 
 
 def check_experts_reload(model: nn.Module, schemes: Mapping[str, QuantizationScheme], reload: str) -> None:
-    """Refuse linearized experts that transformers 5.23 does not load back with the same numbers.
+    """Refuse experts that transformers 5.23 does not load back with the same numbers (each case was tried).
 
     It has no Linear per expert: it dequantizes every expert while it loads and stacks the weights, also where
     ``dequantize`` was not asked for. So what an expert reads is not quantized there, and only the formats that its
-    loader knows can be read.
+    loader knows can be read. Experts in full precision go through the same loader.
 
     Args:
         model: a transformers model.
@@ -90,6 +91,7 @@ def check_experts_reload(model: nn.Module, schemes: Mapping[str, QuantizationSch
     Raises:
         CalibrationError: naming the first module, and what loads instead.
     """
+    _check_left_experts(model, schemes)
     containers = {n: m for n, m in model.named_modules() if isinstance(m, LinearExperts)}
     inside = {
         name: scheme
@@ -98,7 +100,7 @@ def check_experts_reload(model: nn.Module, schemes: Mapping[str, QuantizationSch
     }
     if not inside:
         return
-    kinds = {module.model_type for module in containers.values()}
+    kinds = {model_type(module) for module in containers.values()}
     unknown = sorted(str(kind) for kind in kinds if kind not in (*W123_MODEL_TYPES, *GATE_UP_DOWN_MODEL_TYPES))
     if unknown:
         raise CalibrationError(
@@ -136,6 +138,29 @@ def check_experts_reload(model: nn.Module, schemes: Mapping[str, QuantizationSch
             "transformers 5.23 loads all experts with one scheme, and dequantizes nothing where there are several",
             where=list(inside)[:1],
             remedy=f"use one scheme, or {_UNCHECKED}",
+        )
+
+
+def _check_left_experts(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> None:
+    """Only the reader of FP8 weights lets weights without a scale through."""
+    stacks = {
+        **fused_experts(model),
+        **{name: module for name, module in model.named_modules() if isinstance(module, LinearExperts)},
+    }
+    left = [
+        name
+        for name, module in stacks.items()
+        if model_type(module) in (*W123_MODEL_TYPES, *GATE_UP_DOWN_MODEL_TYPES)
+        and not any(planned.startswith(f"{name}.") for planned in schemes)
+    ]
+    other = [s for s in schemes.values() if s.weights is None or s.weights.type != "float" or s.weights.num_bits != 8]
+    if left and other:
+        raise CalibrationError(
+            "transformers 5.23 cannot load experts in full precision beside other modules in this format",
+            where=left,
+            got=str(infer_module_format(nn.Linear, other[0]).value),
+            remedy="quantize the experts too (linearize_experts(model), nothing of them in `ignore`), use FP8 for the "
+            f"other modules, or {_UNCHECKED}",
         )
 
 

@@ -72,13 +72,13 @@ class LinearExperts(nn.Module):
     Attributes:
         rows: while an expert runs, the indices ``(n,)`` of its tokens among those of the running call; None otherwise.
         total: how many tokens the last call had.
-        model_type: of the config, if it has one.
+        config: of the model, if the stacked module had it.
     """
 
     def __init__(self, origin: nn.Module, experts: list[LinearExpert]) -> None:
         super().__init__()
         self.num_experts = len(experts)
-        self.model_type = _model_type(origin)
+        self.config = getattr(origin, "config", None)
         for index, expert in enumerate(experts):
             self.add_module(str(index), expert)
         for name, child in origin.named_children():  # act_fn may have parameters; they keep their names
@@ -161,10 +161,15 @@ def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if _stacks_experts(name, module)}
 
 
+def model_type(module: nn.Module) -> str | None:
+    """``model_type`` of the config that experts were built from."""
+    return getattr(getattr(module, "config", None), "model_type", None)
+
+
 def hub_names(module: nn.Module) -> dict[str, str]:
     """How the projections of stacked experts are named in checkpoints, by role (``gate``, ``up``, ``down``)."""
     gate, up, down = (
-        ("w1", "w3", "w2") if _model_type(module) in W123_MODEL_TYPES else ("gate_proj", "up_proj", "down_proj")
+        ("w1", "w3", "w2") if model_type(module) in W123_MODEL_TYPES else ("gate_proj", "up_proj", "down_proj")
     )
     return {"gate": gate, "up": up, "down": down} if _has_gate(module) else {"up": up, "down": down}
 
@@ -207,10 +212,6 @@ def routers(model: nn.Module) -> list[str]:
 def _stacks_experts(name: str, module: nn.Module) -> bool:
     named = name.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__ or hasattr(module, "num_experts")
     return named and any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
-
-
-def _model_type(module: nn.Module) -> str | None:
-    return getattr(getattr(module, "config", None), "model_type", None)
 
 
 def _has_gate(module: nn.Module) -> bool:

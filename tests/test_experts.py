@@ -296,6 +296,16 @@ def test_a_part_of_the_experts_does_not_load_and_is_refused(ignore):
         CalibrationSession(model, W4A16_32, ignore=["lm_head", ignore])
 
 
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("scheme", [W4A16_32, "W8A8"])
+def test_experts_left_in_full_precision_do_not_load_beside_all_formats(scheme, linear):
+    model = tiny_moe("mixtral")
+    if linear:
+        linearize_experts(model)
+    with pytest.raises(CalibrationError, match=r"experts in full precision beside.*model\.layers\.0\.mlp\.experts"):
+        CalibrationSession(model, scheme, ignore=["lm_head", "re:.*experts.*"], reload="dequantize")
+
+
 def test_routers_are_found():
     model = tiny_moe("deepseek_v3")
     linearize_experts(model)
@@ -341,6 +351,18 @@ def test_transformers_loads_fp8_experts_dequantized(kind, scheme, tokens, tmp_pa
         if hasattr(module, "quantization_scheme"):
             module.quantization_scheme.input_activations = None
     assert_reloads(model, tmp_path, "dequantize", tokens)
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_transformers_loads_experts_in_full_precision_beside_fp8(linear, tokens, tmp_path):
+    model = tiny_moe("mixtral")
+    model.save_pretrained(tmp_path / "original")
+    if linear:
+        linearize_experts(model)
+    with CalibrationSession(model, "FP8_DYNAMIC", ignore=["lm_head", "re:.*experts.*"]):
+        pass
+    export_checkpoint(model, tmp_path / "quantized")
+    assert_reloads(model, tmp_path, "default", tokens)
 
 
 @pytest.mark.parametrize("reload", ["default", "dequantize"])
