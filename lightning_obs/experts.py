@@ -140,7 +140,12 @@ def linearize_experts(model: nn.Module) -> list[str]:
     """
     done = []
     checked: set[type[nn.Module]] = set()
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
     for name, module in fused_experts(model).items():
+        if not name:
+            raise CalibrationError("the model is itself the experts", remedy="wrap it in a module.")
         _require_known(name, module)
         experts = _build(module)
         if type(module) not in checked:
@@ -148,10 +153,9 @@ def linearize_experts(model: nn.Module) -> list[str]:
             checked.add(type(module))
         for key in list(dict(module.named_parameters(recurse=False))):
             delattr(module, key)
-        parent, _, leaf = name.rpartition(".")
-        if not name:
-            raise CalibrationError("the model is itself the experts", remedy="wrap it in a module.")
-        setattr(model.get_submodule(parent), leaf, experts)
+        for known_as in names[id(module)]:
+            parent, _, leaf = known_as.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, experts)
         done.append(name)
     return done
 

@@ -29,7 +29,6 @@ def tiny_moe(kind: str, dtype: torch.dtype = torch.float32, **options) -> nn.Mod
         "eos_token_id": 2,
         "pad_token_id": 0,
         "experts_implementation": "eager",
-        **options,
     }
     configs = {
         "qwen3_moe": (t.Qwen3MoeForCausalLM, t.Qwen3MoeConfig, {"num_experts": EXPERTS, "head_dim": 16}),
@@ -58,7 +57,7 @@ def tiny_moe(kind: str, dtype: torch.dtype = torch.float32, **options) -> nn.Mod
         own["moe_intermediate_size"] = INNER
     if kind == "qwen2_moe":
         own["shared_expert_intermediate_size"] = INNER
-    built = model(config(**{**base, **own})).eval()
+    built = model(config(**{**base, **own, **options})).eval()
     for parameter in built.parameters():
         parameter.data = parameter.data.to(dtype)  # not the buffers: loading leaves them in float32
         # Biases start at zero; a lost one would not be seen.

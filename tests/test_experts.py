@@ -116,6 +116,19 @@ def test_linearizing_twice_is_fine():
     assert dict(model.named_modules()) == before
 
 
+def test_experts_under_two_names_stay_one():
+    model = nn.ModuleDict({"a": StackedBlock(), "b": StackedBlock()})
+    model["b"].experts = model["a"].experts
+    assert linearize_experts(model) == ["a.experts"]
+    assert model["b"].experts is model["a"].experts
+    assert fused_experts(model) == {}
+
+
+def test_experts_alone_are_refused():
+    with pytest.raises(CalibrationError, match=r"the model is itself the experts\. Remedy: wrap it"):
+        linearize_experts(StackedExperts())
+
+
 def test_weights_are_copies_and_the_stack_is_gone():
     model = StackedBlock()
     stack = model.experts.gate_up_proj.detach().clone()
