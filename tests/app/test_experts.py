@@ -36,7 +36,13 @@ def test_experts_are_quantized_and_the_checkpoint_gives_the_same_logits(moe_run,
 
 
 def test_all_experts_can_be_calibrated(moe_run, tmp_path, capsys):
-    moe_run("scheme=fp8", f"export.folder={tmp_path / 'out'}", "export.reload=dequantize", "export.verify=false", "calibrate_all_experts=true")
+    moe_run(
+        "scheme=fp8",
+        f"export.folder={tmp_path / 'out'}",
+        "export.reload=dequantize",
+        "export.verify=false",
+        "calibrate_all_experts=true",
+    )
     out = capsys.readouterr().out
     assert "tokens per expert: " in out
 
