@@ -11,6 +11,26 @@ from tests.conftest import VOCAB
 EXPERTS, HIDDEN, INNER = 4, 32, 32
 
 
+_FULL = {"layer_types": ["full_attention", "full_attention"]}
+_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+_GROUPED = {"n_routed_experts": EXPERTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+#: architectures that store experts as one of those below does
+FAMILY = {
+    "qwen3_next": ("Qwen3Next", {"num_experts": EXPERTS, "shared_expert_intermediate_size": INNER, **_FULL}),
+    "deepseek_v2": ("DeepseekV2", {**_GROUPED, **_LATENT}),
+    "glm4_moe": ("Glm4Moe", _GROUPED),
+    "dots1": ("Dots1", {**_GROUPED, "n_shared_experts": 1}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": EXPERTS, "moe_k": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 1},
+    ),
+    "minimax": ("MiniMax", {"num_local_experts": EXPERTS, "block_size": 16, **_FULL}),
+    "minimax_m2": ("MiniMaxM2", {"num_local_experts": EXPERTS, "rotary_dim": 32}),
+    "phimoe": ("Phimoe", {"num_local_experts": EXPERTS}),
+    "lfm2_moe": ("Lfm2Moe", {"num_experts": EXPERTS, "num_dense_layers": 1, **_FULL}),
+}
+
+
 def tiny_moe(kind: str, dtype: torch.dtype = torch.float32, **options) -> nn.Module:
     """A random two-layer model of one of transformers' architectures, experts run ``eager``."""
     import transformers as t
@@ -52,7 +72,12 @@ def tiny_moe(kind: str, dtype: torch.dtype = torch.float32, **options) -> nn.Mod
             },
         ),
     }
-    model, config, own = configs[kind]
+    if kind in FAMILY:
+        name, own = FAMILY[kind]
+        model, config = getattr(t, f"{name}ForCausalLM"), getattr(t, f"{name}Config")
+        base |= {"moe_intermediate_size": INNER, "head_dim": 32}
+    else:
+        model, config, own = configs[kind]
     if kind in ("qwen2_moe", "qwen3_moe", "deepseek_v3"):
         own["moe_intermediate_size"] = INNER
     if kind == "qwen2_moe":

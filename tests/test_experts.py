@@ -24,7 +24,7 @@ from lightning_obs.experts import (
     hub_names,
     routers,
 )
-from tests.moe_models import EXPERTS, HIDDEN, StackedBlock, StackedExperts, tiny_moe
+from tests.moe_models import EXPERTS, FAMILY, HIDDEN, StackedBlock, StackedExperts, tiny_moe
 
 KINDS = ["qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "deepseek_v3"]
 
@@ -333,7 +333,12 @@ def calibrated(folder, kind, scheme, reload, dtype=torch.bfloat16):
     tiny_moe(kind, dtype).save_pretrained(folder / "original")
     model = AutoModelForCausalLM.from_pretrained(folder / "original", dtype=dtype).eval()
     linearize_experts(model)
-    ignore = ["lm_head", *(["re:.*shared_expert_gate"] if kind == "qwen2_moe" else [])]
+    linear_gates = {
+        "qwen2_moe": "re:.*shared_expert_gate",
+        "qwen3_next": "re:.*shared_expert_gate",
+        "phimoe": "re:.*router",
+    }
+    ignore = ["lm_head", *filter(None, [linear_gates.get(kind)])]
     session = CalibrationSession(model, scheme, ignore=ignore, reload=reload, on_missing="siblings")
     with session:
         if session.needs_data:
@@ -355,6 +360,21 @@ def test_transformers_loads_weight_only_experts_with_the_same_logits(kind, reloa
     assert_reloads(model, tmp_path, reload, tokens)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAMILY)
+def test_transformers_loads_the_experts_of_related_architectures(kind, tokens, tmp_path):
+    model = calibrated(tmp_path, kind, W4A16_32, "default", torch.float32)
+    assert_reloads(model, tmp_path, "default", tokens)
+    assert {*KINDS, *FAMILY} == {*W123_MODEL_TYPES, *GATE_UP_DOWN_MODEL_TYPES}
+
+
+@pytest.mark.parametrize("reload", ["default", "dequantize"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_transformers_loads_fp8_weights_with_the_same_logits(kind, reload, tokens, tmp_path):
+    scheme = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    assert_reloads(calibrated(tmp_path, kind, scheme, reload), tmp_path, reload, tokens)
+
+
 @pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC"])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 @pytest.mark.filterwarnings("ignore::lightning_obs.CalibrationWarning")
@@ -366,13 +386,14 @@ def test_transformers_loads_fp8_experts_dequantized(kind, scheme, tokens, tmp_pa
     assert_reloads(model, tmp_path, "dequantize", tokens)
 
 
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "MXFP8A16", FP8_BLOCK])
 @pytest.mark.parametrize("linear", [True, False])
-def test_transformers_loads_experts_in_full_precision_beside_fp8(linear, tokens, tmp_path):
-    model = tiny_moe("mixtral")
+def test_transformers_loads_experts_in_full_precision_beside_8_bit_floats(linear, scheme, tokens, tmp_path):
+    model = tiny_moe("mixtral", torch.bfloat16)
     model.save_pretrained(tmp_path / "original")
     if linear:
         linearize_experts(model)
-    with CalibrationSession(model, "FP8_DYNAMIC", ignore=["lm_head", "re:.*experts.*"]):
+    with CalibrationSession(model, scheme, ignore=["lm_head", "re:.*experts.*"]):
         pass
     export_checkpoint(model, tmp_path / "quantized")
     assert_reloads(model, tmp_path, "default", tokens)
