@@ -51,6 +51,7 @@ parity: .venv-parity/.installed
 benchmarks: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/perplexity.py
 	$(BIN)/python benchmarks/calibration_cost.py
+	$(BIN)/python benchmarks/experts.py
 
 # Time and ranges beside llm-compressor's, in its environment.
 benchmarks-parity: .venv-parity/.installed

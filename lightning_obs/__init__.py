@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_obs.callbacks.calibration import CalibrationCallback
     from lightning_obs.errors import CalibrationError, CalibrationWarning
+    from lightning_obs.experts import linearize_experts
     from lightning_obs.export import export_checkpoint, load_checkpoint
     from lightning_obs.fake_forward import quantized
     from lightning_obs.observers import Observer
-    from lightning_obs.session import CalibrationResult, CalibrationSession
+    from lightning_obs.result import CalibrationResult
+    from lightning_obs.session import CalibrationSession
 
 __version__ = "0.1.0"
 
@@ -25,10 +27,11 @@ _HOME = {
     "CalibrationCallback": "lightning_obs.callbacks.calibration",
     "CalibrationError": "lightning_obs.errors",
     "CalibrationWarning": "lightning_obs.errors",
-    "CalibrationResult": "lightning_obs.session",
+    "CalibrationResult": "lightning_obs.result",
     "CalibrationSession": "lightning_obs.session",
     "Observer": "lightning_obs.observers",
     "export_checkpoint": "lightning_obs.export",
+    "linearize_experts": "lightning_obs.experts",
     "load_checkpoint": "lightning_obs.export",
     "quantized": "lightning_obs.fake_forward",
 }
@@ -41,6 +44,7 @@ __all__ = [
     "CalibrationWarning",
     "Observer",
     "export_checkpoint",
+    "linearize_experts",
     "load_checkpoint",
     "quantized",
 ]

@@ -43,6 +43,7 @@ class Description:
     Attributes:
         failure: what went wrong on this rank.
         weights: number of elements of the weights that it holds.
+        note: anything else that the others shall know.
         kinds: distinct sets of statistics.
         held: observers that it holds, and which of ``kinds`` they have.
         reached: those of them that data reached.
@@ -54,6 +55,7 @@ class Description:
 
     failure: CalibrationError | None = None
     weights: dict[Key, int] = field(default_factory=dict)
+    note: Any = None
     kinds: list[tuple[Statistic, ...]] = field(default_factory=list)
     held: dict[Key, int] = field(default_factory=dict)
     reached: set[Key] = field(default_factory=set)

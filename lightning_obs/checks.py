@@ -26,6 +26,7 @@ def check_coverage(
     scheme: str,
     batches: int,
     on_missing: str,
+    experts: bool = False,
 ) -> set[str]:
     """Names of modules to leave in full precision, because no data reached them.
 
@@ -35,13 +36,14 @@ def check_coverage(
         fused: names of modules that are quantized together or not at all.
         scheme: its name, for the error.
         batches: how many were seen, for the error.
-        on_missing: ``"error"`` or ``"warn"``.
+        on_missing: ``"warn"`` leaves them out, anything else is an error.
+        experts: the model has some; the error says what can be done for them.
 
     Raises:
         CalibrationError: no observer saw any data, or one saw none and ``on_missing`` is ``"error"``.
     """
     needing = [key for key, observer in observers.items() if key[1] != "weight" or observer.needs_inputs]
-    unreached = [key for key in needing if key in set(unreached)]
+    unreached = [key for key in needing if key in unreached]
     if not unreached:
         return set()
     missing = [f"{name} ({base if base != 'weight' else 'inputs for its weight'})" for name, base in unreached]
@@ -61,12 +63,13 @@ def check_coverage(
             ),
         )
     # An attention module without scales would be loaded with uninitialized ones: there, nothing can be left out.
-    if on_missing == "error" or any(base in ATTENTION for _, base in unreached):
+    if on_missing != "warn" or any(base in ATTENTION for _, base in unreached):
         raise CalibrationError(
             f"no data reached {len(unreached)} of {len(needing)} observers",
             where=missing,
             remedy="add calibration batches, list them in `ignore`, or set on_missing='warn' "
-            "to leave them in full precision.",
+            "to leave them in full precision."
+            + (" For experts there are on_missing='siblings' and calibrate_all_experts=True." if experts else ""),
         )
     names = {name for name, _ in unreached}
     # A fused group is quantized whole or not at all.

@@ -31,6 +31,7 @@ from torch import nn
 
 from lightning_obs.attention_hooks import marked_as_hooked
 from lightning_obs.errors import CalibrationError
+from lightning_obs.experts import routers
 from lightning_obs.fake_forward import quantize_forward
 from lightning_obs.modules import (
     calibrated_modules,
@@ -136,7 +137,22 @@ def _model_compressor(model: nn.Module) -> ModelCompressor | None:
     if compressor.quantization_config is None:  # only modules that compressed-tensors cannot hold
         return None
     compressor.quantization_config.quantization_status = QuantizationStatus.COMPRESSED
+    compressor.quantization_config.ignore = _ignored(model, compressor.quantization_config)
     return compressor
+
+
+def _ignored(model: nn.Module, config: QuantizationConfig) -> list[str]:
+    """compressed-tensors' list, and what it leaves out although a reader would look for scales there."""
+    ignored = list(config.ignore or [])
+    targets = [target for group in config.config_groups.values() for target in getattr(group, "targets", [])]
+    # A subclass of Linear of which none is quantized: it lists by class, and readers match by inheritance.
+    left = [
+        name
+        for name, module in match_named_modules(model, targets, ignored)
+        if get_scheme(module) is None and holdable_type(module) is not None
+    ]
+    # Here a router may be a bare parameter; vLLM has a Linear there.
+    return list(dict.fromkeys([*ignored, *left, *routers(model)]))
 
 
 def _save_pretrained(model: Any, folder: Path, state: dict[str, torch.Tensor]) -> None:

@@ -3,12 +3,14 @@
 vLLM multiplies q, k, v (and gate, up) as one matrix. With two-level scales (tensor_group, NVFP4) the fused matrix has
 one global scale, for the weight and for the input, so the members' observers compute it together. Members with two
 different schemes cannot be fused at all; that is an error before calibration, not a refused checkpoint after it.
+
+Experts: gate and up of one expert are fused. Different experts keep their own scales: vLLM's kernels take one scale per
+expert, or, where they have room for one only, the widest of the layer's, so nothing is clipped that was not before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
 
 from lightning_obs.errors import CalibrationError
 
@@ -18,9 +20,35 @@ FUSED_GROUPS: tuple[tuple[str, ...], ...] = (
     ("gate_proj", "up_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("w1", "w3"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
 )
 
-T = TypeVar("T")
+
+def fused_groups_with(own: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """:data:`FUSED_GROUPS` and the user's own. A name that stands in both belongs to the user's.
+
+    Raises:
+        CalibrationError: a group is not two or more attribute names, or a name stands in two of the user's groups.
+
+    >>> fused_groups_with([["a_proj", "b_proj"]])[-1]
+    ('a_proj', 'b_proj')
+    """
+    if isinstance(own, str) or any(isinstance(group, str) for group in own):
+        raise CalibrationError("fused_groups", got=repr(own), expected="a list of lists of names, [['a', 'b']]")
+    names = [name for group in own for name in group]
+    bad = [name for name in names if not isinstance(name, str) or not name or "." in name]
+    short = [str(list(group)) for group in own if len(set(group)) < 2]
+    if bad or short:
+        raise CalibrationError(
+            "a fused group is not a group",
+            where=[*map(str, bad), *short],
+            expected="two or more attribute names under one parent, without dots: ['gate_proj', 'up_proj']",
+        )
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise CalibrationError("a name stands in two fused groups", where=twice, remedy="make them one group.")
+    return (*FUSED_GROUPS, *(tuple(group) for group in own))
 
 
 def find_fused(names: Iterable[str], groups: Sequence[Sequence[str]] = FUSED_GROUPS) -> list[list[str]]:
@@ -50,6 +78,6 @@ def require_one_scheme(schemes: Mapping[str, object], fused: Sequence[Sequence[s
         raise CalibrationError(
             "modules that are fused at inference have different schemes",
             where=mixed,
-            expected="one scheme for all members of a fused group (q, k, v; gate, up)",
+            expected="one scheme for all members of a fused group (q, k, v; gate, up; your fused_groups)",
             remedy="target or ignore them together.",
         )

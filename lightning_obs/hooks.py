@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.attention_hooks import hooked_attention, register_state_hook
+from lightning_obs.expert_watch import ExpertWatch
 from lightning_obs.modules import first_input
 from lightning_obs.observers import Observer
 from lightning_obs.plan import Target
@@ -30,12 +31,17 @@ class ObserverHooks:
         targets: the modules.
         observers: ``{(module name, base name): observer}``. The observer of a weight is given the module's inputs too
             if it asks for them (:attr:`~lightning_obs.observers.Observer.needs_inputs`).
+        experts: of the model; says which tokens an expert got, and when to look away.
     """
 
     def __init__(
-        self, model: nn.Module, targets: Sequence[Target], observers: Mapping[tuple[str, str], Observer]
+        self,
+        model: nn.Module,
+        targets: Sequence[Target],
+        observers: Mapping[tuple[str, str], Observer],
+        experts: ExpertWatch,
     ) -> None:
-        self._model, self._targets, self._observers = model, targets, observers
+        self._model, self._targets, self._observers, self._experts = model, targets, observers, experts
         self._attached: ExitStack | None = None
         self._read = LastRead()
         self._mask: torch.Tensor | None = None
@@ -51,7 +57,7 @@ class ObserverHooks:
         Args:
             mask: ``(batch, tokens)``, nonzero for a token that counts.
         """
-        self._mask = mask
+        self._mask = self._experts.mask = mask
         self._read = LastRead(self._read.count)
 
     def attach(self) -> None:
@@ -63,6 +69,7 @@ class ObserverHooks:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             states = {target.module: target.states for target in self._targets if target.states}
             stack.enter_context(hooked_attention(self._model, states, quantize=False))
+            self._experts.attach(stack)
             for target in self._targets:
                 for base_name in target.states:
                     stack.callback(register_state_hook(target.module, base_name, self._state(target, base_name)).remove)
@@ -113,13 +120,16 @@ class ObserverHooks:
             value = next((x for x in value if isinstance(x, torch.Tensor)), None)
         if isinstance(value, DTensor):
             value = value.to_local()
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or self._experts.is_deaf(name):
             return
         read = self._read.of(value)
         tokens = value.detach()
         if self._mask is not None:
             if read.tokens is None:
-                read.tokens = select_tokens(tokens, self._mask, name, heads)
+                if heads:
+                    read.tokens = select_tokens(tokens, self._mask, name, heads)
+                else:
+                    read.tokens = self._experts.select(tokens, self._mask, name)
             tokens = read.tokens
         if observer is not None:
             observer.observe_shared(tokens, read.measured)

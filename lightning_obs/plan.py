@@ -7,7 +7,7 @@ after an hour of calibration, or a checkpoint that would not load, is not starte
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -24,7 +24,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_obs.attention import find_states
 from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
-from lightning_obs.fusion import find_fused, require_one_scheme
+from lightning_obs.expert_checks import check_experts, check_experts_reload
+from lightning_obs.fusion import FUSED_GROUPS, find_fused, require_one_scheme
 from lightning_obs.modules import holdable_type, scheme_args, weight_matrix
 from lightning_obs.schemes import config_groups
 
@@ -68,7 +69,12 @@ class Plan:
         )
 
 
-def build_plan(model: nn.Module, config: QuantizationConfig, reload: Reload = "default") -> Plan:
+def build_plan(
+    model: nn.Module,
+    config: QuantizationConfig,
+    reload: Reload = "default",
+    fused_groups: Sequence[Sequence[str]] = FUSED_GROUPS,
+) -> Plan:
     """Find the modules that ``config`` quantizes, and check all that can be checked without data.
 
     Args:
@@ -77,6 +83,7 @@ def build_plan(model: nn.Module, config: QuantizationConfig, reload: Reload = "d
         reload: how the checkpoint will be loaded: ``default`` (``from_pretrained``), ``dequantize``
             (``CompressedTensorsConfig(dequantize=True)``) or ``unchecked`` (for another engine). Schemes that
             cannot be loaded that way today are refused. Only asked of transformers models.
+        fused_groups: names, under one parent, of modules that are fused at inference.
 
     Raises:
         CalibrationError: see the message; nothing was changed.
@@ -95,6 +102,7 @@ def build_plan(model: nn.Module, config: QuantizationConfig, reload: Reload = "d
         pattern = match_targets(name, module, list(by_target))[0]
         if name not in hooked and not (pattern.startswith("re:") and _holds_nothing(module)):
             targets.append(Target(name, module, by_target[pattern]))
+    check_experts(model, {t.name: t.module for t in targets}, list(by_target), ignore)
     if not targets:
         raise CalibrationError(
             "nothing is left to quantize", got=f"targets {list(by_target)}, all of them matched by ignore {ignore}"
@@ -102,9 +110,9 @@ def build_plan(model: nn.Module, config: QuantizationConfig, reload: Reload = "d
     _check_modules(model, targets)
     _check_shared(model, targets)
     _check_shapes(targets)
-    fused = find_fused(t.name for t in targets)
+    fused = find_fused((t.name for t in targets), fused_groups)
     require_one_scheme({t.name: _how(t.scheme) for t in targets}, fused)
-    _warn_partly_fused(model, targets)
+    _warn_partly_fused(model, targets, fused_groups)
     _warn_cast_buffers(model)
     _check_reload(model, targets, reload)
     return Plan(config, targets, fused)
@@ -248,11 +256,11 @@ def _check_shapes(targets: list[Target]) -> None:
             )
 
 
-def _warn_partly_fused(model: nn.Module, targets: list[Target]) -> None:
+def _warn_partly_fused(model: nn.Module, targets: list[Target], groups: Sequence[Sequence[str]]) -> None:
     planned = {t.name for t in targets}
     kinds = {type(t.module) for t in targets}
     split = []
-    for group in find_fused(n for n, m in model.named_modules() if type(m) in kinds):
+    for group in find_fused((n for n, m in model.named_modules() if type(m) in kinds), groups):
         inside = [name for name in group if name in planned]
         if inside and len(inside) < len(group):
             split.append(f"{'/'.join(n.rpartition('.')[2] for n in group)} in {group[0].rpartition('.')[0]}")
@@ -290,6 +298,8 @@ def _check_reload(model: nn.Module, targets: list[Target], reload: Reload) -> No
     if reload == "unchecked":
         return
     transformers_model = hasattr(model, "save_pretrained")
+    if transformers_model:
+        check_experts_reload(model, {t.name: t.scheme for t in targets}, reload)
     if reload == "dequantize":
         states = [t.name for t in targets if t.states]
         if states:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -14,19 +15,22 @@ from rich.text import Text
 from lightning_obs.errors import name_list
 from lightning_obs.fusion import find_fused
 from lightning_obs.metrics import LayerError
-from lightning_obs.session import CalibrationResult
+from lightning_obs.result import CalibrationResult
 
 #: below this [dB] more than 3 % of a typical token's output energy is quantization noise
 POOR_SQNR = 15.0
 
 
-def poor_layers(errors: Sequence[LayerError], threshold: float = POOR_SQNR) -> list[str]:
+def poor_layers(
+    errors: Sequence[LayerError], threshold: float = POOR_SQNR, fused: Sequence[Sequence[str]] | None = None
+) -> list[str]:
     """The layers to try in ``ignore``: those whose per-token SQNR [dB] is below ``threshold``, worst first.
 
-    Modules that inference engines fuse (q, k, v; gate, up) are named together, since they must share a scheme.
+    Modules that inference engines fuse (q, k, v; gate, up) are named together, since they must share a scheme: those of
+    ``fused`` (``result.fused``), by default the known names.
     """
     poor = dict.fromkeys(error.name for error in errors if error.sqnr < threshold)
-    for group in find_fused(error.name for error in errors):
+    for group in find_fused(error.name for error in errors) if fused is None else fused:
         if any(name in poor for name in group):
             poor.update(dict.fromkeys(group))
     return list(poor)
@@ -60,13 +64,17 @@ def summary(
     ]
     if errors:
         parts.append(layer_table(errors[:worst]))
-    poor = poor_layers(errors)
+    poor = poor_layers(errors, fused=result.fused or None)
     if poor:
         parts.append(
             Text(f"{len(poor)} layers below {POOR_SQNR:.0f} dB (and fused with them) cost most: {name_list(poor, 30)}")
         )
     if result.skipped:
         parts.append(Text(f"left in full precision, no data reached them: {name_list(result.skipped)}"))
+    if any(sum(counts) for counts in result.expert_tokens.values()):
+        parts.append(Text(expert_line(result)))
+    if result.fallback:
+        parts.append(Text(f"with the activations' range of their siblings: {name_list(result.fallback)}"))
     facts = []
     if perplexity is not None:
         before, after = perplexity
@@ -81,6 +89,19 @@ def summary(
 
 def _ranks(result: CalibrationResult) -> str:
     return f" x {result.ranks} ranks · {result.collectives} collectives" if result.ranks > 1 else ""
+
+
+def expert_line(result: CalibrationResult) -> str:
+    """How many tokens the router sent to the experts, and which got none.
+
+    >>> empty = dict(scheme="FP8", modules=[], observers=0, batches=1, measurements=0, seconds=0.0, qparams={})
+    >>> expert_line(CalibrationResult(**empty, expert_tokens={"mlp.experts": [5, 0, 7]}))
+    'tokens per expert: 0 to 7, median 5; 1 of 3 experts got none: mlp.experts.1'
+    """
+    counts = sorted(count for layer in result.expert_tokens.values() for count in layer)
+    line = f"tokens per expert: {counts[0]} to {counts[-1]}, median {median_low(counts)}"
+    none = [f"{name}.{i}" for name, layer in result.expert_tokens.items() for i, count in enumerate(layer) if not count]
+    return f"{line}; {len(none)} of {len(counts)} experts got none: {name_list(none)}" if none else line
 
 
 def layer_table(errors: Sequence[LayerError]) -> Table:

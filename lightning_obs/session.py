@@ -10,9 +10,8 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
@@ -21,46 +20,32 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_obs.attention import KVCacheLike
 from lightning_obs.checks import check_coverage, check_heads, check_scales
-from lightning_obs.errors import CalibrationError, CalibrationWarning
+from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
+from lightning_obs.expert_watch import ExpertWatch
+from lightning_obs.experts import LinearExperts
+from lightning_obs.fusion import fused_groups_with
 from lightning_obs.hooks import ObserverHooks
 from lightning_obs.modules import clear_qparams, qparams_home, read_qparams, weight_matrix, write_qparams
 from lightning_obs.observers import Observer
 from lightning_obs.plan import Plan, Reload, Target, build_plan
+from lightning_obs.result import CalibrationResult
 from lightning_obs.saved_state import dump_state, load_state
 from lightning_obs.schemes import ObserversLike, SchemeLike, label, make_observer, resolve_config
-from lightning_obs.sync import Collectives, share_weights, sync_statistics
+from lightning_obs.siblings import borrow_ranges, observe_without_inputs
+from lightning_obs.sync import Collectives, Synced, share_weights, sync_statistics
 from lightning_obs.token_mask import require_mask
 
+OnMissing: TypeAlias = Literal["error", "warn", "siblings"]
 
-@dataclass
-class CalibrationResult:
-    """What a calibration did.
 
-    Attributes:
-        scheme: short name of the scheme.
-        modules: names of the modules that were quantized.
-        observers: how many observers took part.
-        batches: how many batches (calls of the model) this rank saw.
-        measurements: how often an activation was reduced; fewer than the observers' calls where modules share inputs.
-        seconds: wall time from attaching to finishing, the user's forward passes included.
-        qparams: ``{"layer.weight_scale": tensor, ...}`` on the CPU.
-        input_ranges: observed (min, max) of the inputs of each module, in the units of the activation.
-        skipped: modules left in full precision because no data reached them (``on_missing="warn"``).
-        ranks: how many ranks took part.
-        collectives: how many collectives made their statistics one.
-    """
+class _Merged(NamedTuple):
+    """What became of all ranks' statistics: modules without data, those that borrow their siblings' ranges."""
 
-    scheme: str
-    modules: list[str]
-    observers: int
-    batches: int
-    measurements: int
-    seconds: float
-    qparams: dict[str, torch.Tensor]
-    input_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
-    ranks: int = 1
-    collectives: int = 0
+    skipped: set[str]
+    borrowed: dict[tuple[str, str], Observer]
+    expert_tokens: dict[str, list[int]]
+    collectives: int
+    ranks: int
 
 
 class CalibrationSession:
@@ -79,10 +64,18 @@ class CalibrationSession:
         observers: ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``; also q, k, v.
         kv_cache: quantize k and v of every attention module (transformers models): ``"FP8"``, ``"FP8_HEAD"``, a dict or
             ``QuantizationArgs``. With ``scheme=None`` nothing else is quantized.
-        on_missing: what to do when no data reached a module: ``"error"``, or ``"warn"`` and leave it in full precision.
+        on_missing: what to do when no data reached a module: ``"error"``; ``"warn"`` and leave it in full precision; or
+            ``"siblings"``, which quantizes an expert without tokens by its weights alone, its activations with the
+            range of all other experts of the layer (and is an error for what is no expert).
         reload: how the checkpoint will be loaded, see :func:`~lightning_obs.plan.build_plan`.
         token_mask: name of the model's argument that is nonzero for tokens that count, ``(batch, tokens)``, usually
             ``"attention_mask"``; the others reach no observer. Or say it batch by batch with :meth:`mask_tokens`.
+        calibrate_all_experts: let every expert observe all tokens, not only those that the router sends it; see
+            :mod:`~lightning_obs.expert_watch`. Outputs stay what they are. Off: an expert's range is that of the
+            tokens it will get, and no time is spent on more.
+        fused_groups: names of modules, under one parent, that your engine fuses, beside those in
+            :data:`~lightning_obs.fusion.FUSED_GROUPS`: ``[["a_proj", "b_proj"]]``. They share global scales and must
+            have one scheme.
         collectives: how to talk to the other ranks, if there are (``Collectives.of_group()``). Each rank runs its own
             data; all end with the same qparams.
 
@@ -106,13 +99,15 @@ class CalibrationSession:
         ignore: str | Sequence[str] = (),
         observers: ObserversLike = None,
         kv_cache: KVCacheLike = None,
-        on_missing: Literal["error", "warn"] = "error",
+        on_missing: OnMissing = "error",
         reload: Reload = "default",
         token_mask: str | None = None,
+        calibrate_all_experts: bool = False,
+        fused_groups: Sequence[Sequence[str]] = (),
         collectives: Collectives | None = None,
     ) -> None:
-        if on_missing not in ("error", "warn"):
-            raise CalibrationError("on_missing", got=repr(on_missing), expected="'error' or 'warn'")
+        if on_missing not in ("error", "warn", "siblings"):
+            raise CalibrationError("on_missing", got=repr(on_missing), expected="'error', 'warn' or 'siblings'")
         if reload not in ("default", "dequantize", "unchecked"):
             raise CalibrationError("reload", got=repr(reload), expected="'default', 'dequantize' or 'unchecked'")
         self.model = model
@@ -120,7 +115,9 @@ class CalibrationSession:
             scheme, targets=targets, ignore=ignore, observers=observers, kv_cache=kv_cache
         )
         self.label = label(scheme, self.config)
-        self.plan: Plan = build_plan(model, self.config, reload)
+        self.plan: Plan = build_plan(model, self.config, reload, fused_groups_with(fused_groups))
+        self._experts = ExpertWatch(model, calibrate_all_experts)
+        self._together = [*self.plan.fused, *self._whole_layers()]
         self.on_missing = on_missing
         self.collectives = collectives or Collectives()
         self.observers: dict[tuple[str, str], Observer] = {
@@ -142,7 +139,8 @@ class CalibrationSession:
         self.result: CalibrationResult | None = None
         self._written: dict[str, torch.Tensor] = {}
         self._started = 0.0
-        self._hooks = ObserverHooks(model, self.plan.targets, self.observers)
+        self._synced: Synced | None = None
+        self._hooks = ObserverHooks(model, self.plan.targets, self.observers, self._experts)
         self._token_mask = token_mask
         self._on_model: list[RemovableHandle] = []
 
@@ -174,7 +172,7 @@ class CalibrationSession:
         self.detach()
         for observer in self.observers.values():
             observer.reset()
-        self.batches, self.result = 0, None
+        self.batches, self.result, self._synced = 0, None, None
         self._started = time.perf_counter()
         self._hooks.attach()
         if count_calls:
@@ -226,9 +224,11 @@ class CalibrationSession:
         """
         self.detach()
         with torch.inference_mode(False), torch.no_grad():
-            skipped, collectives, ranks = self._merge_ranks()
-            chosen = [target for target in self.plan.targets if target.name not in skipped]
-            qparams = {target.name: self._qparams(target) for target in chosen}
+            merged = self._merge_ranks()
+            observers = {**self.observers, **merged.borrowed}
+            fallback = sorted({name for name, _ in merged.borrowed})
+            chosen = [target for target in self.plan.targets if target.name not in merged.skipped]
+            qparams = {target.name: self._qparams(target, observers) for target in chosen}
             check_scales(qparams)
             check_heads(self.model, qparams)
             for target in self.plan.targets:
@@ -242,25 +242,31 @@ class CalibrationSession:
             observers=len(self.observers),
             batches=self.batches,
             measurements=self._hooks.measurements,
-            ranks=ranks,
-            collectives=collectives if ranks > 1 else 0,
+            ranks=merged.ranks,
+            collectives=merged.collectives if merged.ranks > 1 else 0,
             seconds=time.perf_counter() - self._started,
             qparams={
                 f"{t.name}.{key}": v.to("cpu", copy=True) for t in chosen for key, v in read_qparams(t.module).items()
             },
             input_ranges=self._input_ranges(),
-            skipped=sorted(skipped),
+            skipped=sorted(merged.skipped),
+            expert_tokens=merged.expert_tokens,
+            fallback=fallback,
+            fused=self._together,
         )
         self._written = self.result.qparams
         self._say_if_data_was_not_needed()
+        if fallback:
+            warnings.warn(
+                f"no token reached these modules; their activations have the range of the layer's other experts: "
+                f"{name_list(fallback)}",
+                CalibrationWarning,
+                stacklevel=3,
+            )
         return self.result
 
-    def _merge_ranks(self) -> tuple[set[str], int, int]:
-        """Give every rank all activations' statistics and all weights' ranges.
-
-        Returns:
-            names of modules that no data reached, number of collectives, number of ranks.
-        """
+    def _merge_ranks(self) -> _Merged:
+        """Give every rank the statistics of all activations, and the ranges of all weights."""
         weights: dict[tuple[str, str], torch.Tensor] = {}
         failure: CalibrationError | None = None
         try:
@@ -272,25 +278,63 @@ class CalibrationSession:
         for (_, base_name), observer in self.observers.items():
             if base_name == "weight":
                 observer.reset(keep=observer.input_statistics)
-        sizes = {key: weight.numel() for key, weight in weights.items()}
-        synced = sync_statistics(self.observers, self.collectives, weights=sizes, failure=failure)
+        synced = sync_statistics(
+            {} if self._synced else self.observers,
+            self.collectives,
+            weights={key: weight.numel() for key, weight in weights.items()},
+            failure=failure,
+            note=self._experts.tokens,
+        )
+        if self._synced is None:
+            self._synced = synced
+        borrowed: dict[tuple[str, str], Observer] = {}
         skipped: set[str] = set()
         try:
+            borrowed = self._borrowed()
             skipped = check_coverage(
-                self.observers, synced.unreached, self.plan.fused, self.label, self.batches, self.on_missing
+                self.observers,
+                set(self._synced.unreached) - set(borrowed),
+                self._together,
+                self.label,
+                self.batches,
+                self.on_missing,
+                experts=bool(self._experts.containers),
             )
         except CalibrationError as error:
             failure = error
-        observers = {key: self.observers[key] for key in weights if key[0] not in skipped}
-        shared = share_weights(
-            observers, synced.owners, lambda key: self.observers[key](weights[key]), self.collectives, failure
-        )
-        return skipped, synced.collectives + shared.collectives, synced.ranks
 
-    def _qparams(self, target: Target) -> dict[str, torch.Tensor]:
+        def search(key: tuple[str, str]) -> None:
+            observer = self.observers[key]
+            if key in borrowed:
+                observe_without_inputs(observer, weights[key])
+            else:
+                observer(weights[key])
+
+        observers = {key: self.observers[key] for key in weights if key[0] not in skipped}
+        shared = share_weights(observers, synced.owners, search, self.collectives, failure)
+        tokens = _add_up(self._synced.notes)
+        return _Merged(skipped, borrowed, tokens, synced.collectives + shared.collectives, synced.ranks)
+
+    def _whole_layers(self) -> list[list[str]]:
+        """The modules of each layer's experts: vLLM runs all of them quantized or none, transformers loads them so."""
+        ours = hasattr(self.model, "save_pretrained")
+        layers = [
+            name
+            for name in self._experts.containers
+            if ours or isinstance(self.model.get_submodule(name), LinearExperts)
+        ]
+        return [[t.name for t in self.plan.targets if t.name.startswith(f"{layer}.")] for layer in layers]
+
+    def _borrowed(self) -> dict[tuple[str, str], Observer]:
+        if self.on_missing != "siblings":
+            return {}
+        sizes = {name: len(experts) for name, experts in self._experts.containers.items()}
+        return borrow_ranges(self.observers, sizes, self.plan.fused)
+
+    def _qparams(self, target: Target, observers: Mapping[tuple[str, str], Observer]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         for base_name in target.args:
-            observer = self.observers.get((target.name, base_name))
+            observer = observers.get((target.name, base_name))
             if observer is None:
                 continue
             qparams = observer.get_qparams()
@@ -336,6 +380,12 @@ class CalibrationSession:
             CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
         """
         self._written = load_state(self.plan, state)
+
+
+def _add_up(counts: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+    """Tokens of each expert, over all ranks."""
+    names = dict.fromkeys(name for of_rank in counts for name in of_rank)
+    return {name: [sum(each) for each in zip(*(c[name] for c in counts if name in c), strict=True)] for name in names}
 
 
 def _check_inputs_fit(plan: Plan, observers: dict[tuple[str, str], Observer]) -> None:

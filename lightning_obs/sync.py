@@ -120,12 +120,14 @@ class Synced:
         owners: for each weight the rank that searches its range, see :func:`partition`.
         collectives: how many this took.
         ranks: how many ranks there are.
+        notes: what each rank had to say beside.
     """
 
     unreached: list[Key]
     owners: dict[Key, int]
     collectives: int
     ranks: int
+    notes: list[Any]
 
 
 def sync_statistics(
@@ -134,6 +136,7 @@ def sync_statistics(
     *,
     weights: Mapping[Key, int] | None = None,
     failure: Exception | None = None,
+    note: Any = None,
 ) -> Synced:
     """Give the observers of one key, on all ranks, the statistics of all data. Every rank must call this.
 
@@ -146,6 +149,7 @@ def sync_statistics(
         collectives: how to talk to the other ranks.
         weights: number of elements of each weight that this rank holds, to share out the search for their ranges.
         failure: what went wrong on this rank before, to be raised on all.
+        note: anything small that all ranks shall know of this one.
 
     Raises:
         CalibrationError: on every rank alike: NaN or infinity in the statistics of a rank; ranks whose statistics of
@@ -154,9 +158,9 @@ def sync_statistics(
     >>> from compressed_tensors.quantization import QuantizationArgs
     >>> observer = Observer.load_from_registry("static_minmax", base_name="input", args=QuantizationArgs())
     >>> sync_statistics({("fc1", "input"): observer}, Collectives())
-    Synced(unreached=[('fc1', 'input')], owners={}, collectives=1, ranks=1)
+    Synced(unreached=[('fc1', 'input')], owners={}, collectives=1, ranks=1, notes=[None])
     """
-    return _sync(observers, collectives, set(observers), dict(weights or {}), failure, by_declaration=True)
+    return _sync(observers, collectives, set(observers), dict(weights or {}), failure, by_declaration=True, note=note)
 
 
 def share_weights(
@@ -218,6 +222,7 @@ def _sync(
     weights: dict[Key, int],
     failure: Exception | None,
     by_declaration: bool,
+    note: Any = None,
 ) -> Synced:
     with torch.inference_mode(False), torch.no_grad():
         try:
@@ -225,7 +230,7 @@ def _sync(
         except Exception as error:  # the others are waiting for a description
             description, failure = Description(), failure or error
         description.failure = None if failure is None else sendable(failure)
-        description.weights = weights
+        description.weights, description.note = weights, note
         every: list[Description] = collectives.gather_object(description)
         try:
             require_no_failure(every)
@@ -238,7 +243,7 @@ def _sync(
             observers[key].load_statistics(merged[key])
     held = sorted({key for told_by in every for key in told_by.held})
     unreached = [key for key in held if not any(key in told_by.reached for told_by in every)]
-    return Synced(unreached, _owners(every), 1 + reductions, len(every))
+    return Synced(unreached, _owners(every), 1 + reductions, len(every), [told_by.note for told_by in every])
 
 
 def _owners(every: Sequence[Description]) -> dict[Key, int]:

@@ -359,3 +359,19 @@ def test_a_pruned_weight_has_to_be_made_permanent_first(mlp, tmp_path):
         export_checkpoint(mlp, tmp_path / "out")
     prune.remove(mlp.fc1, "weight")
     assert (export_checkpoint(mlp, tmp_path / "out") / "model.safetensors").is_file()
+
+
+def test_an_ignored_subclass_of_linear_is_listed(tmp_path):
+    class Router(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(16, 16), Router(16, 4))
+    with CalibrationSession(model, "W8A8", ignore=["1"]):
+        pass
+    export_checkpoint(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["1"]
+    x = torch.randn(3, 16)
+    loaded = load_checkpoint(nn.Sequential(nn.Linear(16, 16), Router(16, 4)), tmp_path / "out")
+    with quantized(model):
+        assert torch.equal(loaded(x), model(x))

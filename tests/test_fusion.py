@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.fusion import find_fused, require_one_scheme
+from lightning_obs.fusion import FUSED_GROUPS, find_fused, fused_groups_with, require_one_scheme
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,31 @@ def test_a_fused_group_with_two_schemes_is_refused():
 
 def test_a_fused_group_with_one_scheme_is_fine():
     require_one_scheme({"a.q_proj": "FP8", "a.k_proj": "FP8", "o": "W4A16"}, [["a.q_proj", "a.k_proj"]])
+
+
+def test_groups_of_one_s_own_are_added_to_the_known_ones():
+    groups = fused_groups_with([["x", "y"]])
+    assert groups[:-1] == FUSED_GROUPS
+    assert find_fused(["a.q_proj", "a.k_proj", "a.x", "a.y"], groups) == [["a.q_proj", "a.k_proj"], ["a.x", "a.y"]]
+
+
+def test_a_known_name_in_a_group_of_one_s_own_belongs_there():
+    groups = fused_groups_with([["q_proj", "k_proj", "v_proj", "gate"]])
+    assert find_fused(["a.gate", "a.v_proj", "a.q_proj"], groups) == [["a.q_proj", "a.v_proj", "a.gate"]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (["q_proj", "k_proj"], "a list of lists"),
+        ("ab", "a list of lists"),
+        ([["alone"]], r"not a group: \['alone'\]"),
+        ([["same", "same"]], "not a group"),
+        ([["attn.q", "attn.k"]], r"not a group: attn\.q, attn\.k.*without dots"),
+        ([["a", 3]], "not a group: 3"),
+        ([["a", "b"], ["b", "c"]], r"stands in two fused groups: b\. Remedy: make them one"),
+    ],
+)
+def test_what_is_no_group_is_refused(groups, message):
+    with pytest.raises(CalibrationError, match=message):
+        fused_groups_with(groups)

@@ -79,7 +79,7 @@ def run(config: DictConfig) -> dict[str, Any]:
         "size": sizes[1] if sizes else None,
         "seconds": result.seconds,
         "worst_sqnr": errors[0].sqnr if errors else None,
-        "ignore": [*callback.ignore, *poor_layers(errors)],
+        "ignore": [*callback.ignore, *poor_layers(errors, fused=result.fused)],
     }
     _write_report(report, row, errors, config)
     hint = "" if not poor_layers(errors) else f"  (leave those layers out with ignore_from={report})"
@@ -107,6 +107,8 @@ def make_callback(config: DictConfig) -> CalibrationCallback:
         on_missing=config.on_missing,
         reload=config.export.reload,
         token_mask=config.token_mask,
+        calibrate_all_experts=config.calibrate_all_experts,
+        fused_groups=config.fused_groups,
     )
 
 

@@ -11,6 +11,7 @@ from torchmetrics.text import Perplexity
 from typing_extensions import override
 
 from lightning_obs.app.models import load_causal_lm
+from lightning_obs.experts import linearize_experts as _linearize
 
 
 class CausalLM(LightningModule):
@@ -23,6 +24,7 @@ class CausalLM(LightningModule):
         path: folder or hub name; None for the default model.
         dtype: auto, float32, bfloat16, float16.
         attn_implementation: as in transformers.
+        linearize_experts: give every expert Linear modules of its own, so that they can be quantized.
     """
 
     def __init__(
@@ -30,9 +32,12 @@ class CausalLM(LightningModule):
         path: str | os.PathLike[str] | None = None,
         dtype: str = "auto",
         attn_implementation: str | None = None,
+        linearize_experts: bool = True,
     ) -> None:
         super().__init__()
         self.model, self.tokenizer = load_causal_lm(path, dtype, attn_implementation)
+        if linearize_experts:
+            _linearize(self.model)
         self.perplexity = Perplexity()
 
     @override

@@ -36,6 +36,8 @@ def main() -> int:
     if options.dequantize:
         arguments["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(options.checkpoint, **arguments).eval()
+    if any("Experts" in type(module).__name__ for module in model.modules()):
+        model.set_experts_implementation("eager")  # the others add in another order
     reference = load_file(options.reference)
     with torch.inference_mode():
         logits = model(input_ids=reference["input_ids"], use_cache=False).logits

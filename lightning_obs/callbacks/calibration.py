@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -24,9 +24,11 @@ from lightning_obs.attention import KVCacheLike
 from lightning_obs.callbacks.ranks import collectives_of, repeated_in_batch, repeated_samples
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from lightning_obs.export import export_checkpoint
+from lightning_obs.fusion import fused_groups_with
 from lightning_obs.plan import Reload
+from lightning_obs.result import CalibrationResult
 from lightning_obs.schemes import ObserversLike, SchemeLike, label, resolve_config
-from lightning_obs.session import CalibrationResult, CalibrationSession
+from lightning_obs.session import CalibrationSession, OnMissing
 from lightning_obs.token_mask import require_mask
 
 
@@ -47,8 +49,11 @@ class CalibrationCallback(Callback):
             With ``scheme=None`` nothing else is quantized.
         module: attribute path of the module to calibrate and export. Default: the one transformers model that the
             LightningModule holds, else the LightningModule itself.
-        on_missing: ``"error"``, or ``"warn"`` and leave modules that no data reached in full precision.
+        on_missing: ``"error"``; ``"warn"`` and leave modules that no data reached in full precision; or ``"siblings"``:
+            an expert without tokens takes the activations' range of the layer's other experts.
         reload: how the checkpoint will be loaded (``"default"``, ``"dequantize"``, ``"unchecked"``).
+        calibrate_all_experts: let every expert observe all tokens (:class:`~lightning_obs.CalibrationSession`).
+        fused_groups: names of modules that your engine fuses, beside the known ones.
         sanity_check: also calibrate in fit's sanity check (its few batches). Off: nothing happens there.
         token_mask: where to find, in a batch, which tokens count: a key (``"attention_mask"``) or a function of the
             batch. A tensor ``(batch, tokens)``, nonzero for tokens that count; the others (padding) reach no observer.
@@ -67,8 +72,10 @@ class CalibrationCallback(Callback):
         observers: ObserversLike = None,
         kv_cache: KVCacheLike = None,
         module: str | None = None,
-        on_missing: Literal["error", "warn"] = "error",
+        on_missing: OnMissing = "error",
         reload: Reload = "default",
+        calibrate_all_experts: bool = False,
+        fused_groups: Sequence[Sequence[str]] = (),
         sanity_check: bool = False,
         token_mask: str | Callable[[Any], torch.Tensor] | None = None,
     ) -> None:
@@ -80,8 +87,11 @@ class CalibrationCallback(Callback):
             "kv_cache": _plain(kv_cache),
             "on_missing": on_missing,
             "reload": reload,
+            "calibrate_all_experts": calibrate_all_experts,
+            "fused_groups": _plain(fused_groups),
         }
         # A typo is found where it was made, not an epoch later.
+        fused_groups_with(self._options["fused_groups"])
         said = ("scheme", "targets", "ignore", "observers", "kv_cache")
         self._config = resolve_config(**{k: self._options[k] for k in said})
         self.module = module
