@@ -5,44 +5,45 @@ factor of least error ``sum(|q(x) - x| ** norm)`` per scale. The first of equal 
 ``patience`` factors in a row improved no scale at all: a whole tensor visits the same factors. Factors, ties and early
 stop are llm-compressor's, so in float32 the range found is the range found there.
 
-The choice: a tile of 2**17 values at a time meets several factors before the next tile is read, so what lies between
-weight and error (1.5 MiB) stays near the core. As many factors are taken at once as could pass before the search may
-stop; which factors a tile visits then never depends on another tile. Half precision is widened tile by tile: its
-candidates (range and scale) are rounded as they will be stored, and only the error is measured in float32.
+The choice: a tile of values at a time meets several factors before the next tile is read, so what lies between weight
+and error stays near the core. As many factors are taken at once as could pass before the search may stop; which
+factors a tile visits then never depends on another tile. Half precision is widened tile by tile: its candidates (range
+and scale) are rounded as they will be stored, and only the error is measured in float32. A factor that cuts so much off
+the largest value of a row that this alone is more than the least error so far is not measured on that row.
 
-The trade-off: ``pow(2.4)`` is half of the time. Two arithmetics take turns. The fast one measures in units of the scale
-and writes ``u ** n`` as ``exp2(n * log2(u))``; it is right to about 1e-5. Where two candidates lie closer than that, or
-a number comes near the ends of float32, the scale's candidates are measured again, operation by operation as
-compressed-tensors would. That is rare (under 1 % of the scales) and decides every tie the exact way. A row longer than
+The trade-off: ``pow(2.4)`` is half of the time. Two arithmetics take turns. The fast one (:mod:`.error_sums`) measures
+in units of the scale and approximates the power; how far off it can be is known. Where two candidates lie closer than
+that, or a number comes near the ends of float32, the scale's candidates are measured again, operation by operation as
+compressed-tensors would. That is rare (about 1 % of the scales) and decides every tie the exact way. A row longer than
 a tile is added up in pieces, in float64: more accurate than one float32 sum, and not bit for bit the same.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
-from compressed_tensors.quantization.utils import calculate_qparams, calculate_range
+from compressed_tensors.quantization import QuantizationArgs
 
-from lightning_obs.errors import CalibrationError
+from lightning_obs.numerics.error_sums import AT_ONCE, Compile, Loop, error_sums
+from lightning_obs.numerics.number_grid import NumberGrid
+from lightning_obs.numerics.power_fit import fit_power
+from lightning_obs.numerics.rows import Part, Range, Rows, rows_of_blocks, rows_of_observed
 
-Range = tuple[torch.Tensor, torch.Tensor]
-
-# Elements of a tile. On a CPU, the fastest of 2**15 to 2**18 (L2 of 1 MiB); elsewhere a launch has to pay.
-_TILE_CPU, _TILE_DEVICE = 1 << 17, 1 << 24
-# At most so many factors per visit of a tile: bounds what is kept per scale, and gains no more beyond.
-_FACTORS_AT_ONCE = 10
+# Elements of a tile. On a CPU, the fastest of 2**15 to 2**18 (L2 of 1 MiB). Compiled, nothing but the tile has to fit
+# anywhere; elsewhere a launch has to pay.
+_TILE_CPU, _TILE_COMPILED, _TILE_DEVICE = 1 << 17, 1 << 20, 1 << 24
+# Rows of a tile: bounds what is kept per candidate and row.
+_ROWS_CPU = 1 << 14
 # Up to here torch runs an elementwise operation on one thread.
 _SERIAL = (1 << 15) - 64
 # Outside of these, float32 has lost bits of some term (or of the sum) in one of the two arithmetics.
 _SMALLEST, _LARGEST = 1e-30, 1e36
 # Below this mean error, in units of the scale, what is measured is the rounding of the measurement.
 _NOISE = 0.05
-# float formats: bits -> (mantissa bits, exponent of the smallest normal number)
-_FLOATS = {8: (3, -6), 6: (3, 0), 4: (1, 0)}
+# Errors that the approximated power covers, in units of what most values lose.
+_REACH = 32.0
 
 
 def shrink_factors(maxshrink: float, grid: float) -> list[float]:
@@ -59,8 +60,9 @@ def observed_range(observed: torch.Tensor) -> Range:
     if observed.ndim == 3 and observed.shape[1] == 1:
         low, high = torch.aminmax(observed)  # one scale: a single pass, at the speed of memory
         return low.reshape(1), high.reshape(1)
-    # With dimensions, aminmax is ten times slower than the two reductions.
-    return torch.amin(observed, dim=(0, -1)), torch.amax(observed, dim=(0, -1))
+    low, high = rows_of_observed(observed).observed_range()
+    shape = observed.shape[1:-1]
+    return low.reshape(shape), high.reshape(shape)
 
 
 def search_range(
@@ -73,6 +75,7 @@ def search_range(
     expand: float = 1.0,
     importance: torch.Tensor | None = None,
     tile: int | None = None,
+    compile: Compile = "auto",
 ) -> Range:
     """The range of least quantization error per scale.
 
@@ -86,6 +89,7 @@ def search_range(
         expand: factor on the observed range before the search; above 1 it tries ranges wider than the values.
         importance: weight of each value's error, broadcastable to ``(*Q, G)``, not negative.
         tile: elements of a tile; None chooses for the device.
+        compile: whether to compile the inner loop, see :mod:`~lightning_obs.numerics.error_sums`.
 
     Returns:
         (min, max), ``(*Q,)`` each, in the dtype of ``observed``. Where no candidate has a finite error (a NaN, an error
@@ -93,96 +97,100 @@ def search_range(
     """
     if not observed.is_floating_point():
         observed = observed.float()
-    low, high = (value * expand for value in observed_range(observed))
+    low, high = observed_range(observed)
+    rows = rows_of_observed(observed, importance)
+    low, high = _search(rows, low, high, args, factors, patience, norm, expand, tile, compile)
+    return low.reshape(observed.shape[1:-1]), high.reshape(observed.shape[1:-1])
+
+
+def search_block_range(
+    weight: torch.Tensor,
+    args: QuantizationArgs,
+    factors: Sequence[float],
+    *,
+    patience: int | None = 5,
+    norm: float = 2.4,
+    expand: float = 1.0,
+    tile: int | None = None,
+    compile: Compile = "auto",
+) -> Range:
+    """The range of least quantization error per block of a weight ``(R, C)``, which is not copied.
+
+    Args:
+        weight: not empty; the height and width of a block divide it.
+        args: its ``block_structure`` is the size of a block.
+        factors, patience, norm, expand, tile, compile: see :func:`search_range`.
+
+    Returns:
+        (min, max), ``(R / height, C / width)`` each.
+    """
+    assert args.block_structure is not None  # QuantizationArgs validated it
+    rows = rows_of_blocks(weight, *args.block_structure)
+    low, high = _search(rows, *rows.observed_range(), args, factors, patience, norm, expand, tile, compile)
+    return low.reshape(rows.view.shape[:2]), high.reshape(rows.view.shape[:2])
+
+
+def _search(
+    rows: Rows,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    args: QuantizationArgs,
+    factors: Sequence[float],
+    patience: int | None,
+    norm: float,
+    expand: float,
+    tile: int | None,
+    compile: Compile,
+) -> Range:
+    low, high = low.reshape(-1) * expand, high.reshape(-1) * expand
     if not factors:
         return low, high
-    search = _Search(
-        rows=_as_rows(observed),
-        low=low.reshape(-1),
-        high=high.reshape(-1),
-        grid=_Grid.of(args),
-        factors=torch.tensor(factors, dtype=torch.float64, device=observed.device),
-        norm=norm,
-        importance=_importance_rows(importance, observed),
-        tile=tile or (_TILE_CPU if observed.device.type == "cpu" else _TILE_DEVICE),
-    )
+    search = _Search(rows, low, high, NumberGrid.of(args), factors, norm, expand, tile, compile)
     search.run(patience)
-    best_low, best_high = search.chosen()
-    return best_low.reshape(low.shape), best_high.reshape(high.shape)
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """The numbers that a format can hold, in units of the scale."""
-
-    args: QuantizationArgs
-    low: float
-    high: float
-    mantissa: int | None  # None: integers
-    smallest: int
-
-    @classmethod
-    def of(cls, args: QuantizationArgs) -> _Grid:
-        if args.strategy == QuantizationStrategy.TENSOR_GROUP and args.scale_dtype is not None:
-            args = args.model_copy(update={"scale_dtype": None})
-        low, high = (bound.item() for bound in calculate_range(args, "cpu"))
-        mantissa, smallest = _FLOATS[args.num_bits] if args.type == QuantizationType.FLOAT else (None, 0)
-        return cls(args, float(low), float(high), mantissa, smallest)
-
-    @property
-    def steps(self) -> float:
-        """How many steps the largest magnitude is: what float32's rounding of ``x / scale`` is multiplied by."""
-        return self.high + 1 if self.mantissa is None else float(2 ** (self.mantissa + 2))
-
-    def qparams(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Scale and zero point (None if symmetric) as float32, rounded as compressed-tensors stores them."""
-        scale, zero_point = calculate_qparams(low, high, self.args)
-        return scale.float(), None if self.args.symmetric else zero_point.float()
-
-    def round(self, value: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """Write the nearest numbers of the format (ties to even) to ``out``, which may be ``value``."""
-        torch.clamp(value, self.low, self.high, out=out)
-        if self.mantissa is None:
-            return out.round_()
-        # Adding 1.5 * 2**(23 - mantissa) times the value's power of two leaves no bits below the format's last, and
-        # float32 rounds to even. Five times faster than a cast there and back, and bit for bit its result.
-        torch.bitwise_and(out.view(torch.int32), 0x7F800000, out=scratch.view(torch.int32))
-        scratch.clamp_(min=2.0**self.smallest).mul_(1.5 * 2.0 ** (23 - self.mantissa))
-        return out.add_(scratch).sub_(scratch)
+    return search.chosen()
 
 
 class _Search:
-    """One search over ``rows`` (R, N, G): R scales, and per scale the best error and factor so far."""
+    """One search, and per row the best error and factor so far."""
 
     def __init__(
         self,
-        rows: torch.Tensor,
+        rows: Rows,
         low: torch.Tensor,
         high: torch.Tensor,
-        grid: _Grid,
-        factors: torch.Tensor,
+        grid: NumberGrid,
+        factors: Sequence[float],
         norm: float,
-        importance: torch.Tensor | None,
-        tile: int,
+        expand: float,
+        tile: int | None,
+        compile: Compile,
     ) -> None:
-        self.rows, self.low, self.high, self.grid, self.norm = rows, low, high, grid, norm
-        self.factors, self.importance, self.tile = factors, importance, tile
-        count, values = rows.shape[0], rows.shape[1] * rows.shape[2]
-        self.in_pieces = values > tile
-        error_dtype = torch.float64 if self.in_pieces else torch.float32
-        self.best = torch.full((count,), torch.finfo(torch.float32).max, dtype=error_dtype, device=rows.device)
-        self.index = torch.zeros(count, dtype=torch.int16, device=rows.device)
-        self.buffers = torch.empty(3, min(tile, rows.numel()), device=rows.device)
+        self.rows, self.low, self.high, self.grid, self.norm, self.expand = rows, low, high, grid, norm, expand
+        self.factors = torch.tensor(factors, dtype=torch.float64, device=rows.device)
+        weighted = rows.importance is not None
+        self.loop = _loop(grid, norm, min(factors) * expand)
+        work = float(rows.count * rows.size * len(factors))
+        self.compiled = error_sums(self.loop, compile, rows.device, rows.dtype, weighted, work)
+        on_cpu = rows.device.type == "cpu"
+        self.tile = tile or (_TILE_DEVICE if not on_cpu else _TILE_COMPILED if self.compiled else _TILE_CPU)
+        self.step = max(1, self.tile // rows.size)  # rows at once
+        if on_cpu:
+            self.step = min(self.step, _ROWS_CPU)
+        # float64 for what is added up in pieces
+        error_dtype = torch.float64 if rows.size > self.tile else torch.float32
+        self.best = torch.full((rows.count,), torch.finfo(torch.float32).max, dtype=error_dtype, device=rows.device)
+        self.index = torch.zeros(rows.count, dtype=torch.int16, device=rows.device)
         # How far fast and exact errors can differ: exp2 and log2, and float32's rounding of x / scale, which averages
         # out over a row unless one value may carry all the weight.
-        averaged = 1 if importance is not None else values
-        self.tolerance = 2e-5 + grid.steps * 2.0**-20 / averaged**0.5
+        self.tolerance = 2e-5 + grid.steps * 2.0**-20 / (1 if weighted else rows.size) ** 0.5
+        # Clipping shows after few factors where the steps are small: look again before the next few.
+        self.at_once = AT_ONCE if self.compiled or grid.steps < 32 else 2
 
     def run(self, patience: int | None) -> None:
         """Visit factors until ``patience`` of them in a row improved nothing."""
         start, idle = 0, 0
         while start < len(self.factors):
-            ahead = _FACTORS_AT_ONCE if patience is None else min(_FACTORS_AT_ONCE, max(1, patience - idle))
+            ahead = 2 * AT_ONCE if patience is None else min(2 * AT_ONCE, max(1, patience - idle))
             for improved in self._visit(range(start, min(start + ahead, len(self.factors)))):
                 idle = 0 if improved else idle + 1
             if patience is not None and idle >= max(1, patience):
@@ -191,81 +199,123 @@ class _Search:
 
     def chosen(self) -> Range:
         """The range of the best factor of every scale; written over the observed range, tile by tile."""
-        for start in range(0, len(self.low), self.tile):
-            part = slice(start, start + self.tile)
+        for start in range(0, len(self.low), _TILE_CPU):
+            part = slice(start, start + _TILE_CPU)
             self.low[part], self.high[part] = self._candidates(part, self.index[part].long())
         return self.low, self.high
 
     def _visit(self, which: range) -> list[bool]:
         """Measure these factors on every row; say which of them improved any."""
         improved_any = torch.zeros(len(which), dtype=torch.bool, device=self.rows.device)
-        count, observations, group = self.rows.shape
-        step = max(1, self.tile // (observations * group))
         numbers = torch.arange(which.start, which.stop, device=self.rows.device).unsqueeze(-1)
-        for start in range(0, count, step):
-            part = slice(start, min(start + step, count))
-            errors, unsure = self._fast(part, numbers)
-            before = _running_best(self.best[part], errors)
-            unsure |= self._too_close(errors, before[:-1])
-            again = unsure.nonzero().squeeze(-1)
-            if len(again):
-                at = again + start
-                exact = self._exact(at, torch.cat([self.index[at].long().unsqueeze(0), numbers.expand(-1, len(at))]))
-                errors[:, again] = exact[1:]
-                before[:, again] = _running_best(exact[0] if which.start else self.best[at], exact[1:])
-            improved = errors < before[:-1]
-            improved_any |= improved.any(1)
-            last = torch.where(improved, numbers, -1).amax(0)
-            self.index[part] = torch.where(last >= 0, last, self.index[part]).to(torch.int16)
-            self.best[part] = before[-1]
+        for start in range(0, self.rows.count, self.step):
+            part = slice(start, min(start + self.step, self.rows.count))
+            scale, zero_point = self.grid.qparams(*self._candidates(part, numbers))
+            for first in range(0, len(which), self.at_once):
+                some = slice(first, first + self.at_once)
+                shift = None if zero_point is None else zero_point[some]
+                improved_any[some] |= self._measure(part, numbers[some], scale[some], shift)
         return improved_any.tolist()
 
-    def _too_close(self, errors: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Rows of which some comparison could come out otherwise in the exact arithmetic."""
-        # Written so that NaN counts as unsure.
-        sure = (errors - before).abs_() > before * self.tolerance
-        sure &= (errors > _SMALLEST) & (errors < _LARGEST)
-        return ~sure.all(0)
+    def _measure(
+        self, part: slice, numbers: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Measure factors ``numbers`` (C, 1) on the rows of ``part``; which of them improved any, ``(C,)``."""
+        best = self.best[part]
+        clipped = self._clipped(part, scale, zero_point)
+        hopeless = self._hopeless(clipped, scale, best)
+        rows: Part = part
+        if hopeless is not None:
+            alive = (~hopeless.all(0)).nonzero().squeeze(-1)
+            if not len(alive):
+                return hopeless.new_zeros(len(numbers))
+            if len(alive) < 0.8 * len(best):
+                rows = alive + part.start
+                best, scale, clipped, hopeless = best[alive], scale[:, alive], clipped[..., alive], hopeless[:, alive]
+                zero_point = None if zero_point is None else zero_point[:, alive]
+        errors, unsure = self._fast(rows, scale, zero_point, clipped, hopeless, best)
+        before = _running_best(best, errors)
+        again = unsure.nonzero().squeeze(-1)
+        index = self.index[rows]
+        if len(again):
+            at = again + part.start if isinstance(rows, slice) else rows[again]
+            exact = self._exact(at, torch.cat([index[again].long().unsqueeze(0), numbers.expand(-1, len(at))]))
+            errors[:, again] = exact[1:]
+            before[:, again] = _running_best(exact[0] if numbers[0] else best[again], exact[1:])
+        improved = errors < before[:-1]
+        last = torch.where(improved, numbers, -1).amax(0)
+        self.index[rows] = torch.where(last >= 0, last, index).to(torch.int16)
+        self.best[rows] = before[-1]
+        return improved.any(1)
 
-    def _candidates(self, rows: torch.Tensor | slice, which: torch.Tensor) -> Range:
+    def _candidates(self, rows: Part, which: torch.Tensor) -> Range:
         """Shrunk ranges, rounded to the observed dtype as they will be stored."""
         factor = self.factors[which].to(torch.promote_types(self.low.dtype, torch.float32))
         low, high = self.low[rows] * factor, self.high[rows] * factor
         return low.to(self.low.dtype), high.to(self.high.dtype)
 
-    def _fast(self, part: slice, which: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Errors (factors, rows) by the fast arithmetic, and which rows it cannot measure."""
-        scale, zero_point = self.grid.qparams(*self._candidates(part, which))
+    def _clipped(self, part: slice, scale: torch.Tensor, zero_point: torch.Tensor | None) -> torch.Tensor:
+        """What the largest and the smallest value lose beyond the last number, ``(2, C, rows)``, units of the scale."""
+        low, high = self.low[part].float(), self.high[part].float()
+        if self.expand != 1:
+            low, high = low / self.expand, high / self.expand
+        shift = 0 if zero_point is None else zero_point
+        return torch.stack([high / scale + shift - self.grid.high, self.grid.low - shift - low / scale]).clamp_(min=0)
+
+    def _hopeless(self, clipped: torch.Tensor, scale: torch.Tensor, best: torch.Tensor) -> torch.Tensor | None:
+        """Which candidates lose more by clipping two values than the best so far by all; None if it is not known."""
+        if self.rows.importance is not None:
+            return None
+        # Less what rounding may be: of x / scale, and of an expanded range in its dtype.
+        slack = self.grid.steps * (2.0**-20 if self.expand == 1 else 2.0**-6)
+        least = (clipped - slack).clamp_(min=0).mul_(scale).pow_(self.norm).sum(0)
+        return (least > best * (1 + 1e-4)) & (least > _SMALLEST) & (least < _LARGEST)
+
+    def _fast(
+        self,
+        rows: Part,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        clipped: torch.Tensor,
+        hopeless: torch.Tensor | None,
+        best: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Errors (C, rows) by the fast arithmetic, infinite where hopeless, and the rows where they may mislead."""
         inverse = scale.reciprocal()
         total = torch.zeros(scale.shape, dtype=self.best.dtype, device=scale.device)
         weight = torch.zeros(1, device=scale.device)
-        for values, importance in self._pieces(part):
-            a, b, c = (buffer[: values.numel()].view(values.shape) for buffer in self.buffers)
+        for values, importance in self.rows.pieces(rows, self.tile, widen=not self.compiled):
             weight = weight + (values.shape[-1] if importance is None else importance.sum(-1))
-            for number in range(len(which)):
-                torch.mul(values, inverse[number].unsqueeze(-1), out=a)
-                if zero_point is not None:
-                    a.add_(zero_point[number].unsqueeze(-1))
-                self._power_(a.sub_(self.grid.round(a, b, c)).abs_())
-                if importance is not None:
-                    a.mul_(importance)
-                total[number] += a.sum(-1)
-        unsure = ~(total > weight * _NOISE**self.norm).all(0)
-        return total * scale.pow(self.norm), unsure
-
-    def _power_(self, value: torch.Tensor) -> torch.Tensor:
-        if self.norm in (1.0, 2.0, 3.0):  # a multiplication or two
-            return value.pow_(self.norm)
-        return value.log2_().mul_(self.norm).exp2_()
+            total += (self.compiled or self.loop.sums)(values, inverse, zero_point, importance)
+        power = scale.pow(self.norm)
+        sure = total > weight * _NOISE**self.norm
+        errors = total * power
+        margin: torch.Tensor | float = 0.0
+        if self.compiled and self.loop.power is not None:
+            fit = self.loop.power
+            sure &= clipped.amax(0) <= fit.most
+            # The best so far may have been measured with the scale of an earlier factor.
+            widest = power[0] * (self.expand * self.factors[0] / self.factors.min()).float() ** self.norm
+            margin = fit.error * (errors + 2 * weight * fit.usual * widest)
+        if hopeless is not None:
+            errors.masked_fill_(hopeless, torch.inf)
+        before = _running_best(best, errors)[:-1]
+        # Written so that NaN counts as unsure.
+        tolerance = self.tolerance + (self.loop.power.error if self.compiled and self.loop.power else 0.0)
+        sure &= (errors - before).abs_() > before * tolerance + margin
+        sure &= (errors > _SMALLEST) & (errors < _LARGEST)
+        if hopeless is not None:
+            sure |= hopeless
+        return errors, ~sure.all(0)
 
     def _exact(self, rows: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
         """Errors (factors, rows), operation by operation as fake quantization computes them; never NaN."""
         scale, zero_point = self.grid.qparams(*self._candidates(rows, which))
         total = torch.zeros(scale.shape, dtype=self.best.dtype, device=scale.device)
-        step = max(1, self.tile // (self.rows.shape[1] * self.rows.shape[2]))
+        step = max(1, min(self.tile, _TILE_CPU) // self.rows.size)
         for start in range(0, len(rows), step):
             part = slice(start, start + step)
-            for values, importance in self._pieces(rows[part]):
+            for values, importance in self.rows.pieces(rows[part], self.tile):
                 at_once = max(1, _SERIAL // values.numel())
                 for first in range(0, len(which), at_once):
                     some = slice(first, first + at_once)
@@ -275,14 +325,12 @@ class _Search:
                     count = len(by) * values.numel()
                     padded = values.new_zeros(count + -count % 64)
                     error = padded[:count].view(len(by), *values.shape)
-                    scratch = torch.empty_like(error)
-                    torch.div(values, by, out=error)
                     if zero_point is None:
-                        self.grid.round(error, error, scratch)
+                        torch.mul(self.grid.round(values / by), by, out=error)
                     else:
                         shift = zero_point[some, part].unsqueeze(-1)
-                        self.grid.round(error.add_(shift), error, scratch).sub_(shift)
-                    error.mul_(by).sub_(values).abs_()
+                        torch.mul(self.grid.round((values / by).add_(shift)).sub_(shift), by, out=error)
+                    error.sub_(values).abs_()
                     padded.pow_(self.norm)
                     if importance is not None:
                         error.mul_(importance)
@@ -290,21 +338,15 @@ class _Search:
         most = torch.finfo(torch.float32).max
         return total.nan_to_num_(nan=most, posinf=most)
 
-    def _pieces(self, rows: torch.Tensor | slice) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Values ``(rows, values)`` in float32 with their importance, in pieces that fit a tile."""
-        _, observations, group = self.rows.shape
-        high, wide = observations, group
-        if self.in_pieces:
-            high, wide = max(1, self.tile // group), min(group, self.tile)
-        importance = None
-        for n in range(0, observations, high):
-            for g in range(0, group, wide):
-                piece = self.rows[rows, n : n + high, g : g + wide]
-                if self.importance is not None:
-                    index = rows if isinstance(rows, torch.Tensor) else torch.arange(rows.start, rows.stop)
-                    weights = self.importance[index.to(self.importance.device) % len(self.importance), g : g + wide]
-                    importance = weights.unsqueeze(1).expand(piece.shape).flatten(1)
-                yield piece.flatten(1).float(), importance
+
+def _loop(grid: NumberGrid, norm: float, narrowest: float) -> Loop:
+    """The inner loop; the power is approximated up to what the narrowest range may cut off."""
+    if norm in (1.0, 2.0, 3.0):  # a multiplication or two
+        return Loop(grid, norm, None)
+    most = grid.largest_error
+    if 0 < narrowest < 1:
+        most = max(most, (grid.high + grid.largest_error) / narrowest - grid.high)
+    return Loop(grid, norm, fit_power(norm, min(most, _REACH * grid.usual_error), grid.usual_error))
 
 
 def _running_best(best: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
@@ -313,27 +355,3 @@ def _running_best(best: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
     for previous, this in itertools.pairwise(found):  # cummin(0) is ten times slower
         torch.minimum(previous, this, out=this)
     return found
-
-
-def _as_rows(observed: torch.Tensor) -> torch.Tensor:
-    """``(N, *Q, G)`` as ``(R, N, G)``, one row per scale; a view unless Q cannot be flattened."""
-    return observed.flatten(1, -2).transpose(0, 1)
-
-
-def _importance_rows(importance: torch.Tensor | None, observed: torch.Tensor) -> torch.Tensor | None:
-    """Importance as ``(I, G)``, where I divides the number of scales and row r takes the weights of r modulo I."""
-    if importance is None:
-        return None
-    shape = observed.shape[1:]
-    padded = (1,) * (len(shape) - importance.ndim) + tuple(importance.shape)
-    if len(padded) != len(shape) or any(own not in (1, size) for own, size in zip(padded, shape, strict=True)):
-        raise CalibrationError(
-            "the importance does not fit",
-            got=f"shape {tuple(importance.shape)}",
-            expected=f"a shape that broadcasts to {tuple(shape)}",
-        )
-    lead = 0  # leading dimensions that the importance lacks need no copy: the modulo repeats it
-    weights = importance.reshape(padded)
-    while lead < len(shape) - 1 and weights.shape[lead] == 1:
-        lead += 1
-    return weights.expand(*weights.shape[:lead], *shape[lead:]).reshape(-1, shape[-1]).float()
