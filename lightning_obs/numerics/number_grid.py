@@ -8,7 +8,8 @@ compiles into the loop around it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
@@ -26,7 +27,8 @@ class NumberGrid:
     tensor([-8.,  0.,  2.,  7.])
     """
 
-    args: QuantizationArgs
+    args: QuantizationArgs = field(compare=False)  # how a range becomes a scale
+    symmetric: bool
     low: float
     high: float
     mantissa: int | None  # None: integers
@@ -39,12 +41,7 @@ class NumberGrid:
             args = args.model_copy(update={"scale_dtype": None})
         low, high = (bound.item() for bound in calculate_range(args, "cpu"))
         mantissa, smallest = _FLOATS[args.num_bits] if args.type == QuantizationType.FLOAT else (None, 0)
-        return cls(args, float(low), float(high), mantissa, smallest)
-
-    @property
-    def key(self) -> tuple[float, float, int | None, int, bool]:
-        """What distinguishes two grids, apart from how their scales are computed."""
-        return self.low, self.high, self.mantissa, self.smallest, bool(self.args.symmetric)
+        return cls(args, bool(args.symmetric), float(low), float(high), mantissa, smallest)
 
     @property
     def steps(self) -> float:
@@ -66,15 +63,34 @@ class NumberGrid:
     def qparams(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scale and zero point (None if symmetric) as float32, rounded as compressed-tensors stores them."""
         scale, zero_point = calculate_qparams(low, high, self.args)
-        return scale.float(), None if self.args.symmetric else zero_point.float()
+        return scale.float(), None if self.symmetric else zero_point.float()
 
     def round(self, value: torch.Tensor) -> torch.Tensor:
         """The nearest numbers of the format (ties to even) to a float32 tensor, as a new tensor."""
-        near = value.clamp(self.low, self.high)
         if self.mantissa is None:
-            return near.round_()
-        # 1.5 * 2**(23 - mantissa) times the value's power of two leaves no bits below the format's last when added,
-        # and float32 rounds to even.
-        power = (near.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=2.0**self.smallest)
-        power = power.mul_(1.5 * 2.0 ** (23 - self.mantissa))
-        return near.add_(power).sub_(power)
+            return round_to_grid(value, self.low, self.high)
+        return round_to_grid(value, self.low, self.high, *self.rounding)
+
+    @property
+    def rounding(self) -> tuple[float, float]:
+        """Smallest normal number, and what times a power of two leaves only the format's bits when it is added."""
+        if self.mantissa is None:
+            return 0.0, 0.0
+        return 2.0**self.smallest, 1.5 * 2.0 ** (23 - self.mantissa)
+
+
+def round_to_grid(
+    value: torch.Tensor,
+    low: Any,
+    high: Any,
+    normal: Any = None,
+    magic: Any = None,
+) -> torch.Tensor:
+    """:meth:`NumberGrid.round` by its numbers, floats or tensors; without the last two, to integers."""
+    near = value.clamp(low, high)
+    if magic is None:
+        return near.round_()
+    # float32 rounds to even when the power of two, times 1.5 * 2**(23 - mantissa), is added.
+    power = (near.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=normal)
+    power = power.mul_(magic)
+    return near.add_(power).sub_(power)

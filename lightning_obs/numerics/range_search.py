@@ -11,11 +11,13 @@ factors a tile visits then never depends on another tile. Half precision is wide
 and scale) are rounded as they will be stored, and only the error is measured in float32. A factor that cuts so much off
 the largest value of a row that this alone is more than the least error so far is not measured on that row.
 
-The trade-off: ``pow(2.4)`` is half of the time. Two arithmetics take turns. The fast one (:mod:`.error_sums`) measures
+The trade-off: ``pow(2.4)`` is half of the time. Two arithmetics take turns. The fast one (:mod:`.fast_errors`) measures
 in units of the scale and approximates the power; how far off it can be is known. Where two candidates lie closer than
 that, or a number comes near the ends of float32, the scale's candidates are measured again, operation by operation as
-compressed-tensors would. That is rare (about 1 % of the scales) and decides every tie the exact way. A row longer than
-a tile is added up in pieces, in float64: more accurate than one float32 sum, and not bit for bit the same.
+compressed-tensors would. That is rare (under 1 % of the scales) and decides every tie the exact way. A row longer than
+a tile is added up in pieces, in float64: more accurate than one float32 sum, and not bit for bit the same. Many
+bfloat16 values of one scale are counted instead, and each distinct one is measured once (:mod:`.histogram`); nothing is
+lost by that.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from collections.abc import Sequence
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 
-from lightning_obs.numerics.error_sums import AT_ONCE, Compile, Loop, error_sums
+from lightning_obs.numerics.compiled import Compile, compiled_errors
+from lightning_obs.numerics.fast_errors import AT_ONCE, FastErrors, Measured, Numbers
 from lightning_obs.numerics.number_grid import NumberGrid
-from lightning_obs.numerics.power_fit import fit_power
-from lightning_obs.numerics.rows import Part, Range, Rows, rows_of_blocks, rows_of_observed
+from lightning_obs.numerics.rows import Part, Range, Rows, rows_of_blocks, rows_of_counts, rows_of_observed
 
 # Elements of a tile. On a CPU, the fastest of 2**15 to 2**18 (L2 of 1 MiB). Compiled, nothing but the tile has to fit
 # anywhere; elsewhere a launch has to pay.
@@ -38,12 +40,6 @@ _TILE_CPU, _TILE_COMPILED, _TILE_DEVICE = 1 << 17, 1 << 20, 1 << 24
 _ROWS_CPU = 1 << 14
 # Up to here torch runs an elementwise operation on one thread.
 _SERIAL = (1 << 15) - 64
-# Outside of these, float32 has lost bits of some term (or of the sum) in one of the two arithmetics.
-_SMALLEST, _LARGEST = 1e-30, 1e36
-# Below this mean error, in units of the scale, what is measured is the rounding of the measurement.
-_NOISE = 0.05
-# Errors that the approximated power covers, in units of what most values lose.
-_REACH = 32.0
 
 
 def shrink_factors(maxshrink: float, grid: float) -> list[float]:
@@ -89,7 +85,7 @@ def search_range(
         expand: factor on the observed range before the search; above 1 it tries ranges wider than the values.
         importance: weight of each value's error, broadcastable to ``(*Q, G)``, not negative.
         tile: elements of a tile; None chooses for the device.
-        compile: whether to compile the inner loop, see :mod:`~lightning_obs.numerics.error_sums`.
+        compile: whether to compile the inner loop, see :mod:`~lightning_obs.numerics.compiled`.
 
     Returns:
         (min, max), ``(*Q,)`` each, in the dtype of ``observed``. Where no candidate has a finite error (a NaN, an error
@@ -97,8 +93,11 @@ def search_range(
     """
     if not observed.is_floating_point():
         observed = observed.float()
-    low, high = observed_range(observed)
-    rows = rows_of_observed(observed, importance)
+    counted = rows_of_counts(observed) if importance is None else None
+    if counted is not None:
+        (rows, low, high), compile = counted, False
+    else:
+        rows, (low, high) = rows_of_observed(observed, importance), observed_range(observed)
     low, high = _search(rows, low, high, args, factors, patience, norm, expand, tile, compile)
     return low.reshape(observed.shape[1:-1]), high.reshape(observed.shape[1:-1])
 
@@ -165,24 +164,26 @@ class _Search:
         tile: int | None,
         compile: Compile,
     ) -> None:
-        self.rows, self.low, self.high, self.grid, self.norm, self.expand = rows, low, high, grid, norm, expand
+        self.rows, self.low, self.high, self.grid, self.norm = rows, low, high, grid, norm
         self.factors = torch.tensor(factors, dtype=torch.float64, device=rows.device)
-        weighted = rows.importance is not None
-        self.loop = _loop(grid, norm, min(factors) * expand)
-        work = float(rows.count * rows.size * len(factors))
-        self.compiled = error_sums(self.loop, compile, rows.device, rows.dtype, weighted, work)
+        self.narrows = all(one >= next for one, next in itertools.pairwise(factors))
+        self.numbers = Numbers.of(grid, norm, list(factors), expand)
+        self.fast = FastErrors.of(grid, norm, rows.importance is not None)
         on_cpu = rows.device.type == "cpu"
-        self.tile = tile or (_TILE_DEVICE if not on_cpu else _TILE_COMPILED if self.compiled else _TILE_CPU)
+        most = tile or (_TILE_COMPILED if on_cpu else _TILE_DEVICE)
+        self.compiled = None
+        if rows.size <= most:
+            work = float(rows.count * rows.size * len(factors))
+            self.compiled = compiled_errors(self.fast, compile, rows.device, rows.dtype, grid.symmetric, work)
+        self.tile = most if self.compiled or not on_cpu else tile or _TILE_CPU
         self.step = max(1, self.tile // rows.size)  # rows at once
         if on_cpu:
             self.step = min(self.step, _ROWS_CPU)
-        # float64 for what is added up in pieces
-        error_dtype = torch.float64 if rows.size > self.tile else torch.float32
+        self.in_pieces = rows.size > self.tile
+        error_dtype = torch.float64 if self.in_pieces else torch.float32
         self.best = torch.full((rows.count,), torch.finfo(torch.float32).max, dtype=error_dtype, device=rows.device)
         self.index = torch.zeros(rows.count, dtype=torch.int16, device=rows.device)
-        # How far fast and exact errors can differ: exp2 and log2, and float32's rounding of x / scale, which averages
-        # out over a row unless one value may carry all the weight.
-        self.tolerance = 2e-5 + grid.steps * 2.0**-20 / (1 if weighted else rows.size) ** 0.5
+        self.finished = torch.zeros(rows.count, dtype=torch.bool, device=rows.device)
         # Clipping shows after few factors where the steps are small: look again before the next few.
         self.at_once = AT_ONCE if self.compiled or grid.steps < 32 else 2
 
@@ -210,43 +211,45 @@ class _Search:
         numbers = torch.arange(which.start, which.stop, device=self.rows.device).unsqueeze(-1)
         for start in range(0, self.rows.count, self.step):
             part = slice(start, min(start + self.step, self.rows.count))
-            scale, zero_point = self.grid.qparams(*self._candidates(part, numbers))
             for first in range(0, len(which), self.at_once):
                 some = slice(first, first + self.at_once)
-                shift = None if zero_point is None else zero_point[some]
-                improved_any[some] |= self._measure(part, numbers[some], scale[some], shift)
+                rows = self._unfinished(part)
+                if rows is not None:
+                    improved_any[some] |= self._measure(rows, numbers[some])
         return improved_any.tolist()
 
-    def _measure(
-        self, part: slice, numbers: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Measure factors ``numbers`` (C, 1) on the rows of ``part``; which of them improved any, ``(C,)``."""
-        best = self.best[part]
-        clipped = self._clipped(part, scale, zero_point)
-        hopeless = self._hopeless(clipped, scale, best)
-        rows: Part = part
-        if hopeless is not None:
-            alive = (~hopeless.all(0)).nonzero().squeeze(-1)
-            if not len(alive):
-                return hopeless.new_zeros(len(numbers))
-            if len(alive) < 0.8 * len(best):
-                rows = alive + part.start
-                best, scale, clipped, hopeless = best[alive], scale[:, alive], clipped[..., alive], hopeless[:, alive]
-                zero_point = None if zero_point is None else zero_point[:, alive]
-        errors, unsure = self._fast(rows, scale, zero_point, clipped, hopeless, best)
-        before = _running_best(best, errors)
+    def _unfinished(self, part: slice) -> Part | None:
+        """The rows that a narrower range may improve, or all if they are many; None if there are none."""
+        finished = self.finished[part]
+        count = int(finished.sum())
+        if count == len(finished):
+            return None
+        if count < 0.25 * len(finished):
+            return part
+        return (~finished).nonzero().squeeze(-1) + part.start
+
+    def _measure(self, rows: Part, numbers: torch.Tensor) -> torch.Tensor:
+        """Measure factors ``numbers`` (C, 1) on rows; which of them improved any, ``(C,)``."""
+        scale, zero_point = self.grid.qparams(*self._candidates(rows, numbers))
+        found = self._fast(rows, scale, zero_point)
+        unsure = found.unsure
+        surely = (found.improved & ~found.close).any(1)
+        if not surely.all():  # the search may end here
+            unsure = unsure | (found.close & ~surely.unsqueeze(-1)).any(0)
         again = unsure.nonzero().squeeze(-1)
         index = self.index[rows]
         if len(again):
-            at = again + part.start if isinstance(rows, slice) else rows[again]
+            at = again + rows.start if isinstance(rows, slice) else rows[again]
             exact = self._exact(at, torch.cat([index[again].long().unsqueeze(0), numbers.expand(-1, len(at))]))
-            errors[:, again] = exact[1:]
-            before[:, again] = _running_best(exact[0] if numbers[0] else best[again], exact[1:])
-        improved = errors < before[:-1]
-        last = torch.where(improved, numbers, -1).amax(0)
-        self.index[rows] = torch.where(last >= 0, last, index).to(torch.int16)
-        self.best[rows] = before[-1]
-        return improved.any(1)
+            before = _running_best(exact[0] if numbers[0] else self.best[at], exact[1:])
+            improved = exact[1:] < before[:-1]
+            found.improved[:, again], found.best[again] = improved, before[-1].to(found.best.dtype)
+            found.last[again] = torch.where(improved, numbers - numbers[0], -1).amax(0).to(found.last.dtype)
+        self.index[rows] = torch.where(found.last >= 0, found.last.to(index.dtype) + numbers[0], index).to(torch.int16)
+        self.best[rows] = found.best
+        if self.narrows:
+            self.finished[rows] = found.finished
+        return found.improved.any(1)
 
     def _candidates(self, rows: Part, which: torch.Tensor) -> Range:
         """Shrunk ranges, rounded to the observed dtype as they will be stored."""
@@ -254,59 +257,22 @@ class _Search:
         low, high = self.low[rows] * factor, self.high[rows] * factor
         return low.to(self.low.dtype), high.to(self.high.dtype)
 
-    def _clipped(self, part: slice, scale: torch.Tensor, zero_point: torch.Tensor | None) -> torch.Tensor:
-        """What the largest and the smallest value lose beyond the last number, ``(2, C, rows)``, units of the scale."""
-        low, high = self.low[part].float(), self.high[part].float()
-        if self.expand != 1:
-            low, high = low / self.expand, high / self.expand
-        shift = 0 if zero_point is None else zero_point
-        return torch.stack([high / scale + shift - self.grid.high, self.grid.low - shift - low / scale]).clamp_(min=0)
-
-    def _hopeless(self, clipped: torch.Tensor, scale: torch.Tensor, best: torch.Tensor) -> torch.Tensor | None:
-        """Which candidates lose more by clipping two values than the best so far by all; None if it is not known."""
-        if self.rows.importance is not None:
-            return None
-        # Less what rounding may be: of x / scale, and of an expanded range in its dtype.
-        slack = self.grid.steps * (2.0**-20 if self.expand == 1 else 2.0**-6)
-        least = (clipped - slack).clamp_(min=0).mul_(scale).pow_(self.norm).sum(0)
-        return (least > best * (1 + 1e-4)) & (least > _SMALLEST) & (least < _LARGEST)
-
-    def _fast(
-        self,
-        rows: Part,
-        scale: torch.Tensor,
-        zero_point: torch.Tensor | None,
-        clipped: torch.Tensor,
-        hopeless: torch.Tensor | None,
-        best: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Errors (C, rows) by the fast arithmetic, infinite where hopeless, and the rows where they may mislead."""
+    def _fast(self, rows: Part, scale: torch.Tensor, zero_point: torch.Tensor | None) -> Measured:
+        """Errors by the fast arithmetic, compared with the best so far."""
+        low, high, best = self.low[rows], self.high[rows], self.best[rows]
+        pieces = self.rows.pieces(rows, self.tile, widen=not self.compiled)
+        if not self.in_pieces:
+            values, importance = next(pieces)
+            if self.compiled:
+                return self.compiled.measure(values, importance, scale, zero_point, low, high, best, self.numbers)
+            return self.fast.measure(values, importance, scale, zero_point, low, high, best, None, self.numbers)
         inverse = scale.reciprocal()
         total = torch.zeros(scale.shape, dtype=self.best.dtype, device=scale.device)
         weight = torch.zeros(1, device=scale.device)
-        for values, importance in self.rows.pieces(rows, self.tile, widen=not self.compiled):
+        for values, importance in pieces:
             weight = weight + (values.shape[-1] if importance is None else importance.sum(-1))
-            total += (self.compiled or self.loop.sums)(values, inverse, zero_point, importance)
-        power = scale.pow(self.norm)
-        sure = total > weight * _NOISE**self.norm
-        errors = total * power
-        margin: torch.Tensor | float = 0.0
-        if self.compiled and self.loop.power is not None:
-            fit = self.loop.power
-            sure &= clipped.amax(0) <= fit.most
-            # The best so far may have been measured with the scale of an earlier factor.
-            widest = power[0] * (self.expand * self.factors[0] / self.factors.min()).float() ** self.norm
-            margin = fit.error * (errors + 2 * weight * fit.usual * widest)
-        if hopeless is not None:
-            errors.masked_fill_(hopeless, torch.inf)
-        before = _running_best(best, errors)[:-1]
-        # Written so that NaN counts as unsure.
-        tolerance = self.tolerance + (self.loop.power.error if self.compiled and self.loop.power else 0.0)
-        sure &= (errors - before).abs_() > before * tolerance + margin
-        sure &= (errors > _SMALLEST) & (errors < _LARGEST)
-        if hopeless is not None:
-            sure |= hopeless
-        return errors, ~sure.all(0)
+            total += self.fast.sums(values, importance, inverse, zero_point, self.numbers)
+        return self.fast.judge(total, weight, self.rows.size, scale, zero_point, low, high, best, None, self.numbers)
 
     def _exact(self, rows: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
         """Errors (factors, rows), operation by operation as fake quantization computes them; never NaN."""
@@ -337,16 +303,6 @@ class _Search:
                     total[some, part] += error.sum(-1)
         most = torch.finfo(torch.float32).max
         return total.nan_to_num_(nan=most, posinf=most)
-
-
-def _loop(grid: NumberGrid, norm: float, narrowest: float) -> Loop:
-    """The inner loop; the power is approximated up to what the narrowest range may cut off."""
-    if norm in (1.0, 2.0, 3.0):  # a multiplication or two
-        return Loop(grid, norm, None)
-    most = grid.largest_error
-    if 0 < narrowest < 1:
-        most = max(most, (grid.high + grid.largest_error) / narrowest - grid.high)
-    return Loop(grid, norm, fit_power(norm, min(most, _REACH * grid.usual_error), grid.usual_error))
 
 
 def _running_best(best: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:

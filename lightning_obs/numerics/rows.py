@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.numerics.histogram import count_values, support
 
 #: rows to read: consecutive ones, or these
 Part = slice | torch.Tensor
@@ -18,6 +20,8 @@ Range = tuple[torch.Tensor, torch.Tensor]
 
 # bfloat16 and float16 are widened before they are reduced: their own reductions are ten times slower on a CPU.
 _REDUCED_AT_ONCE = 1 << 18
+# From so many values per scale on, counting them is faster than searching them.
+_COUNTED_FROM = 1 << 17
 
 
 class Rows:
@@ -97,6 +101,21 @@ def rows_of_observed(observed: torch.Tensor, importance: torch.Tensor | None = N
         importance: broadcastable to ``(*Q, G)``.
     """
     return Rows(observed.flatten(1, -2).transpose(0, 1), _importance_rows(importance, observed.shape[1:]))
+
+
+def rows_of_counts(observed: torch.Tensor) -> tuple[Rows, torch.Tensor, torch.Tensor] | None:
+    """The distinct values of each scale, as important as they are many; smallest and largest value ``(R,)``.
+
+    None unless the values are bfloat16, which has few numbers, and many to each scale, and all of them finite.
+    """
+    if observed.dtype != torch.bfloat16 or observed.shape[0] * observed.shape[-1] < _COUNTED_FROM:
+        return None
+    found = count_values(observed.flatten(1, -2))
+    if not bool((found.low.isfinite() & found.high.isfinite()).all()):
+        return None
+    each = [support(*one) for one in zip(*found, strict=True)]
+    values, counts = (pad_sequence([getattr(s, name).float() for s in each], True) for name in ("values", "counts"))
+    return Rows(values.unsqueeze(1), counts), found.low, found.high
 
 
 def rows_of_blocks(weight: torch.Tensor, height: int, width: int) -> Rows:

@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.numerics.error_sums import Compile
+from lightning_obs.numerics.compiled import Compile
 from lightning_obs.numerics.range_search import search_block_range, search_range, shrink_factors
 from lightning_obs.observers.base import MinMaxTuple, Observer
 from lightning_obs.observers.moving_average import MovingAverageObserver
