@@ -96,9 +96,8 @@ class CompiledErrors:
         def sums(numbers: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
             return fast.sums(*inputs, Numbers.from_tensor(numbers))  # type: ignore[arg-type, call-arg]
 
-        def judge(numbers: torch.Tensor, size: int, *inputs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-            total, weight, *others = inputs
-            return fast.judge(total, weight, size, *others, Numbers.from_tensor(numbers))  # type: ignore[arg-type, call-arg]
+        def judge(numbers: torch.Tensor, *inputs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+            return fast.judge(*inputs, Numbers.from_tensor(numbers))  # type: ignore[arg-type, call-arg]
 
         # One graph would decide row by row, between its sums. Apart, it decides many rows at a time.
         self._sums, self._judge = _compile(sums), _compile(judge)
@@ -136,7 +135,8 @@ class CompiledErrors:
             importance = None if importance is None else importance.contiguous()
             total = self._sums(constants, values.contiguous(), importance, scale.reciprocal(), zero_point)
             weight = torch.full_like(best, size) if importance is None else importance.sum(-1)
-            found = self._judge(constants, size, total, weight, scale, zero_point, low, high, best, valid)
+            power = scale**numbers.norm
+            found = self._judge(constants, total, weight, scale, power, zero_point, low, high, best, valid)
         return Measured(found[0][:count], found[1][:count], *found[2:])
 
 

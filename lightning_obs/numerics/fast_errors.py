@@ -51,15 +51,25 @@ class Numbers(NamedTuple):
     steps: Any
     norm: Any
     expand: Any
-    spread: Any  # widest over narrowest range of the search
+    spread: Any  # power of the widest over the narrowest range of the search
+    noise: Any  # mean error, to the power, below which what is measured is the rounding of the measurement
+    tolerance: Any  # how far fast and exact errors may differ, relative to them
     most: Any
     usual: Any
     error: Any
     coefficients: Sequence[Any]
 
     @classmethod
-    def of(cls, grid: NumberGrid, norm: float, factors: list[float], expand: float) -> Numbers:
-        """For a search over these factors."""
+    def of(cls, grid: NumberGrid, norm: float, factors: list[float], expand: float, averaged: int) -> Numbers:
+        """For a search over these factors.
+
+        Args:
+            grid: the format.
+            norm: exponent of the error.
+            factors: what the range is multiplied by.
+            expand: what it was multiplied by before.
+            averaged: over how many values rounding averages out.
+        """
         # The narrowest range decides how much of a value may be cut off; scales and zero points are rounded.
         narrowest, most = min(factors) * expand, grid.largest_error
         if 0 < narrowest < 1:
@@ -75,7 +85,10 @@ class Numbers(NamedTuple):
             steps=grid.steps,
             norm=norm,
             expand=expand,
-            spread=spread,
+            spread=spread**norm,
+            noise=_NOISE**norm,
+            # exp2 and log2, and float32's rounding of x / scale
+            tolerance=2e-5 + grid.steps * 2.0**-20 / averaged**0.5,
             most=fit.most,
             usual=fit.usual,
             error=fit.error,
@@ -134,7 +147,8 @@ class FastErrors:
         """
         weight = importance.sum(-1) if importance is not None else values.shape[-1]
         total = self.sums(values, importance, scale.reciprocal(), zero_point, numbers)
-        return self.judge(total, weight, values.shape[-1], scale, zero_point, low, high, best, valid, numbers)
+        power = scale**numbers.norm
+        return self.judge(total, weight, scale, power, zero_point, low, high, best, valid, numbers)
 
     def sums(
         self,
@@ -178,8 +192,8 @@ class FastErrors:
         self,
         total: torch.Tensor,
         weight: torch.Tensor | int,
-        size: int,
         scale: torch.Tensor,
+        power: torch.Tensor,
         zero_point: torch.Tensor | None,
         low: torch.Tensor,
         high: torch.Tensor,
@@ -192,10 +206,9 @@ class FastErrors:
         Args:
             total: ``(C, R)``.
             weight: sum of the importance of a row, ``(R,)``, or the number of its values.
-            size: number of values of a row.
+            power: of the scale, ``(C, R)``.
             scale, zero_point, low, high, best, valid, numbers: see :meth:`measure`.
         """
-        power = scale**numbers.norm
         errors = total * power
         # What the largest and the smallest value lose beyond the last number of the format, in units of the scale.
         low, high = low.float() / numbers.expand, high.float() / numbers.expand
@@ -209,16 +222,14 @@ class FastErrors:
         if self.weighted:
             least = least * 0.0
 
-        # How far fast and exact errors can differ: exp2 and log2, and float32's rounding of x / scale, which averages
-        # out over a row unless one value may carry all the weight.
-        tolerance = 2e-5 + numbers.steps * (2.0**-20 / (1 if self.weighted else size) ** 0.5)
-        sure = total > weight * _NOISE**numbers.norm
+        tolerance = numbers.tolerance
+        sure = total > weight * numbers.noise
         margin: torch.Tensor | float = 0.0
         if _compiling() and self.whole is None:
             sure = sure & (clipped <= numbers.most)
             tolerance = tolerance + numbers.error
             # The best so far may have been measured with the widest scale.
-            widest = power[0] * numbers.spread**numbers.norm
+            widest = power[0] * numbers.spread
             margin = numbers.error * (errors + 2 * numbers.usual * weight * widest)
 
         running = [best]

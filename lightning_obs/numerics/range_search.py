@@ -141,7 +141,9 @@ def _search(
     tile: int | None,
     compile: Compile,
 ) -> Range:
-    low, high = low.reshape(-1) * expand, high.reshape(-1) * expand
+    low, high = low.reshape(-1), high.reshape(-1)
+    if expand != 1:
+        low, high = low.mul_(expand), high.mul_(expand)
     if not factors:
         return low, high
     search = _Search(rows, low, high, NumberGrid.of(args), factors, norm, expand, tile, compile)
@@ -167,7 +169,9 @@ class _Search:
         self.rows, self.low, self.high, self.grid, self.norm = rows, low, high, grid, norm
         self.factors = torch.tensor(factors, dtype=torch.float64, device=rows.device)
         self.narrows = all(one >= next for one, next in itertools.pairwise(factors))
-        self.numbers = Numbers.of(grid, norm, list(factors), expand)
+        # One value may carry all the weight.
+        averaged = rows.size if rows.importance is None else 1
+        self.numbers = Numbers.of(grid, norm, list(factors), expand, averaged)
         self.fast = FastErrors.of(grid, norm, rows.importance is not None)
         on_cpu = rows.device.type == "cpu"
         most = tile or (_TILE_COMPILED if on_cpu else _TILE_DEVICE)
@@ -182,7 +186,8 @@ class _Search:
         self.in_pieces = rows.size > self.tile
         error_dtype = torch.float64 if self.in_pieces else torch.float32
         self.best = torch.full((rows.count,), torch.finfo(torch.float32).max, dtype=error_dtype, device=rows.device)
-        self.index = torch.zeros(rows.count, dtype=torch.int16, device=rows.device)
+        kind = torch.uint8 if len(factors) <= 256 else torch.int16
+        self.index = torch.zeros(rows.count, dtype=kind, device=rows.device)
         self.finished = torch.zeros(rows.count, dtype=torch.bool, device=rows.device)
         # Clipping shows after few factors where the steps are small: look again before the next few.
         self.at_once = AT_ONCE if self.compiled or grid.steps < 32 else 2
@@ -245,7 +250,7 @@ class _Search:
             improved = exact[1:] < before[:-1]
             found.improved[:, again], found.best[again] = improved, before[-1].to(found.best.dtype)
             found.last[again] = torch.where(improved, numbers - numbers[0], -1).amax(0).to(found.last.dtype)
-        self.index[rows] = torch.where(found.last >= 0, found.last.to(index.dtype) + numbers[0], index).to(torch.int16)
+        self.index[rows] = torch.where(found.last >= 0, found.last.long() + numbers[0], index).to(index.dtype)
         self.best[rows] = found.best
         if self.narrows:
             self.finished[rows] = found.finished
@@ -272,7 +277,7 @@ class _Search:
         for values, importance in pieces:
             weight = weight + (values.shape[-1] if importance is None else importance.sum(-1))
             total += self.fast.sums(values, importance, inverse, zero_point, self.numbers)
-        return self.fast.judge(total, weight, self.rows.size, scale, zero_point, low, high, best, None, self.numbers)
+        return self.fast.judge(total, weight, scale, scale**self.norm, zero_point, low, high, best, None, self.numbers)
 
     def _exact(self, rows: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
         """Errors (factors, rows), operation by operation as fake quantization computes them; never NaN."""
