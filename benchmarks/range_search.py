@@ -89,6 +89,7 @@ def main() -> int:
             weight = make_weight(options.rows, options.columns).to(getattr(torch, dtype))
             row, is_right = compare(case, weight, options.repeat, options.compile)
             failed |= not is_right
+            print(dtype, case, *row, file=sys.stderr, flush=True)  # the table comes at the end
             table.add_row(dtype, case, *row, style=None if is_right else "red")
     Console(width=120).print(table)
     return int(failed)
