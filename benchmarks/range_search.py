@@ -3,6 +3,9 @@
     python benchmarks/range_search.py                      # 1024x4096, one thread
     python benchmarks/range_search.py --rows 4096          # 4096x4096
     python benchmarks/range_search.py --case "channel int8" --repeat 5
+    python benchmarks/range_search.py --compile            # the inner loop compiled (the first run is not timed)
+    python benchmarks/range_search.py --memory --rows 4096 # instead: what is allocated beside the weight
+    python benchmarks/range_search.py --model default      # instead: all Linear weights of the default model, in int4
 
 Runs in the venv of ``make parity``, which holds both packages. Each case gives one seeded weight (Student's t, 5
 degrees of freedom: tails heavier than a normal distribution's, as weights have) to both observers, in one process.
@@ -66,18 +69,27 @@ def main() -> int:
     parser.add_argument("--case", nargs="+", default=list(CASES), choices=list(CASES), metavar="CASE")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--model", choices=["default"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
 
-    title = f"{options.rows}x{options.columns}, {options.threads} thread(s), torch {torch.__version__}"
+    if options.model:
+        return compare_on_model(options.compile)
+    if options.memory:
+        return show_memory(options)
+    shape = f"{options.rows}x{options.columns}"
+    title = f"{shape}, {options.threads} thread(s), torch {torch.__version__}, compile={options.compile}"
     table = Table("dtype", "case", "scales", "equal", "error", "ours [ms]", "peer [ms]", "ratio", title=title)
     failed = False
     for dtype in options.dtype:
         for case in options.case:
             weight = make_weight(options.rows, options.columns).to(getattr(torch, dtype))
-            row, is_right = compare(case, weight, options.repeat)
+            row, is_right = compare(case, weight, options.repeat, options.compile)
             failed |= not is_right
+            print(dtype, case, *row, file=sys.stderr, flush=True)  # the table comes at the end
             table.add_row(dtype, case, *row, style=None if is_right else "red")
     Console(width=120).print(table)
     return int(failed)
@@ -91,12 +103,12 @@ def make_weight(rows: int, columns: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def compare(case: str, weight: torch.Tensor, repeat: int) -> tuple[list[str], bool]:
+def compare(case: str, weight: torch.Tensor, repeat: int, compile: bool) -> tuple[list[str], bool]:
     """One line of the table, and whether the bounds hold."""
     name, args = CASES[case]
 
     def ours() -> Observer:
-        return Observer.load_from_registry(name, base_name="weight", args=args)(weight)
+        return Observer.load_from_registry(name, base_name="weight", args=args, compile=compile)(weight)
 
     def theirs() -> PeerObserver:
         peer_args = args.model_copy(deep=True)  # the peer writes into it
@@ -115,6 +127,60 @@ def compare(case: str, weight: torch.Tensor, repeat: int) -> tuple[list[str], bo
     share = f"{same.sum().item()}/{same.numel()}" if not same.all() else "all"
     row = [str(same.numel()), share, f"{ratio:.6f}", *(f"{t * 1e3:.0f}" for t in times), f"{times[1] / times[0]:.1f}x"]
     return row, bool(is_right)
+
+
+@torch.no_grad()
+def compare_on_model(compile: bool) -> int:
+    """All Linear weights of the default model, int4 in groups of 64, one after the other."""
+    from lightning_obs.app.models import load_causal_lm
+
+    model, _ = load_causal_lm()
+    weights = [m.weight.detach() for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+    args = QuantizationArgs(group_size=64, **INT4)
+    seconds, differ = [0.0, 0.0], 0
+    for weight in weights:
+        found = []
+        for number, make in enumerate((Observer, PeerObserver)):
+            kwargs = {"compile": compile} if make is Observer else {}
+            start = time.perf_counter()
+            observer = make.load_from_registry(
+                "memoryless_mse", base_name="weight", args=args.model_copy(deep=True), **kwargs
+            )
+            found.append(observer(weight).min_vals)
+            seconds[number] += time.perf_counter() - start
+        differ += (found[0] != found[1]).sum().item()
+    count = sum(weight.numel() for weight in weights)
+    print(f"{len(weights)} weights, {count / 1e6:.1f} million values, {weights[0].dtype}, compile={compile}")
+    print(f"ours {seconds[0]:.1f} s, peer {seconds[1]:.1f} s, {seconds[1] / seconds[0]:.1f}x; {differ} ranges differ")
+    return 0
+
+
+def show_memory(options: argparse.Namespace) -> int:
+    """Most that is allocated at once beside the weight, results included, by torch's own count."""
+    for dtype in options.dtype:
+        weight = make_weight(options.rows, options.columns).to(getattr(torch, dtype))
+        for case in options.case:
+            name, args = CASES[case]
+            most = []
+            for make in (Observer, PeerObserver):
+                kwargs = {"compile": options.compile} if make is Observer else {}
+                observer = make.load_from_registry(name, base_name="weight", args=args.model_copy(deep=True), **kwargs)
+                most.append(peak(lambda: observer(weight)))  # noqa: B023
+            print(f"{dtype:9} {case:26} ours {most[0] / 2**20:7.1f} MiB, peer {most[1] / 2**20:7.1f} MiB", flush=True)
+    return 0
+
+
+def peak(function: Callable[[], object]) -> int:
+    """Most bytes that were allocated at once."""
+    function()
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    now = most = 0
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
 
 
 def error(weight: torch.Tensor, args: QuantizationArgs, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:

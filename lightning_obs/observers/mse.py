@@ -7,11 +7,12 @@ from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.numerics.range_search import search_range, shrink_factors
+from lightning_obs.numerics.compiled import Compile
+from lightning_obs.numerics.range_search import search_block_range, search_range, shrink_factors
 from lightning_obs.observers.base import MinMaxTuple, Observer
 from lightning_obs.observers.moving_average import MovingAverageObserver
 
@@ -32,9 +33,11 @@ class MemorylessMSEObserver(Observer):
         grid: steps per unit of p.
         norm: exponent of the error; 2 is the mean squared error, more fears large errors more.
         expand: factor on the range before the search, at least 1.
+        compile: whether to compile the inner loop: True, False, or "auto": where there is a compiler and so much work
+            that it pays. The range is the same.
 
     Raises:
-        CalibrationError: a value outside of these.
+        CalibrationError: a value outside of these; ``compile`` is True and there is no compiler, or it failed.
 
     Reference:
         The grid search of llm-compressor's ``memoryless_mse``; its norm of 2.4 is that of GPTQ's reference code
@@ -47,12 +50,14 @@ class MemorylessMSEObserver(Observer):
         "grid": 100.0,
         "norm": 2.4,
         "expand": 1.0,
+        "compile": "auto",
     }
     maxshrink: float
     patience: int
     grid: float
     norm: float
     expand: float
+    compile: Compile
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
@@ -66,6 +71,25 @@ class MemorylessMSEObserver(Observer):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not least <= value <= most:
                 raise CalibrationError(name, got=repr(value), expected=expected)
+        if self.compile not in (True, False, "auto"):
+            raise CalibrationError("compile", got=repr(self.compile), expected="'auto', True or False")
+        self.compile = "auto" if self.compile == "auto" else bool(self.compile)
+
+    @override
+    def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
+        """Observe one tensor; a weight in blocks is read block by block, where others copy it to flatten it."""
+        if self.base_name != "weight" or not _in_whole_blocks(value, self.args):
+            return super().forward(value, g_idx)
+        with torch.inference_mode(False), torch.no_grad():
+            self._remember_initial_state()
+            self.merge(search_block_range(value, self.args, **self._search))
+        return self
+
+    @property
+    def _search(self) -> dict[str, Any]:
+        factors = shrink_factors(self.maxshrink, self.grid)
+        names = ("patience", "norm", "expand", "compile")
+        return {"factors": factors, **{name: getattr(self, name) for name in names}}
 
     @property
     @override
@@ -75,8 +99,7 @@ class MemorylessMSEObserver(Observer):
 
     @override
     def measure(self, observed: torch.Tensor) -> MinMaxTuple:
-        factors = shrink_factors(self.maxshrink, self.grid)
-        return search_range(observed, self.args, factors, patience=self.patience, norm=self.norm, expand=self.expand)
+        return search_range(observed, self.args, **self._search)
 
     @override
     def merge(self, measured: MinMaxTuple) -> None:
@@ -89,7 +112,7 @@ class MovingAverageMSEObserver(MovingAverageObserver, MemorylessMSEObserver):
 
     Args:
         averaging_constant: the weight of the newest tensor, in (0, 1]. 1 keeps the newest only.
-        maxshrink, patience, grid, norm, expand: see :class:`MemorylessMSEObserver`.
+        maxshrink, patience, grid, norm, expand, compile: see :class:`MemorylessMSEObserver`.
     """
 
     hyperparameters: ClassVar[dict[str, Any] | None] = {}
@@ -109,3 +132,12 @@ class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
         "grid": 200.0,
         "expand": 1.8,
     }
+
+
+def _in_whole_blocks(value: torch.Tensor, args: QuantizationArgs) -> bool:
+    """Whether a weight is searched by blocks, and no block is cut by its edge."""
+    if args.strategy != QuantizationStrategy.BLOCK or value.ndim != 2 or not value.is_floating_point():
+        return False
+    assert args.block_structure is not None  # QuantizationArgs validated it
+    height, width = args.block_structure
+    return value.numel() > 0 and value.is_contiguous() and not (value.shape[0] % height or value.shape[1] % width)
