@@ -11,7 +11,6 @@ from copy import copy
 
 import torch
 
-from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Observer
 from lightning_obs.observers.min_max import StaticMinMaxObserver
 
@@ -59,20 +58,10 @@ def borrow_ranges(
 
 
 def observe_without_inputs(observer: Observer, weight: torch.Tensor) -> None:
-    """Observe a weight whose inputs no data reached: all columns count alike.
-
-    Raises:
-        CalibrationError: the observer has no ``strict`` to switch off.
-    """
-    if not observer.lacks_inputs:
+    """Observe a weight whose inputs no data reached: all columns count alike."""
+    if not observer.lacks_inputs or not hasattr(observer, "strict"):
         observer(weight)
         return
-    if not hasattr(observer, "strict"):
-        raise CalibrationError(
-            f"{type(observer).__name__} cannot do without inputs",
-            expected="a hyperparameter `strict`, which can be switched off",
-            remedy="add calibration batches, or choose another observer for the weights.",
-        )
     alone = copy(observer)
     alone.strict = False
     alone(weight)

@@ -35,6 +35,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         grid: steps per unit of p.
         norm: exponent of the error.
         expand: factor on the range before the search, at least 1.
+        compile: see :class:`~lightning_obs.observers.MemorylessMSEObserver`.
         strict: a weight whose inputs were not seen is an error. Off: it is searched with equal weights.
 
     Raises:
@@ -136,6 +137,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
                 norm=self.norm,
                 expand=self.expand,
                 importance=importance,
+                compile=self.compile,
             )
         return self
 
