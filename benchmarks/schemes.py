@@ -33,8 +33,20 @@ SCHEMES: dict[str, dict[str, Any]] = {
     for name in (
         *("INT8_STATIC", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"),
         *("W4A16", "W4A16_ASYM", "W8A16", "W4A8", "W4AFP8"),
-        *("NVFP4", "NVFP4A16", "MXFP4", "MXFP8"),
+        *("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8", "MXFP8A16"),
     )
+} | {
+    "FP8, kv_cache=FP8": {"scheme": "FP8", "kv_cache": "FP8"},
+    "kv_cache=FP8": {"scheme": None, "kv_cache": "FP8"},
+    "kv_cache=FP8_HEAD": {"scheme": None, "kv_cache": "FP8_HEAD"},
+    "q, k, v in FP8": {
+        "scheme": {
+            "attention": {
+                "targets": ["LlamaAttention"],
+                "input_activations": {"num_bits": 8, "type": "float", "observer": "static_minmax"},
+            }
+        }
+    },
 }
 
 
@@ -71,7 +83,8 @@ def try_scheme(folder: Path, options: dict[str, Any], dtype: torch.dtype, scratc
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         before = sum(p.numel() * p.element_size() for p in model.parameters())
         try:
-            session = CalibrationSession(model, ignore=["lm_head"], reload=reload, **options)
+            ignore = [] if options["scheme"] is None or isinstance(options["scheme"], dict) else ["lm_head"]
+            session = CalibrationSession(model, ignore=ignore, reload=reload, **options)
         except CalibrationError:
             found[reload] = "refused"
             continue

@@ -13,8 +13,21 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from lightning_obs import CalibrationError, CalibrationSession, export, export_checkpoint, load_checkpoint, quantized
 from lightning_obs.modules import read_qparams
 
-ANY_DTYPE = ["INT8_STATIC", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4A16", "W8A16", "W4A8", "W4AFP8"]
+#: what loads as it is, in any dtype and in bfloat16 only
+ANY_DTYPE = [
+    "INT8_STATIC",
+    "FP8",
+    "FP8_DYNAMIC",
+    "FP8_BLOCK",
+    "W8A8",
+    "W4A16",
+    "W8A16",
+    "W4A8",
+    "W4AFP8",
+    "FP8 kv_cache=FP8",
+]
 BF16_ONLY = ["NVFP4", "NVFP4A16", "MXFP4", "MXFP8"]
+DEQUANTIZED = ["W4A16_ASYM", "W4A16", "W8A16"]
 
 
 def calibrated(model, scheme, batches, **kwargs):
@@ -25,12 +38,16 @@ def calibrated(model, scheme, batches, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "dtype"),
-    [(s, d) for s in ANY_DTYPE for d in (torch.bfloat16, torch.float32)] + [(s, torch.bfloat16) for s in BF16_ONLY],
+    ("scheme", "dtype", "reload"),
+    [(s, d, "default") for s in ANY_DTYPE for d in (torch.bfloat16, torch.float32)]
+    + [(s, torch.bfloat16, "default") for s in BF16_ONLY]
+    + [(s, d, "dequantize") for s in DEQUANTIZED for d in (torch.bfloat16, torch.float32)],
     ids=str,
 )
-def test_transformers_loads_it_with_the_same_logits(scheme, dtype, tiny_llama, batches, tmp_path):
-    model = calibrated(tiny_llama(dtype), scheme, batches, ignore=["lm_head"])
+def test_transformers_loads_it_with_the_same_logits(scheme, dtype, reload, tiny_llama, batches, tmp_path):
+    scheme, _, kv_cache = scheme.partition(" kv_cache=")
+    kv = {"kv_cache": kv_cache} if kv_cache else {}
+    model = calibrated(tiny_llama(dtype), scheme, batches, ignore=["lm_head"], reload=reload, **kv)
     with torch.no_grad():
         before = model(**batches[0]).logits
         with quantized(model):
@@ -39,19 +56,8 @@ def test_transformers_loads_it_with_the_same_logits(scheme, dtype, tiny_llama, b
     export_checkpoint(model, tmp_path / "out")
     with torch.no_grad():
         assert torch.equal(model(**batches[0]).logits, before)  # the live model was not touched
-        reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-        assert torch.equal(reloaded(**batches[0]).logits, expected)
-
-
-def test_asymmetric_packed_weights_load_dequantized(tiny_llama, batches, tmp_path):
-    model = calibrated(tiny_llama(), "W4A16_ASYM", batches, ignore=["lm_head"], reload="dequantize")
-    export_checkpoint(model, tmp_path / "out")
-    with torch.no_grad(), quantized(model):
-        expected = model(**batches[0]).logits
-    reloaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", quantization_config=CompressedTensorsConfig(dequantize=True)
-    ).eval()
-    with torch.no_grad():
+        how = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if reload == "dequantize" else {}
+        reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **how).eval()
         assert torch.equal(reloaded(**batches[0]).logits, expected)
 
 
