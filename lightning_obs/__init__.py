@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_obs.callbacks.calibration import CalibrationCallback
+    from lightning_obs.callbacks.qat import QuantizationAwareTraining
     from lightning_obs.errors import CalibrationError, CalibrationWarning
     from lightning_obs.export import export_checkpoint, load_checkpoint
     from lightning_obs.fake_forward import quantized
@@ -28,6 +29,7 @@ _HOME = {
     "CalibrationResult": "lightning_obs.session",
     "CalibrationSession": "lightning_obs.session",
     "Observer": "lightning_obs.observers",
+    "QuantizationAwareTraining": "lightning_obs.callbacks.qat",
     "export_checkpoint": "lightning_obs.export",
     "load_checkpoint": "lightning_obs.export",
     "quantized": "lightning_obs.fake_forward",
@@ -40,6 +42,7 @@ __all__ = [
     "CalibrationSession",
     "CalibrationWarning",
     "Observer",
+    "QuantizationAwareTraining",
     "export_checkpoint",
     "load_checkpoint",
     "quantized",

@@ -5,6 +5,7 @@ Nothing is written to the model before all of the state was found to fit it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from lightning_obs.errors import CalibrationError
 from lightning_obs.modules import weight_matrix, write_qparams
 from lightning_obs.numerics.reshape import flatten_for_calibration
+from lightning_obs.observers import Observer
 from lightning_obs.plan import Plan, Target
 
 _FORMAT = 1
@@ -70,6 +72,24 @@ def load_state(plan: Plan, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
                 checksum = state["checksums"].get(target.name)
                 write_qparams(target.module, target.scheme, by_module[target.name], checksum)
     return dict(state["qparams"])
+
+
+def dump_statistics(observers: Mapping[tuple[str, str], Observer]) -> dict[str, dict[str, Any]]:
+    """What observers have seen so far: ``{"layer.input": {statistic: value}}``; nothing of those that saw nothing."""
+    found = {}
+    for (name, base_name), observer in observers.items():
+        statistics = {key: getattr(observer, key) for key in observer.statistic_names()}
+        if statistics:
+            found[f"{name}.{base_name}"] = copy.deepcopy(statistics)
+    return found
+
+
+def load_statistics(observers: Mapping[tuple[str, str], Observer], state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Let observers continue from a :func:`dump_statistics`."""
+    for (name, base_name), observer in observers.items():
+        statistics = state.get(f"{name}.{base_name}")
+        if statistics:
+            observer.load_statistics(copy.deepcopy(dict(statistics)))
 
 
 def _scale_fits(target: Target, qparams: dict[str, torch.Tensor]) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -126,6 +127,8 @@ class CalibrationSession:
         self.batches = 0
         self.result: CalibrationResult | None = None
         self._written: dict[str, torch.Tensor] = {}
+        #: modules left in full precision, because no data reached them
+        self.skipped: set[str] = set()
         self._started = 0.0
         self._hooks = ObserverHooks(self.plan.targets, self.observers)
         self._token_mask = token_mask
@@ -174,6 +177,15 @@ class CalibrationSession:
             handle.remove()
         self._on_model = []
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the model inside the ``with`` block without observing."""
+        self._hooks.paused = True
+        try:
+            yield
+        finally:
+            self._hooks.paused = False
+
     def mask_tokens(self, mask: torch.Tensor | None) -> None:
         """Keep padding out of every observer from the next call of the model on.
 
@@ -202,8 +214,12 @@ class CalibrationSession:
 
     # ------------------------------------------------------------------ finish
 
-    def finalize(self) -> CalibrationResult:
+    def finalize(self, *, weights: bool = True, activations: bool = True) -> CalibrationResult:
         """Observe the weights as they are now, compute all qparams, check them, then write them to the modules.
+
+        Args:
+            weights: off: the weights are not observed, their qparams stay what they are.
+            activations: off: data are not asked for, the qparams of activations stay what they are.
 
         Raises:
             CalibrationError: no data for a static scheme, an observer that no data reached, NaN or infinity in data or
@@ -211,19 +227,31 @@ class CalibrationSession:
         """
         self.detach()
         with torch.inference_mode(False), torch.no_grad():
-            skipped = check_coverage(self.observers, self.plan.fused, self.label, self.batches, self.on_missing)
+            if activations:
+                self.skipped = check_coverage(
+                    self.observers, self.plan.fused, self.label, self.batches, self.on_missing
+                )
+            skipped = self.skipped
+            asked = {
+                key: observer
+                for key, observer in self.observers.items()
+                if (weights if key[1] == "weight" else activations)
+            }
             chosen = [target for target in self.plan.targets if target.name not in skipped]
             for target in chosen:
-                weight_observer = self.observers.get((target.name, "weight"))
+                weight_observer = asked.get((target.name, "weight"))
                 if weight_observer is not None:
                     weight_observer.reset(keep=weight_observer.input_statistics)
                     weight_observer(_materialized(target.name, target.module))
-            check_finite(self.observers, {target.name for target in chosen})
-            qparams = {target.name: self._qparams(target) for target in chosen}
+            check_finite(asked, {target.name for target in chosen})
+            kept = {target.name: self._kept_qparams(target, asked) for target in chosen}
+            qparams = {target.name: kept[target.name] | self._qparams(target, asked) for target in chosen}
             check_scales(qparams)
             for target in self.plan.targets:
                 if target.name in qparams:
-                    write_qparams(target.module, target.scheme, qparams[target.name])
+                    # Weights that were not asked may have been trained on since their scale was found.
+                    checksum = None if weights else getattr(target.module, "calibrated_weight_checksum", None)
+                    write_qparams(target.module, target.scheme, qparams[target.name], checksum)
                 else:  # an earlier calibration's would pass for this one's
                     clear_qparams(target.module)
         self.result = CalibrationResult(
@@ -243,10 +271,15 @@ class CalibrationSession:
         self._say_if_data_was_not_needed()
         return self.result
 
-    def _qparams(self, target: Target) -> dict[str, torch.Tensor]:
+    def _kept_qparams(self, target: Target, asked: Collection[tuple[str, str]]) -> dict[str, torch.Tensor]:
+        """The qparams of what is not asked anew."""
+        kept = tuple(f"{base_name}_" for base_name in target.args if (target.name, base_name) not in asked)
+        return {key: value for key, value in read_qparams(target.module).items() if kept and key.startswith(kept)}
+
+    def _qparams(self, target: Target, asked: Mapping[tuple[str, str], Observer]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         for base_name in target.args:
-            observer = self.observers.get((target.name, base_name))
+            observer = asked.get((target.name, base_name))
             if observer is None:
                 continue
             qparams = observer.get_qparams()

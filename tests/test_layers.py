@@ -21,6 +21,7 @@ LAYERS = {
     "fusion.py": 2,
     "modules.py": 2,
     "fake_forward.py": 2,
+    "training_forward.py": 2,
     "schemes.py": 2,
     "plan.py": 2,
     "sync.py": 2,

@@ -14,7 +14,7 @@ instead. Modules that read the same tensor (q, k, v) then share one ``measure``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, ClassVar, TypeAlias
 
@@ -212,7 +212,7 @@ class Observer(RegistryMixin):
     def nonfinite_statistics(self) -> str | None:
         """Say how many values of which statistic are NaN or infinite; None if all are finite."""
         found = []
-        for name in self._statistic_names():
+        for name in self.statistic_names():
             value = getattr(self, name)
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 count = int((~torch.isfinite(value)).sum())
@@ -220,9 +220,18 @@ class Observer(RegistryMixin):
                     found.append(f"{count} of {value.numel()} {name.lstrip('_')} not finite")
         return ", ".join(found) or None
 
-    def _statistic_names(self) -> list[str]:
+    def load_statistics(self, statistics: Mapping[str, Any]) -> None:
+        """Continue from statistics that an observer of this kind had gathered, in place of its own."""
+        self.reset()
+        self._remember_initial_state()
+        for name, value in statistics.items():
+            setattr(self, name, value)
+
+    def statistic_names(self) -> list[str]:
+        """Attributes that observing has set."""
         initial = self._before_observing or {}
-        return [n for n, v in vars(self).items() if n != "_before_observing" and initial.get(n) is not v]
+        bookkeeping = ("_before_observing", "_fused_observers")
+        return [n for n, v in vars(self).items() if n not in bookkeeping and initial.get(n) is not v]
 
     def _require_statistics(self) -> None:
         if not self.has_statistics:
