@@ -75,10 +75,21 @@ def load_state(plan: Plan, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def dump_statistics(observers: Mapping[tuple[str, str], Observer]) -> dict[str, dict[str, Any]]:
-    """What observers have seen so far: ``{"layer.input": {statistic: value}}``; nothing of those that saw nothing."""
+    """What observers have seen so far: ``{"layer.input": {statistic: value}}``; nothing of those that saw nothing.
+
+    Raises:
+        CalibrationError: a statistic is neither tensor, number nor string, so no checkpoint could hold it.
+    """
     found = {}
     for (name, base_name), observer in observers.items():
         statistics = {key: getattr(observer, key) for key in observer.statistic_names()}
+        odd = [key for key, value in statistics.items() if not _is_plain(value)]
+        if odd:
+            raise CalibrationError(
+                f"{type(observer).__name__} keeps statistics that cannot be saved in a checkpoint",
+                where=[f"{name} ({base_name}): {', '.join(odd)}"],
+                expected="tensors, numbers, strings, and lists and dicts of them",
+            )
         if statistics:
             found[f"{name}.{base_name}"] = copy.deepcopy(statistics)
     return found
@@ -90,6 +101,14 @@ def load_statistics(observers: Mapping[tuple[str, str], Observer], state: Mappin
         statistics = state.get(f"{name}.{base_name}")
         if statistics:
             observer.load_statistics(copy.deepcopy(dict(statistics)))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_plain(x) for x in (*value.keys(), *value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return all(_is_plain(x) for x in value)
+    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype))
 
 
 def _scale_fits(target: Target, qparams: dict[str, torch.Tensor]) -> bool:

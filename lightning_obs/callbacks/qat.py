@@ -124,6 +124,7 @@ class QuantizationAwareTraining(CalibrationCallback):
         self._gathered = False  # a validation's statistics wait for the next training batch
         self._wanted = True  # observe training batches
         self._left = 0  # training batches still to be observed
+        self._resumed = False  # in the middle of an epoch, perhaps: weights are newer than their ranges, and stay so
 
     @override
     def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False) -> Path:
@@ -133,7 +134,8 @@ class QuantizationAwareTraining(CalibrationCallback):
             CalibrationError: as there; the model was trained on since its last validation; activations were not
                 calibrated yet.
         """
-        if self.session is not None and self.session.result is None and not self._has_activations(self.session):
+        session = self.session
+        if session is not None and _is_quantized(session) and not self._has_activations(session):
             raise CalibrationError("activations were not calibrated yet", remedy="train or validate for longer.")
         return super().export(folder, tokenizer=tokenizer, overwrite=overwrite)
 
@@ -327,6 +329,7 @@ class QuantizationAwareTraining(CalibrationCallback):
         super()._restore_into(session)
         if state is None:
             return
+        self._resumed = True
         training = state.get("training", {})
         self._left, self._gathered = training.get("left", 0), training.get("gathered", False)
         self._wanted, self._after_validation = training.get("wanted", True), training.get("after_validation", False)
@@ -357,7 +360,11 @@ class QuantizationAwareTraining(CalibrationCallback):
                 self._installed = stack.pop_all()
             if self.learn_scales:
                 self._learn(session)
-            self._refresh_weights(session)
+            if self._resumed and _is_quantized(session):
+                self._take_learned(session)
+            else:
+                self._refresh_weights(session)
+            self._resumed = False
         return session
 
     def _finalize(self, session: CalibrationSession, weights: bool = False) -> None:
@@ -423,8 +430,7 @@ class QuantizationAwareTraining(CalibrationCallback):
     def _is_calibrated(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         if self._loaded is None and self.session is None:
             return False
-        session = self.prepare(trainer, pl_module)
-        return any(get_scheme(target.module) is not None for target in session.plan.targets)
+        return _is_quantized(self.prepare(trainer, pl_module))
 
     # ------------------------------------------------------------------ the teacher
 
@@ -457,3 +463,7 @@ class QuantizationAwareTraining(CalibrationCallback):
         if self._on_fit is not None:
             self._on_fit.close()
             self._on_fit = None
+
+
+def _is_quantized(session: CalibrationSession) -> bool:
+    return any(get_scheme(target.module) is not None for target in session.plan.targets)

@@ -229,7 +229,9 @@ class Observer(RegistryMixin):
 
     def statistic_names(self) -> list[str]:
         """Attributes that observing has set."""
-        initial = self._before_observing or {}
+        initial = self._before_observing
+        if initial is None:
+            return []
         bookkeeping = ("_before_observing", "_fused_observers")
         return [n for n, v in vars(self).items() if n not in bookkeeping and initial.get(n) is not v]
 
