@@ -7,14 +7,20 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateFinder,
     ModelCheckpoint,
+    ModelPruning,
+    WeightAveraging,
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM
 
-from lightning_obs import CalibrationError, QuantizationAwareTraining, load_checkpoint, quantized
+from lightning_obs import CalibrationError, CalibrationWarning, QuantizationAwareTraining, load_checkpoint, quantized
 from lightning_obs.modules import read_qparams
 
 W4 = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 8}}
@@ -815,7 +821,7 @@ def test_gradient_accumulation_is_the_gradient_of_the_mean():
             def on_before_optimizer_step(self, trainer, pl_module, optimizer):
                 gradients.append(pl_module.net[0].weight.grad.clone())
 
-        trainer(QuantizationAwareTraining("FP8_DYNAMIC"), Look(), max_steps=1, accumulate_grad_batches=accumulate).fit(
+        trainer(QuantizationAwareTraining(W4), Look(), max_steps=1, accumulate_grad_batches=accumulate).fit(
             module, data, data
         )
     torch.testing.assert_close(gradients[0], gradients[1])
@@ -847,7 +853,7 @@ def test_transformers_own_gradient_checkpointing_changes_nothing(tiny_llama, bat
     for checkpointing in (False, True):
         model = tiny_llama()
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
 
         class Look(L.Callback):
             def on_before_backward(self, trainer, pl_module, loss):
