@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_obs.modules import from_matrix, get_scheme, read_qparams, replace_input, scheme_args, to_matrix
-from lightning_obs.numerics.fake_quantize import fake_quantize, forward_fake_quantize, learned_scale
+from lightning_obs.numerics.fake_quantize import fake_quantize, fake_quantize_dynamic, learned_scale
 
 _STATE = "training_quantization"
 
@@ -144,12 +144,14 @@ def _fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> to
     args = _args(module, base_name) if wanted else None
     if args is None or not has_range(module, base_name, args):
         return value
+    global_scale = getattr(module, f"{base_name}_global_scale", None)
+    if args.dynamic:
+        return fake_quantize_dynamic(value, args, global_scale=global_scale)
     learned = state.learned.get(base_name)
-    if learned is None:
-        return forward_fake_quantize(module, value, base_name, args)
-    tokens = 1 if base_name == "weight" else max(1, value.numel() // max(1, value.shape[-1]))
+    scale = getattr(module, f"{base_name}_scale") if learned is None else learned.value()
     zero_point = getattr(module, f"{base_name}_zero_point", None)
-    return fake_quantize(value, learned.value(), zero_point, args, observations=tokens)
+    tokens = 1 if base_name == "weight" else max(1, value.numel() // max(1, value.shape[-1]))
+    return fake_quantize(value, scale, zero_point, args, global_scale=global_scale, observations=tokens)
 
 
 def _args(module: nn.Module, base_name: str) -> QuantizationArgs | None:

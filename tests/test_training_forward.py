@@ -296,6 +296,13 @@ def test_an_observer_of_outputs_sees_them_unquantized(mlp):
     torch.testing.assert_close(mlp.fc2.output_scale, wide.abs().amax().reshape(1) / 127.5)
 
 
+def quiet(test):
+    """What torch.compile says once about compressed-tensors and about any autograd function."""
+    test = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")(test)
+    return pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")(test)
+
+
+@quiet
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", "W8A8", "W4A16"])
 @pytest.mark.parametrize("learned", [False, True])
 def test_a_linear_model_compiles_without_a_graph_break(scheme, learned):
@@ -310,12 +317,13 @@ def test_a_linear_model_compiles_without_a_graph_break(scheme, learned):
     expected.square().sum().backward()
     gradient, model[0].weight.grad = model[0].weight.grad, None
     torch.compiler.reset()
-    out = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    out = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)(x)
     out.square().sum().backward()
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(model[0].weight.grad, gradient, rtol=1e-5, atol=1e-5)
 
 
+@quiet
 def test_new_ranges_and_a_switch_reach_a_compiled_model(mlp):
     x = torch.randn(5, 16)
     calibrated(mlp, "INT8_STATIC", x)

@@ -351,7 +351,7 @@ class QuantizationAwareTraining(CalibrationCallback):
             session = self.prepare(trainer, pl_module)
         if self._installed is None:
             with ExitStack() as stack:
-                if any(hasattr(module, "_orig_mod") for module in pl_module.modules()):
+                if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in pl_module.modules()):
                     torch.compiler.reset()  # graphs compiled before would go on without the new forward, in silence
                     stack.callback(torch.compiler.reset)
                 for target in session.plan.targets:
