@@ -19,6 +19,7 @@ import torch
 from compressed_tensors.quantization import QuantizationStatus, forward_quantize, set_forward_quantized
 from torch import nn
 
+from lightning_obs.adapters import refuse_unmerged
 from lightning_obs.modules import (
     calibrated_modules,
     from_matrix,
@@ -47,6 +48,7 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
     >>> with quantized(model):
     ...     _ = model(torch.ones(1, 4))
     """
+    refuse_unmerged(model, "quantized()")
     with ExitStack() as stack:
         for _, module in list(calibrated_modules(model)):
             stack.callback(quantize_forward(module))

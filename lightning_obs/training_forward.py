@@ -26,7 +26,16 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_obs.modules import from_matrix, get_scheme, read_qparams, replace_input, scheme_args, to_matrix
+from lightning_obs.adapters import adapters_of
+from lightning_obs.modules import (
+    from_matrix,
+    full_weight,
+    get_scheme,
+    read_qparams,
+    replace_input,
+    scheme_args,
+    to_matrix,
+)
 from lightning_obs.numerics.fake_quantize import fake_quantize, fake_quantize_dynamic, learned_scale
 
 _STATE = "training_quantization"
@@ -82,6 +91,10 @@ def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool
     setattr(module, _STATE, _TrainingQuantization(switch, before=before))
     plain_linear = before is None and type(module).forward is nn.Linear.forward
     module.forward = types.MethodType(_linear_forward if plain_linear else _forward, module)
+    adapters = adapters_of(module)
+    if adapters is not None:
+        # Hooks of the base layer see what they would see after merging: the adapters' sum is a part of its weight.
+        adapters.layer.forward = types.MethodType(_adapted_forward, adapters.layer)
     output_hook = module.register_forward_hook(_quantize_output) if output else None
 
     def undo() -> None:
@@ -89,6 +102,8 @@ def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool
             output_hook.remove()
         vars(module).pop("forward", None)
         vars(module).pop(_STATE, None)
+        if adapters is not None:
+            vars(adapters.layer).pop("forward", None)
         if before is not None:
             module.forward = before
 
@@ -101,16 +116,22 @@ def set_learned_scale(module: nn.Module, base_name: str, learned: LearnedScale) 
 
 
 def _linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # the name that nn.Linear has
-    weight = _fake_quantize(self, self.weight, "weight")
+    weight = full_weight(self)
+    assert weight is not None
+    weight = _fake_quantize(self, weight, "weight")
     return F.linear(_fake_quantize(self, input, "input"), weight, self.bias)
+
+
+def _adapted_forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return self.base_layer(x, *args, **kwargs)  # type: ignore[operator]
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     before = getattr(self, _STATE).before
     args, kwargs = replace_input(args, kwargs, lambda value: _fake_quantize(self, value, "input"))
-    weight = getattr(self, "weight", None)
-    quantized = _fake_quantized_weight(self, weight) if isinstance(weight, torch.Tensor) else weight
-    if quantized is weight:
+    weight = full_weight(self)
+    quantized = None if weight is None else _fake_quantized_weight(self, weight)
+    if quantized is None or quantized is self.weight:
         return type(self).forward(self, *args, **kwargs) if before is None else before(*args, **kwargs)
     # An entry of the instance's dict is found before its parameter. Pruning keeps the masked weight there already.
     attributes = vars(self)

@@ -18,6 +18,7 @@ LAYERS = {
     "errors.py": 0,
     "numerics/": 0,
     "observers/": 1,
+    "adapters.py": 2,
     "fusion.py": 2,
     "modules.py": 2,
     "fake_forward.py": 2,
