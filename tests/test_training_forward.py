@@ -373,3 +373,64 @@ def test_the_forward_holds_no_reference_to_a_deleted_model(mlp):
     del model
     gc.collect()
     assert alive() is None
+
+
+# ---------------------------------------------------------------------- several ranks
+
+
+def _train_a_rank(rank, world_size, store, sharded, queue):
+    """Two steps on this rank's rows of the batch; the gradients of the whole batch go to the queue."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    model = _calibrated_everything()
+    if sharded:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+        for module in model.children():
+            fully_shard(module, mesh=mesh)
+        run = fully_shard(model, mesh=mesh)
+    else:
+        run = nn.parallel.DistributedDataParallel(model)
+    train_quantized(model)
+    grads = _two_steps(run, model, tokens().repeat(2, 1).chunk(world_size)[rank])
+    if rank == 0:
+        queue.put(grads)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _calibrated_everything():
+    torch.manual_seed(0)
+    return calibrated(Everything(), EVERYTHING, tokens())
+
+
+def _two_steps(run, model, batch):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        run(batch).square().mean().backward()
+        optimizer.step()
+    full = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in model.named_parameters()}
+    return {name: grad.numpy() for name, grad in full.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_two_ranks_have_the_gradients_of_one(sharded, tmp_path):
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    ranks = [
+        context.Process(target=_train_a_rank, args=(rank, 2, tmp_path / "store", sharded, queue)) for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    model = _calibrated_everything()
+    train_quantized(model)
+    expected = _two_steps(model, model, tokens().repeat(2, 1))
+    for rank in ranks:
+        rank.join(120)
+        assert rank.exitcode == 0
+    found = queue.get()
+    for name, grad in expected.items():
+        torch.testing.assert_close(torch.from_numpy(found[name]), torch.from_numpy(grad), rtol=1e-4, atol=1e-6)

@@ -89,12 +89,12 @@ def test_unmerged_adapters_are_refused_where_the_merged_weight_is_needed(use, ti
     module = Language(lora(tiny_llama()))
     callback = QuantizationAwareTraining("W4A16", ignore=["lm_head"])
     fit(module, callback, batches)
+    uses = {
+        "export": lambda: export_checkpoint(module.model.get_base_model(), tmp_path / "out"),
+        "quantized": lambda: quantized(module.model).__enter__(),
+    }
     with pytest.raises(CalibrationError, match=r"needs adapters merged.*q_proj.*merge_and_unload"):
-        if use == "export":
-            export_checkpoint(module.model.get_base_model(), tmp_path / "out")
-        else:
-            with quantized(module.model):
-                pass
+        uses[use]()
 
 
 def test_after_fit_the_adapters_forward_is_theirs_again(tiny_llama, batches):
