@@ -28,6 +28,8 @@ LAYERS = {
     "sync.py": 2,
     "checks.py": 3,
     "hooks.py": 3,
+    "learned_scales.py": 3,
+    "quantized_training.py": 3,
     "saved_state.py": 3,
     "session.py": 3,
     "shared_reads.py": 3,

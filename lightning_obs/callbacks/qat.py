@@ -17,9 +17,7 @@ continues as if it had not stopped. The model's ``state_dict`` stays what it was
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,13 +30,10 @@ from typing_extensions import override
 
 from lightning_obs.callbacks.calibration import CalibrationCallback, find_mask
 from lightning_obs.callbacks.distillation import as_teacher, distill_in_training_step
-from lightning_obs.callbacks.learned_scales import LearnedScales
 from lightning_obs.errors import CalibrationError, CalibrationWarning
-from lightning_obs.modules import get_scheme, trained_since, weight_checksum
-from lightning_obs.saved_state import dump_statistics, load_statistics
+from lightning_obs.quantized_training import QuantizedTraining
 from lightning_obs.schemes import SchemeLike
 from lightning_obs.session import CalibrationSession
-from lightning_obs.training_forward import Switch, has_range, quantize_training_forward
 
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
@@ -115,16 +110,11 @@ class QuantizationAwareTraining(CalibrationCallback):
         self.quantize, self.observe, self.calibration_batches = quantize, observe, calibration_batches
         self.start_epoch, self.start_step, self.freeze_after = start_epoch, start_step, freeze_after
         self.learn_scales, self.distill, self.teacher = learn_scales, distill, teacher
-        self._switch = Switch()
-        self._learned: LearnedScales | None = None
-        self._installed: ExitStack | None = None
+        self._training: QuantizedTraining | None = None
         self._on_fit: ExitStack | None = None
         self._first_batch = False  # of a validation: still to come
         self._after_validation = False  # and before the next training batch
-        self._gathered = False  # a validation's statistics wait for the next training batch
         self._wanted = True  # observe training batches
-        self._left = 0  # training batches still to be observed
-        self._resumed = False  # in the middle of an epoch, perhaps: weights are newer than their ranges, and stay so
 
     @override
     def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False) -> Path:
@@ -134,8 +124,7 @@ class QuantizationAwareTraining(CalibrationCallback):
             CalibrationError: as there; the model was trained on since its last validation; activations were not
                 calibrated yet.
         """
-        session = self.session
-        if session is not None and _is_quantized(session) and not self._has_activations(session):
+        if self._training is not None and self._training.is_quantized and not self._training.has_all_ranges:
             raise CalibrationError("activations were not calibrated yet", remedy="train or validate for longer.")
         return super().export(folder, tokenizer=tokenizer, overwrite=overwrite)
 
@@ -154,16 +143,13 @@ class QuantizationAwareTraining(CalibrationCallback):
             )
         session = self.prepare(trainer, pl_module)
         with ExitStack() as stack:
-            if self.learn_scales:
-                self._learn(session)
-                if self._learned is not None and trainer.optimizers:
-                    self._learned.join(trainer.optimizers[0])
+            if self._training is not None and self._training.learned is not None and trainer.optimizers:
+                self._training.learned.join(trainer.optimizers[0])
             if self.distill:
                 if self.teacher is not None:
                     self.teacher.to(pl_module.device)
                 mask = None if self.token_mask is None else self._mask_of
-                model = session.model
-                stack.callback(distill_in_training_step(pl_module, model, self.distill, self._teach, mask))
+                stack.callback(distill_in_training_step(pl_module, session.model, self.distill, self._teach, mask))
             self._on_fit = stack.pop_all()
 
     @override
@@ -171,41 +157,40 @@ class QuantizationAwareTraining(CalibrationCallback):
         """Take what the last validation found; observe this batch, if its turn has come."""
         if not self._has_started(trainer):
             return
-        session = self._begin(trainer, pl_module)
-        if self._gathered:
-            self._finalize(session, weights=True)
+        training = self._begin(trainer, pl_module)
+        if training.gathered:
+            training.write(weights=True)
         elif self._after_validation:  # weight averaging has swapped other weights in meanwhile
-            self._refresh_weights(session)
+            training.refresh_weights()
         self._after_validation = False
-        self._switch.weights = self.quantize != "activations"
-        self._switch.activations = self.quantize != "weights"
-        if self._wanted and not self._left and self._may_observe(trainer, session):
-            self._require_source(session)
-            session.attach(count_calls=False)
-            self._left = self.calibration_batches
+        training.switch.weights = self.quantize != "activations"
+        training.switch.activations = self.quantize != "weights"
+        if self._wanted and not training.left and self._may_observe(trainer, training):
+            self._require_source(training)
+            if self.calibration_batches:
+                training.observe(self.calibration_batches)
         self._wanted = False
-        if self._left and self.token_mask is not None:
-            session.mask_tokens(find_mask(batch, self.token_mask))
+        if training.left and self.token_mask is not None:
+            training.session.mask_tokens(find_mask(batch, self.token_mask))
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Write the ranges after the last of the observed batches."""
-        if self._left and self.session is not None:
-            self.session.batches += 1
-            self._left -= 1
-            if not self._left:
-                self._finalize(self.session)
+        if self._training is not None and self._training.left:
+            self._training.count_batch()
+            if not self._training.left:
+                rank_zero_info(f"{self.label}: ranges of activations from {self._training.session.batches} batches")
 
     @override
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Average the gradients of learned scales over ranks; DDP knows only the module's own parameters."""
-        if self._learned is None or trainer.world_size == 1:
+        if self._training is None or self._training.learned is None or trainer.world_size == 1:
             return
-        for parameter in self._learned.parameters:
+        for parameter in self._training.learned.parameters:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
             parameter.grad = trainer.strategy.reduce(grad, reduce_op="mean")
 
@@ -232,31 +217,28 @@ class QuantizationAwareTraining(CalibrationCallback):
         super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
 
     def _begin_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        session = self._begin(trainer, pl_module)
-        if self._left and session.batches:  # validation has come before the last of the training batches
-            self._finalize(session)
-        elif self._left:
-            session.detach()
-            self._left, self._wanted = 0, True
-        self._refresh_weights(session)
-        self._switch.weights = self._switch.activations = True
+        training = self._begin(trainer, pl_module)
+        if training.left and training.session.batches:  # validation has come before the last of the training batches
+            training.write()
+        elif training.left:
+            training.give_up()
+            self._wanted = True
+        self._run_all_quantized(training)
         asked = self.observe == "val" or trainer.sanity_checking
-        if trainer.state.fn == TrainerFn.FITTING and asked and self._may_observe(trainer, session):
-            session.attach(count_calls=False)
+        if trainer.state.fn == TrainerFn.FITTING and asked and self._may_observe(trainer, training):
+            training.observe(0)
             self._active = True
-            self._gathered = False
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep what the data said for the training to come; the first ranges there are hold at once."""
         if trainer.state.fn == TrainerFn.VALIDATING:
             super().on_validation_epoch_end(trainer, pl_module)
-        elif self._active and self.session is not None:
+        elif self._active and self._training is not None:
             self._active = False
-            self.session.detach()
-            self._gathered = True
-            if not self._has_activations(self.session):
-                self._finalize(self.session)
+            self._training.gather()
+            if not self._training.has_all_ranges:
+                self._training.write()
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -292,9 +274,7 @@ class QuantizationAwareTraining(CalibrationCallback):
 
     def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_calibrated(trainer, pl_module):
-            session = self._begin(trainer, pl_module)
-            self._refresh_weights(session)
-            self._switch.weights = self._switch.activations = True
+            self._run_all_quantized(self._begin(trainer, pl_module))
         else:
             rank_zero_warn(
                 f"{self.label}: nothing was calibrated, the model runs in full precision", category=CalibrationWarning
@@ -307,120 +287,63 @@ class QuantizationAwareTraining(CalibrationCallback):
         """Ranges, learned scales, and where in an observation training is: tensors, strings and numbers."""
         if self._loaded is not None:
             return self._loaded
-        if self.session is None:
+        if self.session is None or self._training is None:
             return {}
-        everything = bool(self._left or self._gathered)  # else only what a weight's next observation needs
-        kept = {k: o for k, o in self.session.observers.items() if everything or o.needs_inputs}
-        training: dict[str, Any] = {
-            "left": self._left,
-            "batches": self.session.batches,
-            "gathered": self._gathered,
-            "wanted": self._wanted,
-            "after_validation": self._after_validation,
-            "statistics": dump_statistics(kept),
-        }
-        if self._learned is not None:
-            training["learned"] = self._learned.state_dict()
-        return {**self.session.state_dict(), "training": training}
+        flags = {"wanted": self._wanted, "after_validation": self._after_validation}
+        return {**self.session.state_dict(), "training": self._training.state_dict() | flags}
+
+    @override
+    def prepare(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:
+        """See :meth:`CalibrationCallback.prepare`."""
+        before = self.session
+        session = super().prepare(trainer, pl_module)
+        if before is not None and before.model is not session.model:
+            self._wanted, self._after_validation = True, False
+        self._training_of(session)
+        return session
 
     @override
     def _restore_into(self, session: CalibrationSession) -> None:
         state = self._loaded
         super()._restore_into(session)
-        if state is None:
-            return
-        self._resumed = True
-        training = state.get("training", {})
-        self._left, self._gathered = training.get("left", 0), training.get("gathered", False)
-        self._wanted, self._after_validation = training.get("wanted", True), training.get("after_validation", False)
-        if self._left:
-            session.attach(count_calls=False)
-        session.batches = training.get("batches", 0)
-        load_statistics(session.observers, training.get("statistics", {}))
-        if self.learn_scales:
-            self._learn(session)
-            if self._learned is not None and "learned" in training:
-                self._learned.load_state_dict(training["learned"])
+        if state is not None:
+            training = state.get("training", {})
+            self._wanted, self._after_validation = training.get("wanted", True), training.get("after_validation", False)
+            self._training_of(session).load_state_dict(training)
 
-    # ------------------------------------------------------------------ ranges
+    def _training_of(self, session: CalibrationSession) -> QuantizedTraining:
+        """What runs this session's model; a session made anew for the same model goes on with what there is."""
+        if self._training is None or self._training.session.model is not session.model:
+            if self._training is not None:
+                self._training.stop()
+            self._training = QuantizedTraining(session, self.learn_scales)
+        self._training.take(session)
+        return self._training
 
-    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:
-        """Let the modules run quantized, and know the ranges of their weights."""
-        session = self.session if self.session is not None and self._loaded is None else None
-        if session is None:
-            session = self.prepare(trainer, pl_module)
-        if self._installed is None:
-            with ExitStack() as stack:
-                if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in pl_module.modules()):
-                    torch.compiler.reset()  # graphs compiled before would go on without the new forward, in silence
-                    stack.callback(torch.compiler.reset)
-                for target in session.plan.targets:
-                    undo = quantize_training_forward(target.module, self._switch, output="output" in target.args)
-                    stack.callback(undo)
-                self._installed = stack.pop_all()
-            if self.learn_scales:
-                self._learn(session)
-            if self._resumed and _is_quantized(session):
-                self._take_learned(session)
-            else:
-                self._refresh_weights(session)
-            self._resumed = False
-        return session
+    # ------------------------------------------------------------------ what runs
 
-    def _finalize(self, session: CalibrationSession, weights: bool = False) -> None:
-        """Write the ranges that the data gave."""
-        waiting = any(o.needs_inputs for o in session.observers.values())
-        session.finalize(weights=weights or waiting)
-        self._left, self._gathered = 0, False
-        self._take_learned(session)
-        rank_zero_info(f"{self.label}: ranges of activations from {session.batches} batches")
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> QuantizedTraining:
+        if self._training is None or self.session is None or self._loaded is not None:
+            self.prepare(trainer, pl_module)
+        assert self._training is not None
+        self._training.start(around=pl_module)
+        return self._training
 
-    def _refresh_weights(self, session: CalibrationSession) -> None:
-        """Observe the weights as they are now, if they changed; write learned scales as they are now."""
-        lacking = any(observer.lacks_inputs for observer in session.observers.values())
-        unknown = any(get_scheme(target.module) is None for target in session.plan.targets)
-        if not lacking and (unknown or trained_since(session.model)):
-            session.finalize(activations=False)
-        self._take_learned(session)
-
-    def _learn(self, session: CalibrationSession) -> None:
-        if self._learned is None:
-            self._learned = LearnedScales(session.plan)
-        else:
-            self._learned.follow(session.plan)
-
-    def _take_learned(self, session: CalibrationSession) -> None:
-        if self._learned is None or self._installed is None:
-            return
-        self._learned.start()
-        state = session.state_dict()
-        state["qparams"] |= {name: value.to("cpu", copy=True) for name, value in self._learned.values().items()}
-        state["checksums"] = {target.name: weight_checksum(target.module) for target in session.plan.targets}
-        session.load_state_dict(state)
+    def _run_all_quantized(self, training: QuantizedTraining) -> None:
+        training.refresh_weights()
+        training.switch.weights = training.switch.activations = True
 
     def _has_started(self, trainer: Trainer) -> bool:
-        return trainer.current_epoch >= self.start_epoch and trainer.global_step >= self.start_step
+        return bool(trainer.current_epoch >= self.start_epoch and trainer.global_step >= self.start_step)
 
-    def _has_activations(self, session: CalibrationSession) -> bool:
-        """Whether the range of every activation is known (of modules that data reach)."""
-        return all(
-            has_range(target.module, base_name, args)
-            for target in session.plan.targets
-            if target.name not in session.skipped
-            for base_name, args in target.args.items()
-        )
-
-    def _may_observe(self, trainer: Trainer, session: CalibrationSession) -> bool:
-        if not session.needs_data:
-            return False
-        if not self._has_activations(session):
-            return True
+    def _may_observe(self, trainer: Trainer, training: QuantizedTraining) -> bool:
+        if not training.has_all_ranges:
+            return training.session.needs_data
         frozen = self.freeze_after is not None and trainer.current_epoch >= self.freeze_after
-        learned = self._learned is not None and self._learned.covers(("input", "output"))
-        return not frozen and not learned and not trainer.sanity_checking
+        return training.can_refresh and not frozen and not trainer.sanity_checking
 
-    def _require_source(self, session: CalibrationSession) -> None:
-        if not self.calibration_batches and self.observe != "val" and not self._has_activations(session):
+    def _require_source(self, training: QuantizedTraining) -> None:
+        if not self.calibration_batches and self.observe != "val" and not training.has_all_ranges:
             raise CalibrationError(
                 f"nothing will ever calibrate the activations of {self.label}",
                 got=f"calibration_batches=0, observe={self.observe!r}",
@@ -430,40 +353,24 @@ class QuantizationAwareTraining(CalibrationCallback):
     def _is_calibrated(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         if self._loaded is None and self.session is None:
             return False
-        return _is_quantized(self.prepare(trainer, pl_module))
-
-    # ------------------------------------------------------------------ the teacher
+        return self._training_of(self.prepare(trainer, pl_module)).is_quantized
 
     def _teach(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.session is not None
-        model = self.teacher if self.teacher is not None else self.session.model
-        with self._unquantized(), self.session.paused(), as_teacher(model):
+        assert self._training is not None
+        model = self.teacher if self.teacher is not None else self._training.session.model
+        with self._training.unquantized(), as_teacher(model):
             return model(*args, **kwargs)
 
     def _mask_of(self, batch: Any) -> torch.Tensor:
         assert self.token_mask is not None
         return find_mask(batch, self.token_mask)
 
-    @contextmanager
-    def _unquantized(self) -> Iterator[None]:
-        before = replace(self._switch)
-        self._switch.weights = self._switch.activations = False
-        try:
-            yield
-        finally:
-            self._switch.weights, self._switch.activations = before.weights, before.activations
-
     @override
     def _clean_up(self) -> None:
         super()._clean_up()
         self._first_batch = False
-        if self._installed is not None:
-            self._installed.close()
-            self._installed = None
+        if self._training is not None:
+            self._training.stop()
         if self._on_fit is not None:
             self._on_fit.close()
             self._on_fit = None
-
-
-def _is_quantized(session: CalibrationSession) -> bool:
-    return any(get_scheme(target.module) is not None for target in session.plan.targets)

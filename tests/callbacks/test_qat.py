@@ -983,3 +983,65 @@ def test_manual_optimization_works():
         module, loader(), loader()
     )
     assert module.losses[-1] < module.losses[0]
+
+
+# ---------------------------------------------------------------------- one callback, several runs
+
+
+def test_an_observation_that_the_end_of_fit_interrupts_goes_on_in_the_next_fit(tmp_path):
+    whole, parts = Regression(), Regression()
+    parts.load_state_dict(whole.state_dict())
+    trainer(QuantizationAwareTraining("INT8_STATIC", calibration_batches=3), max_steps=4, limit_val_batches=0).fit(
+        whole, loader(), loader()
+    )
+    callback = QuantizationAwareTraining("INT8_STATIC", calibration_batches=3)
+    first = trainer(callback, max_steps=2, limit_val_batches=0)
+    first.fit(parts, loader(), loader())
+    assert not left_behind(parts)
+    first.save_checkpoint(tmp_path / "c.ckpt")
+    for callback in (callback, QuantizationAwareTraining("INT8_STATIC", calibration_batches=3)):
+        resumed = Regression()
+        data = FromTheMiddle(loader().dataset, batch_size=4)
+        trainer(callback, max_steps=4, limit_val_batches=0).fit(resumed, data, loader(), ckpt_path=tmp_path / "c.ckpt")
+        assert parts.losses + resumed.losses == whole.losses
+        assert torch.equal(resumed.net[2].input_scale, whole.net[2].input_scale)
+
+
+@pytest.mark.parametrize("learn_scales", [False, True])
+def test_a_callback_can_train_one_model_after_another(learn_scales, tmp_path):
+    def make():
+        return QuantizationAwareTraining("INT8_STATIC", calibration_batches=2, learn_scales=learn_scales)
+
+    again = make()
+    trainer(again).fit(Regression(), loader(seed=5), loader(seed=6))
+    for_two = Regression()
+    for_one = copy.deepcopy(for_two)
+    trainer(again).fit(for_two, loader(), loader(seed=2))
+    trainer(make()).fit(for_one, loader(), loader(seed=2))
+    assert for_two.losses == for_one.losses
+    assert torch.equal(torch.cat(for_two.validated), torch.cat(for_one.validated))
+
+
+def test_a_callback_can_go_on_with_its_model():
+    module, callback = Regression(), QuantizationAwareTraining("INT8_STATIC", calibration_batches=2)
+    watch = Watch()
+    trainer(callback).fit(module, loader(), loader(seed=2))
+    trainer(callback, watch).fit(module, loader(), loader(seed=2))
+    assert all("input_scale" in read for read in watch.starts)
+    assert not left_behind(module)
+    assert torch.equal(outputs(module), Regression.forward(module, torch.cat([x for x, _ in loader(seed=2)])).detach())
+
+
+def test_an_observer_whose_statistics_no_checkpoint_can_hold_is_named(own_registry, tmp_path):
+    from lightning_obs import Observer
+
+    @Observer.register("odd")
+    class Odd(Observer):
+        def update_statistics_from_observed(self, observed):
+            self.min_vals, self.max_vals = observed.amin((0, -1)), observed.amax((0, -1))
+            self.seen = object()
+
+    callback = QuantizationAwareTraining("INT8_STATIC", observers={"input": "odd"}, calibration_batches=100)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    with pytest.raises(CalibrationError, match=r"Odd keeps statistics that cannot be saved.*net\.0 \(input\): seen"):
+        trainer(callback, saver).fit(Regression(), loader(), loader())
