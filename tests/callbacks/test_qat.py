@@ -999,10 +999,10 @@ def test_an_observation_that_the_end_of_fit_interrupts_goes_on_in_the_next_fit(t
     first.fit(parts, loader(), loader())
     assert not left_behind(parts)
     first.save_checkpoint(tmp_path / "c.ckpt")
-    for callback in (callback, QuantizationAwareTraining("INT8_STATIC", calibration_batches=3)):
+    for next_one in (callback, QuantizationAwareTraining("INT8_STATIC", calibration_batches=3)):
         resumed = Regression()
         data = FromTheMiddle(loader().dataset, batch_size=4)
-        trainer(callback, max_steps=4, limit_val_batches=0).fit(resumed, data, loader(), ckpt_path=tmp_path / "c.ckpt")
+        trainer(next_one, max_steps=4, limit_val_batches=0).fit(resumed, data, loader(), ckpt_path=tmp_path / "c.ckpt")
         assert parts.losses + resumed.losses == whole.losses
         assert torch.equal(resumed.net[2].input_scale, whole.net[2].input_scale)
 
