@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_obs.callbacks.calibration import CalibrationCallback
+    from lightning_obs.callbacks.qat import QuantizationAwareTraining
     from lightning_obs.errors import CalibrationError, CalibrationWarning
     from lightning_obs.experts import linearize_experts
     from lightning_obs.export import export_checkpoint, load_checkpoint
@@ -30,6 +31,7 @@ _HOME = {
     "CalibrationResult": "lightning_obs.result",
     "CalibrationSession": "lightning_obs.session",
     "Observer": "lightning_obs.observers",
+    "QuantizationAwareTraining": "lightning_obs.callbacks.qat",
     "export_checkpoint": "lightning_obs.export",
     "linearize_experts": "lightning_obs.experts",
     "load_checkpoint": "lightning_obs.export",
@@ -43,6 +45,7 @@ __all__ = [
     "CalibrationSession",
     "CalibrationWarning",
     "Observer",
+    "QuantizationAwareTraining",
     "export_checkpoint",
     "linearize_experts",
     "load_checkpoint",

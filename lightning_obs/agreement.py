@@ -156,7 +156,7 @@ def _undeclared(key: Key, observer: Observer, declared: Iterable[str], into: Des
     if before is None:
         return []
     found = []
-    for name in observer._statistic_names():
+    for name in observer.statistic_names():
         value = getattr(observer, name)
         if name in declared or name == "_fused_observers" or _equal(before.get(name), value):
             continue

@@ -29,6 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from lightning_obs.adapters import refuse_unmerged
 from lightning_obs.attention_hooks import marked_as_hooked
 from lightning_obs.errors import CalibrationError
 from lightning_obs.experts import routers
@@ -80,6 +81,7 @@ def export_checkpoint(
             where=computed,
             remedy="make it permanent first: torch.nn.utils.prune.remove(module, 'weight').",
         )
+    refuse_unmerged(model, "a checkpoint")
     stale = trained_since(model)
     if stale:
         raise CalibrationError(

@@ -19,6 +19,7 @@ import torch
 from compressed_tensors.quantization import QuantizationStatus, forward_quantize, set_forward_quantized
 from torch import nn
 
+from lightning_obs.adapters import refuse_unmerged
 from lightning_obs.attention_hooks import find_owner, hooked_attention
 from lightning_obs.modules import (
     calibrated_modules,
@@ -49,6 +50,7 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
     >>> with quantized(model):
     ...     _ = model(torch.ones(1, 4))
     """
+    refuse_unmerged(model, "quantized()")
     with ExitStack() as stack:
         attention: dict[nn.Module, dict[nn.Module, tuple[str, ...]]] = {}
         for _, module in list(calibrated_modules(model)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class ObserverHooks:
         self._attached: ExitStack | None = None
         self._read = LastRead()
         self._mask: torch.Tensor | None = None
+        #: nothing is observed while this is set: the same data runs once more for another purpose
+        self.paused = False
 
     @property
     def measurements(self) -> int:
@@ -101,7 +104,8 @@ class ObserverHooks:
             def observe_output(module: nn.Module, args: Any, kwargs: Any, value: Any) -> None:
                 self._observe(target.name, value, output)
 
-            hooks.append((target.module.register_forward_hook, observe_output))
+            # In training a hook of ours quantizes the output; the observer has to see it before that.
+            hooks.append((partial(target.module.register_forward_hook, prepend=True), observe_output))
         return hooks
 
     def _state(self, target: Target, base_name: str) -> Callable[[torch.Tensor], None]:
@@ -120,7 +124,7 @@ class ObserverHooks:
             value = next((x for x in value if isinstance(x, torch.Tensor)), None)
         if isinstance(value, DTensor):
             value = value.to_local()
-        if not isinstance(value, torch.Tensor) or self._experts.is_deaf(name):
+        if not isinstance(value, torch.Tensor) or self._experts.is_deaf(name) or self.paused or _in_backward():
             return
         read = self._read.of(value)
         tokens = value.detach()
@@ -135,3 +139,8 @@ class ObserverHooks:
             observer.observe_shared(tokens, read.measured)
         if for_weight is not None:
             for_weight.observe_inputs(tokens, read.measured)
+
+
+def _in_backward() -> bool:
+    """Whether autograd is running: activation checkpointing calls modules again there, with data already seen."""
+    return bool(torch._C._current_graph_task_id() != -1)

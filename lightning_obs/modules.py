@@ -26,6 +26,7 @@ from compressed_tensors.quantization import (
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_obs.adapters import adapters_of
 from lightning_obs.numerics.reshape import ATTENTION
 
 SUFFIXES = ("scale", "zero_point", "global_scale")
@@ -80,14 +81,23 @@ def weight_matrix(module: nn.Module) -> torch.Tensor | None:
     """The weight as ``(output channels, inputs of each)``, or None where the module has no such weight.
 
     Convolution kernels are flattened; transposed convolutions (groups=1) and transformers' Conv1D are transposed.
-    A local shard stands for a DTensor.
+    A local shard stands for a DTensor. LoRA adapters count as merged.
     """
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor):
+    weight = full_weight(module)
+    if weight is None:
         return None
     if isinstance(weight, DTensor):
         weight = weight.to_local()
     return to_matrix(module, weight.detach())
+
+
+def full_weight(module: nn.Module) -> torch.Tensor | None:
+    """The weight with the LoRA adapters that stand beside it, with gradients to both; None without a weight."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        return None
+    adapters = adapters_of(module)
+    return weight if adapters is None else adapters.add_to(weight)
 
 
 def to_matrix(module: nn.Module, weight: torch.Tensor) -> torch.Tensor | None:

@@ -22,6 +22,7 @@ from compressed_tensors.utils.match import is_match, match_named_modules, match_
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_obs.adapters import base_of, inside_adapted, is_adapted
 from lightning_obs.attention import find_states
 from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
 from lightning_obs.expert_checks import check_experts, check_experts_reload
@@ -97,10 +98,13 @@ def build_plan(
     _require_matches(model, list(by_target), ignore)
     attention = find_states(model, config)
     targets = [Target(found.name, found.module, found.scheme, found.states) for found in attention]
-    hooked = {target.name for target in targets}
+    left_alone = {target.name for target in targets} | set(inside_adapted(model))
     for name, module in match_named_modules(model, list(by_target), ignore):
+        if name in left_alone:
+            continue
         pattern = match_targets(name, module, list(by_target))[0]
-        if name not in hooked and not (pattern.startswith("re:") and _holds_nothing(module)):
+        module = base_of(module)
+        if not (pattern.startswith("re:") and _holds_nothing(module)):
             targets.append(Target(name, module, by_target[pattern]))
     check_experts(model, {t.name: t.module for t in targets}, list(by_target), ignore)
     if not targets:
@@ -158,9 +162,10 @@ def _check_modules(model: nn.Module, targets: list[Target]) -> None:
             where=never,
             remedy="list them in `ignore` (`re:.*out_proj$`).",
         )
-    if hasattr(model, "peft_config"):
+    if hasattr(model, "get_base_model") or _other_adapters(model):
         raise CalibrationError(
             f"{type(model).__name__} holds adapters beside its weights",
+            expected="adapters of LoRA on Linear modules, and the model inside peft's wrapper (get_base_model())",
             remedy="merge them first: model = model.merge_and_unload().",
         )
     attention = [
@@ -211,6 +216,12 @@ def _check_modules(model: nn.Module, targets: list[Target]) -> None:
         raise CalibrationError("the weight is not floating point", where=integer, remedy="list it in `ignore`.")
 
 
+def _other_adapters(model: nn.Module) -> bool:
+    """Whether peft has anything in the model but LoRA on Linear modules."""
+    layers = [m for m in model.modules() if hasattr(m, "base_layer") and hasattr(m, "merged")]
+    return hasattr(model, "peft_config") and not (layers and all(map(is_adapted, layers)))
+
+
 def _is_compressed(module: nn.Module) -> bool:
     status = getattr(module, "quantization_status", None)
     return status is not None and str(getattr(status, "value", status)) in ("compressed", "decompressed")
@@ -221,7 +232,7 @@ def _check_shared(model: nn.Module, targets: list[Target]) -> None:
     users: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter):
+        if isinstance(weight, nn.Parameter) and not is_adapted(module):  # whose weight is that of its base layer
             users.setdefault(id(weight), []).append((name, module))
     for sharing in users.values():
         chosen = [name for name, module in sharing if id(module) in planned]

@@ -5,6 +5,7 @@ Nothing is written to the model before all of the state was found to fit it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_obs.attention import count_heads
 from lightning_obs.errors import CalibrationError
 from lightning_obs.modules import weight_matrix, write_qparams
 from lightning_obs.numerics.reshape import flatten_for_calibration
+from lightning_obs.observers import Observer
 from lightning_obs.plan import Plan, Target
 
 _FORMAT = 1
@@ -71,6 +73,44 @@ def load_state(plan: Plan, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
                 checksum = state["checksums"].get(target.name)
                 write_qparams(target.module, target.scheme, by_module[target.name], checksum)
     return dict(state["qparams"])
+
+
+def dump_statistics(observers: Mapping[tuple[str, str], Observer]) -> dict[str, dict[str, Any]]:
+    """What observers have seen so far: ``{"layer.input": {statistic: value}}``; nothing of those that saw nothing.
+
+    Raises:
+        CalibrationError: a statistic is neither tensor, number nor string, so no checkpoint could hold it.
+    """
+    found = {}
+    for (name, base_name), observer in observers.items():
+        statistics = {key: getattr(observer, key) for key in observer.statistic_names()}
+        odd = [key for key, value in statistics.items() if not _is_plain(value)]
+        if odd:
+            raise CalibrationError(
+                f"{type(observer).__name__} keeps statistics that cannot be saved in a checkpoint",
+                where=[f"{name} ({base_name}): {', '.join(odd)}"],
+                expected="tensors, numbers, strings, and lists and dicts of them",
+            )
+        if statistics:
+            found[f"{name}.{base_name}"] = copy.deepcopy(statistics)
+    return found
+
+
+def load_statistics(observers: Mapping[tuple[str, str], Observer], state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Let observers continue from a :func:`dump_statistics`."""
+    for (name, base_name), observer in observers.items():
+        statistics = state.get(f"{name}.{base_name}")
+        if statistics:
+            observer.reset()
+            observer.load_statistics(copy.deepcopy(dict(statistics)))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_plain(x) for x in (*value.keys(), *value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return all(_is_plain(x) for x in value)
+    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype))
 
 
 def _scale_fits(target: Target, qparams: dict[str, torch.Tensor]) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -138,6 +139,8 @@ class CalibrationSession:
         self.batches = 0
         self.result: CalibrationResult | None = None
         self._written: dict[str, torch.Tensor] = {}
+        #: modules left in full precision, because no data reached them
+        self.skipped: set[str] = set()
         self._started = 0.0
         self._synced: Synced | None = None
         self._hooks = ObserverHooks(model, self.plan.targets, self.observers, self._experts)
@@ -187,6 +190,15 @@ class CalibrationSession:
             handle.remove()
         self._on_model = []
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the model inside the ``with`` block without observing."""
+        self._hooks.paused = True
+        try:
+            yield
+        finally:
+            self._hooks.paused = False
+
     def mask_tokens(self, mask: torch.Tensor | None) -> None:
         """Keep padding out of every observer from the next call of the model on.
 
@@ -215,8 +227,12 @@ class CalibrationSession:
 
     # ------------------------------------------------------------------ finish
 
-    def finalize(self) -> CalibrationResult:
+    def finalize(self, *, weights: bool = True, activations: bool = True) -> CalibrationResult:
         """Observe the weights as they are now, compute all qparams, check them, then write them to the modules.
+
+        Args:
+            weights: off: the weights are not observed, their qparams stay what they are.
+            activations: off: data are not asked for, the qparams of activations stay what they are.
 
         Raises:
             CalibrationError: no data for a static scheme, an observer that no data reached, NaN or infinity in data or
@@ -224,16 +240,24 @@ class CalibrationSession:
         """
         self.detach()
         with torch.inference_mode(False), torch.no_grad():
-            merged = self._merge_ranks()
-            observers = {**self.observers, **merged.borrowed}
+            merged = self._merge_ranks(weights, activations)
+            self.skipped = merged.skipped
+            asked = {
+                key: observer
+                for key, observer in {**self.observers, **merged.borrowed}.items()
+                if (weights if key[1] == "weight" else activations)
+            }
             fallback = sorted({name for name, _ in merged.borrowed})
             chosen = [target for target in self.plan.targets if target.name not in merged.skipped]
-            qparams = {target.name: self._qparams(target, observers) for target in chosen}
+            kept = {target.name: self._kept_qparams(target, asked) for target in chosen}
+            qparams = {target.name: kept[target.name] | self._qparams(target, asked) for target in chosen}
             check_scales(qparams)
             check_heads(self.model, qparams)
             for target in self.plan.targets:
                 if target.name in qparams:
-                    write_qparams(target.module, target.scheme, qparams[target.name])
+                    # Weights that were not asked may have been trained on since their scale was found.
+                    checksum = None if weights else getattr(target.module, "calibrated_weight_checksum", None)
+                    write_qparams(target.module, target.scheme, qparams[target.name], checksum)
                 else:  # an earlier calibration's would pass for this one's
                     clear_qparams(target.module)
         self.result = CalibrationResult(
@@ -265,54 +289,52 @@ class CalibrationSession:
             )
         return self.result
 
-    def _merge_ranks(self) -> _Merged:
-        """Give every rank the statistics of all activations, and the ranges of all weights."""
-        weights: dict[tuple[str, str], torch.Tensor] = {}
+    def _merge_ranks(self, weights: bool, activations: bool) -> _Merged:
+        """Give every rank the statistics of all activations, and the ranges of all weights, as far as asked for."""
+        matrices: dict[tuple[str, str], torch.Tensor] = {}
         failure: CalibrationError | None = None
         try:
             for target in self.plan.targets:
-                if (target.name, "weight") in self.observers:
-                    weights[target.name, "weight"] = _materialized(target.name, target.module)
+                if weights and (target.name, "weight") in self.observers:
+                    matrices[target.name, "weight"] = _materialized(target.name, target.module)
         except CalibrationError as error:
             failure = error
-        for (_, base_name), observer in self.observers.items():
-            if base_name == "weight":
-                observer.reset(keep=observer.input_statistics)
+        for key in matrices:
+            self.observers[key].reset(keep=self.observers[key].input_statistics)
+        told = {k: o for k, o in self.observers.items() if k[1] != "weight" or o.needs_inputs}
         synced = sync_statistics(
-            {} if self._synced else self.observers,
+            told if activations and self._synced is None else {},
             self.collectives,
-            weights={key: weight.numel() for key, weight in weights.items()},
+            weights={key: matrix.numel() for key, matrix in matrices.items()},
             failure=failure,
             note=self._experts.tokens,
         )
-        if self._synced is None:
-            self._synced = synced
-        borrowed: dict[tuple[str, str], Observer] = {}
-        skipped: set[str] = set()
-        try:
-            borrowed = self._borrowed()
-            skipped = check_coverage(
-                self.observers,
-                set(self._synced.unreached) - set(borrowed),
-                self._together,
-                self.label,
-                self.batches,
-                self.on_missing,
-                experts=bool(self._experts.containers),
-            )
-        except CalibrationError as error:
-            failure = error
+        skipped, borrowed = self.skipped, dict[tuple[str, str], Observer]()
+        if activations:
+            self._synced = self._synced or synced
+            try:
+                borrowed = self._borrowed()
+                skipped = check_coverage(
+                    self.observers,
+                    set(self._synced.unreached) - set(borrowed),
+                    self._together,
+                    self.label,
+                    self.batches,
+                    self.on_missing,
+                    experts=bool(self._experts.containers),
+                )
+            except CalibrationError as error:
+                failure = error
 
         def search(key: tuple[str, str]) -> None:
-            observer = self.observers[key]
-            if key in borrowed:
-                observe_without_inputs(observer, weights[key])
+            if key in borrowed or not activations:  # then it was allowed to do without, or has them from before
+                observe_without_inputs(self.observers[key], matrices[key])
             else:
-                observer(weights[key])
+                self.observers[key](matrices[key])
 
-        observers = {key: self.observers[key] for key in weights if key[0] not in skipped}
-        shared = share_weights(observers, synced.owners, search, self.collectives, failure)
-        tokens = _add_up(self._synced.notes)
+        chosen = {key: self.observers[key] for key in matrices if key[0] not in skipped}
+        shared = share_weights(chosen, synced.owners, search, self.collectives, failure)
+        tokens = _add_up(synced.notes)
         return _Merged(skipped, borrowed, tokens, synced.collectives + shared.collectives, synced.ranks)
 
     def _whole_layers(self) -> list[list[str]]:
@@ -331,10 +353,15 @@ class CalibrationSession:
         sizes = {name: len(experts) for name, experts in self._experts.containers.items()}
         return borrow_ranges(self.observers, sizes, self.plan.fused)
 
-    def _qparams(self, target: Target, observers: Mapping[tuple[str, str], Observer]) -> dict[str, torch.Tensor]:
+    def _kept_qparams(self, target: Target, asked: Collection[tuple[str, str]]) -> dict[str, torch.Tensor]:
+        """The qparams of what is not asked anew."""
+        kept = tuple(f"{base_name}_" for base_name in target.args if (target.name, base_name) not in asked)
+        return {key: value for key, value in read_qparams(target.module).items() if kept and key.startswith(kept)}
+
+    def _qparams(self, target: Target, asked: Mapping[tuple[str, str], Observer]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         for base_name in target.args:
-            observer = observers.get((target.name, base_name))
+            observer = asked.get((target.name, base_name))
             if observer is None:
                 continue
             qparams = observer.get_qparams()

@@ -300,8 +300,8 @@ def find_module(pl_module: nn.Module, path: str | None = None) -> nn.Module:
             raise CalibrationError(
                 f"{type(pl_module).__name__} has no module {path!r}", expected=f"one of its modules: {children}"
             ) from error
-        return _uncompiled(found)
-    models = {n: c for n, c in ((n, _uncompiled(c)) for n, c in pl_module.named_children()) if _is_transformers(c)}
+        return _unwrapped(found)
+    models = {n: c for n, c in ((n, _unwrapped(c)) for n, c in pl_module.named_children()) if _is_transformers(c)}
     if len(models) > 1:
         raise CalibrationError(
             f"{type(pl_module).__name__} holds several transformers models",
@@ -342,9 +342,12 @@ def _loaders(trainer: Trainer) -> list[Any]:
     return list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
 
 
-def _uncompiled(module: nn.Module) -> nn.Module:
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside torch.compile's wrapper and peft's."""
     original = getattr(module, "_orig_mod", module)
     assert isinstance(original, nn.Module)
+    if hasattr(original, "peft_config") and hasattr(original, "get_base_model"):
+        original = original.get_base_model()  # type: ignore[operator]
     return original
 
 

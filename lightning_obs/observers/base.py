@@ -63,6 +63,9 @@ class Observer(RegistryMixin):
     #: a weight's observer that also wants what the module reads: whoever attaches it calls ``observe_inputs``
     needs_inputs: ClassVar[bool] = False
 
+    #: attributes that may change and are no statistics
+    _bookkeeping: ClassVar[tuple[str, ...]] = ("_before_observing", "_fused_observers")
+
     #: statistics that ``observe_inputs`` sets
     input_statistics: ClassVar[tuple[str, ...]] = ()
 
@@ -224,7 +227,7 @@ class Observer(RegistryMixin):
     def nonfinite_statistics(self) -> str | None:
         """Say how many values of which statistic are NaN or infinite; None if all are finite."""
         found = []
-        for name in self._statistic_names():
+        for name in self.statistic_names():
             value = getattr(self, name)
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 wide = value.float() if value.itemsize == 1 else value  # torch does not ask it of float8
@@ -233,9 +236,12 @@ class Observer(RegistryMixin):
                     found.append(f"{count} of {value.numel()} {name.lstrip('_')} not finite")
         return ", ".join(found) or None
 
-    def _statistic_names(self) -> list[str]:
-        initial = self._before_observing or {}
-        return [n for n, v in vars(self).items() if n != "_before_observing" and initial.get(n) is not v]
+    def statistic_names(self) -> list[str]:
+        """Attributes that observing has set."""
+        initial = self._before_observing
+        if initial is None:
+            return []
+        return [n for n, v in vars(self).items() if n not in self._bookkeeping and initial.get(n) is not v]
 
     def _require_statistics(self) -> None:
         if not self.has_statistics:

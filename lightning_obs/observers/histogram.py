@@ -134,6 +134,7 @@ class HistogramObserver(CountingObserver):
         "grid": 100.0,
         "norm": 2.0,
     }
+    _bookkeeping: ClassVar[tuple[str, ...]] = (*CountingObserver._bookkeeping, "_found")
     criterion: str
     percentile: float
     maxshrink: float

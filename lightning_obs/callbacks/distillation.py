@@ -1,0 +1,127 @@
+"""Add to the user's loss how far the quantized model's logits are from an unquantized one's.
+
+A callback has no say in the loss: ``on_before_backward`` gets it and cannot replace it, and a second ``backward`` there
+would count twice under gradient accumulation and miss the loss scale. So ``training_step`` is wrapped while fit runs.
+What it returns is what Lightning scales, accumulates and logs, and the user's code stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_obs.errors import CalibrationError
+
+
+def distill_in_training_step(
+    pl_module: LightningModule,
+    student: nn.Module,
+    weight: float,
+    teacher: Callable[..., Any],
+    mask: Callable[[Any], torch.Tensor] | None = None,
+) -> Callable[[], None]:
+    """Let ``training_step`` return its loss plus ``weight`` times the divergence, and return what undoes it.
+
+    Args:
+        pl_module: its ``training_step`` calls ``student``.
+        student: the quantized model; every call of it in a step is compared.
+        weight: of the mean divergence over calls, in nats per token.
+        teacher: called with the same arguments, without gradient.
+        mask: finds in a batch which tokens count, ``(batch, tokens)``.
+
+    Raises:
+        CalibrationError: now, under manual optimization; at a step, ``training_step`` did not call ``student`` or its
+            result holds no logits.
+    """
+    if not pl_module.automatic_optimization:
+        raise CalibrationError(
+            "distill needs automatic optimization",
+            remedy="add the divergence in your training_step (callbacks.distillation.divergence), and leave distill=0.",
+        )
+    own = vars(pl_module).get("training_step")
+    training_step = pl_module.training_step
+
+    @functools.wraps(training_step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        calls: list[tuple[Any, Any, Any]] = []
+        remember = student.register_forward_hook(lambda m, a, k, out: calls.append((a, k, out)), with_kwargs=True)
+        try:
+            result = training_step(*args, **kwargs)
+        finally:
+            remember.remove()
+        if result is None:  # the user skips this batch
+            return None
+        if not calls:
+            raise CalibrationError(
+                f"training_step did not call {type(student).__name__}, so there are no logits to distill",
+                remedy="name the module that it calls: QuantizationAwareTraining(module='...').",
+            )
+        counts = None if mask is None else mask(args[0] if args else kwargs["batch"])
+        terms = [divergence(logits_of(out), logits_of(teacher(*a, **k)), counts) for a, k, out in calls]
+        extra = weight * torch.stack(terms).mean()
+        return {**result, "loss": result["loss"] + extra} if isinstance(result, dict) else result + extra
+
+    pl_module.training_step = step
+
+    def undo() -> None:
+        vars(pl_module).pop("training_step", None)
+        if own is not None:
+            pl_module.training_step = own
+
+    return undo
+
+
+def divergence(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Kullback-Leibler divergence of the student's distribution from the teacher's, in nats, mean over tokens.
+
+    Args:
+        student: logits ``(..., classes)``.
+        teacher: logits of the same shape; no gradient goes there.
+        mask: ``(...)``, nonzero for tokens that count.
+
+    Returns:
+        A scalar in float32.
+
+    Reference:
+        Hinton et al., Distilling the Knowledge in a Neural Network, 2015, arXiv:1503.02531, at temperature 1.
+
+    >>> round(divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[100.0, 0.0]])).item(), 4)
+    0.6931
+    """
+    if mask is not None and mask.shape == student.shape[:-1]:
+        chosen = mask.to(student.device).bool()
+        student, teacher = student[chosen], teacher[chosen]
+    log_p, log_q = (F.log_softmax(x.float(), dim=-1).flatten(0, -2) for x in (teacher.detach(), student))
+    return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """The logits in what a model returns: ``.logits``, ``["logits"]``, a tensor, or the first tensor of a tuple."""
+    if isinstance(output, (tuple, list)):
+        output = next((x for x in output if isinstance(x, torch.Tensor)), None)
+    elif not isinstance(output, torch.Tensor):
+        output = output.get("logits") if hasattr(output, "get") else getattr(output, "logits", None)
+    if not isinstance(output, torch.Tensor) or output.ndim < 2:
+        raise CalibrationError("the model returns no logits to distill", expected="a tensor (..., classes), or .logits")
+    return output
+
+
+@contextmanager
+def as_teacher(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode and without gradient; every module's mode is its own again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
