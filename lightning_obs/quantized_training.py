@@ -3,6 +3,8 @@
 A :class:`~lightning_obs.session.CalibrationSession` calibrates a model that stands still. Here the model changes
 between two observations, so weights and activations are observed at different times, and what is half observed can be
 saved and taken up again.
+
+Lightning validates and tests under inference mode. Nothing that training needs may be born in it.
 """
 
 from __future__ import annotations
@@ -44,15 +46,19 @@ class QuantizedTraining:
         self.gathered = False
         self._resumed = False  # perhaps between two observations: weights are newer than their ranges, and stay so
         self._running: ExitStack | None = None
+        self._observing = False
 
     def take(self, session: CalibrationSession) -> None:
         """Go on with another session of the same model and scheme."""
+        if session is not self.session:
+            self._detach()
         self.session = session
         if self.learned is not None:
             self.learned.follow(session.plan)
 
     # ------------------------------------------------------------------ the forward
 
+    @torch.inference_mode(False)
     def start(self, around: nn.Module | None = None) -> None:
         """Let the modules run quantized, and know the ranges of their weights. Again: nothing happens.
 
@@ -72,11 +78,6 @@ class QuantizedTraining:
                 undo = quantize_training_forward(target.module, self.switch, output="output" in target.args)
                 stack.callback(undo)
             self._running = stack.pop_all()
-        if self.left:  # the hooks were taken away when the last run ended
-            batches, statistics = self.session.batches, dump_statistics(self.session.observers)
-            self.session.attach(count_calls=False)
-            load_statistics(self.session.observers, statistics)
-            self.session.batches = batches
         if self._resumed and self.is_quantized:
             self._write_learned()
         else:
@@ -85,7 +86,7 @@ class QuantizedTraining:
 
     def stop(self) -> None:
         """Give every module its own forward back. Can be called at any time."""
-        self.session.detach()
+        self._detach()
         if self._running is not None:
             self._running.close()
             self._running = None
@@ -127,7 +128,17 @@ class QuantizedTraining:
     def observe(self, batches: int) -> None:
         """Start to observe; call :meth:`count_batch` after each, or :meth:`gather` at the end."""
         self.session.attach(count_calls=False)
+        self._observing = True
         self.left, self.gathered = batches, False
+
+    @torch.inference_mode(False)
+    def go_on_observing(self) -> None:
+        """After :meth:`stop` or :meth:`load_state_dict`: observe what is left to be observed."""
+        if self.left and not self._observing:
+            left, batches, seen = self.left, self.session.batches, dump_statistics(self.session.observers)
+            self.observe(left)
+            load_statistics(self.session.observers, seen)
+            self.session.batches = batches
 
     def count_batch(self) -> None:
         """Write the ranges after the last of the batches that :meth:`observe` has announced."""
@@ -139,12 +150,12 @@ class QuantizedTraining:
 
     def gather(self) -> None:
         """End to observe, and keep what was seen until :meth:`write`."""
-        self.session.detach()
+        self._detach()
         self.left, self.gathered = 0, True
 
     def give_up(self) -> None:
         """End to observe, and forget what was seen."""
-        self.session.detach()
+        self._detach()
         self.left, self.gathered = 0, False
 
     def write(self, weights: bool = False) -> None:
@@ -154,6 +165,7 @@ class QuantizedTraining:
             weights: observe the weights too (they are, if their observers want inputs).
         """
         wants_inputs = any(observer.needs_inputs for observer in self.session.observers.values())
+        self._detach()
         self.session.finalize(weights=weights or wants_inputs)
         self.left, self.gathered = 0, False
         self._write_learned()
@@ -167,6 +179,11 @@ class QuantizedTraining:
             session.finalize(activations=False)
         self._write_learned()
 
+    def _detach(self) -> None:
+        self._observing = False
+        self.session.detach()
+
+    @torch.inference_mode(False)
     def _write_learned(self) -> None:
         if self.learned is None or self._running is None:
             return
@@ -178,6 +195,7 @@ class QuantizedTraining:
 
     # ------------------------------------------------------------------ resume
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """What the session's own state does not hold: learned scales, and an observation that is not complete."""
         everything = bool(self.left or self.gathered)  # else only what a weight's next observation needs
@@ -192,17 +210,17 @@ class QuantizedTraining:
             state["learned"] = self.learned.state_dict()
         return state
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a :meth:`state_dict`; learned scales keep the parameters that the optimizer has.
 
         Raises:
             CalibrationError: its learned scales are of other modules.
         """
+        self._detach()
         self._resumed = True
         self.left, self.gathered = state.get("left", 0), state.get("gathered", False)
         self.session.batches = state.get("batches", 0)
         load_statistics(self.session.observers, state.get("statistics", {}))
         if self.learned is not None and "learned" in state:
             self.learned.load_state_dict(state["learned"])
-        if self._running is not None and self.left:  # the run goes on from an earlier state (learning rate finder)
-            self.stop()

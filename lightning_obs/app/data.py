@@ -35,6 +35,7 @@ class TextData(LightningDataModule):
         eval_batches: batches to measure perplexity on.
         text_field: the field of jsonl and datasets that holds the text.
         num_workers: of the DataLoaders.
+        train_batches: batches to train on: other blocks of the half that is not held out; 0 for none.
 
     Raises:
         CalibrationError: numbers that are not positive; no such file; less text than asked for.
@@ -50,6 +51,7 @@ class TextData(LightningDataModule):
         eval_batches: int = 16,
         text_field: str = "text",
         num_workers: int = 0,
+        train_batches: int = 0,
     ) -> None:
         super().__init__()
         sizes = {"batches": batches, "batch_size": batch_size, "tokens": tokens, "eval_batches": eval_batches}
@@ -61,10 +63,18 @@ class TextData(LightningDataModule):
             half = len(documents[0]) // 2
             documents = [documents[0][:half], documents[0][half:]]
         self.batch_size, self.num_workers = batch_size, num_workers
-        self.calibration = _blocks(tokenizer, documents[0::2], batches * batch_size, tokens, "calibration", "batches")
+        wanted = (batches + train_batches) * batch_size
+        blocks = _blocks(tokenizer, documents[0::2], wanted, tokens, "calibration", "batches")
+        self.calibration = TokenBlocks(blocks.tokens[: batches * batch_size])
+        self.training = TokenBlocks(blocks.tokens[batches * batch_size :])
         self.held_out = _blocks(
             tokenizer, documents[1::2], eval_batches * batch_size, tokens, "held-out", "eval_batches"
         )
+
+    @override
+    def train_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
+        """Batches to train on, in another order each epoch."""
+        return DataLoader(self.training, batch_size=self.batch_size, num_workers=self.num_workers, shuffle=True)
 
     @override
     def val_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lightning_obs.app import reload_check
+from lightning_obs.app.finetune import fine_tune, perplexity_of_checkpoint
 from lightning_obs.callbacks.calibration import CalibrationCallback, find_module
+from lightning_obs.callbacks.qat import QuantizationAwareTraining
 from lightning_obs.errors import CalibrationError
 from lightning_obs.fake_forward import quantized
 from lightning_obs.metrics import LayerError, measure_layer_errors
@@ -53,17 +56,25 @@ def run(config: DictConfig) -> dict[str, Any]:
         data: LightningDataModule = instantiate(config.data, tokenizer=getattr(module, "tokenizer", None))
     model = find_module(module, config.module)
     trainer: Trainer = instantiate(config.trainer, callbacks=[callback])
+    plain: Trainer = instantiate(config.trainer)
 
-    before = _evaluate(trainer, module, data, config.evaluate, "perplexity in full precision")
+    before = _evaluate(plain, module, data, config.evaluate, "perplexity in full precision")
     print(f"· calibrating {callback.label}", flush=True)
     calibrate(trainer, module, data, callback)
     result = callback.result
     assert result is not None  # calibrate raised otherwise
+    calibrated = None
+    if isinstance(callback, QuantizationAwareTraining):
+        with quantized(model):
+            calibrated = _evaluate(plain, module, data, config.evaluate, "perplexity calibrated")
+        print(f"· fine-tuning {callback.label}", flush=True)
+        fine_tune(config, callback, module, data)
+        result = callback.result or result
     errors = _layer_errors(model, data, config.report.layer_error_batches)
     with quantized(model):
-        after = _evaluate(trainer, module, data, config.evaluate, "perplexity quantized")
+        after = _evaluate(plain, module, data, config.evaluate, "perplexity quantized")
 
-    lines, sizes = [], None
+    lines, sizes, reloaded = [], None, None
     if folder is not None:
         with _step("writing the checkpoint"):
             callback.export(folder, overwrite=config.export.overwrite)
@@ -71,11 +82,20 @@ def run(config: DictConfig) -> dict[str, Any]:
         if config.export.verify:
             lines += _verify(model, data, folder, output, config)
         lines.append(f"wrote {folder}  (transformers, vLLM)")
+        if calibrated is not None:
+            print("· perplexity of the checkpoint, loaded again", flush=True)
+            reloaded = perplexity_of_checkpoint(config, folder, data)
+    if calibrated is not None:
+        found = {"full precision": before, "calibrated": calibrated, "fine-tuned": after, "reloaded": reloaded}
+        shown = (f"{name} {value:.3f}" for name, value in found.items() if value is not None)
+        lines.append("perplexity on held-out text: " + ", ".join(shown))
     perplexity = None if before is None or after is None else (before, after)
     report = output / "report.json"
     row = {
         "run": callback.label,
         "perplexity": perplexity,
+        "perplexity_calibrated": calibrated,
+        "perplexity_reloaded": reloaded,
         "size": sizes[1] if sizes else None,
         "seconds": result.seconds,
         "worst_sqnr": errors[0].sqnr if errors else None,
@@ -97,7 +117,9 @@ def make_callback(config: DictConfig) -> CalibrationCallback:
     assert isinstance(scheme, dict)
     targets = scheme.pop("targets", None)
     kv_cache = OmegaConf.to_container(config.kv_cache, resolve=True)
-    return CalibrationCallback(
+    trains = config.task.name == "finetune"
+    kind: Any = partial(QuantizationAwareTraining, **config.task.callback) if trains else CalibrationCallback
+    callback: CalibrationCallback = kind(
         scheme.pop("preset", None) or scheme or None,
         targets=targets,
         ignore=[*config.ignore, *_ignored_by_report(config.ignore_from)],
@@ -110,6 +132,7 @@ def make_callback(config: DictConfig) -> CalibrationCallback:
         calibrate_all_experts=config.calibrate_all_experts,
         fused_groups=config.fused_groups,
     )
+    return callback
 
 
 def _import(name: str) -> None:

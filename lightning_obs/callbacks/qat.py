@@ -170,6 +170,7 @@ class QuantizationAwareTraining(CalibrationCallback):
             if self.calibration_batches:
                 training.observe(self.calibration_batches)
         self._wanted = False
+        training.go_on_observing()
         if training.left and self.token_mask is not None:
             training.session.mask_tokens(find_mask(batch, self.token_mask))
 
@@ -199,10 +200,11 @@ class QuantizationAwareTraining(CalibrationCallback):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """In ``trainer.validate`` of a model that was not calibrated: calibrate it. Else wait for the first batch."""
-        self._first_batch = True
-        if trainer.state.fn == TrainerFn.VALIDATING and not self._is_calibrated(trainer, pl_module):
-            self._first_batch = False
+        calibrate = trainer.state.fn == TrainerFn.VALIDATING and not self._is_calibrated(trainer, pl_module)
+        if calibrate and self.prepare(trainer, pl_module).needs_data:
             super().on_validation_start(trainer, pl_module)
+        else:
+            self._first_batch = True
 
     @override
     def on_validation_batch_start(
@@ -233,7 +235,7 @@ class QuantizationAwareTraining(CalibrationCallback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep what the data said for the training to come; the first ranges there are hold at once."""
         if trainer.state.fn == TrainerFn.VALIDATING:
-            super().on_validation_epoch_end(trainer, pl_module)
+            super().on_validation_epoch_end(trainer, pl_module)  # if it calibrates
         elif self._active and self._training is not None:
             self._active = False
             self._training.gather()

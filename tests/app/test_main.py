@@ -95,3 +95,28 @@ def test_a_checkpoint_with_other_logits_is_an_error(composed, tmp_path, monkeypa
 def test_a_module_that_cannot_be_imported_is_named(composed):
     with pytest.raises(CalibrationError, match=r"cannot import 'no_such_module'.*PYTHONPATH"):
         run(composed("imports=[no_such_module]"))
+
+
+def test_fine_tuning_prints_four_perplexities_of_which_the_last_two_are_one(composed, tmp_path, capsys):
+    row = run(
+        composed(
+            "task=finetune",
+            "scheme=w4a8",
+            "scheme.weights.group_size=32",
+            "data.train_batches=4",
+            "trainer.max_steps=6",
+            "model.learning_rate=1e-3",
+        )
+    )
+    output = capsys.readouterr().out
+    assert "perplexity on held-out text: full precision" in output
+    assert "largest difference of logits 0.0" in output
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    before, after = report["perplexity"]
+    assert report["perplexity_reloaded"] == after == row["perplexity"][1]
+    assert len({before, after, report["perplexity_calibrated"]}) == 3
+
+
+def test_fine_tuning_without_text_to_train_on_is_refused(composed):
+    with pytest.raises(CalibrationError, match=r"data\.train_batches. Got 0"):
+        run(composed("experiment=qat_w4a16", "scheme.weights.group_size=32", "data.train_batches=0", "evaluate=false"))

@@ -999,6 +999,9 @@ def test_an_observation_that_the_end_of_fit_interrupts_goes_on_in_the_next_fit(t
     first.fit(parts, loader(), loader())
     assert not left_behind(parts)
     first.save_checkpoint(tmp_path / "c.ckpt")
+    wild = DataLoader(TensorDataset(torch.full((4, 8), 1e3), torch.zeros(4, 2)))
+    trainer(callback).test(parts, wild, verbose=False)
+    assert callback.session.observers["net.0", "input"].max_vals < 10  # observed by nobody
     for next_one in (callback, QuantizationAwareTraining("INT8_STATIC", calibration_batches=3)):
         resumed = Regression()
         data = FromTheMiddle(loader().dataset, batch_size=4)
@@ -1045,3 +1048,14 @@ def test_an_observer_whose_statistics_no_checkpoint_can_hold_is_named(own_regist
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1)
     with pytest.raises(CalibrationError, match=r"Odd keeps statistics that cannot be saved.*net\.0 \(input\): seen"):
         trainer(callback, saver).fit(Regression(), loader(), loader())
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_validate_and_test_under_inference_mode_leave_nothing_that_training_cannot_use(options):
+    module, callback = Classifier(), QuantizationAwareTraining(**options)
+    for _ in range(2):
+        trainer(callback).validate(module, loader(), verbose=False)
+        trainer(callback).test(module, loader(), verbose=False)
+        trainer(callback, max_epochs=1).fit(module, loader(), loader(seed=2))
+    values = [v for m in module.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
+    assert not any(value.is_inference() for value in values)
