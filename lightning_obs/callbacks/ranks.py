@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.sync import Collectives, Op
+from lightning_obs.sync import Collectives, Op, all_ranks_answer
 
 
 def collectives_of(trainer: Trainer) -> Collectives:
@@ -32,13 +32,15 @@ def collectives_of(trainer: Trainer) -> Collectives:
         )
 
     def reduce(tensor: torch.Tensor, op: Op) -> torch.Tensor:
-        reduced = strategy.reduce(tensor, reduce_op=op)
+        with all_ranks_answer():
+            reduced = strategy.reduce(tensor, reduce_op=op)
         assert isinstance(reduced, torch.Tensor)
         return reduced
 
     def gather_object(thing: Any) -> list[Any]:
         found: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(found, thing)
+        with all_ranks_answer():
+            dist.all_gather_object(found, thing)
         return found
 
     return Collectives(reduce, gather_object, trainer.global_rank, strategy.root_device)
