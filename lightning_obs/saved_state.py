@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.modules import weight_matrix, write_qparams
+from lightning_obs.modules import matrix_shape, write_qparams
 from lightning_obs.numerics.reshape import flatten_for_calibration
 from lightning_obs.plan import Plan, Target
 
@@ -73,7 +73,8 @@ def load_state(plan: Plan, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _scale_fits(target: Target, qparams: dict[str, torch.Tensor]) -> bool:
-    args, scale, matrix = target.scheme.weights, qparams.get("weight_scale"), weight_matrix(target.module)
-    if args is None or scale is None or matrix is None:
+    args, scale, shape = target.scheme.weights, qparams.get("weight_scale"), matrix_shape(target.module)
+    if args is None or scale is None or shape is None:
         return True
-    return bool(scale.shape == flatten_for_calibration(matrix, "weight", args).shape[1:-1])
+    weight = torch.empty(shape, device="meta")
+    return bool(scale.shape == flatten_for_calibration(weight, "weight", args).shape[1:-1])

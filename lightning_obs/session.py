@@ -22,12 +22,20 @@ from torch.utils.hooks import RemovableHandle
 from lightning_obs.checks import check_coverage, check_scales
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from lightning_obs.hooks import ObserverHooks
-from lightning_obs.modules import clear_qparams, read_qparams, weight_matrix, write_qparams
+from lightning_obs.modules import (
+    clear_qparams,
+    read_qparams,
+    reshard,
+    weight_checksums,
+    weight_matrix,
+    write_qparams,
+)
 from lightning_obs.observers import Observer
 from lightning_obs.plan import Plan, Reload, Target, build_plan
 from lightning_obs.saved_state import dump_state, load_state
 from lightning_obs.schemes import ObserversLike, SchemeLike, label, make_observer, resolve_config
-from lightning_obs.sync import Collectives, share_weights, sync_statistics
+from lightning_obs.shards import Weights
+from lightning_obs.sync import Collectives, sync_statistics
 from lightning_obs.token_mask import require_mask
 
 
@@ -224,9 +232,10 @@ class CalibrationSession:
             chosen = [target for target in self.plan.targets if target.name not in skipped]
             qparams = {target.name: self._qparams(target) for target in chosen}
             check_scales(qparams)
-            for target in self.plan.targets:
+            checksums = weight_checksums([target.module for target in self.plan.targets])
+            for target, checksum in zip(self.plan.targets, checksums, strict=True):
                 if target.name in qparams:
-                    write_qparams(target.module, target.scheme, qparams[target.name])
+                    write_qparams(target.module, target.scheme, qparams[target.name], checksum)
                 else:  # an earlier calibration's would pass for this one's
                     clear_qparams(target.module)
         self.result = CalibrationResult(
@@ -254,19 +263,19 @@ class CalibrationSession:
         Returns:
             names of modules that no data reached, number of collectives, number of ranks.
         """
-        weights: dict[tuple[str, str], torch.Tensor] = {}
+        weights = Weights({}, {}, self.collectives)
         failure: CalibrationError | None = None
+        reshard(self.model)
         try:
-            for target in self.plan.targets:
-                if (target.name, "weight") in self.observers:
-                    weights[target.name, "weight"] = _materialized(target.name, target.module)
+            weighted = [target for target in self.plan.targets if (target.name, "weight") in self.observers]
+            _require_materialized(weighted)
+            weights = Weights({(t.name, "weight"): t.module for t in weighted}, self.observers, self.collectives)
         except CalibrationError as error:
             failure = error
         for (_, base_name), observer in self.observers.items():
             if base_name == "weight":
                 observer.reset(keep=observer.input_statistics)
-        sizes = {key: weight.numel() for key, weight in weights.items()}
-        synced = sync_statistics(self.observers, self.collectives, weights=sizes, failure=failure)
+        synced = sync_statistics(self.observers, self.collectives, weights=weights.sizes, failure=failure)
         skipped: set[str] = set()
         try:
             skipped = check_coverage(
@@ -274,11 +283,9 @@ class CalibrationSession:
             )
         except CalibrationError as error:
             failure = error
-        observers = {key: self.observers[key] for key in weights if key[0] not in skipped}
-        shared = share_weights(
-            observers, synced.owners, lambda key: self.observers[key](weights[key]), self.collectives, failure
-        )
-        return skipped, synced.collectives + shared.collectives, synced.ranks
+        keys = [key for key in weights.modules if key[0] not in skipped]
+        collectives = weights.observe(keys, synced.owners, failure)
+        return skipped, synced.collectives + collectives, synced.ranks
 
     def _qparams(self, target: Target) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -349,8 +356,7 @@ def _check_inputs_fit(plan: Plan, observers: dict[tuple[str, str], Observer]) ->
         )
 
 
-def _materialized(name: str, module: nn.Module) -> torch.Tensor:
-    matrix = weight_matrix(module)
-    if matrix is None or matrix.is_meta:
-        raise CalibrationError("the weight is not materialized (meta device)", where=[name], remedy="load it first.")
-    return matrix
+def _require_materialized(targets: Sequence[Target]) -> None:
+    missing = [t.name for t in targets if (matrix := weight_matrix(t.module)) is None or matrix.is_meta]
+    if missing:
+        raise CalibrationError("the weight is not materialized (meta device)", where=missing, remedy="load it first.")

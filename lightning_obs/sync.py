@@ -85,6 +85,7 @@ class Collectives:
             data-parallel group.
         gather_object: ``object -> list``: every rank's object, in the order of the ranks.
         rank: of this process, its place in that list.
+        size: how many ranks there are.
         device: where reductions take place, and where statistics go that this rank did not have.
     """
 
@@ -92,6 +93,7 @@ class Collectives:
     gather_object: Callable[[Any], list[Any]] = _only
     rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    size: int = 1
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Collectives:
@@ -111,7 +113,7 @@ class Collectives:
                 dist.all_gather_object(found, thing, group=group)
             return found
 
-        return cls(reduce, gather_object, dist.get_rank(group), device)
+        return cls(reduce, gather_object, dist.get_rank(group), device, dist.get_world_size(group))
 
 
 @contextmanager

@@ -25,6 +25,7 @@ LAYERS = {
     "plan.py": 2,
     "agreement.py": 2,
     "sync.py": 2,
+    "shards.py": 2,
     "checks.py": 3,
     "hooks.py": 3,
     "saved_state.py": 3,

@@ -73,6 +73,7 @@ def search_range(
     expand: float = 1.0,
     importance: torch.Tensor | None = None,
     tile: int | None = None,
+    improved: torch.Tensor | None = None,
 ) -> Range:
     """The range of least quantization error per scale.
 
@@ -86,6 +87,7 @@ def search_range(
         expand: factor on the observed range before the search; above 1 it tries ranges wider than the values.
         importance: weight of each value's error, broadcastable to ``(*Q, G)``, not negative.
         tile: elements of a tile; None chooses for the device.
+        improved: ``(len(factors),)`` of bool, all False; set where a factor improved any scale.
 
     Returns:
         (min, max), ``(*Q,)`` each, in the dtype of ``observed``. Where no candidate has a finite error (a NaN, an error
@@ -106,7 +108,9 @@ def search_range(
         importance=_importance_rows(importance, observed),
         tile=tile or (_TILE_CPU if observed.device.type == "cpu" else _TILE_DEVICE),
     )
-    search.run(patience)
+    visited = search.run(patience)
+    if improved is not None:
+        improved[: len(visited)] = torch.tensor(visited)
     best_low, best_high = search.chosen()
     return best_low.reshape(low.shape), best_high.reshape(high.shape)
 
@@ -178,16 +182,19 @@ class _Search:
         averaged = 1 if importance is not None else values
         self.tolerance = 2e-5 + grid.steps * 2.0**-20 / averaged**0.5
 
-    def run(self, patience: int | None) -> None:
-        """Visit factors until ``patience`` of them in a row improved nothing."""
+    def run(self, patience: int | None) -> list[bool]:
+        """Visit factors until ``patience`` of them in a row improved nothing; say of each visited if it improved any."""
         start, idle = 0, 0
+        visited: list[bool] = []
         while start < len(self.factors):
             ahead = _FACTORS_AT_ONCE if patience is None else min(_FACTORS_AT_ONCE, max(1, patience - idle))
             for improved in self._visit(range(start, min(start + ahead, len(self.factors)))):
                 idle = 0 if improved else idle + 1
+                visited.append(improved)
             if patience is not None and idle >= max(1, patience):
-                return
+                break
             start += ahead
+        return visited
 
     def chosen(self) -> Range:
         """The range of the best factor of every scale; written over the observed range, tile by tile."""

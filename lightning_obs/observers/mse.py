@@ -53,6 +53,10 @@ class MemorylessMSEObserver(Observer):
     grid: float
     norm: float
     expand: float
+    rows_apart: ClassVar[str | None] = "search"
+    #: how many candidates to visit, without an early stop, noting which of them improved any scale; None: the rule
+    visits: int | None = None
+    improved: torch.Tensor
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
@@ -75,8 +79,32 @@ class MemorylessMSEObserver(Observer):
 
     @override
     def measure(self, observed: torch.Tensor) -> MinMaxTuple:
-        factors = shrink_factors(self.maxshrink, self.grid)
-        return search_range(observed, self.args, factors, patience=self.patience, norm=self.norm, expand=self.expand)
+        return self._search(observed)
+
+    def candidates(self) -> list[float]:
+        """The factors to try, in their order."""
+        return shrink_factors(self.maxshrink, self.grid)
+
+    @property
+    def idle_limit(self) -> int | None:
+        """The search ends after so many candidates in a row that improved nothing; None: it visits all."""
+        return self.patience
+
+    def _search(self, observed: torch.Tensor, importance: torch.Tensor | None = None) -> MinMaxTuple:
+        factors, patience, improved = self.candidates(), self.idle_limit, None
+        if self.visits is not None:
+            factors, patience = factors[: self.visits], None
+            improved = self.improved = torch.zeros(len(factors), dtype=torch.bool)
+        return search_range(
+            observed,
+            self.args,
+            factors,
+            patience=patience,
+            norm=self.norm,
+            expand=self.expand,
+            importance=importance,
+            improved=improved,
+        )
 
     @override
     def merge(self, measured: MinMaxTuple) -> None:
@@ -93,6 +121,7 @@ class MovingAverageMSEObserver(MovingAverageObserver, MemorylessMSEObserver):
     """
 
     hyperparameters: ClassVar[dict[str, Any] | None] = {}
+    rows_apart: ClassVar[str | None] = "search"
 
 
 @Observer.register("nvfp4_expanded_mse")
@@ -109,3 +138,4 @@ class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
         "grid": 200.0,
         "expand": 1.8,
     }
+    rows_apart: ClassVar[str | None] = "search"
