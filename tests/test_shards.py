@@ -137,3 +137,32 @@ def test_sharded_weights_get_the_scales_of_one_device(ranks, dtype):
                 assert gathered == 0, case
             elif "minmax" in observer:
                 assert gathered == 0, case  # also across a block's edge
+
+
+def on_impatient(rank, ranks, cases):
+    model = shard(Layers())
+    found = {}
+    for strategy, name, patience in cases:
+        given = impatient(strategy, name, patience)
+        session = CalibrationSession(model, given.pop("scheme"), collectives=Collectives.of_group(), **given)
+        with session:
+            for x in data()[rank::ranks] if session.needs_data else ():
+                model(x)
+        found[strategy, name, patience] = session.result.qparams, session.result.collectives
+    return found
+
+
+def impatient(strategy, name, patience):
+    """Steps so fine that the error goes up and down on its way to the least."""
+    kwargs = {"patience": patience, "maxshrink": 0.9, "grid": 200.0}
+    return {**options(strategy, name), "observers": {"weight": {"name": name, **kwargs}}}
+
+
+def test_a_search_stops_where_one_device_would_and_not_where_a_shard_would():
+    cases = [(s, n, p) for s in ("channel4", "group") for n in ("memoryless_mse", "imatrix_mse") for p in (0, 1, 5)]
+    expected = {case: calibrate(Layers(), data(), **impatient(*case)) for case in cases}
+    for results in run_ranks(on_impatient, 4, 4, cases):
+        assert all(same(qparams, expected[case], case) for case, (qparams, _) in results.items())
+        took = {case: collectives for case, (_, collectives) in results.items()}
+        assert took["channel4", "memoryless_mse", 1] == 5, took  # two more: it searched again, the rule mattered
+        assert max(took.values()) <= 8, took
