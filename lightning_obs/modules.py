@@ -117,6 +117,17 @@ def rows_come_first(module: nn.Module) -> bool:
     return not _is_transposed(module)
 
 
+def is_sharded(value: torch.Tensor) -> bool:
+    """Whether this rank holds a part of the tensor only."""
+    return isinstance(value, DTensor) and any(not placement.is_replicate() for placement in value.placements)
+
+
+def whole_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Gather a sharded tensor; every rank must call this. Any other tensor is returned as it is."""
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def reshard(model: nn.Module) -> None:
     """Free what FSDP2 gathered for a forward (it leaves the outermost module whole, in the compute dtype)."""
     for module in model.modules():

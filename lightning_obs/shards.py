@@ -27,25 +27,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_obs.agreement import Key
 from lightning_obs.errors import CalibrationError
-from lightning_obs.modules import rows_come_first, to_matrix, weight_matrix
+from lightning_obs.modules import is_sharded, rows_come_first, to_matrix, weight_matrix, whole_tensor
 from lightning_obs.observers import Observer
 from lightning_obs.observers.mse import MemorylessMSEObserver
 from lightning_obs.sync import Collectives, Synced, share_weights
 
 #: first row and row after the last, on one rank
 Rows = tuple[int, int]
-
-
-def whole_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Gather a sharded tensor; every rank must call this. Any other tensor is returned as it is."""
-    value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether this rank holds a part of the module's weight only."""
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, DTensor) and any(not placement.is_replicate() for placement in weight.placements)
 
 
 def rows_by_rank(observer: Observer, module: nn.Module, collectives: Collectives) -> list[Rows] | None:
@@ -99,7 +87,7 @@ class Weights:
 
     def __post_init__(self) -> None:
         for key, module in self.modules.items():
-            if not is_sharded(module):
+            if not is_sharded(_weight(module)):
                 continue
             if self.collectives.size == 1:
                 raise CalibrationError(
@@ -132,7 +120,9 @@ class Weights:
         """
         whole = {key: self.observers[key] for key in keys if key not in self._rows}
         shards = [shard for key in keys if key in self._rows for shard in self._shards(key)]
-        gathered = self._observe_gathered([key for key in whole if is_sharded(self.modules[key])], owners, failure)
+        gathered = self._observe_gathered(
+            [key for key in whole if is_sharded(_weight(self.modules[key]))], owners, failure
+        )
         parts = {shard.key: shard for shard in shards}
 
         def search(key: Key) -> None:

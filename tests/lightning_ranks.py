@@ -65,7 +65,7 @@ class Net(nn.Module):
         out = hidden.new_zeros(len(x), 12)
         for number, expert in enumerate(self.experts):
             chosen = x[:, -1] == number
-            if chosen.any():
+            if chosen.any() or self.training:  # in training every rank has a gradient of every expert
                 out = out.index_put((chosen,), expert(hidden[chosen]))
         return self.last(out)
 
@@ -76,7 +76,7 @@ class Module(L.LightningModule):
         self.net, self.lr, self.logs = Net(), lr, logs
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.net(batch[0]).pow(2).mean() + 0 * sum(p.sum() for p in self.parameters())
+        return self.net(batch[0]).pow(2).mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         loss = self.net(batch[0]).pow(2).mean()

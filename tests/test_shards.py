@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,22 +13,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_obs import CalibrationError, CalibrationSession, quantized
-from lightning_obs.modules import trained_since, weight_checksum, weight_matrix
-from lightning_obs.observers import Observer
-from lightning_obs.observers.mse import MemorylessMSEObserver
+from lightning_obs.modules import trained_since, weight_checksum
 from lightning_obs.sync import Collectives
 from tests.distributed import run_ranks
 
+GLOBAL = {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
 STRATEGIES = {
     "channel": {"num_bits": 8, "strategy": "channel"},
     "channel4": {"num_bits": 4, "strategy": "channel", "symmetric": False},
     "group": {"num_bits": 4, "group_size": 8, "strategy": "group"},
     "tensor": {"num_bits": 8, "strategy": "tensor"},
     "block": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [4, 8]},
-    "tensor_group": {
-        "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn",
-    },
-}  # fmt: skip
+    "tensor_group": {"num_bits": 4, "type": "float", "group_size": 16, **GLOBAL},
+}
 OBSERVERS = [
     "memoryless_minmax", "static_minmax", "minmax", "memoryless_mse", "mse", "nvfp4_expanded_mse", "imatrix_mse",
     "normal_observer",
@@ -103,22 +99,21 @@ def same(one, other, context):
 def on_each(rank, ranks, cases, dtype):
     model = shard(Layers(dtype))
     found = {}
+    whole, calls = DTensor.full_tensor, Counter()
+
+    def counting(self, *args, **kwargs):
+        calls["gathered"] += 1
+        return whole(self, *args, **kwargs)
+
+    monkeypatch = pytest.MonkeyPatch()
     for case in cases:
-        gathered = Counter()
-        whole = DTensor.full_tensor
-
-        def counting(self, *args, **kwargs):
-            gathered["weights"] += 1
-            return whole(self, *args, **kwargs)
-
-        DTensor.full_tensor = counting
-        try:
+        calls.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(DTensor, "full_tensor", counting)
             inputs = [x.to(dtype) for x in data()[rank::ranks]]
             qparams = calibrate(model, inputs, Collectives.of_group(), **options(*case))
-        finally:
-            DTensor.full_tensor = whole
         assert all(type(value) is torch.Tensor for value in qparams.values())
-        found[case] = qparams, gathered["weights"]
+        found[case] = qparams, calls["gathered"]
     return found
 
 
@@ -166,3 +161,73 @@ def test_a_search_stops_where_one_device_would_and_not_where_a_shard_would():
         took = {case: collectives for case, (_, collectives) in results.items()}
         assert took["channel4", "memoryless_mse", 1] == 5, took  # two more: it searched again, the rule mattered
         assert max(took.values()) <= 8, took
+
+
+# ---------------------------------------------------------------------- what else looks at weights
+
+
+def on_checksums(rank, dtype):
+    model = shard(Layers(dtype), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    calibrate(model, [], Collectives.of_group(), **options("channel", "memoryless_minmax"))
+    checksums = {name: weight_checksum(layer) for name, layer in model.named_children()}
+    with torch.no_grad():
+        model(data()[0])  # leaves the outermost module gathered, in bfloat16
+    unchanged = trained_since(model)
+    if rank == 1:
+        with torch.no_grad():
+            model.odd.weight.to_local()[-1, -1] += 1
+    return checksums, unchanged, trained_since(model)
+
+
+def test_the_checksum_is_of_the_whole_weight_and_a_change_on_one_rank_is_seen_by_all():
+    expected = {name: weight_checksum(layer) for name, layer in Layers().named_children()}
+    for checksums, unchanged, changed in run_ranks(on_checksums, 2, torch.float32):
+        assert checksums == expected
+        assert unchanged == []
+        assert changed == ["odd"]
+
+
+def on_quantized(rank):
+    model = shard(Layers())
+    calibrate(model, [], Collectives.of_group(), **options("channel", "memoryless_mse"))
+    with torch.no_grad(), quantized(model):
+        return model(data()[0])
+
+
+def test_quantized_runs_with_gathered_weights_and_whole_scales():
+    model = Layers()
+    calibrate(model, [], **options("channel", "memoryless_mse"))
+    with torch.no_grad(), quantized(model):
+        expected = model(data()[0])
+    for output in run_ranks(on_quantized, 2):
+        assert torch.equal(output, expected)
+
+
+def on_session_without_collectives(rank):
+    try:
+        calibrate(shard(Layers()), [], **options("channel", "memoryless_minmax"))
+    except CalibrationError as error:
+        return str(error)
+
+
+def test_a_session_that_was_not_told_of_the_ranks_refuses_sharded_weights():
+    for error in run_ranks(on_session_without_collectives, 2):
+        assert "the weight is sharded over ranks, and the session was not told of them: odd" in error
+
+
+def on_failing(rank, observer):
+    model = shard(Layers())
+    if rank == 1:
+        with torch.no_grad():
+            model.odd.weight.to_local()[0, 0] = float("nan")
+    try:
+        calibrate(model, [], Collectives.of_group(), **options("channel", observer))
+    except CalibrationError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("observer", ["memoryless_minmax", "memoryless_mse", "normal_observer"])
+def test_nan_in_one_ranks_rows_is_the_same_error_on_all(observer):
+    errors = run_ranks(on_failing, 2, observer)
+    assert len(set(errors)) == 1
+    assert "not finite: odd (weight" in errors[0]

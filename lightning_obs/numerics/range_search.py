@@ -183,7 +183,7 @@ class _Search:
         self.tolerance = 2e-5 + grid.steps * 2.0**-20 / averaged**0.5
 
     def run(self, patience: int | None) -> list[bool]:
-        """Visit factors until ``patience`` of them in a row improved nothing; say of each visited if it improved any."""
+        """Visit factors until ``patience`` of them in a row improved nothing; say of each if it improved any."""
         start, idle = 0, 0
         visited: list[bool] = []
         while start < len(self.factors):

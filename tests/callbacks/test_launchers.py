@@ -1,4 +1,4 @@
-"""Whole runs as a user starts them: Lightning's own launcher, torchrun, two nodes of torchrun. All under a time limit."""
+"""Whole runs as a user starts them: Lightning's launcher, torchrun, two nodes of torchrun. All under a time limit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lightning_obs import load_checkpoint
-from tests.lightning_ranks import Net, calibration, loader, samples, trainer
 from tests.lightning_ranks import Module as TheModule
+from tests.lightning_ranks import Net, calibration, loader, samples, trainer
 
 pytestmark = pytest.mark.slow
 

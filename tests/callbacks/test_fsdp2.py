@@ -1,0 +1,167 @@
+"""CalibrationCallback under ModelParallelStrategy (FSDP2). Each `on_*` function runs on every rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_obs import CalibrationError, load_checkpoint, quantized
+from lightning_obs.modules import read_qparams
+from tests.distributed import run_ranks
+from tests.lightning_ranks import Module, Net, calibration, like_torchrun, loader, samples, trainer
+
+EVERY = samples(24, experts=(0, 1, 2))
+
+
+class Sharded(Module):
+    """Under ModelParallelStrategy the rows of its weights are shared out over ranks."""
+
+    def configure_model(self):
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, ModelParallelStrategy) or isinstance(self.net.first.weight, DTensor):
+            return
+        tensor = self.device_mesh["tensor_parallel"]
+        if tensor.size() > 1:
+            parallelize_module(self.net.first, tensor, ColwiseParallel())
+            for expert in self.net.experts:
+                parallelize_module(expert, tensor, RowwiseParallel(input_layouts=None))
+        mesh = self.device_mesh["data_parallel"]
+        for layer in (self.net.first, self.net.last, self.net):
+            fully_shard(layer, mesh=mesh)
+
+
+def sharded_trainer(*callbacks, ranks, tensor=1, full=True, **options):
+    if ranks > 1:
+        options["strategy"] = ModelParallelStrategy(ranks // tensor, tensor, save_distributed_checkpoint=not full)
+    return trainer(*callbacks, ranks=ranks, **options)
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert (value.dtype, value.shape) == (other[name].dtype, other[name].shape), name
+        assert torch.equal(value.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
+    return True
+
+
+def qparams_on(net):
+    return {f"{n}.{k}": v.cpu().clone() for n, m in net.named_modules() for k, v in read_qparams(m).items()}
+
+
+OPTIONS = [
+    {"input": "histogram", "weight": "memoryless_mse"},
+    {"input": "static_minmax", "weight": "imatrix_mse"},
+    {"input": "static_minmax", "weight": "memoryless_minmax"},
+]
+
+
+def on_calibrate(rank, ranks, entry, options, folder):
+    like_torchrun(rank, ranks)
+    callback, module = calibration(**options), Sharded()
+    with_trainer = sharded_trainer(callback, ranks=ranks, max_epochs=1)
+    if entry == "validate":
+        with_trainer.validate(module, loader(EVERY), verbose=False)
+    else:
+        with_trainer.fit(module, loader(EVERY), loader(EVERY))
+    callback.export(folder)
+    with torch.no_grad(), quantized(module.net):
+        outputs = module.net(samples(5))
+    return callback.result.qparams, callback.result.collectives, outputs
+
+
+@pytest.mark.parametrize("entry", ["validate", "fit"])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o.values()))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fsdp2_gives_the_qparams_the_outputs_and_the_checkpoint_of_one_device(ranks, entry, options, tmp_path):
+    callback, module = calibration(**options), Module()
+    trainer(callback).validate(module, loader(EVERY, 3), verbose=False)
+    callback.export(tmp_path / "one")
+    for qparams, collectives, outputs in run_ranks(on_calibrate, ranks, ranks, entry, options, tmp_path / "many"):
+        assert same(qparams, callback.result.qparams)
+        assert collectives <= 8
+        with torch.no_grad(), quantized(module.net):
+            assert torch.equal(outputs, module.net(samples(5)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["many", "one"]
+    one, many = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "many"))
+    assert same(one, many)
+    assert json.loads((tmp_path / "one/config.json").read_text()) == json.loads(
+        (tmp_path / "many/config.json").read_text()
+    )
+    load_checkpoint(Net(), tmp_path / "many")
+
+
+# ---------------------------------------------------------------------- resume
+
+
+def on_resume(rank, ranks, path, full, entry):
+    like_torchrun(rank, ranks)
+    seen = {}
+
+    class Look(Callback):
+        def on_train_start(self, with_trainer, module):
+            seen["before"] = qparams_on(module.net)
+
+        on_test_start = on_train_start
+
+    callback, module = calibration(), Sharded(lr=1e-2)
+    resumed = Path(path).exists()
+    with_trainer = sharded_trainer(callback, Look(), ranks=ranks, full=full, max_epochs=2 if resumed else 1)
+    if entry == "test":
+        with_trainer.test(module, loader(EVERY), ckpt_path=path, verbose=False)
+        return seen["before"]
+    with_trainer.fit(module, loader(EVERY), loader(EVERY), ckpt_path=path if resumed else None)
+    if resumed:
+        return seen["before"]
+    with_trainer.save_checkpoint(path)
+    return callback.result.qparams
+
+
+@pytest.mark.parametrize(
+    ("full", "then"), [(True, 2), (True, 1), (True, 4), (False, 2), (False, 4)],
+    ids=["full 2", "full 1", "full 4", "sharded 2", "sharded 4"],
+)  # fmt: skip
+def test_a_checkpoint_of_two_ranks_resumes_with_the_same_qparams(full, then, tmp_path):
+    path = str(tmp_path / "last.ckpt")
+    written = run_ranks(on_resume, 2, 2, path, full, "fit")
+    assert same(*written)
+    assert len(written[0]) == 10
+    for entry in ("fit", "test"):
+        for before in run_ranks(on_resume, then, then, path, full, entry):
+            assert same(before, written[0])
+
+
+def test_a_full_checkpoint_loads_strictly_without_the_callback(tmp_path):
+    path = str(tmp_path / "last.ckpt")
+    run_ranks(on_resume, 2, 2, path, True, "fit")
+    state = torch.load(path, weights_only=True)
+    assert Module().load_state_dict(state["state_dict"], strict=True)
+    Module.load_from_checkpoint(path, strict=True)
+
+
+# ---------------------------------------------------------------------- faults
+
+
+def on_taken_folder(rank, folder):
+    like_torchrun(rank, 2)
+    callback = calibration()
+    sharded_trainer(callback, ranks=2).validate(Sharded(), loader(EVERY), verbose=False)
+    try:
+        callback.export(folder)
+    except CalibrationError as error:
+        return str(error)
+
+
+def test_a_folder_that_is_there_is_refused_on_every_rank(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    for error in run_ranks(on_taken_folder, 2, tmp_path / "out", timeout=30):
+        assert "out is already there" in error
