@@ -33,7 +33,7 @@ class Sharded(Module):
         if tensor.size() > 1:
             parallelize_module(self.net.first, tensor, ColwiseParallel())
             for expert in self.net.experts:
-                parallelize_module(expert, tensor, RowwiseParallel(input_layouts=None))
+                parallelize_module(expert, tensor, RowwiseParallel())
         mesh = self.device_mesh["data_parallel"]
         for layer in (self.net.first, self.net.last, self.net):
             fully_shard(layer, mesh=mesh)
@@ -165,3 +165,43 @@ def test_a_folder_that_is_there_is_refused_on_every_rank(tmp_path):
     (tmp_path / "out" / "mine").touch()
     for error in run_ranks(on_taken_folder, 2, tmp_path / "out", timeout=30):
         assert "out is already there" in error
+
+
+# ---------------------------------------------------------------------- tensor parallel
+
+
+def on_tensor_parallel(rank, options, folder):
+    like_torchrun(rank, 4)
+    callback = calibration(**options)
+    with_trainer = sharded_trainer(callback, ranks=4, tensor=2)
+    try:
+        with_trainer.validate(Sharded(), loader(EVERY), verbose=False)
+    except CalibrationError as error:
+        return str(error)
+    callback.export(folder)
+    return callback.result.qparams
+
+
+@pytest.mark.parametrize("weight", ["memoryless_minmax", "memoryless_mse"])
+def test_data_by_tensor_parallel_gives_the_qparams_of_one_device(weight, tmp_path):
+    options = {"input": "static_minmax", "weight": weight}
+    callback = calibration(**options)
+    trainer(callback).validate(Module(), loader(EVERY, 3), verbose=False)
+    callback.export(tmp_path / "one")
+    for qparams in run_ranks(on_tensor_parallel, 4, options, tmp_path / "many"):
+        assert same(qparams, callback.result.qparams)
+    assert same(*(load_file(tmp_path / name / "model.safetensors") for name in ("one", "many")))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"input": "histogram"}, "first (input: HistogramObserver, tensor)"),
+        ({"input": "minmax"}, "first (input: MinMaxObserver, tensor)"),
+        ({"weight": "imatrix_mse"}, "first (weight: IMatrixMSEObserver, channel)"),
+    ],
+)
+def test_statistics_that_tensor_parallel_ranks_would_count_twice_are_refused_on_every_rank(options, text, tmp_path):
+    for error in run_ranks(on_tensor_parallel, 4, options, tmp_path / "out", timeout=30):
+        assert "under tensor parallelism ranks share the data" in error
+        assert text in error
