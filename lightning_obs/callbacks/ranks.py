@@ -27,16 +27,9 @@ def collectives_of(trainer: Trainer) -> Collectives:
     strategy = trainer.strategy
     if trainer.world_size == 1 or isinstance(strategy, SingleDeviceStrategy):
         return Collectives()
-    if not isinstance(strategy, (DDPStrategy, ModelParallelStrategy)):
-        fsdp1 = isinstance(strategy, FSDPStrategy)
-        raise CalibrationError(
-            f"calibration under {type(strategy).__name__} is not supported",
-            got=f"{trainer.world_size} ranks",
-            expected="strategy 'ddp', ModelParallelStrategy (FSDP2), or one device",
-            remedy="use FSDP2: ModelParallelStrategy, and fully_shard in configure_model (docs/distributed.md)."
-            if fsdp1
-            else "calibrate with Trainer(strategy='ddp') or Trainer(devices=1).",
-        )
+    _require_known(trainer)
+    if not dist.is_initialized():  # the Trainer has not started its ranks yet, so there is nobody to talk to
+        return Collectives()
 
     def reduce(tensor: torch.Tensor, op: Op) -> torch.Tensor:
         with all_ranks_answer():
@@ -51,6 +44,20 @@ def collectives_of(trainer: Trainer) -> Collectives:
         return found
 
     return Collectives(reduce, gather_object, trainer.global_rank, strategy.root_device, trainer.world_size)
+
+
+def _require_known(trainer: Trainer) -> None:
+    strategy = trainer.strategy
+    if not isinstance(strategy, (DDPStrategy, ModelParallelStrategy)):
+        fsdp1 = isinstance(strategy, FSDPStrategy)
+        raise CalibrationError(
+            f"calibration under {type(strategy).__name__} is not supported",
+            got=f"{trainer.world_size} ranks",
+            expected="strategy 'ddp', ModelParallelStrategy (FSDP2), or one device",
+            remedy="use FSDP2: ModelParallelStrategy, and fully_shard in configure_model (docs/distributed.md)."
+            if fsdp1
+            else "calibrate with Trainer(strategy='ddp') or Trainer(devices=1).",
+        )
 
 
 def require_exact(trainer: Trainer, session: CalibrationSession) -> None:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from safetensors.torch import load_file
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 
-from lightning_obs import CalibrationError, load_checkpoint, quantized
+from lightning_obs import CalibrationCallback, CalibrationError, load_checkpoint, quantized
 from lightning_obs.modules import read_qparams
 from tests.distributed import run_ranks
 from tests.lightning_ranks import Module, Net, calibration, like_torchrun, loader, samples, trainer
+from tests.tiny_model import save_tiny_llama
 
 EVERY = samples(24, experts=(0, 1, 2))
 
@@ -97,6 +102,48 @@ def test_fsdp2_gives_the_qparams_the_outputs_and_the_checkpoint_of_one_device(ra
         (tmp_path / "many/config.json").read_text()
     )
     load_checkpoint(Net(), tmp_path / "many")
+
+
+class Llama(L.LightningModule):
+    """A transformers model with tied embeddings, each decoder layer sharded by itself."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.model = AutoModelForCausalLM.from_pretrained(folder)
+
+    def configure_model(self):
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.model, FSDPModule):
+            for layer in (*self.model.model.layers, self.model):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def validation_step(self, batch, batch_idx):
+        self.model(input_ids=batch)
+
+
+def calibrate_llama(folder, out, ranks):
+    callback = CalibrationCallback({"weights": {"num_bits": 4, "group_size": 32}}, ignore=["lm_head"])
+    with_trainer = sharded_trainer(callback, ranks=ranks)
+    ids = torch.randint(3, 200, (4, 16), generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no data is needed; Lightning sets the strategy up only where it runs some
+        with_trainer.validate(Llama(folder), DataLoader(ids, batch_size=2), verbose=False)
+    callback.export(out)
+
+
+def on_llama(rank, folder, out):
+    like_torchrun(rank, 2)
+    calibrate_llama(folder, out, 2)
+
+
+def test_a_sharded_transformers_model_is_exported_as_one_device_exports_it(tmp_path):
+    folder = save_tiny_llama(tmp_path / "tiny")
+    calibrate_llama(folder, tmp_path / "one", 1)
+    run_ranks(on_llama, 2, folder, tmp_path / "many")
+    names = [sorted(path.name for path in (tmp_path / out).iterdir()) for out in ("one", "many")]
+    assert names[0] == names[1]
+    for name in names[0]:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "many" / name).read_bytes(), name
+    AutoModelForCausalLM.from_pretrained(tmp_path / "many")
 
 
 # ---------------------------------------------------------------------- resume
