@@ -4,6 +4,9 @@ The live model is not touched: weights are compressed one module at a time by co
 compressors, into a state dict of their own. The folder appears under its final name only when it is complete: it is
 written beside it first and renamed.
 
+Where the weights are sharded over ranks (FSDP2), all ranks gather one module after the other, and rank 0 keeps what it
+became: so it holds the compressed model, and the others one module at a time.
+
 What compressed-tensors cannot hold (convolutions...) stays in full precision in ``model.safetensors``; its
 quantization parameters go to ``qparams.safetensors``, where :func:`load_checkpoint` finds them.
 """
@@ -27,6 +30,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from compressed_tensors.utils.match import match_named_modules, match_targets
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import distributed as dist
 from torch import nn
 
 from lightning_obs.adapters import refuse_unmerged
@@ -38,9 +42,11 @@ from lightning_obs.modules import (
     calibrated_modules,
     get_scheme,
     holdable_type,
+    is_sharded,
     quantized_states,
     read_qparams,
     trained_since,
+    whole_tensor,
     write_qparams,
 )
 
@@ -60,6 +66,8 @@ def export_checkpoint(
         folder: written whole or not at all.
         tokenizer: saved beside the model (anything with ``save_pretrained``).
         overwrite: replace ``folder`` if it is there.
+
+    If the model's weights are sharded over ranks, every rank must call this; rank 0 writes.
 
     Returns:
         The folder.
@@ -89,8 +97,14 @@ def export_checkpoint(
             where=stale,
             remedy="calibrate the weights as they are now (trainer.validate with the callback), then export.",
         )
-    with _whole_or_not_at_all(folder, overwrite) as partial, torch.inference_mode(False), torch.no_grad():
-        state = _compressed_state_dict(model)
+    sharded = any(is_sharded(parameter) for parameter in model.parameters())
+    _require_free(folder, overwrite, sharded)
+    writes = not sharded or dist.get_rank() == 0
+    with torch.inference_mode(False), torch.no_grad():
+        state = _compressed_state_dict(model, writes)
+    if not writes:
+        return folder
+    with _whole_or_not_at_all(folder) as partial, torch.inference_mode(False), torch.no_grad():
         compressor = _model_compressor(model)
         if hasattr(model, "save_pretrained"):
             _save_pretrained(model, partial, state)
@@ -106,10 +120,16 @@ def export_checkpoint(
     return folder
 
 
-def _compressed_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state dict with every calibrated module's entries compressed."""
+def _compressed_state_dict(model: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
+    """The model's state dict with every calibrated module's entries compressed.
+
+    Args:
+        model: on every rank, if its weights are sharded.
+        keep: whether this rank wants it; otherwise it only helps to gather, and gets nothing.
+    """
     state = {name: value.detach() for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     done: dict[int, dict[str, torch.Tensor]] = {}
+    failure: Exception | None = None
     # A module used under two names has its entries under both.
     for name, module in model.named_modules(remove_duplicate=False):
         scheme = get_scheme(module)
@@ -118,15 +138,53 @@ def _compressed_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             state.update({prefix + key: value for key, value in read_qparams(module).items()})
         if scheme is None or holdable_type(module) is None:
             continue
-        own = {*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))}
+        # In an order that is the same on every rank.
+        own = [*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))]
         local = {key: state.pop(prefix + key) for key in own if prefix + key in state}
         if id(module) not in done:
-            local |= read_qparams(module)
-            if scheme.weights is not None:
-                local = _compressor(scheme.format).compress(local, scheme)
-            done[id(module)] = {key: value.contiguous() for key, value in local.items() if value is not None}
+            done[id(module)] = {}
+            on_host = any(is_sharded(value) for value in local.values())
+            local = {key: whole_tensor(value) for key, value in local.items()}
+            if not keep or failure is not None:
+                continue
+            try:
+                done[id(module)] = _compressed(local | read_qparams(module), scheme, on_host)
+            except Exception as error:  # the other ranks go on gathering
+                if not on_host:
+                    raise
+                failure = error
         state.update({prefix + key: value for key, value in done[id(module)].items()})
+    if failure is not None:
+        keep = False
+    state = _gathered(model, state, keep)
+    if failure is not None:
+        raise failure
     return state
+
+
+def _compressed(local: dict[str, torch.Tensor], scheme: QuantizationScheme, on_host: bool) -> dict[str, torch.Tensor]:
+    if scheme.weights is not None:
+        local = _compressor(scheme.format).compress(local, scheme)
+    found = {key: value.contiguous() for key, value in local.items() if value is not None}
+    return {key: value.cpu() for key, value in found.items()} if on_host else found
+
+
+def _gathered(model: nn.Module, state: dict[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
+    """Make sharded tensors whole, one at a time; tied ones stay one tensor."""
+    owners = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    wholes: dict[int, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        if is_sharded(value):
+            owner = owners.get(name, id(value))
+            if owner not in wholes:
+                whole = whole_tensor(value)
+                wholes[owner] = whole.cpu() if keep else whole.new_empty(0)
+                del whole
+            found[name] = wholes[owner]
+        else:
+            found[name] = whole_tensor(value)
+    return found if keep else {}
 
 
 def _compressor(name: Any) -> Any:
@@ -197,11 +255,18 @@ def _is_own(module: nn.Module) -> bool:
     return holdable_type(module) is None and not quantized_states(module)
 
 
-@contextmanager
-def _whole_or_not_at_all(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """Give a temporary folder beside ``folder`` to write into, and rename it when the block ended well."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())) and not overwrite:
+def _require_free(folder: Path, overwrite: bool, sharded: bool) -> None:
+    """Refuse a folder that is there; where ranks gather together, on all of them, by what rank 0 sees."""
+    taken = [folder.exists() and not (folder.is_dir() and not any(folder.iterdir())) and not overwrite]
+    if sharded:
+        dist.broadcast_object_list(taken, src=0)
+    if taken[0]:
         raise CalibrationError(f"{folder} is already there", remedy="choose another folder, or set overwrite=True.")
+
+
+@contextmanager
+def _whole_or_not_at_all(folder: Path) -> Iterator[Path]:
+    """Give a temporary folder beside ``folder`` to write into, and rename it when the block ended well."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
     try:

@@ -11,7 +11,7 @@ The forward of the model stays what it was until :func:`~lightning_obs.quantized
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,10 @@ from compressed_tensors.quantization import (
     QuantizationStatus,
     is_cached_attention_module,
 )
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.adapters import adapters_of
@@ -116,6 +119,38 @@ def from_matrix(module: nn.Module, matrix: torch.Tensor, shape: torch.Size) -> t
     if _is_transposed(module):
         return matrix.unflatten(1, (shape[0], *shape[2:])).transpose(0, 1)
     return matrix.view(shape)
+
+
+def matrix_shape(module: nn.Module) -> torch.Size | None:
+    """The shape of the whole weight as a matrix, also where this rank holds a shard of it."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        return None
+    matrix = to_matrix(module, torch.empty(weight.shape, device="meta"))
+    return None if matrix is None else matrix.shape
+
+
+def rows_come_first(module: nn.Module) -> bool:
+    """Whether the rows of the matrix are the weight's first dimension."""
+    return not _is_transposed(module)
+
+
+def is_sharded(value: torch.Tensor) -> bool:
+    """Whether this rank holds a part of the tensor only."""
+    return isinstance(value, DTensor) and any(not placement.is_replicate() for placement in value.placements)
+
+
+def whole_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Gather a sharded tensor; every rank must call this. Any other tensor is returned as it is."""
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what FSDP2 gathered for a forward (it leaves the outermost module whole, in the compute dtype)."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -217,6 +252,28 @@ def clear_qparams(module: nn.Module) -> None:
 
 def weight_checksum(module: nn.Module) -> int | None:
     """Sum of the weight's bits as integers: equal on any device, and different after a training step."""
+    return weight_checksums([module])[0]
+
+
+def weight_checksums(modules: Sequence[nn.Module]) -> list[int | None]:
+    """:func:`weight_checksum` of several. Of a sharded weight, that of the whole: all ranks must call this alike."""
+    found = [_local_checksum(module) for module in modules]
+    sharded: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
+    for at, module in enumerate(modules):
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, DTensor) and found[at] is not None:
+            over = tuple(dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate())
+            sharded.setdefault((weight.device_mesh, over), []).append(at)
+    for (mesh, over), places in sharded.items():
+        sums = torch.tensor([found[at] for at in places], device=mesh.device_type)
+        for dim in over:  # one reduction for all modules
+            dist.all_reduce(sums, group=mesh.get_group(dim))
+        for at, checksum in zip(places, sums.tolist(), strict=True):
+            found[at] = checksum
+    return found
+
+
+def _local_checksum(module: nn.Module) -> int | None:
     matrix = weight_matrix(module)
     if matrix is None:
         return None
@@ -225,6 +282,11 @@ def weight_checksum(module: nn.Module) -> int | None:
 
 
 def trained_since(model: nn.Module) -> list[str]:
-    """Names of modules whose weight is no longer the one that its scale was found for."""
-    modules = ((name, module, getattr(module, _CHECKSUM, None)) for name, module in calibrated_modules(model))
-    return [name for name, module, checksum in modules if checksum not in (None, weight_checksum(module))]
+    """Names of modules whose weight is no longer the one that its scale was found for.
+
+    Under FSDP2 all ranks must call this.
+    """
+    reshard(model)
+    modules = [(n, m) for n, m in calibrated_modules(model) if getattr(m, _CHECKSUM, None) is not None]
+    checksums = weight_checksums([module for _, module in modules])
+    return [n for (n, m), now in zip(modules, checksums, strict=True) if getattr(m, _CHECKSUM) != now]

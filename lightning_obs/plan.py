@@ -27,7 +27,7 @@ from lightning_obs.attention import find_states
 from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
 from lightning_obs.expert_checks import check_experts, check_experts_reload
 from lightning_obs.fusion import FUSED_GROUPS, find_fused, require_one_scheme
-from lightning_obs.modules import holdable_type, scheme_args, weight_matrix
+from lightning_obs.modules import holdable_type, matrix_shape, scheme_args, weight_matrix
 from lightning_obs.schemes import config_groups
 
 Reload: TypeAlias = Literal["default", "dequantize", "unchecked"]
@@ -252,8 +252,8 @@ def _check_shapes(targets: list[Target]) -> None:
             args = target.args.get(base_name)
             if args is None or not args.group_size or args.group_size < 1:
                 continue
-            matrix = weight_matrix(target.module)
-            columns = None if matrix is None else matrix.shape[1]
+            shape = matrix_shape(target.module)
+            columns = None if shape is None else shape[1]
             if columns is not None and columns % args.group_size:
                 bad.setdefault((args.group_size, columns), []).append(target.name)
         for (size, columns), names in bad.items():

@@ -13,7 +13,7 @@ import torch
 
 from lightning_obs.attention import count_heads
 from lightning_obs.errors import CalibrationError
-from lightning_obs.modules import weight_matrix, write_qparams
+from lightning_obs.modules import matrix_shape, write_qparams
 from lightning_obs.numerics.reshape import flatten_for_calibration
 from lightning_obs.observers import Observer
 from lightning_obs.plan import Plan, Target
@@ -117,7 +117,8 @@ def _scale_fits(target: Target, qparams: dict[str, torch.Tensor]) -> bool:
     per_head = {base: value for base in target.states if (value := qparams.get(f"{base}_scale")) is not None}
     if any(value.ndim == 3 and len(value) != count_heads(target.module)[base] for base, value in per_head.items()):
         return False
-    args, scale, matrix = target.scheme.weights, qparams.get("weight_scale"), weight_matrix(target.module)
-    if args is None or scale is None or matrix is None:
+    args, scale, shape = target.scheme.weights, qparams.get("weight_scale"), matrix_shape(target.module)
+    if args is None or scale is None or shape is None:
         return True
-    return bool(scale.shape == flatten_for_calibration(matrix, "weight", args).shape[1:-1])
+    weight = torch.empty(shape, device="meta")
+    return bool(scale.shape == flatten_for_calibration(weight, "weight", args).shape[1:-1])

@@ -26,14 +26,23 @@ from lightning_obs.expert_watch import ExpertWatch
 from lightning_obs.experts import LinearExperts
 from lightning_obs.fusion import fused_groups_with
 from lightning_obs.hooks import ObserverHooks
-from lightning_obs.modules import clear_qparams, qparams_home, read_qparams, weight_matrix, write_qparams
+from lightning_obs.modules import (
+    clear_qparams,
+    qparams_home,
+    read_qparams,
+    reshard,
+    weight_checksums,
+    weight_matrix,
+    write_qparams,
+)
 from lightning_obs.observers import Observer
 from lightning_obs.plan import Plan, Reload, Target, build_plan
 from lightning_obs.result import CalibrationResult
 from lightning_obs.saved_state import dump_state, load_state
 from lightning_obs.schemes import ObserversLike, SchemeLike, label, make_observer, resolve_config
+from lightning_obs.shards import Weights
 from lightning_obs.siblings import borrow_ranges, observe_without_inputs
-from lightning_obs.sync import Collectives, Synced, share_weights, sync_statistics
+from lightning_obs.sync import Collectives, Synced, sync_statistics
 from lightning_obs.token_mask import require_mask
 
 OnMissing: TypeAlias = Literal["error", "warn", "siblings"]
@@ -253,10 +262,12 @@ class CalibrationSession:
             qparams = {target.name: kept[target.name] | self._qparams(target, asked) for target in chosen}
             check_scales(qparams)
             check_heads(self.model, qparams)
-            for target in self.plan.targets:
+            # Weights that were not asked may have been trained on since their scale was found.
+            modules = [target.module for target in self.plan.targets]
+            old = [getattr(module, "calibrated_weight_checksum", None) for module in modules]
+            checksums = weight_checksums(modules) if weights else old
+            for target, checksum in zip(self.plan.targets, checksums, strict=True):
                 if target.name in qparams:
-                    # Weights that were not asked may have been trained on since their scale was found.
-                    checksum = None if weights else getattr(target.module, "calibrated_weight_checksum", None)
                     write_qparams(target.module, target.scheme, qparams[target.name], checksum)
                 else:  # an earlier calibration's would pass for this one's
                     clear_qparams(target.module)
@@ -291,21 +302,22 @@ class CalibrationSession:
 
     def _merge_ranks(self, weights: bool, activations: bool) -> _Merged:
         """Give every rank the statistics of all activations, and the ranges of all weights, as far as asked for."""
-        matrices: dict[tuple[str, str], torch.Tensor] = {}
+        held = Weights({}, {}, self.collectives)
         failure: CalibrationError | None = None
+        reshard(self.model)
         try:
-            for target in self.plan.targets:
-                if weights and (target.name, "weight") in self.observers:
-                    matrices[target.name, "weight"] = _materialized(target.name, target.module)
+            weighted = [t for t in self.plan.targets if weights and (t.name, "weight") in self.observers]
+            _require_materialized(weighted)
+            held = Weights({(t.name, "weight"): t.module for t in weighted}, self.observers, self.collectives)
         except CalibrationError as error:
             failure = error
-        for key in matrices:
+        for key in held.modules:
             self.observers[key].reset(keep=self.observers[key].input_statistics)
         told = {k: o for k, o in self.observers.items() if k[1] != "weight" or o.needs_inputs}
         synced = sync_statistics(
             told if activations and self._synced is None else {},
             self.collectives,
-            weights={key: matrix.numel() for key, matrix in matrices.items()},
+            weights=held.sizes,
             failure=failure,
             note=self._experts.tokens,
         )
@@ -326,16 +338,15 @@ class CalibrationSession:
             except CalibrationError as error:
                 failure = error
 
-        def search(key: tuple[str, str]) -> None:
+        def observe(key: tuple[str, str], observer: Observer, rows: torch.Tensor) -> None:
             if key in borrowed or not activations:  # then it was allowed to do without, or has them from before
-                observe_without_inputs(self.observers[key], matrices[key])
+                observe_without_inputs(observer, rows)
             else:
-                self.observers[key](matrices[key])
+                observer(rows)
 
-        chosen = {key: self.observers[key] for key in matrices if key[0] not in skipped}
-        shared = share_weights(chosen, synced.owners, search, self.collectives, failure)
-        tokens = _add_up(synced.notes)
-        return _Merged(skipped, borrowed, tokens, synced.collectives + shared.collectives, synced.ranks)
+        keys = [key for key in held.modules if key[0] not in skipped]
+        collectives = synced.collectives + held.observe(keys, synced.owners, failure, observe)
+        return _Merged(skipped, borrowed, _add_up(synced.notes), collectives, synced.ranks)
 
     def _whole_layers(self) -> list[list[str]]:
         """The modules of each layer's experts: vLLM runs all of them quantized or none, transformers loads them so."""
@@ -433,8 +444,7 @@ def _check_inputs_fit(plan: Plan, observers: dict[tuple[str, str], Observer]) ->
         )
 
 
-def _materialized(name: str, module: nn.Module) -> torch.Tensor:
-    matrix = weight_matrix(module)
-    if matrix is None or matrix.is_meta:
-        raise CalibrationError("the weight is not materialized (meta device)", where=[name], remedy="load it first.")
-    return matrix
+def _require_materialized(targets: Sequence[Target]) -> None:
+    missing = [t.name for t in targets if (matrix := weight_matrix(t.module)) is None or matrix.is_meta]
+    if missing:
+        raise CalibrationError("the weight is not materialized (meta device)", where=missing, remedy="load it first.")

@@ -25,7 +25,8 @@ by then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -84,6 +85,7 @@ class Collectives:
             data-parallel group.
         gather_object: ``object -> list``: every rank's object, in the order of the ranks.
         rank: of this process, its place in that list.
+        size: how many ranks there are.
         device: where reductions take place, and where statistics go that this rank did not have.
     """
 
@@ -91,6 +93,7 @@ class Collectives:
     gather_object: Callable[[Any], list[Any]] = _only
     rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    size: int = 1
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Collectives:
@@ -100,15 +103,34 @@ class Collectives:
             device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
 
         def reduce(tensor: torch.Tensor, op: Op) -> torch.Tensor:
-            dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MIN, group=group)
+            with all_ranks_answer():
+                dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MIN, group=group)
             return tensor
 
         def gather_object(thing: Any) -> list[Any]:
             found: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(found, thing, group=group)
+            with all_ranks_answer():
+                dist.all_gather_object(found, thing, group=group)
             return found
 
-        return cls(reduce, gather_object, dist.get_rank(group), device)
+        return cls(reduce, gather_object, dist.get_rank(group), device, dist.get_world_size(group))
+
+
+@contextmanager
+def all_ranks_answer() -> Iterator[None]:
+    """Say, in place of a socket's error, that another rank has ended.
+
+    Raises:
+        CalibrationError: a collective in the ``with`` block failed or did not end within the group's time limit.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # of gloo, NCCL and the store alike
+        raise CalibrationError(
+            "another rank ended, or did not answer in time, while the ranks' statistics were made one",
+            got=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            remedy="look for the first error in the other ranks' output, then run again; nothing was written.",
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ EXPECTED = {
     "03_own_module": "largest difference after loading: 0.0",
     "05_fine_tune": "largest difference after loading: 0.0",
     "04_own_observer": "two_sigma {'0': '[",
+    "05_ddp": "14 modules on 2 ranks in 5 collectives",
+    "06_fsdp2": "14 modules on 2 ranks",
 }
 
 

@@ -31,6 +31,7 @@ LAYERS = {
     "plan.py": 2,
     "agreement.py": 2,
     "sync.py": 2,
+    "shards.py": 2,
     "checks.py": 3,
     "expert_watch.py": 3,
     "siblings.py": 3,

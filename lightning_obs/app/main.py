@@ -1,4 +1,7 @@
-"""One run: load, measure, calibrate, measure again, export, load back in a new process, report."""
+"""One run: load, measure, calibrate, measure again, export, load back in a new process, report.
+
+On several ranks all of them run this; only rank 0 prints and writes.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from safetensors.torch import save_file
@@ -59,7 +63,7 @@ def run(config: DictConfig) -> dict[str, Any]:
     plain: Trainer = instantiate(config.trainer)
 
     before = _evaluate(plain, module, data, config.evaluate, "perplexity in full precision")
-    print(f"· calibrating {callback.label}", flush=True)
+    _say(f"· calibrating {callback.label}")
     calibrate(trainer, module, data, callback)
     result = callback.result
     assert result is not None  # calibrate raised otherwise
@@ -67,7 +71,7 @@ def run(config: DictConfig) -> dict[str, Any]:
     if isinstance(callback, QuantizationAwareTraining):
         with quantized(model):
             calibrated = _evaluate(plain, module, data, config.evaluate, "perplexity calibrated")
-        print(f"· fine-tuning {callback.label}", flush=True)
+        _say(f"· fine-tuning {callback.label}")
         fine_tune(config, callback, module, data)
         result = callback.result or result
     errors = _layer_errors(model, data, config.report.layer_error_batches)
@@ -78,12 +82,13 @@ def run(config: DictConfig) -> dict[str, Any]:
     if folder is not None:
         with _step("writing the checkpoint"):
             callback.export(folder, overwrite=config.export.overwrite)
+    if folder is not None and trainer.is_global_zero:
         sizes = (_model_bytes(model), folder_size(folder))
         if config.export.verify:
             lines += _verify(model, data, folder, output, config)
         lines.append(f"wrote {folder}  (transformers, vLLM)")
         if calibrated is not None:
-            print("· perplexity of the checkpoint, loaded again", flush=True)
+            _say("· perplexity of the checkpoint, loaded again")
             reloaded = perplexity_of_checkpoint(config, folder, data)
     if calibrated is not None:
         found = {"full precision": before, "calibrated": calibrated, "fine-tuned": after, "reloaded": reloaded}
@@ -101,6 +106,8 @@ def run(config: DictConfig) -> dict[str, Any]:
         "worst_sqnr": errors[0].sqnr if errors else None,
         "ignore": [*callback.ignore, *poor_layers(errors, fused=result.fused)],
     }
+    if not trainer.is_global_zero:
+        return row
     _write_report(report, row, errors, config)
     hint = "" if not poor_layers(errors) else f"  (leave those layers out with ignore_from={report})"
     lines.append(f"report {report}{hint}")
@@ -165,7 +172,7 @@ def calibrate(
     if session.needs_data:
         trainer.validate(module, datamodule=data, verbose=False)
     else:
-        print(f"{callback.label} needs no data: no batch is run, data.batches is not used")
+        _say(f"{callback.label} needs no data: no batch is run, data.batches is not used")
         with session:
             pass
 
@@ -175,7 +182,7 @@ def _evaluate(
 ) -> float | None:
     if not wanted:
         return None
-    print(f"· {what}", flush=True)
+    _say(f"· {what}")
     metrics = trainer.test(module, datamodule=data, verbose=False)[0]
     value = metrics.get("perplexity")
     return None if value is None else float(value)
@@ -243,9 +250,17 @@ def _write_report(path: Path, row: dict[str, Any], errors: list[LayerError], con
     path.write_text(json.dumps({**row, "layers": layers, "config": composed}, indent=1) + "\n")
 
 
+def _say(text: str) -> None:
+    if rank_zero_only.rank == 0:
+        print(text, flush=True)
+
+
 @contextmanager
 def _step(text: str) -> Iterator[None]:
     """Show what is going on, with a bar that moves and the time it takes."""
+    if rank_zero_only.rank != 0:
+        yield
+        return
     with Progress(TextColumn("· {task.description}"), BarColumn(), TimeElapsedColumn()) as progress:
         task = progress.add_task(text, total=None)
         yield

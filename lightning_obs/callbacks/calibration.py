@@ -21,10 +21,11 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_obs.attention import KVCacheLike
-from lightning_obs.callbacks.ranks import collectives_of, repeated_in_batch, repeated_samples
+from lightning_obs.callbacks.ranks import collectives_of, repeated_in_batch, repeated_samples, require_exact
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from lightning_obs.export import export_checkpoint
 from lightning_obs.fusion import fused_groups_with
+from lightning_obs.modules import is_sharded, reshard
 from lightning_obs.plan import Reload
 from lightning_obs.result import CalibrationResult
 from lightning_obs.schemes import ObserversLike, SchemeLike, label, resolve_config
@@ -101,6 +102,7 @@ class CalibrationCallback(Callback):
         self._active = False
         self._loaded: dict[str, Any] | None = None
         self._tokenizer: Any = None
+        self._owner: LightningModule | None = None
 
     @property
     def label(self) -> str:
@@ -126,8 +128,9 @@ class CalibrationCallback(Callback):
     def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False) -> Path:
         """Write the calibrated module as a compressed-tensors checkpoint (:func:`~lightning_obs.export_checkpoint`).
 
-        On several ranks, rank 0 writes and the others return at once; nobody waits. To read the folder on another rank,
-        let ``trainer.strategy.barrier()`` come first.
+        On several ranks, rank 0 writes. Under DDP the others return at once; where weights are sharded (FSDP2) every
+        rank must call this, to gather them. To read the folder on another rank, let ``trainer.strategy.barrier()``
+        come first.
 
         Args:
             folder: written whole or not at all.
@@ -141,7 +144,10 @@ class CalibrationCallback(Callback):
             raise CalibrationError(
                 "nothing was calibrated yet", remedy="run trainer.validate or trainer.fit with this callback first."
             )
-        if self.session.collectives.rank != 0:
+        if self._owner is not None:
+            reshard(self._owner)
+        sharded = any(is_sharded(parameter) for parameter in self.session.model.parameters())
+        if self.session.collectives.rank != 0 and not sharded:
             return Path(folder)
         return export_checkpoint(
             self.session.model, folder, tokenizer=tokenizer or self._tokenizer, overwrite=overwrite
@@ -153,6 +159,11 @@ class CalibrationCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a wrong configuration before hours of training; restore the qparams of a resumed run."""
         self.prepare(trainer, pl_module)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore the qparams of a resumed run under strategies that load checkpoints after ``on_fit_start``."""
+        self._restore(trainer, pl_module)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -204,6 +215,7 @@ class CalibrationCallback(Callback):
         if not self._active or self.session is None:
             return
         self._active = False
+        reshard(pl_module)
         result = self.session.finalize()
         rank_zero_info(
             f"{result.scheme}: calibrated {len(result.modules)} modules, {result.observers} observers, "
@@ -261,7 +273,9 @@ class CalibrationCallback(Callback):
         model = find_module(pl_module, self.module)
         if self.session is None or self.session.model is not model:
             self.session = CalibrationSession(model, **self._options)
+        require_exact(trainer, self.session)
         self.session.collectives = collectives
+        self._owner = pl_module
         candidates = (getattr(pl_module, name, None) for name in ("tokenizer", "processor"))
         self._tokenizer = next((found for found in candidates if hasattr(found, "save_pretrained")), None)
         self._restore_into(self.session)

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationStrategy
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.sync import Collectives, Op
+from lightning_obs.observers import Observer
+from lightning_obs.observers.min_max import StaticMinMaxObserver
+from lightning_obs.session import CalibrationSession
+from lightning_obs.sync import Collectives, Op, all_ranks_answer
 
 
 def collectives_of(trainer: Trainer) -> Collectives:
@@ -23,25 +27,69 @@ def collectives_of(trainer: Trainer) -> Collectives:
     strategy = trainer.strategy
     if trainer.world_size == 1 or isinstance(strategy, SingleDeviceStrategy):
         return Collectives()
-    if not isinstance(strategy, DDPStrategy):
-        raise CalibrationError(
-            f"calibration under {type(strategy).__name__} is not supported",
-            got=f"{trainer.world_size} ranks",
-            expected="strategy 'ddp', or one device",
-            remedy="calibrate with Trainer(strategy='ddp') or Trainer(devices=1).",
-        )
+    _require_known(trainer)
+    if not dist.is_initialized():  # the Trainer has not started its ranks yet, so there is nobody to talk to
+        return Collectives()
 
     def reduce(tensor: torch.Tensor, op: Op) -> torch.Tensor:
-        reduced = strategy.reduce(tensor, reduce_op=op)
+        with all_ranks_answer():
+            reduced = strategy.reduce(tensor, None, op)
         assert isinstance(reduced, torch.Tensor)
         return reduced
 
     def gather_object(thing: Any) -> list[Any]:
         found: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(found, thing)
+        with all_ranks_answer():
+            dist.all_gather_object(found, thing)
         return found
 
-    return Collectives(reduce, gather_object, trainer.global_rank, strategy.root_device)
+    return Collectives(reduce, gather_object, trainer.global_rank, strategy.root_device, trainer.world_size)
+
+
+def _require_known(trainer: Trainer) -> None:
+    strategy = trainer.strategy
+    if not isinstance(strategy, (DDPStrategy, ModelParallelStrategy)):
+        fsdp1 = isinstance(strategy, FSDPStrategy)
+        raise CalibrationError(
+            f"calibration under {type(strategy).__name__} is not supported",
+            got=f"{trainer.world_size} ranks",
+            expected="strategy 'ddp', ModelParallelStrategy (FSDP2), or one device",
+            remedy="use FSDP2: ModelParallelStrategy, and fully_shard in configure_model (docs/distributed.md)."
+            if fsdp1
+            else "calibrate with Trainer(strategy='ddp') or Trainer(devices=1).",
+        )
+
+
+def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
+    """Refuse what cannot be made one exactly where several ranks see the same data, or parts of its features.
+
+    Under tensor parallelism, a smallest or largest value over all ranks is that of the whole tensor, however ranks
+    share it. A sum counts what ranks share more than once, and what they split only if it is a sum over features too.
+
+    Raises:
+        CalibrationError: tensor parallelism, and an observer of activations or inputs that is not an extreme of the
+            whole tensor.
+    """
+    mesh = getattr(trainer.strategy, "device_mesh", None) if trainer.world_size > 1 else None
+    if mesh is None or mesh["tensor_parallel"].size() == 1:
+        return
+    wrong = [
+        f"{name} ({base_name}: {type(observer).__name__}, {observer.args.strategy})"
+        for (name, base_name), observer in session.observers.items()
+        if (observer.needs_inputs if base_name == "weight" else not _is_extreme(observer))
+    ]
+    if wrong:
+        raise CalibrationError(
+            "under tensor parallelism ranks share the data and split its features, so these statistics cannot be added",
+            where=wrong,
+            expected="static_minmax with one scale for the tensor, and weights' observers that need no inputs",
+            remedy="observers={'input': 'static_minmax'}, or tensor_parallel_size=1.",
+        )
+
+
+def _is_extreme(observer: Observer) -> bool:
+    one_scale = observer.args.strategy == QuantizationStrategy.TENSOR or observer.args.dynamic == "local"
+    return type(observer) is StaticMinMaxObserver and one_scale
 
 
 def repeated_samples(loader: Any) -> int:

@@ -72,6 +72,7 @@ def search_range(
     importance: torch.Tensor | None = None,
     tile: int | None = None,
     compile: Compile = "auto",
+    improved: torch.Tensor | None = None,
 ) -> Range:
     """The range of least quantization error per scale.
 
@@ -86,6 +87,7 @@ def search_range(
         importance: weight of each value's error, broadcastable to ``(*Q, G)``, not negative.
         tile: elements of a tile; None chooses for the device.
         compile: whether to compile the inner loop, see :mod:`~lightning_obs.numerics.compiled`.
+        improved: ``(len(factors),)`` of bool, all False; set where a factor improved any scale.
 
     Returns:
         (min, max), ``(*Q,)`` each, in the dtype of ``observed``. Where no candidate has a finite error (a NaN, an error
@@ -98,7 +100,7 @@ def search_range(
         (rows, low, high), compile = counted, False
     else:
         rows, (low, high) = rows_of_observed(observed, importance), observed_range(observed)
-    low, high = _search(rows, low, high, args, factors, patience, norm, expand, tile, compile)
+    low, high = _search(rows, low, high, args, factors, patience, norm, expand, tile, compile, improved)
     return low.reshape(observed.shape[1:-1]), high.reshape(observed.shape[1:-1])
 
 
@@ -112,20 +114,21 @@ def search_block_range(
     expand: float = 1.0,
     tile: int | None = None,
     compile: Compile = "auto",
+    improved: torch.Tensor | None = None,
 ) -> Range:
     """The range of least quantization error per block of a weight ``(R, C)``, which is not copied.
 
     Args:
         weight: not empty; the height and width of a block divide it.
         args: its ``block_structure`` is the size of a block.
-        factors, patience, norm, expand, tile, compile: see :func:`search_range`.
+        factors, patience, norm, expand, tile, compile, improved: see :func:`search_range`.
 
     Returns:
         (min, max), ``(R / height, C / width)`` each.
     """
     assert args.block_structure is not None  # QuantizationArgs validated it
     rows = rows_of_blocks(weight, *args.block_structure)
-    low, high = _search(rows, *rows.observed_range(), args, factors, patience, norm, expand, tile, compile)
+    low, high = _search(rows, *rows.observed_range(), args, factors, patience, norm, expand, tile, compile, improved)
     return low.reshape(rows.view.shape[:2]), high.reshape(rows.view.shape[:2])
 
 
@@ -140,6 +143,7 @@ def _search(
     expand: float,
     tile: int | None,
     compile: Compile,
+    improved: torch.Tensor | None,
 ) -> Range:
     low, high = low.reshape(-1), high.reshape(-1)
     if expand != 1:
@@ -147,7 +151,9 @@ def _search(
     if not factors:
         return low, high
     search = _Search(rows, low, high, NumberGrid.of(args), factors, norm, expand, tile, compile)
-    search.run(patience)
+    visited = search.run(patience)
+    if improved is not None:
+        improved[: len(visited)] = torch.tensor(visited)
     return search.chosen()
 
 
@@ -192,16 +198,19 @@ class _Search:
         # Clipping shows after few factors where the steps are small: look again before the next few.
         self.at_once = AT_ONCE if self.compiled or grid.steps < 32 else 2
 
-    def run(self, patience: int | None) -> None:
-        """Visit factors until ``patience`` of them in a row improved nothing."""
+    def run(self, patience: int | None) -> list[bool]:
+        """Visit factors until ``patience`` of them in a row improved nothing; say of each if it improved any."""
         start, idle = 0, 0
+        visited: list[bool] = []
         while start < len(self.factors):
             ahead = 2 * AT_ONCE if patience is None else min(2 * AT_ONCE, max(1, patience - idle))
             for improved in self._visit(range(start, min(start + ahead, len(self.factors)))):
                 idle = 0 if improved else idle + 1
+                visited.append(improved)
             if patience is not None and idle >= max(1, patience):
-                return
+                break
             start += ahead
+        return visited
 
     def chosen(self) -> Range:
         """The range of the best factor of every scale; written over the observed range, tile by tile."""

@@ -69,6 +69,11 @@ class Observer(RegistryMixin):
     #: statistics that ``observe_inputs`` sets
     input_statistics: ClassVar[tuple[str, ...]] = ()
 
+    #: how ranks that hold some rows of a weight each may observe them apart: ``"extremes"``, ranges of one scale are
+    #: joined by minimum and maximum; ``"search"``, each scale by itself. None: the weight is observed whole. Not
+    #: inherited: a subclass may look at more than its rows.
+    rows_apart: ClassVar[str | None] = None
+
     #: declared hyperparameters and their defaults; each becomes an attribute. None: takes anything.
     hyperparameters: ClassVar[dict[str, Any] | None] = None
 

@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.moments import channel_squares
-from lightning_obs.numerics.range_search import search_range
 from lightning_obs.numerics.reshape import flatten_for_calibration
 from lightning_obs.observers.base import Observer
 from lightning_obs.observers.mse import MemorylessMSEObserver
@@ -56,6 +55,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         "norm": 3.0,
         "strict": True,
     }
+    rows_apart: ClassVar[str | None] = "search"
     strict: bool
     input_squares: torch.Tensor
     input_count: torch.Tensor
@@ -128,18 +128,18 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
             if importance is not None:
                 importance = self._like_observed(importance.to(value.device), value, g_idx)
             observed = flatten_for_calibration(value, self.base_name, self.args, g_idx)
-            steps = max(1, int(self.maxshrink * self.grid)) + 1
-            self.min_vals, self.max_vals = search_range(
-                observed,
-                self.args,
-                [1 - step / self.grid for step in range(steps)],
-                patience=self.patience or None,
-                norm=self.norm,
-                expand=self.expand,
-                importance=importance,
-                compile=self.compile,
-            )
+            self.min_vals, self.max_vals = self._search(observed, importance)
         return self
+
+    @override
+    def candidates(self) -> list[float]:
+        steps = max(1, int(self.maxshrink * self.grid)) + 1
+        return [1 - step / self.grid for step in range(steps)]
+
+    @property
+    @override
+    def idle_limit(self) -> int | None:
+        return self.patience or None
 
     def _like_observed(self, importance: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None) -> torch.Tensor:
         """Importance of the columns in the layout of the observed weight, broadcastable to ``(*Q, G)``."""
@@ -170,3 +170,4 @@ class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
         "norm": 2.4,
         "expand": 1.8,
     }
+    rows_apart: ClassVar[str | None] = "search"

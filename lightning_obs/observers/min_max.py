@@ -22,6 +22,7 @@ class MemorylessMinMaxObserver(Observer):
     """
 
     hyperparameters: ClassVar[dict[str, Any] | None] = {}
+    rows_apart: ClassVar[str | None] = "extremes"
 
     @property
     @override
@@ -43,6 +44,7 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
 
     _act_sync_dict: ClassVar[dict[str, Any]] = {"min_vals": dist.ReduceOp.MIN, "max_vals": dist.ReduceOp.MAX}
     hyperparameters: ClassVar[dict[str, Any] | None] = {}
+    rows_apart: ClassVar[str | None] = "extremes"
 
     @override
     def merge(self, measured: MinMaxTuple) -> None:
@@ -66,3 +68,4 @@ class MinMaxObserver(MovingAverageObserver, MemorylessMinMaxObserver):
     """
 
     hyperparameters: ClassVar[dict[str, Any] | None] = {}
+    rows_apart: ClassVar[str | None] = "extremes"

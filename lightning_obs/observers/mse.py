@@ -58,6 +58,10 @@ class MemorylessMSEObserver(Observer):
     norm: float
     expand: float
     compile: Compile
+    rows_apart: ClassVar[str | None] = "search"
+    #: how many candidates to visit, without an early stop, noting which of them improved any scale; None: the rule
+    visits: int | None = None
+    improved: torch.Tensor
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
@@ -82,14 +86,8 @@ class MemorylessMSEObserver(Observer):
             return super().forward(value, g_idx)
         with torch.inference_mode(False), torch.no_grad():
             self._remember_initial_state()
-            self.merge(search_block_range(value, self.args, **self._search))
+            self.merge(self._search(value, in_blocks=True))
         return self
-
-    @property
-    def _search(self) -> dict[str, Any]:
-        factors = shrink_factors(self.maxshrink, self.grid)
-        names = ("patience", "norm", "expand", "compile")
-        return {"factors": factors, **{name: getattr(self, name) for name in names}}
 
     @property
     @override
@@ -99,7 +97,29 @@ class MemorylessMSEObserver(Observer):
 
     @override
     def measure(self, observed: torch.Tensor) -> MinMaxTuple:
-        return search_range(observed, self.args, **self._search)
+        return self._search(observed)
+
+    def candidates(self) -> list[float]:
+        """The factors to try, in their order."""
+        return shrink_factors(self.maxshrink, self.grid)
+
+    @property
+    def idle_limit(self) -> int | None:
+        """The search ends after so many candidates in a row that improved nothing; None: it visits all."""
+        return self.patience
+
+    def _search(
+        self, observed: torch.Tensor, importance: torch.Tensor | None = None, in_blocks: bool = False
+    ) -> MinMaxTuple:
+        factors, patience, improved = self.candidates(), self.idle_limit, None
+        if self.visits is not None:
+            factors, patience = factors[: self.visits], None
+            improved = self.improved = torch.zeros(len(factors), dtype=torch.bool)
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("norm", "expand", "compile")}
+        options |= {"patience": patience, "improved": improved}
+        if in_blocks:
+            return search_block_range(observed, self.args, factors, **options)
+        return search_range(observed, self.args, factors, importance=importance, **options)
 
     @override
     def merge(self, measured: MinMaxTuple) -> None:
@@ -116,6 +136,7 @@ class MovingAverageMSEObserver(MovingAverageObserver, MemorylessMSEObserver):
     """
 
     hyperparameters: ClassVar[dict[str, Any] | None] = {}
+    rows_apart: ClassVar[str | None] = "search"
 
 
 @Observer.register("nvfp4_expanded_mse")
@@ -132,6 +153,7 @@ class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
         "grid": 200.0,
         "expand": 1.8,
     }
+    rows_apart: ClassVar[str | None] = "search"
 
 
 def _in_whole_blocks(value: torch.Tensor, args: QuantizationArgs) -> bool:

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +47,28 @@ def test_multirun_prints_one_table(command_line, tmp_path):
     assert "observer=minmax" in table
     assert "perplexity" in table
     assert (tmp_path / "sweep" / "1" / "report.json").is_file()
+
+
+@pytest.mark.parametrize("scheme", ["int8_static", pytest.param("w8a8", marks=pytest.mark.slow)])
+def test_two_ranks_of_ddp_print_and_write_once_and_give_the_scales_of_one(command_line, tmp_path, scheme):
+    common = [f"scheme={scheme}", "weight_observer=memoryless_mse", "export.verify=false"]
+    if scheme == "int8_static":
+        common.append("observer=static_minmax")
+    ranks = command_line(*common, "trainer.devices=2", "trainer.strategy=ddp", "export.folder=two", "output_dir=run")
+    assert ranks.returncode == 0, ranks.stderr
+    assert ranks.stdout.count("· calibrating") == 1
+    assert ranks.stdout.count("wrote two") == 1
+    assert " batches x 2 ranks" in ranks.stdout
+    assert (tmp_path / "run" / "report.json").is_file()
+    one = command_line(*common, "evaluate=false", "report.layer_error_batches=0", "export.folder=one")
+    assert one.returncode == 0, one.stderr
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("one", "two")]
+    assert files[0].keys() == files[1].keys()
+    for name, value in files[0].items():
+        if name.endswith("input_scale"):  # the forward's own rounding depends on how many rows a batch has
+            torch.testing.assert_close(value, files[1][name], rtol=1e-5, atol=0)
+        else:
+            assert torch.equal(value, files[1][name]), name
 
 
 @pytest.mark.slow

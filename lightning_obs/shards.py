@@ -1,0 +1,317 @@
+"""Observe weights whose rows lie on several ranks (FSDP2), and give every rank the whole weight's ranges.
+
+Method. A scale of a channel, a group or a block depends on its own rows only, so each rank observes the rows that it
+holds, with an observer of their own, and sends the ranges: no weight travels. Ranges of one scale that several ranks
+found (a whole tensor, a block across the edge of two shards) are joined by minimum and maximum, where the observer is
+an extreme.
+
+A search for the least error stops when some candidates in a row improved no scale *of the whole tensor*. A shard cannot
+know that, so it visits all candidates and notes which of them improved any of its rows. From all ranks' notes each rank
+derives where one device would have stopped. Only if a shard improved after that, it searches again up to there, and
+the ranges are sent once more. So the range found is one device's, at the price of the early stop.
+
+What cannot be decided row by row (a search over a whole tensor or over a block across two shards, a histogram, an
+observer of the user's) sees the whole weight, on one rank: weights are gathered one at a time, in an order that is the
+same on all ranks, one for each rank before they all search. A rank never holds more than two whole weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from compressed_tensors.quantization import QuantizationStrategy
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_obs.agreement import Key
+from lightning_obs.errors import CalibrationError
+from lightning_obs.modules import is_sharded, rows_come_first, to_matrix, weight_matrix, whole_tensor
+from lightning_obs.observers import Observer
+from lightning_obs.observers.mse import MemorylessMSEObserver
+from lightning_obs.sync import Collectives, Synced, share_weights
+
+#: first row and row after the last, on one rank
+Rows: TypeAlias = tuple[int, int]
+#: ``(key, observer, weight or rows of it)``
+Observe: TypeAlias = Callable[[Key, Observer, torch.Tensor], object]
+
+
+def rows_by_rank(observer: Observer, module: nn.Module, collectives: Collectives) -> list[Rows] | None:
+    """The rows that each rank observes by itself; None if the weight has to be seen whole. Alike on all ranks.
+
+    Args:
+        observer: of the module's weight.
+        module: its weight is sharded.
+        collectives: the ranks.
+    """
+    weight = module.weight
+    assert isinstance(weight, DTensor)
+    ranks = weight.device_mesh.mesh.flatten().tolist()
+    # A strided shard (tensor parallelism below FSDP) is a subclass and holds other rows.
+    by_rows = len(weight.placements) == 1 and type(weight.placements[0]) is Shard and weight.placements[0].dim == 0
+    if not by_rows or not rows_come_first(module) or len(ranks) != collectives.size or ranks != sorted(ranks):
+        return None
+    each = -(-weight.shape[0] // len(ranks))
+    rows = [(min(r * each, weight.shape[0]), min((r + 1) * each, weight.shape[0])) for r in range(len(ranks))]
+    kind = vars(type(observer)).get("rows_apart")  # not inherited
+    if kind is None:
+        return None
+    height = _height(observer)
+    if kind == "search" and (height is None or any(start % height for start, stop in rows if start < stop)):
+        return None
+    return rows
+
+
+def _height(observer: Observer) -> int | None:
+    """Rows of one scale; None: all of them."""
+    if observer.args.strategy == QuantizationStrategy.TENSOR:
+        return None
+    structure = observer.args.block_structure if observer.args.strategy == QuantizationStrategy.BLOCK else None
+    return 1 if structure is None else int(structure[0])
+
+
+@dataclass
+class Weights:
+    """The weights of a calibration, as this rank holds them.
+
+    Attributes:
+        modules: whose weights are observed.
+        observers: of these weights.
+        collectives: how to talk to the other ranks.
+    """
+
+    modules: Mapping[Key, nn.Module]
+    observers: Mapping[Key, Observer]
+    collectives: Collectives
+    _rows: dict[Key, list[Rows]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, module in self.modules.items():
+            if not is_sharded(_weight(module)):
+                continue
+            if self.collectives.size == 1:
+                raise CalibrationError(
+                    "the weight is sharded over ranks, and the session was not told of them",
+                    where=[key[0]],
+                    remedy="CalibrationSession(..., collectives=Collectives.of_group()), on every rank.",
+                )
+            rows = rows_by_rank(self.observers[key], module, self.collectives)
+            if rows is not None:
+                self._rows[key] = rows
+
+    @property
+    def sizes(self) -> dict[Key, int]:
+        """Elements of each weight that one rank observes whole: these are shared out."""
+        return {key: _weight(module).numel() for key, module in self.modules.items() if key not in self._rows}
+
+    def observe(
+        self,
+        keys: Sequence[Key],
+        owners: Mapping[Key, int],
+        failure: Exception | None,
+        observe: Observe = lambda key, observer, rows: observer(rows),
+    ) -> int:
+        """Let the observers of ``keys`` observe their weights, shared out over ranks. All end with all ranges.
+
+        Args:
+            keys: the same on every rank.
+            owners: for each of :attr:`sizes` the rank that observes it.
+            failure: what went wrong before.
+            observe: makes an observer of ``key`` look at the weight, or at rows of it.
+
+        Returns:
+            how many collectives this took, gathered weights not counted.
+
+        Raises:
+            CalibrationError: on every rank alike, see :func:`~lightning_obs.sync.share_weights`.
+        """
+        whole = {key: self.observers[key] for key in keys if key not in self._rows}
+        shards = [shard for key in keys if key in self._rows for shard in self._shards(key)]
+        gathered = self._observe_gathered(
+            [key for key in whole if is_sharded(_weight(self.modules[key]))], owners, failure, observe
+        )
+        parts = {shard.key: shard for shard in shards}
+
+        def search(key: Key) -> None:
+            if key in parts:
+                self._observe_rows(parts[key], observe)
+            elif key in gathered:
+                problem = gathered[key]
+                if problem is not None:
+                    raise problem
+            else:
+                observe(key, self.observers[key], _matrix(self.modules[key]))
+
+        shared = self._share(whole, shards, owners, search, failure)
+        again = [shard for found in _by_weight(shards).values() for shard in _stopped_too_late(found)]
+        if again:
+            self._share({}, again, {}, search, None)
+        for key, found in _by_weight(shards).items():
+            self.observers[key].load_statistics(_joined(found))
+        return shared.collectives * (2 if again else 1)
+
+    def _share(
+        self,
+        whole: Mapping[Key, Observer],
+        shards: Sequence[_Shard],
+        owners: Mapping[Key, int],
+        search: Callable[[Key], None],
+        failure: Exception | None,
+    ) -> Synced:
+        observers = {**whole, **{shard.key: shard.observer for shard in shards}}
+        owners = {**owners, **{shard.key: shard.rank for shard in shards}}
+        return share_weights(observers, owners, search, self.collectives, failure)
+
+    # ------------------------------------------------------------------ rows of each rank
+
+    def _shards(self, key: Key) -> Iterator[_Shard]:
+        """One for each rank that has rows; every rank makes all of them, to receive their ranges."""
+        whole = self.observers[key]
+        for rank, (start, stop) in enumerate(self._rows[key]):
+            if start == stop:
+                continue
+            observer = type(whole)(whole.base_name, whole.args)
+            for name in whole.input_statistics:  # all ranks have them by now
+                if hasattr(whole, name):
+                    setattr(observer, name, getattr(whole, name))
+            if isinstance(observer, MemorylessMSEObserver):
+                observer.visits = len(observer.candidates())
+            yield _Shard(key, rank, start, stop, observer)
+
+    def _observe_rows(self, shard: _Shard, observe: Observe) -> None:
+        rows = _matrix(self.modules[shard.weight])
+        if len(rows) != shard.stop - shard.start:
+            raise CalibrationError(
+                "the weight is sharded in another way than torch.chunk does",
+                where=[shard.weight[0]],
+                got=f"{len(rows)} rows",
+                expected=f"rows {shard.start} to {shard.stop}",
+            )
+        height = _height(shard.observer)
+        above = 0 if height is None else shard.start % height
+        # Rows of the block that another rank holds are zeros here; a range has to contain zero anyway.
+        rows = nn.functional.pad(rows, (0, 0, above, 0)) if above else rows
+        observe(shard.weight, shard.observer, rows)
+
+    # ------------------------------------------------------------------ whole weights of sharded modules
+
+    def _observe_gathered(
+        self, keys: Sequence[Key], owners: Mapping[Key, int], failure: Exception | None, observe: Observe
+    ) -> dict[Key, Exception | None]:
+        """Gather these weights, each for its owner, and let it observe. What went wrong there is returned, not raised:
+        the other ranks go on gathering.
+        """
+        outcome: dict[Key, Exception | None] = {}
+        if failure is not None:  # the same on all ranks by now
+            return outcome
+        queues = [sorted(key for key in keys if owners[key] == rank) for rank in range(self.collectives.size)]
+        for turn in range(max(map(len, queues), default=0)):
+            mine: tuple[Key, torch.Tensor] | None = None
+            for rank, queue in enumerate(queues):
+                if turn < len(queue):
+                    gathered = whole_tensor(_weight(self.modules[queue[turn]]))
+                    if rank == self.collectives.rank:
+                        mine = queue[turn], gathered
+                    del gathered
+            if mine is not None:
+                outcome[mine[0]] = self._try(*mine, observe)
+        return outcome
+
+    def _try(self, key: Key, weight: torch.Tensor, observe: Observe) -> Exception | None:
+        try:
+            matrix = to_matrix(self.modules[key], weight)
+            assert matrix is not None  # preflight refused the module otherwise
+            observe(key, self.observers[key], matrix)
+        except Exception as error:
+            return error
+        return None
+
+
+@dataclass
+class _Shard:
+    """The rows ``start`` to ``stop`` of a weight, on one rank."""
+
+    weight: Key
+    rank: int
+    start: int
+    stop: int
+    observer: Observer
+
+    @property
+    def key(self) -> Key:
+        return self.weight[0], f"{self.weight[1]} rows {self.start} to {self.stop - 1}"
+
+
+def _by_weight(shards: Sequence[_Shard]) -> dict[Key, list[_Shard]]:
+    found: dict[Key, list[_Shard]] = {}
+    for shard in shards:
+        found.setdefault(shard.weight, []).append(shard)
+    return found
+
+
+def _stopped_too_late(shards: Sequence[_Shard]) -> Sequence[_Shard]:
+    """The shards of a weight, made ready to search again, if one of them went on where one device would have stopped.
+
+    All ranks have all shards' notes, so they answer alike.
+    """
+    first = shards[0].observer
+    if not isinstance(first, MemorylessMSEObserver) or first.idle_limit is None:
+        return []
+    improved = torch.stack([_notes(shard.observer) for shard in shards]).any(0)
+    stop = _visited(improved.tolist(), first.idle_limit)
+    if not bool(improved[stop:].any()):
+        return []
+    for shard in shards:
+        shard.observer.reset()
+        assert isinstance(shard.observer, MemorylessMSEObserver)
+        shard.observer.visits = stop
+    return shards
+
+
+def _notes(observer: Observer) -> torch.Tensor:
+    assert isinstance(observer, MemorylessMSEObserver)
+    return observer.improved.cpu()
+
+
+def _visited(improved: Sequence[bool], idle_limit: int) -> int:
+    """How many candidates a search visits that stops after so many in a row that improved nothing.
+
+    >>> _visited([True, False, True, False, False, True], idle_limit=2)
+    5
+    """
+    idle = 0
+    for number, one in enumerate(improved):
+        idle = 0 if one else idle + 1
+        if idle >= max(1, idle_limit):
+            return number + 1
+    return len(improved)
+
+
+def _joined(shards: Sequence[_Shard]) -> dict[str, torch.Tensor]:
+    """The range of the whole weight: rows below rows, and the wider of two where scales are shared."""
+    ranges = []
+    for shard in shards:
+        low, high = shard.observer.get_min_max()
+        height = _height(shard.observer)
+        ranges.append((0 if height is None else shard.start // height, low, high))
+    low, high = ranges[0][1:]
+    count = max(first + len(part) for first, part, _ in ranges)
+    lows, highs = low.new_full((count, *low.shape[1:]), torch.inf), high.new_full((count, *high.shape[1:]), -torch.inf)
+    for first, low, high in ranges:
+        part = slice(first, first + len(low))
+        lows[part], highs[part] = torch.minimum(lows[part], low), torch.maximum(highs[part], high)
+    return {"min_vals": lows, "max_vals": highs}
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    assert isinstance(module.weight, torch.Tensor)
+    return module.weight
+
+
+def _matrix(module: nn.Module) -> torch.Tensor:
+    matrix = weight_matrix(module)
+    assert matrix is not None  # preflight refused the module otherwise
+    return matrix
