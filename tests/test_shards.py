@@ -49,9 +49,9 @@ class Layers(nn.Module):
         self.to(dtype)
 
     def forward(self, x):
-        return sum(
-            layer(x).sum(-1) for layer in (self.odd, self.few, self.q_proj, self.k_proj, self.v_proj, self.plain)
-        )
+        outputs = [layer(x) for layer in (self.odd, self.few, self.q_proj, self.k_proj, self.v_proj)]
+        outputs.append(self.plain(x.to(self.plain.weight.dtype)))  # it is no part of FSDP's mixed precision
+        return torch.cat(outputs, -1)
 
 
 def shard(model, **options):

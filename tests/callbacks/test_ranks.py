@@ -71,7 +71,7 @@ def on_share(rank, ranks, entry, x, options):
 
 
 @pytest.mark.parametrize("entry", ["validate", "fit"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("count", [13, 16, 3, 1])
 def test_ddp_writes_the_qparams_of_one_device(entry, ranks, count):
     """Also where ranks do not divide the samples: what DistributedSampler repeats is left out, and told."""
