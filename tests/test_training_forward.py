@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import socket
 
 import pytest
 import torch
@@ -378,12 +379,12 @@ def test_the_forward_holds_no_reference_to_a_deleted_model(mlp):
 # ---------------------------------------------------------------------- several ranks
 
 
-def _train_a_rank(rank, world_size, store, sharded, queue):
+def _train_a_rank(rank, world_size, port, sharded, queue):
     """Two steps on this rank's rows of the batch; the gradients of the whole batch go to the queue."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     model = _calibrated_everything()
     if sharded:
         mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
@@ -417,12 +418,13 @@ def _two_steps(run, model, batch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
-def test_two_ranks_have_the_gradients_of_one(sharded, tmp_path):
+def test_two_ranks_have_the_gradients_of_one(sharded):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    ranks = [
-        context.Process(target=_train_a_rank, args=(rank, 2, tmp_path / "store", sharded, queue)) for rank in range(2)
-    ]
+    ranks = [context.Process(target=_train_a_rank, args=(rank, 2, port, sharded, queue)) for rank in range(2)]
     for rank in ranks:
         rank.start()
     model = _calibrated_everything()
@@ -430,6 +432,8 @@ def test_two_ranks_have_the_gradients_of_one(sharded, tmp_path):
     expected = _two_steps(model, model, tokens().repeat(2, 1))
     for rank in ranks:
         rank.join(120)
+        if rank.exitcode is None:
+            rank.kill()
         assert rank.exitcode == 0
     found = queue.get()
     for name, grad in expected.items():
