@@ -13,7 +13,7 @@ EXPECTED = {
     "01_weights_only": "14 modules",
     "02_fp8_in_validate": "largest difference of logits after reloading: 0.0",
     "03_own_module": "largest difference after loading: 0.0",
-    "05_fine_tune": "largest difference after loading: 0.0",
+    "07_fine_tune": "largest difference after loading: 0.0",
     "04_own_observer": "two_sigma {'0': '[",
     "05_ddp": "14 modules on 2 ranks in 5 collectives",
     "06_fsdp2": "14 modules on 2 ranks",

@@ -1,6 +1,6 @@
 """Fine-tune your own module through 3-bit weights and 4-bit inputs, where calibration alone is not enough.
 
-python examples/05_fine_tune.py --out stripes_w3a4
+python examples/07_fine_tune.py --out stripes_w3a4
 """
 
 import argparse
