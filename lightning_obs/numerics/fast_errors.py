@@ -160,8 +160,10 @@ class FastErrors:
     ) -> torch.Tensor:
         """``sum |u - round(u)| ** norm``, ``u = values / scale + zero_point``: (C, R), in units of each scale."""
         values = values.float()
+        if not _compiling():
+            return self._sums_in_place(values, importance, inverse, zero_point, numbers)
         totals = []
-        for number in range(AT_ONCE if _compiling() else len(inverse)):
+        for number in range(AT_ONCE):
             scaled = values * inverse[number].unsqueeze(-1)
             if zero_point is not None:
                 scaled = scaled.add_(zero_point[number].unsqueeze(-1))
@@ -172,6 +174,34 @@ class FastErrors:
                 error = error.mul_(importance)
             totals.append(error.sum(-1))
         return torch.stack(totals)
+
+    def _sums_in_place(
+        self,
+        values: torch.Tensor,
+        importance: torch.Tensor | None,
+        inverse: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        numbers: Numbers,
+    ) -> torch.Tensor:
+        """:meth:`sums`, one operation after another, without fresh memory for each: that costs a third of the time."""
+        total = torch.empty_like(inverse)
+        scaled, near, power = torch.empty((3, *values.shape), device=values.device)
+        for number in range(len(inverse)):
+            torch.mul(values, inverse[number].unsqueeze(-1), out=scaled)
+            if zero_point is not None:
+                scaled.add_(zero_point[number].unsqueeze(-1))
+            torch.clamp(scaled, numbers.low, numbers.high, out=near)
+            if self.integers:
+                near.round_()
+            else:  # as round_to_grid
+                torch.bitwise_and(near.view(torch.int32), 0x7F800000, out=power.view(torch.int32))
+                power.clamp_(min=numbers.normal).mul_(numbers.magic)
+                near.add_(power).sub_(power)
+            error = self._power(scaled.sub_(near).abs_(), numbers)
+            if importance is not None:
+                error.mul_(importance)
+            torch.sum(error, -1, out=total[number])
+        return total
 
     def _power(self, error: torch.Tensor, numbers: Numbers) -> torch.Tensor:
         if self.whole is not None:

@@ -195,8 +195,6 @@ class _Search:
         kind = torch.uint8 if len(factors) <= 256 else torch.int16
         self.index = torch.zeros(rows.count, dtype=kind, device=rows.device)
         self.finished = torch.zeros(rows.count, dtype=torch.bool, device=rows.device)
-        # Clipping shows after few factors where the steps are small: look again before the next few.
-        self.at_once = AT_ONCE if self.compiled or grid.steps < 32 else 2
 
     def run(self, patience: int | None) -> list[bool]:
         """Visit factors until ``patience`` of them in a row improved nothing; say of each if it improved any."""
@@ -225,8 +223,8 @@ class _Search:
         numbers = torch.arange(which.start, which.stop, device=self.rows.device).unsqueeze(-1)
         for start in range(0, self.rows.count, self.step):
             part = slice(start, min(start + self.step, self.rows.count))
-            for first in range(0, len(which), self.at_once):
-                some = slice(first, first + self.at_once)
+            for first in range(0, len(which), AT_ONCE):
+                some = slice(first, first + AT_ONCE)
                 rows = self._unfinished(part)
                 if rows is not None:
                     improved_any[some] |= self._measure(rows, numbers[some])
