@@ -29,6 +29,8 @@ def select_tokens(value: torch.Tensor, mask: torch.Tensor, name: str, heads: boo
     """
     chosen = mask.to(value.device).bool()
     if chosen.ndim == 1:
+        if not bool(chosen.any()):  # nothing of this batch counts, whatever the shape
+            return value[:0]
         if len(value) == len(chosen):
             return value[chosen]
         if value.ndim == 2 and len(chosen) and len(value) % len(chosen) == 0:
@@ -48,11 +50,16 @@ def select_tokens(value: torch.Tensor, mask: torch.Tensor, name: str, heads: boo
 
 def _unknown_rows(value: torch.Tensor, mask: torch.Tensor, name: str) -> CalibrationError:
     return CalibrationError(
-        "which rows are padding cannot be told from the shape",
+        "which rows are padding cannot be told from the shape"
+        if mask.ndim == 2
+        else "which rows are of samples that DistributedSampler repeated cannot be told from the shape",
         where=[name],
-        got=f"an activation of shape {tuple(value.shape)}, a token mask of shape {tuple(mask.shape)}",
+        got=f"an activation of shape {tuple(value.shape)}, a {'token' if mask.ndim == 2 else 'sample'} mask of shape "
+        f"{tuple(mask.shape)}",
         expected="(batch, tokens, channels) or (batch * tokens, channels)",
-        remedy="list the module in `ignore`, or calibrate without padding and without token_mask.",
+        remedy="list the module in `ignore`, or calibrate without padding and without token_mask."
+        if mask.ndim == 2
+        else "list the module in `ignore`, or calibrate on a number of samples that the ranks divide.",
     )
 
 

@@ -120,6 +120,23 @@ def test_ranks_may_have_unequal_numbers_of_batches_or_none(parts):
         assert batches == -(-len(part) // 3)
 
 
+def test_a_batch_of_nothing_but_repeats_reaches_no_expert():
+    """2 samples on 4 ranks: those of ranks 2 and 3 are repeats, and an expert's rows do not say so by their number."""
+    x = samples(2, experts=(0, 1))
+    expected = alone(x, ignore=["experts.2"])
+    for qparams, _, _ in run_ranks(on_share, 4, 4, "validate", x, {"ignore": ["experts.2"]}):
+        assert same(qparams, expected)
+
+
+def test_a_repeat_among_an_experts_rows_is_an_error_that_says_what_to_do():
+    def expect(rank, error):
+        text = "which rows are of samples that DistributedSampler repeated" if rank == 2 else "another rank ended"
+        return text in error
+
+    results = run_ranks(on_experts, 3, 3, samples(11, experts=(0, 1, 2)), {}, timeout=30)
+    assert [expect(rank, error) for rank, (error, _, _) in enumerate(results)] == [True] * 3
+
+
 # ---------------------------------------------------------------------- what ranks do not share
 
 
@@ -127,7 +144,7 @@ def on_experts(rank, ranks, x, options):
     like_torchrun(rank, ranks)
     callback = calibration(**options)
     with_trainer = trainer(callback, ranks=ranks)
-    error, said = caught(lambda: with_trainer.validate(Module(), loader(x), verbose=False))
+    error, said = caught(lambda: with_trainer.validate(Module(logs=False), loader(x), verbose=False))
     return error, said, None if error else callback.result.qparams
 
 
