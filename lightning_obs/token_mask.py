@@ -35,7 +35,7 @@ def select_tokens(value: torch.Tensor, mask: torch.Tensor, name: str, heads: boo
             return value[chosen]
         if value.ndim == 2 and len(chosen) and len(value) % len(chosen) == 0:
             return value.unflatten(0, (len(chosen), -1))[chosen].flatten(0, 1)
-        raise _unknown_rows(value, mask, name)
+        raise _unknown_samples(value, mask, name)
     batch, tokens = chosen.shape
     if heads and value.ndim == 4 and (len(value), value.shape[2]) == (batch, tokens):
         return value.transpose(1, 2)[chosen].transpose(0, 1).unsqueeze(0)
@@ -50,16 +50,11 @@ def select_tokens(value: torch.Tensor, mask: torch.Tensor, name: str, heads: boo
 
 def _unknown_rows(value: torch.Tensor, mask: torch.Tensor, name: str) -> CalibrationError:
     return CalibrationError(
-        "which rows are padding cannot be told from the shape"
-        if mask.ndim == 2
-        else "which rows are of samples that DistributedSampler repeated cannot be told from the shape",
+        "which rows are padding cannot be told from the shape",
         where=[name],
-        got=f"an activation of shape {tuple(value.shape)}, a {'token' if mask.ndim == 2 else 'sample'} mask of shape "
-        f"{tuple(mask.shape)}",
+        got=f"an activation of shape {tuple(value.shape)}, a token mask of shape {tuple(mask.shape)}",
         expected="(batch, tokens, channels) or (batch * tokens, channels)",
-        remedy="list the module in `ignore`, or calibrate without padding and without token_mask."
-        if mask.ndim == 2
-        else "list the module in `ignore`, or calibrate on a number of samples that the ranks divide.",
+        remedy="list the module in `ignore`, or calibrate without padding and without token_mask.",
     )
 
 
@@ -76,3 +71,13 @@ def require_mask(mask: object, where: str) -> torch.Tensor:
             expected="a tensor (batch, tokens), nonzero for a token that counts",
         )
     return mask
+
+
+def _unknown_samples(value: torch.Tensor, mask: torch.Tensor, name: str) -> CalibrationError:
+    return CalibrationError(
+        "which rows are of samples that DistributedSampler repeated cannot be told from the shape",
+        where=[name],
+        got=f"an activation of shape {tuple(value.shape)}, a batch of {len(mask)} samples",
+        expected="(batch, ...) or (batch * tokens, channels)",
+        remedy="list the module in `ignore`, or calibrate on a number of samples that the ranks divide.",
+    )
