@@ -29,11 +29,13 @@ def select_tokens(value: torch.Tensor, mask: torch.Tensor, name: str, heads: boo
     """
     chosen = mask.to(value.device).bool()
     if chosen.ndim == 1:
+        if not bool(chosen.any()):  # nothing of this batch counts, whatever the shape
+            return value[:0]
         if len(value) == len(chosen):
             return value[chosen]
         if value.ndim == 2 and len(chosen) and len(value) % len(chosen) == 0:
             return value.unflatten(0, (len(chosen), -1))[chosen].flatten(0, 1)
-        raise _unknown_rows(value, mask, name, heads)
+        raise _unknown_samples(value, mask, name)
     batch, tokens = chosen.shape
     if heads and value.ndim == 4 and (len(value), value.shape[2]) == (batch, tokens):
         return value.transpose(1, 2)[chosen].transpose(0, 1).unsqueeze(0)
@@ -71,3 +73,13 @@ def require_mask(mask: object, where: str) -> torch.Tensor:
             expected="a tensor (batch, tokens), nonzero for a token that counts",
         )
     return mask
+
+
+def _unknown_samples(value: torch.Tensor, mask: torch.Tensor, name: str) -> CalibrationError:
+    return CalibrationError(
+        "which rows are of samples that DistributedSampler repeated cannot be told from the shape",
+        where=[name],
+        got=f"an activation of shape {tuple(value.shape)}, a batch of {len(mask)} samples",
+        expected="(batch, ...) or (batch * tokens, channels)",
+        remedy="list the module in `ignore`, or calibrate on a number of samples that the ranks divide.",
+    )

@@ -10,14 +10,14 @@ import atexit
 import os
 import pickle
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection, get_context
-from pathlib import Path
 from typing import Any
+
+from torch import distributed as dist
 
 _GRACE = 5.0  # seconds that the other ranks have to end after one has failed
 _STARTING = 120.0  # seconds for new processes to import what they need; not part of a test's time limit
@@ -39,14 +39,15 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: flo
     """
     _start(ranks)
     members = _ranks[:ranks]
-    with tempfile.TemporaryDirectory() as folder:
-        for rank, (_, pipe) in enumerate(members):
-            pipe.send_bytes(pickle.dumps((rank, ranks, str(Path(folder) / "store"), timeout)))
-            pipe.send_bytes(pickle.dumps((function, args)))
-        _await_ready([pipe for _, pipe in members])
-        for _, pipe in members:
-            pipe.send_bytes(b"go")
-        results = _collect(members, timeout)
+    # Here, so that a rank that ends early does not take it along, and on a port that nobody else can get meanwhile.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for rank, (_, pipe) in enumerate(members):
+        pipe.send_bytes(pickle.dumps((rank, ranks, store.port, timeout)))
+        pipe.send_bytes(pickle.dumps((function, args)))
+    _await_ready([pipe for _, pipe in members])
+    for _, pipe in members:
+        pipe.send_bytes(b"go")
+    results = _collect(members, timeout)
     failed = [f"rank {rank}:\n{text}" for rank, (done, text) in sorted(results.items()) if not done]
     if failed:
         raise RuntimeError("\n".join(failed))
@@ -106,21 +107,20 @@ def _collect(members: list[tuple[Any, connection.Connection]], timeout: float) -
 def _serve(pipe: connection.Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
-    from torch import distributed as dist
 
     torch.set_num_threads(1)
     while True:
         try:
-            rank, ranks, store, timeout = pickle.loads(pipe.recv_bytes())
+            rank, ranks, port, timeout = pickle.loads(pipe.recv_bytes())
             function, args = pickle.loads(pipe.recv_bytes())
             pipe.send_bytes(b"ready")
             pipe.recv_bytes()
         except (EOFError, OSError):
             sys.exit()
         try:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
-            )
+            limit = timedelta(seconds=timeout)
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
             torch.manual_seed(0)
             result = True, function(rank, *args)
         except BaseException:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_obs import CalibrationError, CalibrationSession, quantized
 from lightning_obs.modules import trained_since, weight_checksum
+from lightning_obs.observers.mse import MemorylessMSEObserver
 from lightning_obs.sync import Collectives
 from tests.distributed import run_ranks
 
@@ -161,6 +162,27 @@ def test_a_search_stops_where_one_device_would_and_not_where_a_shard_would():
         took = {case: collectives for case, (_, collectives) in results.items()}
         assert took["channel4", "memoryless_mse", 1] == 5, took  # two more: it searched again, the rule mattered
         assert max(took.values()) <= 8, took
+
+
+def on_counting(rank):
+    model = fully_shard(nn.Sequential(nn.Linear(32, 65), nn.Linear(32, 33)))
+    searched, measure = [], MemorylessMSEObserver.measure
+
+    def counting(self, observed):
+        searched.append(observed.numel())
+        return measure(self, observed)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(MemorylessMSEObserver, "measure", counting)
+        calibrate(model, [], Collectives.of_group(), **options("group", "memoryless_mse"))
+    return sum(searched)
+
+
+def test_each_rank_searches_at_most_its_share_of_the_elements():
+    total = 32 * (65 + 33)
+    searched = run_ranks(on_counting, 2)
+    assert sum(searched) == total
+    assert max(searched) <= 0.55 * total
 
 
 # ---------------------------------------------------------------------- what else looks at weights

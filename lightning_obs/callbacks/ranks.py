@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    XLAStrategy,
+)
 from torch import distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
@@ -48,7 +55,15 @@ def collectives_of(trainer: Trainer) -> Collectives:
 
 def _require_known(trainer: Trainer) -> None:
     strategy = trainer.strategy
-    if not isinstance(strategy, (DDPStrategy, ModelParallelStrategy)):
+    if getattr(strategy, "_start_method", "popen") != "popen":
+        raise CalibrationError(
+            "what processes that end with the run (ddp_spawn, ddp_fork, ddp_notebook) calibrate is lost with them",
+            expected="strategy 'ddp', which runs the script once on each rank",
+            remedy="Trainer(strategy='ddp'), or one device in a notebook.",
+        )
+    # These are subclasses of DDPStrategy, but a rank may hold a part of the weights only.
+    other = isinstance(strategy, (DeepSpeedStrategy, XLAStrategy))
+    if other or not isinstance(strategy, (DDPStrategy, ModelParallelStrategy)):
         fsdp1 = isinstance(strategy, FSDPStrategy)
         raise CalibrationError(
             f"calibration under {type(strategy).__name__} is not supported",

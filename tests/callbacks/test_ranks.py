@@ -9,9 +9,12 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.strategies import FSDPStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_obs import CalibrationError, load_checkpoint, quantized
+from lightning_obs.callbacks.ranks import collectives_of
 from lightning_obs.errors import CalibrationWarning
 from lightning_obs.modules import read_qparams
 from lightning_obs.observers.mse import MemorylessMSEObserver
@@ -120,6 +123,23 @@ def test_ranks_may_have_unequal_numbers_of_batches_or_none(parts):
         assert batches == -(-len(part) // 3)
 
 
+def test_a_batch_of_nothing_but_repeats_reaches_no_expert():
+    """2 samples on 4 ranks: those of ranks 2 and 3 are repeats, and an expert's rows do not say so by their number."""
+    x = samples(2, experts=(0, 1))
+    expected = alone(x, ignore=["experts.2"])
+    for qparams, _, _ in run_ranks(on_share, 4, 4, "validate", x, {"ignore": ["experts.2"]}):
+        assert same(qparams, expected)
+
+
+def test_a_repeat_among_an_experts_rows_is_an_error_that_says_what_to_do():
+    def expect(rank, error):
+        text = "which rows are of samples that DistributedSampler repeated" if rank == 2 else "another rank ended"
+        return text in error
+
+    results = run_ranks(on_experts, 3, 3, samples(11, experts=(0, 1, 2)), {}, timeout=30)
+    assert [expect(rank, error) for rank, (error, _, _) in enumerate(results)] == [True] * 3
+
+
 # ---------------------------------------------------------------------- what ranks do not share
 
 
@@ -127,7 +147,7 @@ def on_experts(rank, ranks, x, options):
     like_torchrun(rank, ranks)
     callback = calibration(**options)
     with_trainer = trainer(callback, ranks=ranks)
-    error, said = caught(lambda: with_trainer.validate(Module(), loader(x), verbose=False))
+    error, said = caught(lambda: with_trainer.validate(Module(logs=False), loader(x), verbose=False))
     return error, said, None if error else callback.result.qparams
 
 
@@ -292,6 +312,35 @@ def test_rank_0_writes_a_checkpoint_that_loads_and_nobody_waits(tmp_path):
     for _, outputs in results:
         with torch.no_grad():
             assert torch.equal(loaded(samples(5)), outputs)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+class OnCPU(FSDPStrategy):
+    """FSDP1, which Lightning refuses on CPUs; for tests."""
+
+    def _setup_model(self, model):
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
+
+
+def on_refused(rank, how):
+    like_torchrun(rank, 2)
+    strategy = OnCPU(use_orig_params=True) if how == "fsdp" else how
+    with_trainer = trainer(calibration(), ranks=2, strategy=strategy)
+    return caught(lambda: with_trainer.validate(Module(), loader(EVERY), verbose=False))[0]
+
+
+def test_fsdp1_is_refused_on_every_rank_and_the_error_names_fsdp2():
+    for error in run_ranks(on_refused, 2, "fsdp", timeout=30):
+        assert "calibration under OnCPU is not supported" in error
+        assert "use FSDP2: ModelParallelStrategy" in error
+
+
+def test_processes_that_end_with_the_run_are_refused():
+    with_trainer = trainer(calibration(), ranks=2, strategy="ddp_fork")
+    with pytest.raises(CalibrationError, match="is lost with them"):
+        collectives_of(with_trainer)
 
 
 # ---------------------------------------------------------------------- work shared out
