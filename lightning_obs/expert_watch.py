@@ -83,7 +83,7 @@ class ExpertWatch:
                 where=[name],
                 got=f"an activation of shape {tuple(value.shape)}, a mask of shape {tuple(mask.shape)}",
                 expected="experts of linearize_experts, which know which tokens they got",
-                remedy="set calibrate_all_experts=True, or calibrate without padding, on as many samples for each rank.",
+                remedy="set calibrate_all_experts=True, or calibrate without padding, as many samples on each rank.",
             )
         mask = _of_tokens(mask, total)
         if rows is None or total != mask.numel():

@@ -255,9 +255,7 @@ def test_padding_is_kept_out_of_what_an_expert_observes_and_counts(x):
 def test_padding_of_tokens_that_a_foreign_block_selects_cannot_be_told(x):
     block = list_block()
     with (
-        pytest.raises(
-            CalibrationError, match=r"which of the rows that an expert reads are padding.*experts\.0\.gate_proj"
-        ),
+        pytest.raises(CalibrationError, match=r"which of the rows that an expert reads.*experts\.0\.gate_proj"),
         CalibrationSession(block, "INT8_STATIC", token_mask="attention_mask"),
     ):
         block(x, INDEX, attention_mask=MASK)
