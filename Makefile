@@ -51,12 +51,18 @@ parity: .venv-parity/.installed
 benchmarks: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/perplexity.py
 	$(BIN)/python benchmarks/calibration_cost.py
+	$(BIN)/python benchmarks/schemes.py
 	$(BIN)/python benchmarks/experts.py
+	$(BIN)/python benchmarks/sync.py
+	$(BIN)/python benchmarks/ranks.py
+	$(BIN)/python benchmarks/qat_step.py
+	$(BIN)/python benchmarks/qat_gradients.py
 
-# Time and ranges beside llm-compressor's, in its environment.
+# Time, ranges and quality beside llm-compressor's, in its environment.
 benchmarks-parity: .venv-parity/.installed
 	.venv-parity/bin/python benchmarks/range_search.py
 	.venv-parity/bin/python benchmarks/histogram.py
+	.venv-parity/bin/python benchmarks/quality.py
 
 clean:
 	rm -rf $(VENV) .venv-parity outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis

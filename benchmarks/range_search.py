@@ -26,6 +26,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
@@ -161,13 +163,16 @@ def show_memory(options: argparse.Namespace) -> int:
         weight = make_weight(options.rows, options.columns).to(getattr(torch, dtype))
         for case in options.case:
             name, args = CASES[case]
-            most = []
-            for make in (Observer, PeerObserver):
-                kwargs = {"compile": options.compile} if make is Observer else {}
-                observer = make.load_from_registry(name, base_name="weight", args=args.model_copy(deep=True), **kwargs)
-                most.append(peak(lambda: observer(weight)))  # noqa: B023
+            own = partial(observe_anew, Observer, name, args, weight, compile=options.compile)
+            theirs = partial(observe_anew, PeerObserver, name, args, weight)
+            most = [peak(own), peak(theirs)]
             print(f"{dtype:9} {case:26} ours {most[0] / 2**20:7.1f} MiB, peer {most[1] / 2**20:7.1f} MiB", flush=True)
     return 0
+
+
+def observe_anew(kind: Any, name: str, args: QuantizationArgs, weight: torch.Tensor, **kwargs: Any) -> object:
+    """By a new observer: at a second observation llm-compressor's does nothing."""
+    return kind.load_from_registry(name, base_name="weight", args=args.model_copy(deep=True), **kwargs)(weight)
 
 
 def peak(function: Callable[[], object]) -> int:
