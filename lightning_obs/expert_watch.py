@@ -76,15 +76,6 @@ class ExpertWatch:
     def select(self, value: torch.Tensor, mask: torch.Tensor, name: str) -> torch.Tensor:
         """:func:`select_tokens`, also inside experts that got only some tokens."""
         rows, total = self._rows(self._of.get(name))
-        if rows is None and name in self._of and not self._forcing:
-            # Whatever the number of rows is, they are some of the tokens, and nobody knows which.
-            raise CalibrationError(
-                "which of the rows that an expert reads are padding, or repeated samples, cannot be told",
-                where=[name],
-                got=f"an activation of shape {tuple(value.shape)}, a mask of shape {tuple(mask.shape)}",
-                expected="experts of linearize_experts, which know which tokens they got",
-                remedy="set calibrate_all_experts=True, or calibrate without padding, as many samples on each rank.",
-            )
         mask = _of_tokens(mask, total)
         if rows is None or total != mask.numel():
             return select_tokens(value, mask, name)
