@@ -97,51 +97,69 @@ def describe(observers: Mapping[Key, Observer], told: Iterable[Key], *, by_decla
     found = Description()
     kinds: dict[tuple[Statistic, ...], int] = {(): 0}
     found.held = dict.fromkeys(observers, 0)
-    sparse: dict[tuple[Key, str], torch.Tensor] = {}
-    reductions: dict[int, dict[str, str | None]] = {}  # by identity of the declaration, of which there are few
+    declarations: dict[int, _Declaration] = {}  # by identity of the declaration, of which there are few
     for key in told:
         observer = observers[key]
         declared = observer._act_sync_dict
-        ops = reductions.setdefault(id(declared), {}) if by_declaration else {}
-        if by_declaration and len(ops) != len(declared):
-            ops.update({name: _op(reduction) for name, reduction in declared.items()})
-        statistics = _declared(key, observer, ops)
-        if observer.is_reached:
+        if id(declared) not in declarations:
+            declarations[id(declared)] = _Declaration(declared if by_declaration else {})
+        declaration = declarations[id(declared)]
+        statistics = declaration.statistics(key, observer)
+        seen = observer.has_statistics
+        if seen:
+            statistics += _undeclared(key, observer, declaration.ops, found)
+        if seen or observer.is_reached:
             found.reached.add(key)
-        if observer.has_statistics:
-            statistics += _undeclared(key, observer, ops, found)
-        for statistic in statistics:
-            if _is_sparse(statistic):
-                sparse[key, statistic.name] = getattr(observer, statistic.name)
         found.held[key] = kinds.setdefault(tuple(statistics), len(kinds))
     found.kinds = list(kinds)
     found.not_finite = _not_finite({key: observers[key] for key in told}, found)
-    found.occupied = dict(zip(sparse, occupied_blocks(list(sparse.values())), strict=True))
+    sparse = [[s.name for s in kind if _is_sparse(s)] for kind in kinds]
+    counts = {(key, name): getattr(observers[key], name) for key in told for name in sparse[found.held[key]]}
+    found.occupied = dict(zip(counts, occupied_blocks(list(counts.values())), strict=True))
     return found
 
 
-def _declared(key: Key, observer: Observer, ops: Mapping[str, str | None]) -> list[Statistic]:
-    found = []
-    for name, op in ops.items():
-        value = getattr(observer, name, None)
-        if value is None and op is not None:
-            continue
-        problem = None
-        if op is None:
-            problem = f"reduction {observer._act_sync_dict[name]}"
-        elif not isinstance(value, torch.Tensor):
-            problem = type(value).__name__
-        elif isinstance(value, DTensor):
-            problem = "a DTensor, which is sharded already"
-        elif value.dtype not in WIDE or (op == "mean" and not value.is_floating_point()):
-            problem = f"{op} of {value.dtype}"
-        if problem:
-            what = f"the statistic {name} of {type(observer).__name__} cannot be reduced over ranks"
-            raise CalibrationError(what, where=[text(key)], got=problem, remedy=_REMEDY)
-        assert isinstance(value, torch.Tensor)
-        assert op is not None
-        found.append(Statistic(name, op, tuple(value.shape), value.dtype))
-    return found
+class _Declaration:
+    """What a class of observers declares in ``_act_sync_dict``."""
+
+    def __init__(self, declared: Mapping[str, Any]) -> None:
+        self.declared = declared
+        self.ops = {name: _op(reduction) for name, reduction in declared.items()}
+        self._known: dict[tuple[str, torch.Size, torch.dtype], Statistic] = {}  # most observers are alike
+
+    def statistics(self, key: Key, observer: Observer) -> list[Statistic]:
+        """Those declared statistics that an observer has.
+
+        Raises:
+            CalibrationError: one of them cannot be reduced.
+        """
+        found = []
+        for name, op in self.ops.items():
+            value = getattr(observer, name, None)
+            if type(value) is torch.Tensor:
+                statistic = self._known.get((name, value.shape, value.dtype))
+                if statistic is not None:
+                    found.append(statistic)
+                    continue
+            if value is None and op is not None:
+                continue
+            problem = None
+            if op is None:
+                problem = f"reduction {self.declared[name]}"
+            elif not isinstance(value, torch.Tensor):
+                problem = type(value).__name__
+            elif isinstance(value, DTensor):
+                problem = "a DTensor, which is sharded already"
+            elif value.dtype not in WIDE or (op == "mean" and not value.is_floating_point()):
+                problem = f"{op} of {value.dtype}"
+            if problem:
+                what = f"the statistic {name} of {type(observer).__name__} cannot be reduced over ranks"
+                raise CalibrationError(what, where=[text(key)], got=problem, remedy=_REMEDY)
+            assert isinstance(value, torch.Tensor)
+            assert op is not None
+            found.append(Statistic(name, op, tuple(value.shape), value.dtype))
+            self._known[name, value.shape, value.dtype] = found[-1]
+        return found
 
 
 def _op(reduction: Any) -> str | None:
@@ -157,8 +175,10 @@ def _undeclared(key: Key, observer: Observer, declared: Iterable[str], into: Des
         return []
     found = []
     for name in observer.statistic_names():
+        if name in declared:
+            continue
         value = getattr(observer, name)
-        if name in declared or name == "_fused_observers" or _equal(before.get(name), value):
+        if _equal(before.get(name), value):
             continue
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             found.append(Statistic(name, "copy", tuple(value.shape), value.dtype))
@@ -182,13 +202,13 @@ def _not_finite(observers: Mapping[Key, Observer], described: Description) -> di
     """What of which observer is not finite. One look at all values together; one by one only if there is something."""
     values: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     plain = {k: o for k, o in observers.items() if type(o).nonfinite_statistics is Observer.nonfinite_statistics}
+    floats = [[s.name for s in kind if s.dtype.is_floating_point] for kind in described.kinds]
     for key, observer in plain.items():
-        for statistic in described.statistics(key):
-            value = getattr(observer, statistic.name)
-            if value.is_floating_point():
-                wide = WIDE.get(value.dtype, value.dtype)
-                values.setdefault((wide, value.device), []).append(value.reshape(-1).to(wide))
-    if all(bool(torch.isfinite(torch.cat(parts)).all()) for parts in values.values()):
+        for name in floats[described.held[key]]:
+            value = getattr(observer, name)
+            values.setdefault((value.dtype, value.device), []).append(value if value.ndim == 1 else value.reshape(-1))
+    joined = [torch.cat(parts).to(WIDE.get(dtype, dtype)) for (dtype, _), parts in values.items()]
+    if all(bool(torch.isfinite(value).all()) for value in joined):
         observers = {key: observer for key, observer in observers.items() if key not in plain}
     return {key: bad for key, observer in observers.items() if (bad := observer.nonfinite_statistics())}
 
@@ -250,8 +270,9 @@ def agree(told: Sequence[Description]) -> list[Agreed]:
     agreed: list[Agreed] = []
     differing: list[str] = []
     resolved: dict[tuple[int | None, ...], list[_Union]] = {}  # most observers are alike
-    for key in sorted({key for d in told for key in d.held}):
-        kinds = tuple(d.held.get(key) for d in told)
+    kinds_of = [d.held.get for d in told]
+    for key in sorted(set[Key]().union(*(d.held for d in told))):
+        kinds = tuple([kind_of(key) for kind_of in kinds_of])
         if kinds not in resolved:
             resolved[kinds] = _union([d.statistics(key) for d in told]) if len(kinds) - kinds.count(None) > 1 else []
         for found in resolved[kinds]:

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import distributed as dist
@@ -263,9 +263,9 @@ def _sync(
             merged.setdefault(key, {}).update(numbers)
         for key in merged.keys() & observers.keys():
             observers[key].load_statistics(merged[key])
-    held = sorted({key for told_by in every for key in told_by.held})
-    unreached = [key for key in held if not any(key in told_by.reached for told_by in every)]
-    return Synced(unreached, _owners(every), 1 + reductions, len(every), [told_by.note for told_by in every])
+    unreached = set[Key]().union(*(told_by.held for told_by in every))
+    unreached.difference_update(*(told_by.reached for told_by in every))
+    return Synced(sorted(unreached), _owners(every), 1 + reductions, len(every), [told_by.note for told_by in every])
 
 
 def _owners(every: Sequence[Description]) -> dict[Key, int]:
@@ -278,110 +278,118 @@ def _owners(every: Sequence[Description]) -> dict[Key, int]:
 # ---------------------------------------------------------------------- buckets
 
 
+class _Group(NamedTuple):
+    """Statistics of one reduction and dtype, and what this rank has of them."""
+
+    op: str
+    dtype: torch.dtype
+    members: list[Agreed]
+    mine: list[torch.Tensor | None]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each."""
+        return [one.numel for one in self.members]
+
+
 def _merge(
     agreed: Sequence[Agreed], observers: Mapping[Key, Observer], collectives: Collectives
 ) -> tuple[dict[Key, dict[str, Any]], int]:
     """The merged statistics of this rank's observers, in new tensors, and the number of reductions made."""
-    merged: dict[Key, dict[str, Any]] = {}
-    buckets: dict[Callable[..., Iterable[torch.Tensor]], list[Agreed]] = {}
+    alike: dict[tuple[str, torch.dtype], list[Agreed]] = {}
     for one in agreed:
-        buckets.setdefault(_bucket(one), []).append(one)
+        alike.setdefault((one.statistic.op, one.statistic.dtype), []).append(one)
+    buckets: dict[Callable[..., Iterable[Iterable[torch.Tensor]]], list[_Group]] = {}
+    for (op, dtype), members in alike.items():
+        rank = collectives.rank
+        mine = [getattr(observers[one.key], one.statistic.name) if rank in one.ranks else None for one in members]
+        buckets.setdefault(_bucket(op, dtype), []).append(_Group(op, dtype, members, mine))
+    merged: dict[Key, dict[str, Any]] = {}
     kinds = [kind for kind in (_extremes, _sums_of_floats, _integers) if kind in buckets]
     for kind in kinds:
-        members = buckets[kind]
-        mine = [_mine(one, observers, collectives.rank) for one in members]
-        for one, value, total in zip(members, mine, kind(members, mine, collectives), strict=True):
-            if one.key in observers:
-                device = collectives.device if value is None else value.device
-                # A copy: a view would keep the whole bucket alive.
-                total = total.to(device, one.statistic.dtype, copy=True)
-                merged.setdefault(one.key, {})[one.statistic.name] = total.reshape(one.statistic.shape)
+        for group, found in zip(buckets[kind], kind(buckets[kind], collectives), strict=True):
+            for one, value, total in zip(group.members, group.mine, found, strict=True):
+                if one.key not in observers:
+                    continue
+                if value is not None and value.device != total.device:
+                    total = total.to(value.device)
+                if total.shape != one.statistic.shape:
+                    total = total.view(one.statistic.shape)
+                merged.setdefault(one.key, {})[one.statistic.name] = total
     return merged, len(kinds)
 
 
-def _bucket(one: Agreed) -> Callable[..., Iterable[torch.Tensor]]:
-    if one.statistic.op in ("min", "max"):
+def _bucket(op: str, dtype: torch.dtype) -> Callable[..., Iterable[Iterable[torch.Tensor]]]:
+    if op in ("min", "max"):
         return _extremes
-    if one.statistic.op == "copy" or not one.statistic.dtype.is_floating_point:
-        return _integers
-    return _sums_of_floats
+    return _integers if op == "copy" or not dtype.is_floating_point else _sums_of_floats
 
 
-def _mine(one: Agreed, observers: Mapping[Key, Observer], rank: int) -> torch.Tensor | None:
-    value: torch.Tensor | None = getattr(observers[one.key], one.statistic.name) if rank in one.ranks else None
-    return value
-
-
-def _extremes(
-    members: Sequence[Agreed], mine: Sequence[torch.Tensor | None], collectives: Collectives
-) -> list[torch.Tensor]:
+def _extremes(groups: Sequence[_Group], collectives: Collectives) -> Iterator[list[torch.Tensor]]:
     """Minima and maxima of all dtypes, in one minimum of integers that are ordered as the values are."""
-    groups: dict[tuple[str, torch.dtype], list[int]] = {}
-    for at, one in enumerate(members):
-        groups.setdefault((one.statistic.op, WIDE[one.statistic.dtype]), []).append(at)
     keys = []
-    for (op, wide), places in groups.items():
-        identity = extreme(wide, largest=op == "min")
-        flat = _flat([members[at] for at in places], [mine[at] for at in places], wide, identity, collectives.device)
-        keys.append(~ordered(flat) if op == "max" else ordered(flat))
-    bucket = collectives.reduce(torch.cat(keys), "min")
-    found: list[torch.Tensor] = [bucket] * len(members)
-    for ((op, wide), places), part in zip(groups.items(), bucket.split([len(k) for k in keys]), strict=True):
-        values = unordered(~part if op == "max" else part, wide)
-        for at, value in zip(places, values.split([members[at].numel for at in places]), strict=True):
-            found[at] = value
-    return found
+    for group in groups:
+        flat = ordered(_flat(group, extreme(WIDE[group.dtype], largest=group.op == "min"), collectives.device))
+        keys.append(flat if group.op == "min" else ~flat)
+    parts = collectives.reduce(torch.cat(keys), "min").split([len(k) for k in keys])
+    for group, part in zip(groups, parts, strict=True):
+        yield _split(unordered(part if group.op == "min" else ~part, WIDE[group.dtype]), group)
 
 
-def _sums_of_floats(
-    members: Sequence[Agreed], mine: Sequence[torch.Tensor | None], collectives: Collectives
-) -> list[torch.Tensor]:
+def _sums_of_floats(groups: Sequence[_Group], collectives: Collectives) -> Iterator[list[torch.Tensor]]:
     """Sums in float64, and means as sums over the number of ranks that have them."""
-    bucket = collectives.reduce(_flat(members, mine, torch.float64, 0, collectives.device), "sum")
-    parts = bucket.split([one.numel for one in members])
-    return [
-        part / len(one.ranks) if one.statistic.op == "mean" else part for one, part in zip(members, parts, strict=True)
-    ]
+    sums = [_flat(group, 0, collectives.device).double() for group in groups]
+    parts = collectives.reduce(torch.cat(sums), "sum").split([len(part) for part in sums])
+    for group, part in zip(groups, parts, strict=True):
+        if group.op == "mean":
+            counts = torch.tensor([len(one.ranks) for one in group.members])
+            part = part / counts.repeat_interleave(torch.tensor(group.sizes)).to(part.device)
+        yield _split(part, group)
 
 
-def _flat(
-    members: Sequence[Agreed],
-    mine: Sequence[torch.Tensor | None],
-    dtype: torch.dtype,
-    identity: float,
-    device: torch.device,
-) -> torch.Tensor:
-    sizes = [one.numel for one in members]
-    flat = torch.full((sum(sizes),), identity, dtype=dtype, device=device)
-    for value, place in zip(mine, flat.split(sizes), strict=True):
-        if value is not None:
-            place.copy_(value.reshape(-1))
-    return flat
+def _flat(group: _Group, identity: float, device: torch.device) -> torch.Tensor:
+    """A group's values end to end, widened; what this rank lacks is the identity."""
+    wide = WIDE[group.dtype]
+    found = [value for value in group.mine if value is not None and value.device == device]
+    if len(found) < len(group.members):
+        found = [
+            torch.full((one.numel,), identity, dtype=wide, device=device) if value is None else value.to(device, wide)
+            for one, value in zip(group.members, group.mine, strict=True)
+        ]
+    return torch.cat([value if value.ndim == 1 else value.reshape(-1) for value in found]).to(wide)
 
 
-def _integers(
-    members: Sequence[Agreed], mine: Sequence[torch.Tensor | None], collectives: Collectives
-) -> Iterable[torch.Tensor]:
+def _split(values: torch.Tensor, group: _Group) -> list[torch.Tensor]:
+    """A group's values, in its dtype and in memory of their own: a view would keep the whole bucket alive."""
+    return [part.clone() for part in values.to(group.dtype).split(group.sizes)]
+
+
+def _integers(groups: Sequence[_Group], collectives: Collectives) -> Iterator[Iterator[torch.Tensor]]:
     """Sums of integers without their empty blocks, and copies as bytes, to which the other ranks add zero."""
-    sizes = [_length(one) for one in members]
-    bucket = torch.zeros(sum(sizes), dtype=torch.int64, device=collectives.device)
-    for one, value, place in zip(members, mine, bucket.split(sizes), strict=True):
-        if value is None:
-            continue
-        if one.statistic.op == "copy":
-            write_bytes(place, value)
-        elif one.blocks is not None:
-            place.copy_(value.reshape(-1, BLOCK)[one.blocks.to(value.device)].reshape(-1))
-        else:
-            place.copy_(value.reshape(-1))
+    sizes = [[_length(one) for one in group.members] for group in groups]
+    bucket = torch.zeros(sum(map(sum, sizes)), dtype=torch.int64, device=collectives.device)
+    for group, part, each in zip(groups, bucket.split([sum(each) for each in sizes]), sizes, strict=True):
+        for one, value, place in zip(group.members, group.mine, part.split(each), strict=True):
+            if value is not None:
+                _write_integers(one, value, place)
     bucket = collectives.reduce(bucket, "sum")
-    return map(_read_integers, members, bucket.split(sizes))
+    for group, part, each in zip(groups, bucket.split([sum(each) for each in sizes]), sizes, strict=True):
+        yield map(_read_integers, group.members, part.split(each))
 
 
 def _length(one: Agreed) -> int:
     if one.statistic.op == "copy":
         return words(one.numel * one.statistic.dtype.itemsize)
     return one.numel if one.blocks is None else len(one.blocks) * BLOCK
+
+
+def _write_integers(one: Agreed, value: torch.Tensor, place: torch.Tensor) -> None:
+    if one.statistic.op == "copy":
+        write_bytes(place, value)
+    elif one.blocks is not None:
+        place.copy_(value.reshape(-1, BLOCK)[one.blocks.to(value.device)].reshape(-1))
+    else:
+        place.copy_(value.reshape(-1))
 
 
 def _read_integers(one: Agreed, part: torch.Tensor) -> torch.Tensor:
@@ -391,10 +399,11 @@ def _read_integers(one: Agreed, part: torch.Tensor) -> torch.Tensor:
         dense = part.new_zeros(one.numel // BLOCK, BLOCK)
         dense[one.blocks.to(part.device)] = part.view(-1, BLOCK)
         return dense
-    if (part != part.to(one.statistic.dtype)).any():
+    found = part.to(one.statistic.dtype, copy=True)
+    if (part != found).any():
         raise CalibrationError(
             f"the sum of {one.statistic.name} over ranks does not fit into {one.statistic.dtype}",
             where=[text(one.key)],
             remedy="count in int64.",
         )
-    return part
+    return found

@@ -175,10 +175,11 @@ class Observer(RegistryMixin):
 
     def load_statistics(self, statistics: Mapping[str, Any]) -> None:
         """Take over statistics that were gathered elsewhere, by attribute; :meth:`reset` forgets them too."""
-        with torch.inference_mode(False), torch.no_grad():
-            self._remember_initial_state()
-            for name, value in statistics.items():
-                setattr(self, name, value)
+        if self._before_observing is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._remember_initial_state()
+        for name, value in statistics.items():
+            setattr(self, name, value)
 
     def reset(self, keep: Collection[str] = ()) -> None:
         """Forget everything observed, except the statistics named in ``keep``."""
