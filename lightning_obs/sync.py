@@ -25,112 +25,33 @@ by then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import distributed as dist
 
-from lightning_obs.agreement import (
-    Agreed,
-    Description,
-    Key,
-    agree,
-    describe,
-    numbers_of,
-    require_no_failure,
-    sendable,
-    text,
-)
+from lightning_obs.agreement import Description, Key, agree, describe, numbers_of, require_no_failure, sendable
+from lightning_obs.buckets import merge
+from lightning_obs.collectives import Collectives, Op, all_ranks_answer
 from lightning_obs.errors import CalibrationError
-from lightning_obs.numerics.packing import (
-    BLOCK,
-    WIDE,
-    extreme,
-    ordered,
-    read_bytes,
-    unordered,
-    words,
-    write_bytes,
-)
 from lightning_obs.observers import Observer
+
+__all__ = [
+    "MAX_COLLECTIVES",
+    "Collectives",
+    "Op",
+    "Synced",
+    "all_ranks_answer",
+    "partition",
+    "share_weights",
+    "sync_statistics",
+]
 
 #: Collectives of one calibration, at most, for any number of observers: :func:`sync_statistics` takes one gather of
 #: objects and three reductions, :func:`share_weights` one and one. (``torch.distributed.all_gather_object`` makes
 #: two of a gather: lengths, then contents. Lightning's ``reduce`` adds a barrier to a reduction.)
 MAX_COLLECTIVES = 6
-
-Op: TypeAlias = Literal["sum", "min"]
-
-
-def _alone(tensor: torch.Tensor, op: Op) -> torch.Tensor:
-    return tensor
-
-
-def _only(thing: Any) -> list[Any]:
-    return [thing]
-
-
-@dataclass(frozen=True)
-class Collectives:
-    """How this rank talks to the others. The default is a single device, which talks to nobody.
-
-    Attributes:
-        reduce: ``(tensor, op) -> tensor`` over all ranks, op ``"sum"`` or ``"min"``; may work in place. Called with
-            contiguous one-dimensional tensors of int32, int64 or float64, of the same shape on every rank. In
-            Lightning: ``lambda tensor, op: trainer.strategy.reduce(tensor, reduce_op=op)``.
-            Each rank must see different data, or sums count it twice: under tensor parallelism, reduce over the
-            data-parallel group.
-        gather_object: ``object -> list``: every rank's object, in the order of the ranks.
-        rank: of this process, its place in that list.
-        size: how many ranks there are.
-        device: where reductions take place, and where statistics go that this rank did not have.
-    """
-
-    reduce: Callable[[torch.Tensor, Op], torch.Tensor] = _alone
-    gather_object: Callable[[Any], list[Any]] = _only
-    rank: int = 0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    size: int = 1
-
-    @classmethod
-    def of_group(cls, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Collectives:
-        """Those of ``torch.distributed``, over the ranks of a process group; by default over all."""
-        if device is None:
-            on_host = "gloo" in dist.get_backend(group)
-            device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
-
-        def reduce(tensor: torch.Tensor, op: Op) -> torch.Tensor:
-            with all_ranks_answer():
-                dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MIN, group=group)
-            return tensor
-
-        def gather_object(thing: Any) -> list[Any]:
-            found: list[Any] = [None] * dist.get_world_size(group)
-            with all_ranks_answer():
-                dist.all_gather_object(found, thing, group=group)
-            return found
-
-        return cls(reduce, gather_object, dist.get_rank(group), device, dist.get_world_size(group))
-
-
-@contextmanager
-def all_ranks_answer() -> Iterator[None]:
-    """Say, in place of a socket's error, that another rank has ended.
-
-    Raises:
-        CalibrationError: a collective in the ``with`` block failed or did not end within the group's time limit.
-    """
-    try:
-        yield
-    except RuntimeError as error:  # of gloo, NCCL and the store alike
-        raise CalibrationError(
-            "another rank ended, or did not answer in time, while the ranks' statistics were made one",
-            got=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
-            remedy="look for the first error in the other ranks' output, then run again; nothing was written.",
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -258,7 +179,7 @@ def _sync(
             require_no_failure(every)
         except CalibrationError as error:
             raise error from failure
-        merged, reductions = _merge(agree(every), observers, collectives)
+        merged, reductions = merge(agree(every), observers, collectives)
         for key, numbers in numbers_of(every).items():
             merged.setdefault(key, {}).update(numbers)
         for key in merged.keys() & observers.keys():
@@ -273,137 +194,3 @@ def _owners(every: Sequence[Description]) -> dict[Key, int]:
     sizes = [max(told.weights.get(key, 0) for told in every) for key in keys]
     holders = [[rank for rank, told in enumerate(every) if key in told.weights] for key in keys]
     return dict(zip(keys, partition(sizes, len(every), holders), strict=True))
-
-
-# ---------------------------------------------------------------------- buckets
-
-
-class _Group(NamedTuple):
-    """Statistics of one reduction and dtype, and what this rank has of them."""
-
-    op: str
-    dtype: torch.dtype
-    members: list[Agreed]
-    mine: list[torch.Tensor | None]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Elements of each."""
-        return [one.numel for one in self.members]
-
-
-def _merge(
-    agreed: Sequence[Agreed], observers: Mapping[Key, Observer], collectives: Collectives
-) -> tuple[dict[Key, dict[str, Any]], int]:
-    """The merged statistics of this rank's observers, in new tensors, and the number of reductions made."""
-    alike: dict[tuple[str, torch.dtype], list[Agreed]] = {}
-    for one in agreed:
-        alike.setdefault((one.statistic.op, one.statistic.dtype), []).append(one)
-    buckets: dict[Callable[..., Iterable[Iterable[torch.Tensor]]], list[_Group]] = {}
-    for (op, dtype), members in alike.items():
-        rank = collectives.rank
-        mine = [getattr(observers[one.key], one.statistic.name) if rank in one.ranks else None for one in members]
-        buckets.setdefault(_bucket(op, dtype), []).append(_Group(op, dtype, members, mine))
-    merged: dict[Key, dict[str, Any]] = {}
-    kinds = [kind for kind in (_extremes, _sums_of_floats, _integers) if kind in buckets]
-    for kind in kinds:
-        for group, found in zip(buckets[kind], kind(buckets[kind], collectives), strict=True):
-            for one, value, total in zip(group.members, group.mine, found, strict=True):
-                if one.key not in observers:
-                    continue
-                if value is not None and value.device != total.device:
-                    total = total.to(value.device)
-                if total.shape != one.statistic.shape:
-                    total = total.view(one.statistic.shape)
-                merged.setdefault(one.key, {})[one.statistic.name] = total
-    return merged, len(kinds)
-
-
-def _bucket(op: str, dtype: torch.dtype) -> Callable[..., Iterable[Iterable[torch.Tensor]]]:
-    if op in ("min", "max"):
-        return _extremes
-    return _integers if op == "copy" or not dtype.is_floating_point else _sums_of_floats
-
-
-def _extremes(groups: Sequence[_Group], collectives: Collectives) -> Iterator[list[torch.Tensor]]:
-    """Minima and maxima of all dtypes, in one minimum of integers that are ordered as the values are."""
-    keys = []
-    for group in groups:
-        flat = ordered(_flat(group, extreme(WIDE[group.dtype], largest=group.op == "min"), collectives.device))
-        keys.append(flat if group.op == "min" else ~flat)
-    parts = collectives.reduce(torch.cat(keys), "min").split([len(k) for k in keys])
-    for group, part in zip(groups, parts, strict=True):
-        yield _split(unordered(part if group.op == "min" else ~part, WIDE[group.dtype]), group)
-
-
-def _sums_of_floats(groups: Sequence[_Group], collectives: Collectives) -> Iterator[list[torch.Tensor]]:
-    """Sums in float64, and means as sums over the number of ranks that have them."""
-    sums = [_flat(group, 0, collectives.device).double() for group in groups]
-    parts = collectives.reduce(torch.cat(sums), "sum").split([len(part) for part in sums])
-    for group, part in zip(groups, parts, strict=True):
-        if group.op == "mean":
-            counts = torch.tensor([len(one.ranks) for one in group.members])
-            part = part / counts.repeat_interleave(torch.tensor(group.sizes)).to(part.device)
-        yield _split(part, group)
-
-
-def _flat(group: _Group, identity: float, device: torch.device) -> torch.Tensor:
-    """A group's values end to end, widened; what this rank lacks is the identity."""
-    wide = WIDE[group.dtype]
-    found = [value for value in group.mine if value is not None and value.device == device]
-    if len(found) < len(group.members):
-        found = [
-            torch.full((one.numel,), identity, dtype=wide, device=device) if value is None else value.to(device, wide)
-            for one, value in zip(group.members, group.mine, strict=True)
-        ]
-    return torch.cat([value if value.ndim == 1 else value.reshape(-1) for value in found]).to(wide)
-
-
-def _split(values: torch.Tensor, group: _Group) -> list[torch.Tensor]:
-    """A group's values, in its dtype and in memory of their own: a view would keep the whole bucket alive."""
-    return [part.clone() for part in values.to(group.dtype).split(group.sizes)]
-
-
-def _integers(groups: Sequence[_Group], collectives: Collectives) -> Iterator[Iterator[torch.Tensor]]:
-    """Sums of integers without their empty blocks, and copies as bytes, to which the other ranks add zero."""
-    sizes = [[_length(one) for one in group.members] for group in groups]
-    bucket = torch.zeros(sum(map(sum, sizes)), dtype=torch.int64, device=collectives.device)
-    for group, part, each in zip(groups, bucket.split([sum(each) for each in sizes]), sizes, strict=True):
-        for one, value, place in zip(group.members, group.mine, part.split(each), strict=True):
-            if value is not None:
-                _write_integers(one, value, place)
-    bucket = collectives.reduce(bucket, "sum")
-    for group, part, each in zip(groups, bucket.split([sum(each) for each in sizes]), sizes, strict=True):
-        yield map(_read_integers, group.members, part.split(each))
-
-
-def _length(one: Agreed) -> int:
-    if one.statistic.op == "copy":
-        return words(one.numel * one.statistic.dtype.itemsize)
-    return one.numel if one.blocks is None else len(one.blocks) * BLOCK
-
-
-def _write_integers(one: Agreed, value: torch.Tensor, place: torch.Tensor) -> None:
-    if one.statistic.op == "copy":
-        write_bytes(place, value)
-    elif one.blocks is not None:
-        place.copy_(value.reshape(-1, BLOCK)[one.blocks.to(value.device)].reshape(-1))
-    else:
-        place.copy_(value.reshape(-1))
-
-
-def _read_integers(one: Agreed, part: torch.Tensor) -> torch.Tensor:
-    if one.statistic.op == "copy":
-        return read_bytes(part, one.statistic.dtype, one.statistic.shape)
-    if one.blocks is not None:
-        dense = part.new_zeros(one.numel // BLOCK, BLOCK)
-        dense[one.blocks.to(part.device)] = part.view(-1, BLOCK)
-        return dense
-    found = part.to(one.statistic.dtype, copy=True)
-    if (part != found).any():
-        raise CalibrationError(
-            f"the sum of {one.statistic.name} over ranks does not fit into {one.statistic.dtype}",
-            where=[text(one.key)],
-            remedy="count in int64.",
-        )
-    return found

@@ -30,6 +30,8 @@ LAYERS = {
     "schemes.py": 2,
     "plan.py": 2,
     "agreement.py": 2,
+    "buckets.py": 2,
+    "collectives.py": 2,
     "sync.py": 2,
     "shards.py": 2,
     "checks.py": 3,

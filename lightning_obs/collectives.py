@@ -1,0 +1,83 @@
+"""How one rank talks to the others: a reduction, and a gather of objects; nothing else is ever needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import distributed as dist
+
+from lightning_obs.errors import CalibrationError
+
+Op: TypeAlias = Literal["sum", "min"]
+
+
+def _alone(tensor: torch.Tensor, op: Op) -> torch.Tensor:
+    return tensor
+
+
+def _only(thing: Any) -> list[Any]:
+    return [thing]
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """How this rank talks to the others. The default is a single device, which talks to nobody.
+
+    Attributes:
+        reduce: ``(tensor, op) -> tensor`` over all ranks, op ``"sum"`` or ``"min"``; may work in place. Called with
+            contiguous one-dimensional tensors of int32, int64 or float64, of the same shape on every rank. In
+            Lightning: ``lambda tensor, op: trainer.strategy.reduce(tensor, reduce_op=op)``.
+            Each rank must see different data, or sums count it twice: under tensor parallelism, reduce over the
+            data-parallel group.
+        gather_object: ``object -> list``: every rank's object, in the order of the ranks.
+        rank: of this process, its place in that list.
+        size: how many ranks there are.
+        device: where reductions take place, and where statistics go that this rank did not have.
+    """
+
+    reduce: Callable[[torch.Tensor, Op], torch.Tensor] = _alone
+    gather_object: Callable[[Any], list[Any]] = _only
+    rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    size: int = 1
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Collectives:
+        """Those of ``torch.distributed``, over the ranks of a process group; by default over all."""
+        if device is None:
+            on_host = "gloo" in dist.get_backend(group)
+            device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+
+        def reduce(tensor: torch.Tensor, op: Op) -> torch.Tensor:
+            with all_ranks_answer():
+                dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MIN, group=group)
+            return tensor
+
+        def gather_object(thing: Any) -> list[Any]:
+            found: list[Any] = [None] * dist.get_world_size(group)
+            with all_ranks_answer():
+                dist.all_gather_object(found, thing, group=group)
+            return found
+
+        return cls(reduce, gather_object, dist.get_rank(group), device, dist.get_world_size(group))
+
+
+@contextmanager
+def all_ranks_answer() -> Iterator[None]:
+    """Say, in place of a socket's error, that another rank has ended.
+
+    Raises:
+        CalibrationError: a collective in the ``with`` block failed or did not end within the group's time limit.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # of gloo, NCCL and the store alike
+        raise CalibrationError(
+            "another rank ended, or did not answer in time, while the ranks' statistics were made one",
+            got=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            remedy="look for the first error in the other ranks' output, then run again; nothing was written.",
+        ) from error
