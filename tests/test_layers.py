@@ -42,6 +42,7 @@ LAYERS = {
     "learned_scales.py": 3,
     "quantized_training.py": 3,
     "saved_state.py": 3,
+    "compressed_rows.py": 3,
     "session.py": 3,
     "shared_reads.py": 3,
     "token_mask.py": 3,
