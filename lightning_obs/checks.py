@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_obs.attention import count_heads
 from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
+from lightning_obs.flat_shards import whole_shape
 from lightning_obs.numerics.reshape import ATTENTION
 from lightning_obs.observers import Observer
 from lightning_obs.plan import Target
@@ -126,7 +127,7 @@ def check_inputs_fit(targets: Sequence[Target], observers: Observers) -> None:
         for target in targets
         if (target.name, "weight") in observers
         and observers[target.name, "weight"].needs_inputs
-        and (isinstance(target.module, nn.Embedding) or target.module.weight.ndim != 2)
+        and (isinstance(target.module, nn.Embedding) or len(whole_shape(target.module, "weight") or ()) != 2)
     ]
     if wrong:
         raise CalibrationError(

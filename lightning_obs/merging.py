@@ -13,7 +13,6 @@ import torch
 
 from lightning_obs.agreement import Key
 from lightning_obs.errors import CalibrationError
-from lightning_obs.modules import weight_matrix
 from lightning_obs.observers import Observer
 from lightning_obs.plan import Target
 from lightning_obs.shards import Weights
@@ -95,6 +94,6 @@ def _add_up(counts: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int
 
 
 def _require_materialized(targets: Sequence[Target]) -> None:
-    missing = [t.name for t in targets if (matrix := weight_matrix(t.module)) is None or matrix.is_meta]
+    missing = [t.name for t in targets if t.module.weight.is_meta]
     if missing:
         raise CalibrationError("the weight is not materialized (meta device)", where=missing, remedy="load it first.")

@@ -25,6 +25,7 @@ from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
 from lightning_obs.expert_watch import ExpertWatch
 from lightning_obs.experts import LinearExperts
 from lightning_obs.findings import input_ranges, kept_qparams, new_qparams
+from lightning_obs.flat_shards import tell_units, unwrapped, without_wrappers
 from lightning_obs.fusion import fused_groups_with
 from lightning_obs.hooks import ObserverHooks
 from lightning_obs.merging import Coverage, Merged, merge_ranks
@@ -57,7 +58,8 @@ class CalibrationSession:
     :func:`~lightning_obs.export_checkpoint` for what comes next.
 
     Args:
-        model: any module; target and ignore names are those of its ``named_modules``.
+        model: any module; target and ignore names are those of its ``named_modules``. Where FSDP1 shards it, the
+            outermost wrapper; names are those without wrappers.
         scheme: preset name, dict, or ``QuantizationConfig`` (:func:`~lightning_obs.schemes.resolve_config`).
         targets: what to quantize where the scheme does not say (default: every Linear).
         ignore: modules to leave alone: names, class names, ``re:`` patterns.
@@ -110,14 +112,16 @@ class CalibrationSession:
             raise CalibrationError("on_missing", got=repr(on_missing), expected="'error', 'warn' or 'siblings'")
         if reload not in ("default", "dequantize", "unchecked"):
             raise CalibrationError("reload", got=repr(reload), expected="'default', 'dequantize' or 'unchecked'")
-        self.model = model
+        tell_units(model)
+        self.model = unwrapped(model)
         self.config: QuantizationConfig = resolve_config(
             scheme, targets=targets, ignore=ignore, observers=observers, kv_cache=kv_cache
         )
         self.label = label(scheme, self.config)
-        self.plan: Plan = build_plan(model, self.config, reload, fused_groups_with(fused_groups))
-        self._experts = ExpertWatch(model, calibrate_all_experts)
-        self._together = [*self.plan.fused, *self._whole_layers()]
+        with without_wrappers(self.model):
+            self.plan: Plan = build_plan(self.model, self.config, reload, fused_groups_with(fused_groups))
+            self._experts = ExpertWatch(self.model, calibrate_all_experts)
+            self._together = [*self.plan.fused, *self._whole_layers()]
         self.on_missing = on_missing
         self.collectives = collectives or Collectives()
         self.observers: dict[tuple[str, str], Observer] = {
@@ -142,7 +146,7 @@ class CalibrationSession:
         self.skipped: set[str] = set()
         self._started = 0.0
         self._synced: Synced | None = None
-        self._hooks = ObserverHooks(model, self.plan.targets, self.observers, self._experts)
+        self._hooks = ObserverHooks(self.model, self.plan.targets, self.observers, self._experts)
         self._token_mask = token_mask
         self._on_model: list[RemovableHandle] = []
 
