@@ -224,7 +224,11 @@ class Weights:
                 with whole_unit(self.modules[unit[0]]):
                     # A view into an FSDP1 unit would keep it; what FSDP2 gathers is nobody else's.
                     flat = unit_of(self.modules[unit[0]]) is not None
-                    mine += [(key, weight.clone() if flat else weight) for key, weight in self._mine(unit, owners)]
+                    for key, weight in self._mine(unit, owners):
+                        try:
+                            mine.append((key, weight.clone() if flat else weight))
+                        except RuntimeError as error:  # no room
+                            outcome[key] = error
             with whole_unit(self.modules[last[0]]):
                 for key, weight in [*mine, *self._mine(last, owners)]:
                     outcome[key] = self._try(key, weight, observe)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, linearize_experts
+from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, linearize_experts, quantized
 from lightning_obs.experts import LinearExperts
 from lightning_obs.flat_shards import by_unit, tell_units, unit_of, unwrapped, whole_shape, whole_unit, without_wrappers
 from lightning_obs.modules import in_shards, matrix_shape, trained_since, weight_checksums
@@ -177,6 +177,48 @@ def test_the_model_runs_and_trains_after_a_calibration_that_came_before_its_firs
         expected = Tied()(torch.arange(10))
     for outputs, _ in run_ranks(on_forward_after, 2):
         assert torch.equal(outputs, expected)
+
+
+class Convolutions(nn.Module):
+    """compressed-tensors cannot hold these two; the second's weight is stored transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(1, 8, 3)
+        self.second = nn.ConvTranspose2d(8, 4, 3)
+        generator = torch.Generator().manual_seed(9)
+        for parameter in self.parameters():
+            exact(parameter, generator)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def calibrate_convolutions(model, collectives=None):
+    x = torch.arange(2 * 36).view(2, 1, 6, 6).remainder(11) / 4
+    options = {"targets": ["Conv2d", "ConvTranspose2d"], "observers": {"input": "static_minmax"}}
+    with CalibrationSession(model, "INT8_STATIC", collectives=collectives, **options) as session:
+        model(x)
+    with torch.no_grad(), quantized(model):
+        return session.result.qparams, model(x)
+
+
+def on_convolutions(rank, folder):
+    model = FullyShardedDataParallel(Convolutions(), use_orig_params=True, device_id=torch.device("cpu"))
+    found = calibrate_convolutions(model, Collectives.of_group())
+    export_checkpoint(model, folder)
+    return found
+
+
+def test_what_compressed_tensors_cannot_hold_is_calibrated_and_exported_too(tmp_path):
+    model = Convolutions()
+    expected, outputs = calibrate_convolutions(model)
+    export_checkpoint(model, tmp_path / "one")
+    for qparams, sharded_outputs in run_ranks(on_convolutions, 2, tmp_path / "many"):
+        assert same(qparams, expected)
+        assert torch.equal(sharded_outputs, outputs)
+    for name in ("model.safetensors", "qparams.safetensors"):
+        assert same(load_file(tmp_path / "one" / name), load_file(tmp_path / "many" / name))
 
 
 def on_inference_mode(rank, forward_before):
