@@ -1,4 +1,5 @@
-"""What calibration costs each of two ranks: search shared out (DDP), rows of each rank (FSDP2), and memory of export.
+"""What calibration costs each of two ranks: search shared out (DDP), rows of each rank (FSDP2), unit by unit (FSDP1,
+each layer a unit), and memory of export.
 
 python benchmarks/ranks.py --layers 8 --width 1024
 
@@ -19,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lightning_obs import CalibrationSession, export_checkpoint
@@ -60,13 +62,18 @@ def on_rank(rank: int, how: str, observer: str, layers: int, width: int, folder:
         mesh = init_device_mesh("cpu", (collectives.size,))
         for layer in model:
             fully_shard(layer, mesh=mesh)
+    if how == "FSDP1":
+        policy = ModuleWrapPolicy({nn.Linear})
+        model = FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+        )
     held = sum(p.to_local().numel() if how == "FSDP2" else p.numel() for p in model.parameters()) * 4 / 2**20
     warnings.simplefilter("ignore")
     session = CalibrationSession(model, SCHEME, observers={"weight": observer}, collectives=collectives)
     with Cost() as calibration, session:
         pass
     with Cost() as export:
-        if rank == 0 or how == "FSDP2":
+        if rank == 0 or how.startswith("FSDP"):
             export_checkpoint(model, os.path.join(folder, how))
     return [held, calibration.seconds, calibration.memory, export.seconds, export.memory]
 
@@ -80,7 +87,7 @@ def main() -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # what a process frees is then no longer counted as its memory
     given = (options.observer, options.layers, options.width)
     title = "rank  weights held [MiB]  calibration [CPU s]  [MiB]  export [CPU s]  [MiB]"
-    for how in ("one device", "DDP", "FSDP2"):
+    for how in ("one device", "DDP", "FSDP2", "FSDP1"):
         with tempfile.TemporaryDirectory() as folder:
             results = run_ranks(on_rank, 1 if how == "one device" else 2, how, *given, folder, timeout=600)
         print(f"{how}\n{title}")

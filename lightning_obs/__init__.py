@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from lightning_obs.callbacks.qat import QuantizationAwareTraining
     from lightning_obs.errors import CalibrationError, CalibrationWarning
     from lightning_obs.experts import linearize_experts
-    from lightning_obs.export import export_checkpoint, load_checkpoint
+    from lightning_obs.export import export_checkpoint
     from lightning_obs.fake_forward import quantized
+    from lightning_obs.loading import load_checkpoint
     from lightning_obs.observers import Observer
     from lightning_obs.result import CalibrationResult
     from lightning_obs.session import CalibrationSession
@@ -34,7 +35,7 @@ _HOME = {
     "QuantizationAwareTraining": "lightning_obs.callbacks.qat",
     "export_checkpoint": "lightning_obs.export",
     "linearize_experts": "lightning_obs.experts",
-    "load_checkpoint": "lightning_obs.export",
+    "load_checkpoint": "lightning_obs.loading",
     "quantized": "lightning_obs.fake_forward",
 }
 

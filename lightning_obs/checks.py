@@ -11,8 +11,10 @@ from torch import nn
 
 from lightning_obs.attention import count_heads
 from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
+from lightning_obs.flat_shards import whole_shape
 from lightning_obs.numerics.reshape import ATTENTION
 from lightning_obs.observers import Observer
+from lightning_obs.plan import Target
 
 Key: TypeAlias = tuple[str, str]
 #: (module name, base name) -> observer
@@ -78,7 +80,7 @@ def check_coverage(
     warnings.warn(
         f"left in full precision, because no data reached them: {name_list(missing)}{with_them}",
         CalibrationWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
     return names | mates
 
@@ -115,4 +117,22 @@ def check_heads(model: nn.Module, qparams: Mapping[str, Mapping[str, torch.Tenso
             where=bad,
             expected=", ".join(f"{base} {heads}" for base, heads in expected.items()),
             remedy="one scale per tensor (kv_cache='FP8').",
+        )
+
+
+def check_inputs_fit(targets: Sequence[Target], observers: Observers) -> None:
+    """An observer that weighs a weight's columns by inputs needs one column per input channel."""
+    wrong = [
+        f"{target.name} ({type(target.module).__name__})"
+        for target in targets
+        if (target.name, "weight") in observers
+        and observers[target.name, "weight"].needs_inputs
+        and (isinstance(target.module, nn.Embedding) or len(whole_shape(target.module, "weight") or ()) != 2)
+    ]
+    if wrong:
+        raise CalibrationError(
+            "the observer of the weight needs inputs with one channel per column of the weight",
+            where=wrong,
+            expected="Linear modules",
+            remedy="give these modules a group of their own with another observer (memoryless_mse), or ignore them.",
         )

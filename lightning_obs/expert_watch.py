@@ -35,6 +35,7 @@ class ExpertWatch:
         self._model = model
         self._all = all_experts
         self.containers = expert_containers(model)
+        self._holders = {name: model.get_submodule(name) for name in self.containers}
         self._of: dict[str, str] = {}
         for name, experts in self.containers.items():
             for index, expert in enumerate(experts):
@@ -84,7 +85,7 @@ class ExpertWatch:
     # ------------------------------------------------------------------ hooks
 
     def _rows(self, container: str | None) -> tuple[torch.Tensor | None, int]:
-        module = None if container is None else self._model.get_submodule(container)
+        module = None if container is None else self._holders[container]
         return (module.rows, module.total) if isinstance(module, LinearExperts) else (None, 0)
 
     def _counter(self, name: str, index: int) -> Any:
@@ -112,7 +113,7 @@ class ExpertWatch:
         return count
 
     def _reader(self, name: str) -> nn.Module:
-        module = self._model.get_submodule(name)
+        module = self._holders[name]
         return module if isinstance(module, LinearExperts) else self._model.get_submodule(name.rpartition(".")[0])
 
     def _runner(self, name: str) -> Any:

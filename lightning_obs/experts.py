@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.flat_shards import whole_shape
 
 #: ``model_type`` of the configs whose checkpoints on the hub name the projections w1 (gate), w3 (up), w2 (down)
 W123_MODEL_TYPES = ("mixtral", "minimax", "minimax_m2", "phimoe", "lfm2_moe")
@@ -203,8 +204,8 @@ def routers(model: nn.Module) -> list[str]:
         if isinstance(module, LinearExperts):
             parent = name.rpartition(".")[0]
             for child_name, child in model.get_submodule(parent).named_children():
-                weight = getattr(child, "weight", None)
-                is_router = isinstance(weight, nn.Parameter) and len(weight) == module.num_experts
+                shape = whole_shape(child, "weight") if isinstance(getattr(child, "weight", None), nn.Parameter) else ()
+                is_router = shape and shape[0] == module.num_experts
                 if is_router and not isinstance(child, nn.Linear):
                     names.append(f"{parent}.{child_name}" if parent else child_name)
     return names
@@ -215,7 +216,7 @@ def routers(model: nn.Module) -> list[str]:
 
 def _stacks_experts(name: str, module: nn.Module) -> bool:
     named = name.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__ or hasattr(module, "num_experts")
-    return named and any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+    return named and any(len(whole_shape(module, key) or ()) == 3 for key, _ in module.named_parameters(recurse=False))
 
 
 def _has_gate(module: nn.Module) -> bool:

@@ -1,14 +1,14 @@
-"""Write a calibrated model as a compressed-tensors checkpoint, and load one back into a plain module.
+"""Write a calibrated model as a compressed-tensors checkpoint.
 
 The live model is not touched: weights are compressed one module at a time by compressed-tensors' functional
 compressors, into a state dict of their own. The folder appears under its final name only when it is complete: it is
 written beside it first and renamed.
 
-Where the weights are sharded over ranks (FSDP2), all ranks gather one module after the other, and rank 0 keeps what it
-became: so it holds the compressed model, and the others one module at a time.
+Where the weights are sharded over ranks, all ranks gather one module (FSDP2) or one unit (FSDP1) after the other, and
+rank 0 keeps what it became: so it holds the compressed model, and the others one module or unit at a time.
 
 What compressed-tensors cannot hold (convolutions...) stays in full precision in ``model.safetensors``; its
-quantization parameters go to ``qparams.safetensors``, where :func:`load_checkpoint` finds them.
+quantization parameters go to ``qparams.safetensors``, where :func:`~lightning_obs.load_checkpoint` finds them.
 """
 
 from __future__ import annotations
@@ -17,19 +17,16 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from compressed_tensors import ModelCompressor
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
-from compressed_tensors.utils.match import match_named_modules, match_targets
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+from compressed_tensors.utils.match import match_named_modules
+from safetensors.torch import save_file
 from torch import distributed as dist
 from torch import nn
 
@@ -37,22 +34,19 @@ from lightning_obs.adapters import refuse_unmerged
 from lightning_obs.attention_hooks import marked_as_hooked
 from lightning_obs.errors import CalibrationError
 from lightning_obs.experts import routers
-from lightning_obs.fake_forward import quantize_forward
+from lightning_obs.flat_shards import by_unit, tell_units, unit_of, unwrapped, whole_unit, without_wrappers
+from lightning_obs.loading import CONFIG_FILE, QPARAMS_FILE, WEIGHTS_FILE, compressor_of
 from lightning_obs.modules import (
     calibrated_modules,
     get_scheme,
     holdable_type,
+    in_shards,
     is_sharded,
     quantized_states,
     read_qparams,
     trained_since,
     whole_tensor,
-    write_qparams,
 )
-
-WEIGHTS_FILE = "model.safetensors"
-QPARAMS_FILE = "qparams.safetensors"
-CONFIG_FILE = "config.json"
 
 
 def export_checkpoint(
@@ -62,12 +56,13 @@ def export_checkpoint(
 
     Args:
         model: a transformers model (``from_pretrained(folder)`` and vLLM load the result) or any other module
-            (:func:`load_checkpoint` does). It can go on training: nothing of it is changed.
+            (:func:`~lightning_obs.load_checkpoint` does). It can go on training: nothing of it is changed.
         folder: written whole or not at all.
         tokenizer: saved beside the model (anything with ``save_pretrained``).
         overwrite: replace ``folder`` if it is there.
 
-    If the model's weights are sharded over ranks, every rank must call this; rank 0 writes.
+    If the model's weights are sharded over ranks, every rank must call this; rank 0 writes. Names are those of the
+    model without wrappers of FSDP1.
 
     Returns:
         The folder.
@@ -76,7 +71,13 @@ def export_checkpoint(
         CalibrationError: the model was not calibrated; ``folder`` is not empty and ``overwrite`` is off; a weight is
             computed from others (pruning), or was trained on since its scale was found.
     """
-    folder = Path(folder)
+    tell_units(model)
+    model = unwrapped(model)
+    with without_wrappers(model):
+        return _export(model, Path(folder), tokenizer, overwrite)
+
+
+def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> Path:
     if next(calibrated_modules(model), None) is None:
         raise CalibrationError(
             f"{type(model).__name__} was not calibrated, there is nothing to export",
@@ -97,7 +98,7 @@ def export_checkpoint(
             where=stale,
             remedy="calibrate the weights as they are now (trainer.validate with the callback), then export.",
         )
-    sharded = any(is_sharded(parameter) for parameter in model.parameters())
+    sharded = any(map(in_shards, model.modules()))
     _require_free(folder, overwrite, sharded)
     writes = not sharded or dist.get_rank() == 0
     with torch.inference_mode(False), torch.no_grad():
@@ -127,68 +128,77 @@ def _compressed_state_dict(model: nn.Module, keep: bool = True) -> dict[str, tor
         model: on every rank, if its weights are sharded.
         keep: whether this rank wants it; otherwise it only helps to gather, and gets nothing.
     """
-    state = {name: value.detach() for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    done: dict[int, dict[str, torch.Tensor]] = {}
-    failure: Exception | None = None
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    state = {name: value.detach() if is_sharded(value) else whole_tensor(value) for name, value in state.items()}
     # A module used under two names has its entries under both.
-    for name, module in model.named_modules(remove_duplicate=False):
-        scheme = get_scheme(module)
-        prefix = f"{name}." if name else ""
-        if scheme is not None and quantized_states(module):
-            state.update({prefix + key: value for key, value in read_qparams(module).items()})
-        if scheme is None or holdable_type(module) is None:
-            continue
-        # In an order that is the same on every rank.
-        own = [*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))]
-        local = {key: state.pop(prefix + key) for key in own if prefix + key in state}
-        if id(module) not in done:
-            done[id(module)] = {}
-            on_host = any(is_sharded(value) for value in local.values())
-            local = {key: whole_tensor(value) for key, value in local.items()}
-            if not keep or failure is not None:
-                continue
-            try:
-                done[id(module)] = _compressed(local | read_qparams(module), scheme, on_host)
-            except Exception as error:  # the other ranks go on gathering
-                if not on_host:
-                    raise
-                failure = error
-        state.update({prefix + key: value for key, value in done[id(module)].items()})
-    if failure is not None:
-        keep = False
-    state = _gathered(model, state, keep)
+    places = [(f"{name}." if name else "", module) for name, module in model.named_modules(remove_duplicate=False)]
+    prefixes = {module: prefix for prefix, module in reversed(places)}
+    stored: dict[nn.Module, dict[str, torch.Tensor]] = {}
+    tied: dict[int, torch.Tensor] = {}
+    failure: Exception | None = None
+    for modules in by_unit(module for _, module in places):  # in an order that is the same on every rank
+        with whole_unit(modules[0]):
+            for module in dict.fromkeys(modules):
+                own = _own_entries(module, prefixes[module], state)
+                sharded = unit_of(module) is not None or any(map(is_sharded, own.values()))
+                if _is_holdable(module):
+                    own = {key: whole_tensor(value) for key, value in own.items()}
+                    try:
+                        stored[module] = _compressed(module, own, sharded) if keep and failure is None else {}
+                    except Exception as error:  # the other ranks go on gathering
+                        if not sharded:
+                            raise
+                        failure = error
+                elif sharded:
+                    stored[module] = {key: _on_host(module, key, value, keep, tied) for key, value in own.items()}
     if failure is not None:
         raise failure
-    return state
+    for prefix, module in places if keep else ():
+        if get_scheme(module) is not None and quantized_states(module):
+            state.update({prefix + key: value for key, value in read_qparams(module).items()})
+        if _is_holdable(module):
+            for key in _own_entries(module, prefix, state):
+                del state[prefix + key]
+        state.update({prefix + key: value for key, value in stored.get(module, {}).items()})
+    return state if keep else {}
 
 
-def _compressed(local: dict[str, torch.Tensor], scheme: QuantizationScheme, on_host: bool) -> dict[str, torch.Tensor]:
+def _is_holdable(module: nn.Module) -> bool:
+    """Whether compressed-tensors compresses the module."""
+    return get_scheme(module) is not None and holdable_type(module) is not None
+
+
+def _own_entries(module: nn.Module, prefix: str, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The module's own parameters and buffers that are in the state dict: what FSDP1 shards as it is now."""
+    unit = unit_of(module)
+    flat = {} if unit is None else unit.shapes[module]
+    keys = [*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))]
+    return {
+        key: getattr(module, key).detach() if key in flat else state[prefix + key]
+        for key in keys
+        if prefix + key in state
+    }
+
+
+def _compressed(module: nn.Module, own: dict[str, torch.Tensor], sharded: bool) -> dict[str, torch.Tensor]:
+    scheme = get_scheme(module)
+    assert scheme is not None
+    own = own | read_qparams(module)
     if scheme.weights is not None:
-        local = _compressor(scheme.format).compress(local, scheme)
-    found = {key: value.contiguous() for key, value in local.items() if value is not None}
-    return {key: value.cpu() for key, value in found.items()} if on_host else found
+        own = compressor_of(scheme.format).compress(own, scheme)
+    found = {key: value.contiguous() for key, value in own.items() if value is not None}
+    return {key: value.to("cpu", copy=True) for key, value in found.items()} if sharded else found
 
 
-def _gathered(model: nn.Module, state: dict[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
-    """Make sharded tensors whole, one at a time; tied ones stay one tensor."""
-    owners = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    wholes: dict[int, torch.Tensor] = {}
-    found: dict[str, torch.Tensor] = {}
-    for name, value in state.items():
-        if is_sharded(value):
-            owner = owners.get(name, id(value))
-            if owner not in wholes:
-                whole = whole_tensor(value)
-                wholes[owner] = whole.cpu() if keep else whole.new_empty(0)
-                del whole
-            found[name] = wholes[owner]
-        else:
-            found[name] = whole_tensor(value)
-    return found if keep else {}
-
-
-def _compressor(name: Any) -> Any:
-    return BaseCompressor.get_value_from_registry(CompressionFormat(name).value)
+def _on_host(
+    module: nn.Module, key: str, value: torch.Tensor, keep: bool, tied: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    """A whole copy of a sharded tensor; tied ones stay one tensor, and are gathered once."""
+    owner = id(getattr(module, key))
+    if owner not in tied:
+        whole = whole_tensor(value)
+        tied[owner] = whole.to("cpu", copy=True) if keep else whole.new_empty(0)
+    return tied[owner]
 
 
 def _model_compressor(model: nn.Module) -> ModelCompressor | None:
@@ -299,122 +309,3 @@ def _flush(path: Path) -> None:
     if path.is_file():
         with path.open("rb") as file:
             os.fsync(file.fileno())
-
-
-# ---------------------------------------------------------------------- loading
-
-
-def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
-    """Load a checkpoint of :func:`export_checkpoint` into a module of the same architecture.
-
-    The weights become the dequantized ones, and the forward quantizes activations, so outputs equal those of the
-    calibrated model under :func:`~lightning_obs.quantized`. For transformers models use ``from_pretrained``.
-
-    Args:
-        model: a freshly built, unquantized module; changed in place.
-        folder: what ``export_checkpoint`` wrote.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        CalibrationError: files missing, names that do not fit the model. The model is unchanged then.
-    """
-    folder = Path(folder)
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / name).is_file():
-            raise CalibrationError(
-                f"{folder} has no {name}", remedy="give the folder that export_checkpoint wrote for a plain module."
-            )
-    state = load_file(folder / WEIGHTS_FILE)
-    found = _holdable_qparams(model, folder, state) | _own_qparams(model, folder)
-    keys = set(model.state_dict())
-    missing, unexpected = sorted(keys - set(state)), sorted(set(state) - keys)
-    if missing or unexpected:
-        raise CalibrationError(
-            f"the checkpoint does not fit {type(model).__name__}",
-            where=missing or unexpected,
-            got=f"{len(missing)} missing and {len(unexpected)} unexpected tensors",
-            remedy="build the model that was exported.",
-        )
-    shapes = {name: value.shape for name, value in model.state_dict().items()}
-    wrong = [name for name, value in state.items() if value.shape != shapes[name]]
-    if wrong:
-        raise CalibrationError(
-            f"the checkpoint does not fit {type(model).__name__}: other shapes",
-            where=[f"{name} {tuple(state[name].shape)} instead of {tuple(shapes[name])}" for name in wrong],
-        )
-    with torch.inference_mode(False), torch.no_grad():
-        model.load_state_dict(state)
-        for module, scheme, qparams in found.values():
-            write_qparams(module, scheme, qparams)
-            if holdable_type(module) is not None and scheme.weights is not None:
-                # The weight is on the grid already, compressed-tensors need not quantize it at each forward.
-                module.quantization_status = QuantizationStatus.DECOMPRESSED
-            quantize_forward(module)
-    return model
-
-
-_Found = dict[str, tuple[nn.Module, QuantizationScheme, dict[str, torch.Tensor]]]
-
-
-def _holdable_qparams(model: nn.Module, folder: Path, state: dict[str, torch.Tensor]) -> _Found:
-    """Take the compressed entries out of ``state``, put the dequantized weights in, return the qparams."""
-    raw = json.loads((folder / CONFIG_FILE).read_text()).get("quantization_config")
-    if raw is None:
-        return {}
-    config = QuantizationConfig.model_validate(raw)
-    by_target: dict[str, QuantizationScheme] = {}
-    for group in config.config_groups.values():
-        assert isinstance(group, QuantizationScheme)
-        by_target |= dict.fromkeys(group.targets, group)
-    if config.kv_cache_scheme is not None:
-        raise CalibrationError(
-            "the checkpoint has a quantized kv cache, which transformers loads", remedy="from_pretrained(folder)."
-        )
-    found: _Found = {}
-    matched = {id(m) for _, m in match_named_modules(model, list(by_target), config.ignore)}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if id(module) not in matched or holdable_type(module) is None:
-            continue
-        scheme = by_target[match_targets(name, module, list(by_target))[0]]
-        prefix = f"{name}." if name else ""
-        own = [key for key in state if key.startswith(prefix) and "." not in key[len(prefix) :]]
-        local = {key[len(prefix) :]: state.pop(key) for key in own}
-        if scheme.weights is not None:
-            try:
-                local = _compressor(scheme.format or config.format).decompress(local, scheme)
-            except KeyError as error:
-                raise CalibrationError(
-                    f"the checkpoint does not fit {type(model).__name__}",
-                    where=[f"{prefix}{error.args[0]} is missing"],
-                    remedy="build the model that was exported.",
-                ) from error
-        keep = {*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))}
-        for key in keep & set(local):
-            dtype = getattr(module, key).dtype
-            state[prefix + key] = local[key].to(dtype)
-        qparams = {k: v for k, v in local.items() if k not in keep and k.endswith(("scale", "zero_point"))}
-        found[name] = (module, scheme, qparams)
-    return found
-
-
-def _own_qparams(model: nn.Module, folder: Path) -> _Found:
-    path = folder / QPARAMS_FILE
-    if not path.is_file():
-        return {}
-    with safe_open(path, "pt") as file:
-        schemes = json.loads(file.metadata()["schemes"])
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (it is no dict)
-    modules = dict(model.named_modules())
-    unknown = sorted(set(schemes) - set(modules))
-    if unknown:
-        raise CalibrationError(f"{path} names modules that {type(model).__name__} has not", where=unknown)
-    return {
-        name: (
-            modules[name],
-            QuantizationScheme.model_validate(scheme),
-            {key.rpartition(".")[2]: value for key, value in tensors.items() if key.rpartition(".")[0] == name},
-        )
-        for name, scheme in schemes.items()
-    }

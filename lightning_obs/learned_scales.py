@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.modules import weight_matrix
+from lightning_obs.modules import in_shards, weight_matrix
 from lightning_obs.numerics.reshape import flatten_for_calibration
 from lightning_obs.plan import Plan, Target
 from lightning_obs.training_forward import LearnedScale, set_learned_scale
@@ -39,10 +39,14 @@ class LearnedScales:
     """
 
     def __init__(self, plan: Plan) -> None:
-        sharded = [t.name for t in plan.targets if any(isinstance(p, DTensor) for p in t.module.parameters())]
+        sharded = [
+            t.name
+            for t in plan.targets
+            if in_shards(t.module) or any(isinstance(p, DTensor) for p in t.module.parameters())
+        ]
         if sharded:
             raise CalibrationError(
-                "learn_scales is not supported with sharded weights (FSDP2)", where=sharded, remedy="use DDP."
+                "learn_scales is not supported with sharded weights (FSDP)", where=sharded, remedy="use DDP."
             )
         self._targets = {target.name: target for target in plan.targets}
         self._factors: dict[_Key, nn.Parameter] = {}

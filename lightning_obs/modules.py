@@ -25,11 +25,11 @@ from compressed_tensors.quantization import (
 )
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.adapters import adapters_of
+from lightning_obs.flat_shards import unit_of, whole_shape, without_wrappers
 from lightning_obs.numerics.reshape import ATTENTION
 
 SUFFIXES = ("scale", "zero_point", "global_scale")
@@ -123,10 +123,8 @@ def from_matrix(module: nn.Module, matrix: torch.Tensor, shape: torch.Size) -> t
 
 def matrix_shape(module: nn.Module) -> torch.Size | None:
     """The shape of the whole weight as a matrix, also where this rank holds a shard of it."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor):
-        return None
-    matrix = to_matrix(module, torch.empty(weight.shape, device="meta"))
+    shape = whole_shape(module, "weight")
+    matrix = None if shape is None else to_matrix(module, torch.empty(shape, device="meta"))
     return None if matrix is None else matrix.shape
 
 
@@ -135,13 +133,22 @@ def rows_come_first(module: nn.Module) -> bool:
     return not _is_transposed(module)
 
 
+def in_shards(module: nn.Module) -> bool:
+    """Whether this rank holds a part of the module's own parameters only (FSDP2, tensor parallelism, FSDP1)."""
+    return unit_of(module) is not None or any(map(is_sharded, module.parameters(recurse=False)))
+
+
 def is_sharded(value: torch.Tensor) -> bool:
-    """Whether this rank holds a part of the tensor only."""
+    """Whether a DTensor is sharded. What FSDP1 shards are plain tensors: ask :func:`in_shards`."""
     return isinstance(value, DTensor) and any(not placement.is_replicate() for placement in value.placements)
 
 
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Gather a sharded tensor; every rank must call this. Any other tensor is returned as it is."""
+    """Gather a sharded DTensor; every rank must call this. Any other tensor is returned as it is.
+
+    Whatever shards a module, its whole weight is ``whole_tensor(module.weight)`` inside
+    :func:`~lightning_obs.flat_shards.whole_unit`.
+    """
     value = value.detach()
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -183,9 +190,9 @@ def qparams_home(module: nn.Module) -> torch.Tensor | None:
 
 def calibrated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every calibrated module under its first name."""
-    for name, module in model.named_modules():
-        if get_scheme(module) is not None:
-            yield name, module
+    with without_wrappers(model):
+        found = [(name, module) for name, module in model.named_modules() if get_scheme(module) is not None]
+    yield from found
 
 
 def write_qparams(
@@ -258,33 +265,44 @@ def weight_checksum(module: nn.Module) -> int | None:
 def weight_checksums(modules: Sequence[nn.Module]) -> list[int | None]:
     """:func:`weight_checksum` of several. Of a sharded weight, that of the whole: all ranks must call this alike."""
     found = [_local_checksum(module) for module in modules]
-    sharded: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
+    sharded: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for at, module in enumerate(modules):
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, DTensor) and found[at] is not None:
-            over = tuple(dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate())
-            sharded.setdefault((weight.device_mesh, over), []).append(at)
-    for (mesh, over), places in sharded.items():
-        sums = torch.tensor([found[at] for at in places], device=mesh.device_type)
-        for dim in over:  # one reduction for all modules
-            dist.all_reduce(sums, group=mesh.get_group(dim))
+        groups = _groups_of_shards(module)
+        if groups and found[at] is not None:
+            sharded.setdefault(groups, []).append(at)
+    for groups, places in sharded.items():
+        home = modules[places[0]].weight
+        assert isinstance(home, torch.Tensor)
+        sums = torch.tensor([found[at] for at in places], device=home.device)
+        for group in groups:  # one reduction for all modules
+            dist.all_reduce(sums, group=group)
         for at, checksum in zip(places, sums.tolist(), strict=True):
             found[at] = checksum
     return found
 
 
+def _groups_of_shards(module: nn.Module) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks over which the parts of a weight add up to all of it; none if this rank has it whole."""
+    weight, unit = getattr(module, "weight", None), unit_of(module)
+    if isinstance(weight, DTensor):
+        mesh, placements = weight.device_mesh, weight.placements
+        return tuple(mesh.get_group(dim) for dim, placed in enumerate(placements) if not placed.is_replicate())
+    return (unit.group,) if unit is not None and "weight" in unit.shapes[module] else ()
+
+
 def _local_checksum(module: nn.Module) -> int | None:
-    matrix = weight_matrix(module)
-    if matrix is None:
+    if matrix_shape(module) is None:
         return None
+    matrix = module.weight if unit_of(module) is not None else weight_matrix(module)
+    assert isinstance(matrix, torch.Tensor)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[matrix.element_size()]
-    return int(matrix.contiguous().view(bits).sum(dtype=torch.int64))
+    return int(matrix.detach().contiguous().view(bits).sum(dtype=torch.int64))
 
 
 def trained_since(model: nn.Module) -> list[str]:
     """Names of modules whose weight is no longer the one that its scale was found for.
 
-    Under FSDP2 all ranks must call this.
+    Where weights are sharded, all ranks must call this.
     """
     reshard(model)
     modules = [(n, m) for n, m in calibrated_modules(model) if getattr(m, _CHECKSUM, None) is not None]

@@ -22,12 +22,13 @@ from compressed_tensors.utils.match import is_match, match_named_modules, match_
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_obs.adapters import base_of, inside_adapted, is_adapted
+from lightning_obs.adapters import adapters_of, base_of, inside_adapted, is_adapted
 from lightning_obs.attention import find_states
 from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
 from lightning_obs.expert_checks import check_experts, check_experts_reload
+from lightning_obs.flat_shards import unit_of
 from lightning_obs.fusion import FUSED_GROUPS, find_fused, require_one_scheme
-from lightning_obs.modules import holdable_type, matrix_shape, scheme_args, weight_matrix
+from lightning_obs.modules import holdable_type, matrix_shape, qparams_home, scheme_args
 from lightning_obs.schemes import config_groups
 
 Reload: TypeAlias = Literal["default", "dequantize", "unchecked"]
@@ -180,6 +181,13 @@ def _check_modules(model: nn.Module, targets: list[Target]) -> None:
             expected="a module with k_proj and v_proj that is called with past_key_values",
             remedy="target the Linear modules.",
         )
+    flat = [t.name for t in targets if unit_of(t.module) is not None and adapters_of(t.module) is not None]
+    if flat:
+        raise CalibrationError(
+            "adapters beside weights that FSDP1 shards are not supported",
+            where=flat,
+            remedy="merge them first: model = model.merge_and_unload(), or use FSDP2 or DDP.",
+        )
     done = [t.name for t in targets if _is_compressed(t.module)]
     if done:
         raise CalibrationError(
@@ -195,7 +203,7 @@ def _check_modules(model: nn.Module, targets: list[Target]) -> None:
             where=indices,
             remedy="give embeddings a weight-only group of their own.",
         )
-    no_matrix = [t for t in targets if t.scheme.weights is not None and weight_matrix(t.module) is None]
+    no_matrix = [t for t in targets if t.scheme.weights is not None and matrix_shape(t.module) is None]
     if no_matrix:
         raise CalibrationError(
             "has no weight matrix to quantize",
@@ -210,7 +218,7 @@ def _check_modules(model: nn.Module, targets: list[Target]) -> None:
             where=computed,
             remedy="torch.nn.utils.parametrize.remove_parametrizations(module, 'weight') first.",
         )
-    weights = {t.name: weight_matrix(t.module) for t in targets if t.scheme.weights is not None}
+    weights = {t.name: qparams_home(t.module) for t in targets if t.scheme.weights is not None}
     integer = [name for name, weight in weights.items() if weight is not None and not weight.is_floating_point()]
     if integer:
         raise CalibrationError("the weight is not floating point", where=integer, remedy="list it in `ignore`.")

@@ -10,9 +10,9 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
@@ -20,42 +20,33 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_obs.attention import KVCacheLike
-from lightning_obs.checks import check_coverage, check_heads, check_scales
+from lightning_obs.checks import check_coverage, check_heads, check_inputs_fit, check_scales
 from lightning_obs.errors import CalibrationError, CalibrationWarning, name_list
 from lightning_obs.expert_watch import ExpertWatch
 from lightning_obs.experts import LinearExperts
+from lightning_obs.findings import input_ranges, kept_qparams, new_qparams
+from lightning_obs.flat_shards import tell_units, unwrapped, without_wrappers
 from lightning_obs.fusion import fused_groups_with
 from lightning_obs.hooks import ObserverHooks
+from lightning_obs.merging import Coverage, Merged, merge_ranks
 from lightning_obs.modules import (
     clear_qparams,
     qparams_home,
     read_qparams,
     reshard,
     weight_checksums,
-    weight_matrix,
     write_qparams,
 )
 from lightning_obs.observers import Observer
-from lightning_obs.plan import Plan, Reload, Target, build_plan
+from lightning_obs.plan import Plan, Reload, build_plan
 from lightning_obs.result import CalibrationResult
 from lightning_obs.saved_state import dump_state, load_state
 from lightning_obs.schemes import ObserversLike, SchemeLike, label, make_observer, resolve_config
-from lightning_obs.shards import Weights
-from lightning_obs.siblings import borrow_ranges, observe_without_inputs
-from lightning_obs.sync import Collectives, Synced, sync_statistics
+from lightning_obs.siblings import borrow_ranges
+from lightning_obs.sync import Collectives, Synced
 from lightning_obs.token_mask import require_mask
 
 OnMissing: TypeAlias = Literal["error", "warn", "siblings"]
-
-
-class _Merged(NamedTuple):
-    """What became of all ranks' statistics: modules without data, those that borrow their siblings' ranges."""
-
-    skipped: set[str]
-    borrowed: dict[tuple[str, str], Observer]
-    expert_tokens: dict[str, list[int]]
-    collectives: int
-    ranks: int
 
 
 class CalibrationSession:
@@ -67,7 +58,8 @@ class CalibrationSession:
     :func:`~lightning_obs.export_checkpoint` for what comes next.
 
     Args:
-        model: any module; target and ignore names are those of its ``named_modules``.
+        model: any module; target and ignore names are those of its ``named_modules``. Where FSDP1 shards it, the
+            outermost wrapper; names are those without wrappers.
         scheme: preset name, dict, or ``QuantizationConfig`` (:func:`~lightning_obs.schemes.resolve_config`).
         targets: what to quantize where the scheme does not say (default: every Linear).
         ignore: modules to leave alone: names, class names, ``re:`` patterns.
@@ -120,14 +112,16 @@ class CalibrationSession:
             raise CalibrationError("on_missing", got=repr(on_missing), expected="'error', 'warn' or 'siblings'")
         if reload not in ("default", "dequantize", "unchecked"):
             raise CalibrationError("reload", got=repr(reload), expected="'default', 'dequantize' or 'unchecked'")
-        self.model = model
+        tell_units(model)
+        self.model = unwrapped(model)
         self.config: QuantizationConfig = resolve_config(
             scheme, targets=targets, ignore=ignore, observers=observers, kv_cache=kv_cache
         )
         self.label = label(scheme, self.config)
-        self.plan: Plan = build_plan(model, self.config, reload, fused_groups_with(fused_groups))
-        self._experts = ExpertWatch(model, calibrate_all_experts)
-        self._together = [*self.plan.fused, *self._whole_layers()]
+        with without_wrappers(self.model):
+            self.plan: Plan = build_plan(self.model, self.config, reload, fused_groups_with(fused_groups))
+            self._experts = ExpertWatch(self.model, calibrate_all_experts)
+            self._together = [*self.plan.fused, *self._whole_layers()]
         self.on_missing = on_missing
         self.collectives = collectives or Collectives()
         self.observers: dict[tuple[str, str], Observer] = {
@@ -141,7 +135,7 @@ class CalibrationSession:
             for base_name in target.args:
                 if home is not None and (target.name, base_name) in self.observers:
                     self.observers[target.name, base_name].qparams_dtype = home.dtype
-        _check_inputs_fit(self.plan, self.observers)
+        check_inputs_fit(self.plan.targets, self.observers)
         for group in self.plan.fused:
             for base_name in ("weight", "input"):
                 Observer.fuse([self.observers[n, base_name] for n in group if (n, base_name) in self.observers])
@@ -152,7 +146,7 @@ class CalibrationSession:
         self.skipped: set[str] = set()
         self._started = 0.0
         self._synced: Synced | None = None
-        self._hooks = ObserverHooks(model, self.plan.targets, self.observers, self._experts)
+        self._hooks = ObserverHooks(self.model, self.plan.targets, self.observers, self._experts)
         self._token_mask = token_mask
         self._on_model: list[RemovableHandle] = []
 
@@ -250,16 +244,16 @@ class CalibrationSession:
         self.detach()
         with torch.inference_mode(False), torch.no_grad():
             merged = self._merge_ranks(weights, activations)
-            self.skipped = merged.skipped
+            self.skipped, borrowed = merged.coverage
             asked = {
                 key: observer
-                for key, observer in {**self.observers, **merged.borrowed}.items()
+                for key, observer in {**self.observers, **borrowed}.items()
                 if (weights if key[1] == "weight" else activations)
             }
-            fallback = sorted({name for name, _ in merged.borrowed})
-            chosen = [target for target in self.plan.targets if target.name not in merged.skipped]
-            kept = {target.name: self._kept_qparams(target, asked) for target in chosen}
-            qparams = {target.name: kept[target.name] | self._qparams(target, asked) for target in chosen}
+            fallback = sorted({name for name, _ in borrowed})
+            chosen = [target for target in self.plan.targets if target.name not in self.skipped]
+            kept = {target.name: kept_qparams(target, asked) for target in chosen}
+            qparams = {target.name: kept[target.name] | new_qparams(target, asked) for target in chosen}
             check_scales(qparams)
             check_heads(self.model, qparams)
             # Weights that were not asked may have been trained on since their scale was found.
@@ -277,14 +271,14 @@ class CalibrationSession:
             observers=len(self.observers),
             batches=self.batches,
             measurements=self._hooks.measurements,
-            ranks=merged.ranks,
-            collectives=merged.collectives if merged.ranks > 1 else 0,
+            ranks=merged.synced.ranks,
+            collectives=merged.collectives if merged.synced.ranks > 1 else 0,
             seconds=time.perf_counter() - self._started,
             qparams={
                 f"{t.name}.{key}": v.to("cpu", copy=True) for t in chosen for key, v in read_qparams(t.module).items()
             },
-            input_ranges=self._input_ranges(),
-            skipped=sorted(merged.skipped),
+            input_ranges=input_ranges(self.observers),
+            skipped=sorted(self.skipped),
             expert_tokens=merged.expert_tokens,
             fallback=fallback,
             fused=self._together,
@@ -300,53 +294,32 @@ class CalibrationSession:
             )
         return self.result
 
-    def _merge_ranks(self, weights: bool, activations: bool) -> _Merged:
-        """Give every rank the statistics of all activations, and the ranges of all weights, as far as asked for."""
-        held = Weights({}, {}, self.collectives)
-        failure: CalibrationError | None = None
+    def _merge_ranks(self, weights: bool, activations: bool) -> Merged:
         reshard(self.model)
-        try:
-            weighted = [t for t in self.plan.targets if weights and (t.name, "weight") in self.observers]
-            _require_materialized(weighted)
-            held = Weights({(t.name, "weight"): t.module for t in weighted}, self.observers, self.collectives)
-        except CalibrationError as error:
-            failure = error
-        for key in held.modules:
-            self.observers[key].reset(keep=self.observers[key].input_statistics)
         told = {k: o for k, o in self.observers.items() if k[1] != "weight" or o.needs_inputs}
-        synced = sync_statistics(
+        return merge_ranks(
+            self.observers,
             told if activations and self._synced is None else {},
+            [t for t in self.plan.targets if weights and (t.name, "weight") in self.observers],
             self.collectives,
-            weights=held.sizes,
-            failure=failure,
+            self._cover if activations else lambda synced: Coverage(self.skipped, {}),
+            require_inputs=activations,
             note=self._experts.tokens,
         )
-        skipped, borrowed = self.skipped, dict[tuple[str, str], Observer]()
-        if activations:
-            self._synced = self._synced or synced
-            try:
-                borrowed = self._borrowed()
-                skipped = check_coverage(
-                    self.observers,
-                    set(self._synced.unreached) - set(borrowed),
-                    self._together,
-                    self.label,
-                    self.batches,
-                    self.on_missing,
-                    experts=bool(self._experts.containers),
-                )
-            except CalibrationError as error:
-                failure = error
 
-        def observe(key: tuple[str, str], observer: Observer, rows: torch.Tensor) -> None:
-            if key in borrowed or not activations:  # then it was allowed to do without, or has them from before
-                observe_without_inputs(observer, rows)
-            else:
-                observer(rows)
-
-        keys = [key for key in held.modules if key[0] not in skipped]
-        collectives = synced.collectives + held.observe(keys, synced.owners, failure, observe)
-        return _Merged(skipped, borrowed, _add_up(synced.notes), collectives, synced.ranks)
+    def _cover(self, synced: Synced) -> Coverage:
+        self._synced = self._synced or synced
+        borrowed = self._borrowed()
+        skipped = check_coverage(
+            self.observers,
+            set(self._synced.unreached) - set(borrowed),
+            self._together,
+            self.label,
+            self.batches,
+            self.on_missing,
+            experts=bool(self._experts.containers),
+        )
+        return Coverage(skipped, borrowed)
 
     def _whole_layers(self) -> list[list[str]]:
         """The modules of each layer's experts: vLLM runs all of them quantized or none, transformers loads them so."""
@@ -363,35 +336,6 @@ class CalibrationSession:
             return {}
         sizes = {name: len(experts) for name, experts in self._experts.containers.items()}
         return borrow_ranges(self.observers, sizes, self.plan.fused)
-
-    def _kept_qparams(self, target: Target, asked: Collection[tuple[str, str]]) -> dict[str, torch.Tensor]:
-        """The qparams of what is not asked anew."""
-        kept = tuple(f"{base_name}_" for base_name in target.args if (target.name, base_name) not in asked)
-        return {key: value for key, value in read_qparams(target.module).items() if kept and key.startswith(kept)}
-
-    def _qparams(self, target: Target, asked: Mapping[tuple[str, str], Observer]) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        for base_name in target.args:
-            observer = asked.get((target.name, base_name))
-            if observer is None:
-                continue
-            qparams = observer.get_qparams()
-            global_scale = qparams.get("global_scale")
-            if global_scale is not None:
-                found[f"{base_name}_global_scale"] = global_scale
-            if observer.args.dynamic is False:
-                found[f"{base_name}_scale"] = qparams["scale"]
-                if not observer.args.symmetric:
-                    found[f"{base_name}_zero_point"] = qparams["zero_point"]
-        return found
-
-    def _input_ranges(self) -> dict[str, tuple[float, float]]:
-        ranges = {}
-        for (name, base_name), observer in self.observers.items():
-            if base_name == "input" and observer.has_statistics:
-                low, high = observer.get_min_max()
-                ranges[name] = (float(low.min()), float(high.max()))
-        return ranges
 
     def _say_if_data_was_not_needed(self) -> None:
         if self.batches and not self.needs_data:
@@ -418,33 +362,3 @@ class CalibrationSession:
             CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
         """
         self._written = load_state(self.plan, state)
-
-
-def _add_up(counts: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
-    """Tokens of each expert, over all ranks."""
-    names = dict.fromkeys(name for of_rank in counts for name in of_rank)
-    return {name: [sum(each) for each in zip(*(c[name] for c in counts if name in c), strict=True)] for name in names}
-
-
-def _check_inputs_fit(plan: Plan, observers: dict[tuple[str, str], Observer]) -> None:
-    """An observer that weighs a weight's columns by inputs needs one column per input channel."""
-    wrong = [
-        f"{target.name} ({type(target.module).__name__})"
-        for target in plan.targets
-        if (target.name, "weight") in observers
-        and observers[target.name, "weight"].needs_inputs
-        and (isinstance(target.module, nn.Embedding) or target.module.weight.ndim != 2)
-    ]
-    if wrong:
-        raise CalibrationError(
-            "the observer of the weight needs inputs with one channel per column of the weight",
-            where=wrong,
-            expected="Linear modules",
-            remedy="give these modules a group of their own with another observer (memoryless_mse), or ignore them.",
-        )
-
-
-def _require_materialized(targets: Sequence[Target]) -> None:
-    missing = [t.name for t in targets if (matrix := weight_matrix(t.module)) is None or matrix.is_meta]
-    if missing:
-        raise CalibrationError("the weight is not materialized (meta device)", where=missing, remedy="load it first.")

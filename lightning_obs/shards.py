@@ -1,9 +1,9 @@
-"""Observe weights whose rows lie on several ranks (FSDP2), and give every rank the whole weight's ranges.
+"""Observe weights that lie on several ranks, and give every rank the whole weight's ranges.
 
-Method. A scale of a channel, a group or a block depends on its own rows only, so each rank observes the rows that it
-holds, with an observer of their own, and sends the ranges: no weight travels. Ranges of one scale that several ranks
-found (a whole tensor, a block across the edge of two shards) are joined by minimum and maximum, where the observer is
-an extreme.
+Method. FSDP2 shares out rows. A scale of a channel, a group or a block depends on its own rows only, so each rank
+observes the rows that it holds, with an observer of their own, and sends the ranges: no weight travels. Ranges of one
+scale that several ranks found (a whole tensor, a block across the edge of two shards) are joined by minimum and
+maximum, where the observer is an extreme.
 
 A search for the least error stops when some candidates in a row improved no scale *of the whole tensor*. A shard cannot
 know that, so it visits all candidates and notes which of them improved any of its rows. From all ranks' notes each rank
@@ -13,12 +13,17 @@ the ranges are sent once more. So the range found is one device's, at the price 
 What cannot be decided row by row (a search over a whole tensor or over a block across two shards, a histogram, an
 observer of the user's) sees the whole weight, on one rank: weights are gathered one at a time, in an order that is the
 same on all ranks, one for each rank before they all search. A rank never holds more than two whole weights.
+
+The flat shards of FSDP1 end anywhere in a row, so all of them are gathered, a unit at a time. In one turn as many units
+as there are ranks are gathered one after the other; each rank copies the weights that it is to search, all search, and
+the last of these units stays whole until then. So a rank never holds more than one unit and its share of the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TypeAlias
 
 import torch
@@ -28,7 +33,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_obs.agreement import Key
 from lightning_obs.errors import CalibrationError
-from lightning_obs.modules import is_sharded, rows_come_first, to_matrix, weight_matrix, whole_tensor
+from lightning_obs.flat_shards import by_unit, unit_of, whole_unit
+from lightning_obs.modules import is_sharded, matrix_shape, rows_come_first, to_matrix, weight_matrix, whole_tensor
 from lightning_obs.observers import Observer
 from lightning_obs.observers.mse import MemorylessMSEObserver
 from lightning_obs.sync import Collectives, Synced, share_weights
@@ -48,7 +54,8 @@ def rows_by_rank(observer: Observer, module: nn.Module, collectives: Collectives
         collectives: the ranks.
     """
     weight = module.weight
-    assert isinstance(weight, DTensor)
+    if not isinstance(weight, DTensor):
+        return None
     ranks = weight.device_mesh.mesh.flatten().tolist()
     # A strided shard (tensor parallelism below FSDP) is a subclass and holds other rows.
     by_rows = len(weight.placements) == 1 and type(weight.placements[0]) is Shard and weight.placements[0].dim == 0
@@ -90,7 +97,7 @@ class Weights:
 
     def __post_init__(self) -> None:
         for key, module in self.modules.items():
-            if not is_sharded(_weight(module)):
+            if not _lies_apart(module):
                 continue
             if self.collectives.size == 1:
                 raise CalibrationError(
@@ -105,7 +112,8 @@ class Weights:
     @property
     def sizes(self) -> dict[Key, int]:
         """Elements of each weight that one rank observes whole: these are shared out."""
-        return {key: _weight(module).numel() for key, module in self.modules.items() if key not in self._rows}
+        shapes = {key: matrix_shape(module) for key, module in self.modules.items() if key not in self._rows}
+        return {key: 0 if shape is None else shape.numel() for key, shape in shapes.items()}
 
     def observe(
         self,
@@ -131,7 +139,7 @@ class Weights:
         whole = {key: self.observers[key] for key in keys if key not in self._rows}
         shards = [shard for key in keys if key in self._rows for shard in self._shards(key)]
         gathered = self._observe_gathered(
-            [key for key in whole if is_sharded(_weight(self.modules[key]))], owners, failure, observe
+            [key for key in whole if _lies_apart(self.modules[key])], owners, failure, observe
         )
         parts = {shard.key: shard for shard in shards}
 
@@ -203,22 +211,49 @@ class Weights:
     ) -> dict[Key, Exception | None]:
         """Gather these weights, each for its owner, and let it observe. What went wrong there is returned, not raised:
         the other ranks go on gathering.
+
+        One turn gathers a unit for each rank that is left with any; of FSDP2, a unit is one weight.
         """
         outcome: dict[Key, Exception | None] = {}
         if failure is not None:  # the same on all ranks by now
             return outcome
-        queues = [sorted(key for key in keys if owners[key] == rank) for rank in range(self.collectives.size)]
-        for turn in range(max(map(len, queues), default=0)):
-            mine: tuple[Key, torch.Tensor] | None = None
-            for rank, queue in enumerate(queues):
-                if turn < len(queue):
-                    gathered = whole_tensor(_weight(self.modules[queue[turn]]))
-                    if rank == self.collectives.rank:
-                        mine = queue[turn], gathered
-                    del gathered
-            if mine is not None:
-                outcome[mine[0]] = self._try(*mine, observe)
+        for turn in zip_longest(*self._queues(keys, owners)):
+            *units, last = filter(None, turn)
+            mine: list[tuple[Key, torch.Tensor]] = []
+            for unit in units:
+                with whole_unit(self.modules[unit[0]]):
+                    # A view into an FSDP1 unit would keep it; what FSDP2 gathers is nobody else's.
+                    flat = unit_of(self.modules[unit[0]]) is not None
+                    for key, weight in self._mine(unit, owners):
+                        try:
+                            mine.append((key, weight.clone() if flat else weight))
+                        except RuntimeError as error:  # no room
+                            outcome[key] = error
+            with whole_unit(self.modules[last[0]]):
+                for key, weight in [*mine, *self._mine(last, owners)]:
+                    outcome[key] = self._try(key, weight, observe)
         return outcome
+
+    def _queues(self, keys: Sequence[Key], owners: Mapping[Key, int]) -> list[list[list[Key]]]:
+        """For each rank the weights to gather, by unit. A unit is gathered in the turns of who owns most of it."""
+        by_module = {self.modules[key]: key for key in sorted(keys)}
+        queues: list[list[list[Key]]] = [[] for _ in range(self.collectives.size)]
+        elements = self.sizes
+        for modules in by_unit(by_module):
+            unit = [by_module[module] for module in modules]
+            owned = [0] * self.collectives.size
+            for key in unit:
+                owned[owners[key]] += elements[key]
+            queues[owned.index(max(owned))].append(unit)
+        return queues
+
+    def _mine(self, unit: Sequence[Key], owners: Mapping[Key, int]) -> Iterator[tuple[Key, torch.Tensor]]:
+        """The whole weights of a unit that this rank owns; every rank must go through all of them."""
+        for key in unit:
+            weight = whole_tensor(_weight(self.modules[key]))
+            if owners[key] == self.collectives.rank:
+                yield key, weight
+            del weight
 
     def _try(self, key: Key, weight: torch.Tensor, observe: Observe) -> Exception | None:
         try:
@@ -304,6 +339,12 @@ def _joined(shards: Sequence[_Shard]) -> dict[str, torch.Tensor]:
         part = slice(first, first + len(low))
         lows[part], highs[part] = torch.minimum(lows[part], low), torch.maximum(highs[part], high)
     return {"min_vals": lows, "max_vals": highs}
+
+
+def _lies_apart(module: nn.Module) -> bool:
+    """Whether no rank has the whole weight."""
+    unit = unit_of(module)
+    return is_sharded(_weight(module)) or (unit is not None and "weight" in unit.shapes[module])
 
 
 def _weight(module: nn.Module) -> torch.Tensor:

@@ -24,8 +24,9 @@ from lightning_obs.attention import KVCacheLike
 from lightning_obs.callbacks.ranks import collectives_of, repeated_in_batch, repeated_samples, require_exact
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from lightning_obs.export import export_checkpoint
+from lightning_obs.flat_shards import tell_units, unwrapped
 from lightning_obs.fusion import fused_groups_with
-from lightning_obs.modules import is_sharded, reshard
+from lightning_obs.modules import in_shards, reshard
 from lightning_obs.plan import Reload
 from lightning_obs.result import CalibrationResult
 from lightning_obs.schemes import ObserversLike, SchemeLike, label, resolve_config
@@ -128,7 +129,7 @@ class CalibrationCallback(Callback):
     def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False) -> Path:
         """Write the calibrated module as a compressed-tensors checkpoint (:func:`~lightning_obs.export_checkpoint`).
 
-        On several ranks, rank 0 writes. Under DDP the others return at once; where weights are sharded (FSDP2) every
+        On several ranks, rank 0 writes. Under DDP the others return at once; where weights are sharded (FSDP) every
         rank must call this, to gather them. To read the folder on another rank, let ``trainer.strategy.barrier()``
         come first.
 
@@ -146,7 +147,7 @@ class CalibrationCallback(Callback):
             )
         if self._owner is not None:
             reshard(self._owner)
-        sharded = any(is_sharded(parameter) for parameter in self.session.model.parameters())
+        sharded = any(map(in_shards, self.session.model.modules()))
         if self.session.collectives.rank != 0 and not sharded:
             return Path(folder)
         return export_checkpoint(
@@ -270,6 +271,8 @@ class CalibrationCallback(Callback):
         ``with callback.prepare(trainer, module): pass``.
         """
         collectives = collectives_of(trainer)
+        if isinstance(trainer.strategy.model, nn.Module):
+            tell_units(trainer.strategy.model)  # it may hold parameters of the model that is calibrated
         model = find_module(pl_module, self.module)
         if self.session is None or self.session.model is not model:
             self.session = CalibrationSession(model, **self._options)
@@ -357,9 +360,11 @@ def _loaders(trainer: Trainer) -> list[Any]:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside torch.compile's wrapper and peft's."""
+    """The module inside FSDP1's wrapper, torch.compile's and peft's."""
+    module = unwrapped(module)
     original = getattr(module, "_orig_mod", module)
     assert isinstance(original, nn.Module)
+    original = unwrapped(original)
     if hasattr(original, "peft_config") and hasattr(original, "get_base_model"):
         original = original.get_base_model()  # type: ignore[operator]
     return original

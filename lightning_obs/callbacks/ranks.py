@@ -63,15 +63,12 @@ def _require_known(trainer: Trainer) -> None:
         )
     # These are subclasses of DDPStrategy, but a rank may hold a part of the weights only.
     other = isinstance(strategy, (DeepSpeedStrategy, XLAStrategy))
-    if other or not isinstance(strategy, (DDPStrategy, ModelParallelStrategy)):
-        fsdp1 = isinstance(strategy, FSDPStrategy)
+    if other or not isinstance(strategy, (DDPStrategy, FSDPStrategy, ModelParallelStrategy)):
         raise CalibrationError(
             f"calibration under {type(strategy).__name__} is not supported",
             got=f"{trainer.world_size} ranks",
-            expected="strategy 'ddp', ModelParallelStrategy (FSDP2), or one device",
-            remedy="use FSDP2: ModelParallelStrategy, and fully_shard in configure_model (docs/distributed.md)."
-            if fsdp1
-            else "calibrate with Trainer(strategy='ddp') or Trainer(devices=1).",
+            expected="strategy 'ddp', FSDPStrategy, ModelParallelStrategy (FSDP2), or one device",
+            remedy="calibrate with Trainer(strategy='ddp') or Trainer(devices=1).",
         )
 
 
@@ -85,7 +82,8 @@ def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
         CalibrationError: tensor parallelism, and an observer of activations or inputs that is not an extreme of the
             whole tensor.
     """
-    mesh = getattr(trainer.strategy, "device_mesh", None) if trainer.world_size > 1 else None
+    strategy = trainer.strategy
+    mesh = strategy.device_mesh if isinstance(strategy, ModelParallelStrategy) and trainer.world_size > 1 else None
     if mesh is None or mesh["tensor_parallel"].size() == 1:
         return
     wrong = [

@@ -9,8 +9,6 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
-from lightning.pytorch.strategies import FSDPStrategy
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_obs import CalibrationError, load_checkpoint, quantized
@@ -315,26 +313,6 @@ def test_rank_0_writes_a_checkpoint_that_loads_and_nobody_waits(tmp_path):
 
 
 # ---------------------------------------------------------------------- what is refused
-
-
-class OnCPU(FSDPStrategy):
-    """FSDP1, which Lightning refuses on CPUs; for tests."""
-
-    def _setup_model(self, model):
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
-
-
-def on_refused(rank, how):
-    like_torchrun(rank, 2)
-    strategy = OnCPU(use_orig_params=True) if how == "fsdp" else how
-    with_trainer = trainer(calibration(), ranks=2, strategy=strategy)
-    return caught(lambda: with_trainer.validate(Module(), loader(EVERY), verbose=False))[0]
-
-
-def test_fsdp1_is_refused_on_every_rank_and_the_error_names_fsdp2():
-    for error in run_ranks(on_refused, 2, "fsdp", timeout=30):
-        assert "calibration under OnCPU is not supported" in error
-        assert "use FSDP2: ModelParallelStrategy" in error
 
 
 def test_processes_that_end_with_the_run_are_refused():
