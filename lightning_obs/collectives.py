@@ -75,9 +75,11 @@ def all_ranks_answer() -> Iterator[None]:
     """
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:  # of gloo, NCCL and the store alike
         raise CalibrationError(
-            "another rank ended, or did not answer in time, while the ranks' statistics were made one",
+            "another rank ended, or did not answer in time",
             got=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
             remedy="look for the first error in the other ranks' output, then run again; nothing was written.",
         ) from error

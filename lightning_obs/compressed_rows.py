@@ -16,7 +16,7 @@ from compressed_tensors.quantization import QuantizationStrategy
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_obs.modules import get_scheme, holdable_type, read_qparams
+from lightning_obs.modules import get_scheme, holdable_type, read_qparams, whole_tensor
 
 _ONE_SCALE_A_ROW = (QuantizationStrategy.CHANNEL, QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
@@ -90,8 +90,8 @@ def gather_rows(entry: torch.Tensor) -> torch.Tensor:
         return entry
     rows = entry.to_local()
     if rows.itemsize > 1:
-        return entry.full_tensor()
-    return _sharded(rows.view(torch.uint8), entry, 1).full_tensor().view(rows.dtype)  # gloo knows no float8
+        return whole_tensor(entry)
+    return whole_tensor(_sharded(rows.view(torch.uint8), entry, 1)).view(rows.dtype)  # gloo knows no float8
 
 
 def _rows_of_a_rank(weight: DTensor) -> int:

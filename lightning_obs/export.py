@@ -1,11 +1,7 @@
 """Write a calibrated model as a compressed-tensors checkpoint.
 
-The live model is not touched: weights are compressed one module at a time by compressed-tensors' functional
-compressors, into a state dict of their own. The folder appears under its final name only when it is complete: it is
-written beside it first and renamed.
-
-Where the weights are sharded over ranks, all ranks gather one module (FSDP2) or one unit (FSDP1) after the other, and
-rank 0 keeps what it became: so it holds the compressed model, and the others one module or unit at a time.
+The live model is not touched (:mod:`lightning_obs.compressed_state`). The folder appears under its final name only when
+it is complete: it is written beside it first and renamed.
 
 What compressed-tensors cannot hold (convolutions...) stays in full precision in ``model.safetensors``; its
 quantization parameters go to ``qparams.safetensors``, where :func:`~lightning_obs.load_checkpoint` finds them.
@@ -17,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,20 +28,20 @@ from torch import nn
 
 from lightning_obs.adapters import refuse_unmerged
 from lightning_obs.attention_hooks import marked_as_hooked
+from lightning_obs.collectives import all_ranks_answer
+from lightning_obs.compressed_state import compressed_state_dict
 from lightning_obs.errors import CalibrationError
 from lightning_obs.experts import routers
-from lightning_obs.flat_shards import by_unit, tell_units, unit_of, unwrapped, whole_unit, without_wrappers
-from lightning_obs.loading import CONFIG_FILE, QPARAMS_FILE, WEIGHTS_FILE, compressor_of
+from lightning_obs.flat_shards import tell_units, unwrapped, without_wrappers
+from lightning_obs.loading import CONFIG_FILE, QPARAMS_FILE, WEIGHTS_FILE
 from lightning_obs.modules import (
     calibrated_modules,
     get_scheme,
     holdable_type,
     in_shards,
-    is_sharded,
     quantized_states,
     read_qparams,
     trained_since,
-    whole_tensor,
 )
 
 
@@ -102,7 +98,7 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> 
     _require_free(folder, overwrite, sharded)
     writes = not sharded or dist.get_rank() == 0
     with torch.inference_mode(False), torch.no_grad():
-        state = _compressed_state_dict(model, writes)
+        state = compressed_state_dict(model, writes)
     if not writes:
         return folder
     with _whole_or_not_at_all(folder) as partial, torch.inference_mode(False), torch.no_grad():
@@ -119,86 +115,6 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> 
         if tokenizer is not None:
             tokenizer.save_pretrained(str(partial))
     return folder
-
-
-def _compressed_state_dict(model: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
-    """The model's state dict with every calibrated module's entries compressed.
-
-    Args:
-        model: on every rank, if its weights are sharded.
-        keep: whether this rank wants it; otherwise it only helps to gather, and gets nothing.
-    """
-    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    state = {name: value.detach() if is_sharded(value) else whole_tensor(value) for name, value in state.items()}
-    # A module used under two names has its entries under both.
-    places = [(f"{name}." if name else "", module) for name, module in model.named_modules(remove_duplicate=False)]
-    prefixes = {module: prefix for prefix, module in reversed(places)}
-    stored: dict[nn.Module, dict[str, torch.Tensor]] = {}
-    tied: dict[int, torch.Tensor] = {}
-    failure: Exception | None = None
-    for modules in by_unit(module for _, module in places):  # in an order that is the same on every rank
-        with whole_unit(modules[0]):
-            for module in dict.fromkeys(modules):
-                own = _own_entries(module, prefixes[module], state)
-                sharded = unit_of(module) is not None or any(map(is_sharded, own.values()))
-                if _is_holdable(module):
-                    own = {key: whole_tensor(value) for key, value in own.items()}
-                    try:
-                        stored[module] = _compressed(module, own, sharded) if keep and failure is None else {}
-                    except Exception as error:  # the other ranks go on gathering
-                        if not sharded:
-                            raise
-                        failure = error
-                elif sharded:
-                    stored[module] = {key: _on_host(module, key, value, keep, tied) for key, value in own.items()}
-    if failure is not None:
-        raise failure
-    for prefix, module in places if keep else ():
-        if get_scheme(module) is not None and quantized_states(module):
-            state.update({prefix + key: value for key, value in read_qparams(module).items()})
-        if _is_holdable(module):
-            for key in _own_entries(module, prefix, state):
-                del state[prefix + key]
-        state.update({prefix + key: value for key, value in stored.get(module, {}).items()})
-    return state if keep else {}
-
-
-def _is_holdable(module: nn.Module) -> bool:
-    """Whether compressed-tensors compresses the module."""
-    return get_scheme(module) is not None and holdable_type(module) is not None
-
-
-def _own_entries(module: nn.Module, prefix: str, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The module's own parameters and buffers that are in the state dict: what FSDP1 shards as it is now."""
-    unit = unit_of(module)
-    flat = {} if unit is None else unit.shapes[module]
-    keys = [*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))]
-    return {
-        key: getattr(module, key).detach() if key in flat else state[prefix + key]
-        for key in keys
-        if prefix + key in state
-    }
-
-
-def _compressed(module: nn.Module, own: dict[str, torch.Tensor], sharded: bool) -> dict[str, torch.Tensor]:
-    scheme = get_scheme(module)
-    assert scheme is not None
-    own = own | read_qparams(module)
-    if scheme.weights is not None:
-        own = compressor_of(scheme.format).compress(own, scheme)
-    found = {key: value.contiguous() for key, value in own.items() if value is not None}
-    return {key: value.to("cpu", copy=True) for key, value in found.items()} if sharded else found
-
-
-def _on_host(
-    module: nn.Module, key: str, value: torch.Tensor, keep: bool, tied: dict[int, torch.Tensor]
-) -> torch.Tensor:
-    """A whole copy of a sharded tensor; tied ones stay one tensor, and are gathered once."""
-    owner = id(getattr(module, key))
-    if owner not in tied:
-        whole = whole_tensor(value)
-        tied[owner] = whole.to("cpu", copy=True) if keep else whole.new_empty(0)
-    return tied[owner]
 
 
 def _model_compressor(model: nn.Module) -> ModelCompressor | None:
@@ -269,7 +185,8 @@ def _require_free(folder: Path, overwrite: bool, sharded: bool) -> None:
     """Refuse a folder that is there; where ranks gather together, on all of them, by what rank 0 sees."""
     taken = [folder.exists() and not (folder.is_dir() and not any(folder.iterdir())) and not overwrite]
     if sharded:
-        dist.broadcast_object_list(taken, src=0)
+        with all_ranks_answer():
+            dist.broadcast_object_list(taken, src=0)
     if taken[0]:
         raise CalibrationError(f"{folder} is already there", remedy="choose another folder, or set overwrite=True.")
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 from compressed_tensors.utils.match import match_named_modules, match_targets
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+from lightning_obs.compressed_rows import compressor_of
 from lightning_obs.errors import CalibrationError
 from lightning_obs.fake_forward import quantize_forward
 from lightning_obs.modules import holdable_type, write_qparams
@@ -26,11 +24,6 @@ from lightning_obs.modules import holdable_type, write_qparams
 WEIGHTS_FILE = "model.safetensors"
 QPARAMS_FILE = "qparams.safetensors"
 CONFIG_FILE = "config.json"
-
-
-def compressor_of(name: Any) -> Any:
-    """compressed-tensors' compressor of a format."""
-    return BaseCompressor.get_value_from_registry(CompressionFormat(name).value)
 
 
 def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.adapters import adapters_of
+from lightning_obs.collectives import all_ranks_answer
 from lightning_obs.flat_shards import unit_of, whole_shape, without_wrappers
 from lightning_obs.numerics.reshape import ATTENTION
 
@@ -150,7 +151,10 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
     :func:`~lightning_obs.flat_shards.whole_unit`.
     """
     value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    with all_ranks_answer():
+        return value.full_tensor()
 
 
 def reshard(model: nn.Module) -> None:
@@ -275,7 +279,8 @@ def weight_checksums(modules: Sequence[nn.Module]) -> list[int | None]:
         assert isinstance(home, torch.Tensor)
         sums = torch.tensor([found[at] for at in places], device=home.device)
         for group in groups:  # one reduction for all modules
-            dist.all_reduce(sums, group=group)
+            with all_ranks_answer():
+                dist.all_reduce(sums, group=group)
         for at, checksum in zip(places, sums.tolist(), strict=True):
             found[at] = checksum
     return found

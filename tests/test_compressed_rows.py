@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_obs import CalibrationSession
+from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
 from lightning_obs.compressed_rows import compress_rows, compressor_of, gather_rows, rows_per_scale
 from lightning_obs.modules import get_scheme, read_qparams
 from lightning_obs.sync import Collectives
@@ -97,6 +97,28 @@ def test_each_rank_holds_the_compressed_rows_of_its_own():
     for scheme, bytes_a_row in (("W4A16", WIDTH // 2 + 4), ("FP8_DYNAMIC", WIDTH + 4)):
         assert [result[scheme, "odd"][2] for result in found] == [7 * bytes_a_row, 6 * bytes_a_row]
         assert [result[scheme, "few"][2] for result in found] == [bytes_a_row, 0]
+
+
+def on_failing(rank, folder):
+    model = Layers()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in (*model.children(), model):
+        fully_shard(layer, mesh=mesh)
+    calibrated(model, "W4A16", torch.float32, Collectives.of_group())
+    if rank == 1:
+        del model.even.weight_scale
+    try:
+        export_checkpoint(model, folder)
+    except CalibrationError as error:
+        return str(error)
+    return None
+
+
+def test_what_fails_on_one_rank_is_raised_on_all_and_nothing_is_written(tmp_path):
+    errors = run_ranks(on_failing, 2, str(tmp_path / "w4a16"))
+    assert errors[0] == errors[1]
+    assert "even (weight)" in errors[0]
+    assert not list(tmp_path.iterdir())
 
 
 def test_packed_zero_points_are_packed_along_the_column_so_the_weight_is_gathered():

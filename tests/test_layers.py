@@ -52,6 +52,7 @@ LAYERS = {
     "metrics.py": 4,
     "report.py": 4,
     "plots.py": 4,
+    "compressed_state.py": 4,
     "export.py": 4,
     "loading.py": 4,
     "callbacks/": 5,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from pathlib import Path
 
@@ -212,6 +213,44 @@ def test_a_folder_that_is_there_is_refused_on_every_rank(tmp_path):
     (tmp_path / "out" / "mine").touch()
     for error in run_ranks(on_taken_folder, 2, tmp_path / "out", timeout=30):
         assert "out is already there" in error
+
+
+def on_rank_that_dies(rank, folder, when):
+    like_torchrun(rank, 2)
+
+    class Die(Callback):
+        def on_validation_batch_start(self, with_trainer, module, batch, batch_idx):
+            if (when, with_trainer.global_rank, batch_idx) == ("batch", 1, 1):
+                os._exit(9)
+
+        def on_validation_epoch_end(self, with_trainer, module):
+            if (when, with_trainer.global_rank) == ("epoch end", 1):
+                os._exit(9)
+
+    callback, module = calibration(weight="memoryless_mse"), Sharded()
+    sharded_trainer(Die(), callback, ranks=2).validate(module, loader(EVERY), verbose=False)
+    if (when, rank) == ("export", 1):
+        os._exit(9)
+    callback.export(f"{folder}/exported")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("when", "text"),
+    [
+        ("batch", "rank 0:"),  # the forward's own collective fails, with torch's error
+        ("epoch end", "another rank ended, or did not answer in time"),
+        ("export", "another rank ended, or did not answer in time"),
+    ],
+)
+def test_a_killed_rank_ends_the_other_and_leaves_no_checkpoint(when, text, tmp_path):
+    with pytest.raises(RuntimeError, match=text) as raised:
+        run_ranks(on_rank_that_dies, 2, str(tmp_path), when, timeout=30)
+    assert "rank 1:\ndied" in str(raised.value)
+    assert "did not end in time" not in str(raised.value)
+    assert not list(tmp_path.iterdir())
+    run_ranks(on_rank_that_dies, 2, str(tmp_path), "never")
+    load_checkpoint(Net(), tmp_path / "exported")
 
 
 # ---------------------------------------------------------------------- tensor parallel
