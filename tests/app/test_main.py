@@ -1,6 +1,7 @@
 """A whole run on the tiny model."""
 
 import json
+import re
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -115,6 +116,9 @@ def test_fine_tuning_prints_four_perplexities_of_which_the_last_two_are_one(comp
     before, after = report["perplexity"]
     assert report["perplexity_reloaded"] == after == row["perplexity"][1]
     assert len({before, after, report["perplexity_calibrated"]}) == 3
+    assert re.search(r"fine-tuning took \d+[.]\d minutes, and brought back \d+% of what calibration lost", output)
+    assert report["recovered"] == (report["perplexity_calibrated"] - after) / (report["perplexity_calibrated"] - before)
+    assert report["seconds_trained"] > 0
 
 
 def test_fine_tuning_without_text_to_train_on_is_refused(composed):
