@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from hydra.utils import instantiate
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig
 
 from lightning_obs.callbacks.qat import QuantizationAwareTraining
@@ -31,6 +31,8 @@ def fine_tune(
     if not config.data.get("train_batches"):
         raise CalibrationError("data.train_batches", got=config.data.get("train_batches"), expected="one or more")
     started = time.perf_counter()
+    if config.task.seed is not None:
+        seed_everything(config.task.seed, verbose=False)
     trainer: Trainer = instantiate(config.trainer, callbacks=[callback])
     module.train()
     trainer.fit(module, datamodule=data)

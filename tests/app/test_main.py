@@ -121,6 +121,12 @@ def test_fine_tuning_prints_four_perplexities_of_which_the_last_two_are_one(comp
     assert report["seconds_trained"] > 0
 
 
+def test_fine_tuning_twice_gives_the_same_numbers(composed):
+    small = ("task=finetune", "scheme=w8a8", "data.train_batches=4", "trainer.max_steps=4", "model.learning_rate=1e-3")
+    first, second = (run(composed(*small, "export=none")) for _ in range(2))
+    assert first["perplexity"] == second["perplexity"]
+
+
 def test_fine_tuning_without_text_to_train_on_is_refused(composed):
     with pytest.raises(CalibrationError, match=r"data\.train_batches. Got 0"):
         run(composed("experiment=qat_w4a16", "scheme.weights.group_size=32", "data.train_batches=0", "evaluate=false"))
