@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--scheme", action="append", choices=SCHEMES, help="one of the recipes; default: all")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides for every run, e.g. model.path=<folder>")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     wrong = []
     print("| experiment | full precision | calibrated only | fine-tuned | reloaded | recovered | minutes |")
     print("|---|---|---|---|---|---|---|", flush=True)
