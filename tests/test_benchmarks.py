@@ -50,6 +50,15 @@ def test_a_recipe_that_brings_nothing_back_fails(tiny, tmp_path):
     assert "qat_w4a16: brought back 0%, less than half" in done.stderr
 
 
+def test_the_control_trains_in_full_precision(tiny, tmp_path):
+    small = ("trainer.max_steps=24", "model.learning_rate=1e-3", "scheme.weights.num_bits=2", "export=none")
+    done = recovery(tmp_path, tiny, "--scheme", "w4a16", "--control", *small)
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| `qat_w4a16`")]
+    through, control = (float(line.split(" | ")[3]) for line in rows)
+    assert "trained in full precision" in rows[1]
+    assert through < control
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [
