@@ -57,6 +57,7 @@ benchmarks: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/ranks.py
 	$(BIN)/python benchmarks/qat_step.py
 	$(BIN)/python benchmarks/qat_gradients.py
+	$(BIN)/python benchmarks/qat_recovery.py
 
 # Time, ranges and quality beside llm-compressor's, in its environment.
 benchmarks-parity: .venv-parity/.installed

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lightning_obs.app import reload_check
-from lightning_obs.app.finetune import fine_tune, perplexity_of_checkpoint
+from lightning_obs.app.finetune import fine_tune, perplexity_of_checkpoint, share_recovered
 from lightning_obs.callbacks.calibration import CalibrationCallback, find_module
 from lightning_obs.callbacks.qat import QuantizationAwareTraining
 from lightning_obs.errors import CalibrationError
@@ -67,12 +67,12 @@ def run(config: DictConfig) -> dict[str, Any]:
     calibrate(trainer, module, data, callback)
     result = callback.result
     assert result is not None  # calibrate raised otherwise
-    calibrated = None
+    calibrated, seconds_trained = None, None
     if isinstance(callback, QuantizationAwareTraining):
         with quantized(model):
             calibrated = _evaluate(plain, module, data, config.evaluate, "perplexity calibrated")
         _say(f"· fine-tuning {callback.label}")
-        fine_tune(config, callback, module, data)
+        seconds_trained = fine_tune(config, callback, module, data)
         result = callback.result or result
     errors = _layer_errors(model, data, config.report.layer_error_batches)
     with quantized(model):
@@ -94,6 +94,12 @@ def run(config: DictConfig) -> dict[str, Any]:
         found = {"full precision": before, "calibrated": calibrated, "fine-tuned": after, "reloaded": reloaded}
         shown = (f"{name} {value:.3f}" for name, value in found.items() if value is not None)
         lines.append("perplexity on held-out text: " + ", ".join(shown))
+    recovered = None
+    if before is not None and calibrated is not None and after is not None:
+        recovered = share_recovered(before, calibrated, after)
+    if seconds_trained is not None:
+        brought = "" if recovered is None else f", and brought back {recovered:.0%} of what calibration lost"
+        lines.append(f"fine-tuning took {seconds_trained / 60:.1f} minutes{brought}")
     perplexity = None if before is None or after is None else (before, after)
     report = output / "report.json"
     row = {
@@ -101,6 +107,8 @@ def run(config: DictConfig) -> dict[str, Any]:
         "perplexity": perplexity,
         "perplexity_calibrated": calibrated,
         "perplexity_reloaded": reloaded,
+        "recovered": recovered,
+        "seconds_trained": seconds_trained,
         "size": sizes[1] if sizes else None,
         "seconds": result.seconds,
         "worst_sqnr": errors[0].sqnr if errors else None,

@@ -1,6 +1,7 @@
 """A whole run on the tiny model."""
 
 import json
+import re
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -115,6 +116,15 @@ def test_fine_tuning_prints_four_perplexities_of_which_the_last_two_are_one(comp
     before, after = report["perplexity"]
     assert report["perplexity_reloaded"] == after == row["perplexity"][1]
     assert len({before, after, report["perplexity_calibrated"]}) == 3
+    assert re.search(r"fine-tuning took \d+[.]\d minutes, and brought back \d+% of what calibration lost", output)
+    assert report["recovered"] == (report["perplexity_calibrated"] - after) / (report["perplexity_calibrated"] - before)
+    assert report["seconds_trained"] > 0
+
+
+def test_fine_tuning_twice_gives_the_same_numbers(composed):
+    small = ("task=finetune", "scheme=w8a8", "data.train_batches=4", "trainer.max_steps=4", "model.learning_rate=1e-3")
+    first, second = (run(composed(*small, "export=none")) for _ in range(2))
+    assert first["perplexity"] == second["perplexity"]
 
 
 def test_fine_tuning_without_text_to_train_on_is_refused(composed):

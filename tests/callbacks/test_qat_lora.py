@@ -1,6 +1,7 @@
 """QuantizationAwareTraining of LoRA adapters: what is trained is what is merged, quantized and exported."""
 
 import lightning as L
+import peft
 import pytest
 import torch
 from torch.nn import functional as F
@@ -9,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationError, QuantizationAwareTraining, export_checkpoint, load_checkpoint, quantized
 
-peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
