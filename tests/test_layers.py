@@ -21,6 +21,7 @@ LAYERS = {
     "attention.py": 2,
     "attention_hooks.py": 2,
     "adapters.py": 2,
+    "compile_stance.py": 2,
     "fusion.py": 2,
     "experts.py": 2,
     "expert_checks.py": 2,
