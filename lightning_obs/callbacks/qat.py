@@ -211,14 +211,16 @@ class QuantizationAwareTraining(CalibrationCallback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before the first batch, and after every other callback's start: weights anew, everything quantized."""
-        if self._first_batch:
-            self._first_batch = False
-            wanted = self.sanity_check if trainer.sanity_checking else True
-            if wanted and (trainer.state.fn != TrainerFn.FITTING or self._has_started(trainer)):
-                self._begin_validation(trainer, pl_module)
+        self._begin_validation(trainer, pl_module)
         super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
 
     def _begin_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Once in each validation."""
+        first, self._first_batch = self._first_batch, False
+        if not first or (trainer.sanity_checking and not self.sanity_check):
+            return
+        if trainer.state.fn == TrainerFn.FITTING and not self._has_started(trainer):
+            return
         training = self._begin(trainer, pl_module)
         if training.left and training.session.batches:  # validation has come before the last of the training batches
             training.write()
@@ -234,6 +236,7 @@ class QuantizationAwareTraining(CalibrationCallback):
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep what the data said for the training to come; the first ranges there are hold at once."""
+        self._begin_validation(trainer, pl_module)  # other ranks may have batches, and their weights' ranges are shared
         if trainer.state.fn == TrainerFn.VALIDATING:
             super().on_validation_epoch_end(trainer, pl_module)  # if it calibrates
         elif self._active and self._training is not None:
@@ -295,6 +298,14 @@ class QuantizationAwareTraining(CalibrationCallback):
         return {**self.session.state_dict(), "training": self._training.state_dict() | flags}
 
     @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave nothing behind. On several ranks a half-done observation starts again: the others may be elsewhere."""
+        if trainer.world_size > 1 and self._training is not None and (self._training.left or self._training.gathered):
+            self._training.give_up()
+            self._wanted = True
+        super().on_exception(trainer, pl_module, exception)
+
+    @override
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:
         """See :meth:`CalibrationCallback.prepare`."""
         before = self.session
@@ -311,7 +322,10 @@ class QuantizationAwareTraining(CalibrationCallback):
         if state is not None:
             training = state.get("training", {})
             self._wanted, self._after_validation = training.get("wanted", True), training.get("after_validation", False)
-            self._training_of(session).load_state_dict(training)
+            resumed = self._training_of(session)
+            resumed.load_state_dict(training)
+            if training.get("left") and not resumed.left:  # given up
+                self._wanted = True
 
     def _training_of(self, session: CalibrationSession) -> QuantizedTraining:
         """What runs this session's model; a session made anew for the same model goes on with what there is."""
