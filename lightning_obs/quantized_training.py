@@ -19,9 +19,10 @@ from torch import nn
 
 from lightning_obs.learned_scales import LearnedScales
 from lightning_obs.modules import get_scheme, trained_since, weight_checksum
+from lightning_obs.numerics.reshape import ATTENTION
 from lightning_obs.saved_state import dump_observation, dump_statistics, load_observation, load_statistics
 from lightning_obs.session import CalibrationSession
-from lightning_obs.training_forward import Switch, has_range, quantize_training_forward
+from lightning_obs.training_forward import Switch, has_range, quantize_training_forward, quantized_training_states
 
 
 class QuantizedTraining:
@@ -74,9 +75,14 @@ class QuantizedTraining:
             ):
                 torch.compiler.reset()  # graphs compiled before do not see a new hook (of outputs), in silence
                 stack.callback(torch.compiler.reset)
-            for target in self.session.plan.targets:
-                undo = quantize_training_forward(target.module, self.switch, output="output" in target.args)
-                stack.callback(undo)
+            targets = self.session.plan.targets
+            states = {target.module: tuple(target.states) for target in targets if target.states}
+            stack.enter_context(quantized_training_states(self.session.model, states, self.switch))
+            for target in targets:
+                if not target.states:
+                    stack.callback(
+                        quantize_training_forward(target.module, self.switch, output="output" in target.args)
+                    )
             self._running = stack.pop_all()
         if self._resumed and self.is_quantized:
             self._write_learned()
@@ -122,7 +128,7 @@ class QuantizedTraining:
     @property
     def can_refresh(self) -> bool:
         """Whether data would change the range of an activation that is known."""
-        learned = self.learned is not None and self.learned.covers(("input", "output"))
+        learned = self.learned is not None and self.learned.covers(("input", "output", *ATTENTION))
         return self.session.needs_data and not learned
 
     def observe(self, batches: int) -> None:
