@@ -85,7 +85,7 @@ class QuantizedTraining:
                     )
             self._running = stack.pop_all()
         if self._resumed and self.is_quantized:
-            self._write_learned()
+            self._write_learned(refreshed=False)
         else:
             self.refresh_weights()
         self._resumed = False
@@ -195,13 +195,14 @@ class QuantizedTraining:
         self.session.detach()
 
     @torch.inference_mode(False)
-    def _write_learned(self) -> None:
+    def _write_learned(self, refreshed: bool = True) -> None:
         if self.learned is None or self._running is None:
             return
         self.learned.start()
         state = self.session.state_dict()
         state["qparams"] |= {name: value.to("cpu", copy=True) for name, value in self.learned.values().items()}
-        state["checksums"] = {target.name: weight_checksum(target.module) for target in self.session.plan.targets}
+        if refreshed:  # the zero points too
+            state["checksums"] = {target.name: weight_checksum(target.module) for target in self.session.plan.targets}
         self.session.load_state_dict(state)
 
     # ------------------------------------------------------------------ resume

@@ -114,6 +114,7 @@ class QuantizationAwareTraining(CalibrationCallback):
         self._on_fit: ExitStack | None = None
         self._first_batch = False  # of a validation: still to come
         self._after_validation = False  # and before the next training batch
+        self._validation_follows = False  # Lightning leaves it out in a run that is resumed from here
         self._wanted = True  # observe training batches
 
     @override
@@ -158,6 +159,9 @@ class QuantizationAwareTraining(CalibrationCallback):
         if not self._has_started(trainer):
             return
         training = self._begin(trainer, pl_module)
+        if self._validation_follows:  # it did not
+            self._end_observation(training)
+            self._end_validation(trainer)
         if training.gathered:
             training.write(weights=True)
         elif self._after_validation:  # weight averaging has swapped other weights in meanwhile
@@ -179,6 +183,7 @@ class QuantizationAwareTraining(CalibrationCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Write the ranges after the last of the observed batches."""
+        self._validation_follows = _validation_follows(trainer, batch_idx)
         if self._training is not None and self._training.left:
             self._training.count_batch()
             if not self._training.left:
@@ -222,16 +227,19 @@ class QuantizationAwareTraining(CalibrationCallback):
         if trainer.state.fn == TrainerFn.FITTING and not self._has_started(trainer):
             return
         training = self._begin(trainer, pl_module)
-        if training.left and training.session.batches:  # validation has come before the last of the training batches
-            training.write()
-        elif training.left:
-            training.give_up()
-            self._wanted = True
+        self._end_observation(training)
         self._run_all_quantized(training)
         asked = self.observe == "val" or trainer.sanity_checking
         if trainer.state.fn == TrainerFn.FITTING and asked and self._may_observe(trainer, training):
             training.observe(0)
             self._active = True
+
+    def _end_observation(self, training: QuantizedTraining) -> None:
+        if training.left and training.session.batches:  # validation has come before the last of the training batches
+            training.write()
+        elif training.left:
+            training.give_up()
+            self._wanted = True
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -251,7 +259,10 @@ class QuantizationAwareTraining(CalibrationCallback):
         if trainer.state.fn != TrainerFn.FITTING:
             self._clean_up()
             return
-        self._first_batch = False
+        self._end_validation(trainer)
+
+    def _end_validation(self, trainer: Trainer) -> None:
+        self._first_batch = self._validation_follows = False
         self._after_validation = True
         self._wanted = self._wanted or (self.observe == "train" and not trainer.sanity_checking)
 
@@ -294,7 +305,11 @@ class QuantizationAwareTraining(CalibrationCallback):
             return self._loaded
         if self.session is None or self._training is None:
             return {}
-        flags = {"wanted": self._wanted, "after_validation": self._after_validation}
+        flags = {
+            "wanted": self._wanted,
+            "after_validation": self._after_validation,
+            "validation_follows": self._validation_follows,
+        }
         return {**self.session.state_dict(), "training": self._training.state_dict() | flags}
 
     @override
@@ -311,7 +326,7 @@ class QuantizationAwareTraining(CalibrationCallback):
         before = self.session
         session = super().prepare(trainer, pl_module)
         if before is not None and before.model is not session.model:
-            self._wanted, self._after_validation = True, False
+            self._wanted, self._after_validation, self._validation_follows = True, False, False
         self._training_of(session)
         return session
 
@@ -321,7 +336,9 @@ class QuantizationAwareTraining(CalibrationCallback):
         super()._restore_into(session)
         if state is not None:
             training = state.get("training", {})
-            self._wanted, self._after_validation = training.get("wanted", True), training.get("after_validation", False)
+            self._wanted = training.get("wanted", True)
+            self._after_validation = training.get("after_validation", False)
+            self._validation_follows = training.get("validation_follows", False)
             resumed = self._training_of(session)
             resumed.load_state_dict(training)
             if training.get("left") and not resumed.left:  # given up
@@ -390,3 +407,16 @@ class QuantizationAwareTraining(CalibrationCallback):
         if self._on_fit is not None:
             self._on_fit.close()
             self._on_fit = None
+
+
+def _validation_follows(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether Lightning validates after this training batch."""
+    every = trainer.check_val_every_n_epoch
+    if not trainer.enable_validation or (every is not None and (trainer.current_epoch + 1) % every):
+        return False
+    if trainer.val_check_batch is None:  # by the clock
+        return False
+    if trainer.val_check_batch == float("inf"):
+        return bool(trainer.is_last_batch)
+    done = (trainer.fit_loop.total_batch_idx if every is None else batch_idx) + 1
+    return bool(done % trainer.val_check_batch == 0)

@@ -24,6 +24,7 @@ from lightning_obs import CalibrationError, CalibrationWarning, QuantizationAwar
 from lightning_obs.modules import read_qparams
 
 W4 = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 8}}
+ASYMMETRIC = {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel", "symmetric": False}}
 W8 = {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}
 
 
@@ -620,13 +621,21 @@ OPTIONS = {
     "moving": {"scheme": "INT8_STATIC", "calibration_batches": 3, "observers": {"input": "mse"}},
     "learned": {"scheme": "INT8_STATIC", "calibration_batches": 2, "learn_scales": True},
     "learned weights": {"scheme": W4, "learn_scales": True},
+    "learned asymmetric": {"scheme": ASYMMETRIC, "learn_scales": True},
     "imatrix": {"scheme": W4, "calibration_batches": 2, "observers": {"weight": "imatrix_mse"}},
     "distilled": {"scheme": W4, "distill": 1.0},
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("at", ["epoch", "middle"])
+@pytest.mark.parametrize(
+    ("options", "at"),
+    [
+        pytest.param(options, at, id=f"{name}-{at}")
+        for name, options in OPTIONS.items()
+        for at in ("epoch", "middle", "before validation")
+        if (name, at) != ("val", "before validation")  # Lightning leaves that validation out, and so its data
+    ],
+)
 def test_6457_8485_a_resumed_run_has_the_losses_of_an_uninterrupted_one(options, at, tmp_path):
     """pytorch-lightning #6457 and #8485: a checkpoint of the callback could not be resumed from."""
     saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
@@ -635,9 +644,9 @@ def test_6457_8485_a_resumed_run_has_the_losses_of_an_uninterrupted_one(options,
     whole = Classifier()
     fresh = copy.deepcopy(whole)
     trainer(QuantizationAwareTraining(**options), saver, max_epochs=4).fit(whole, loader(), loader(seed=2))
-    step = 8 if at == "epoch" else 6
+    step = 6 if at == "middle" else 8
     tr = trainer(QuantizationAwareTraining(**options), max_epochs=4)
-    data = loader() if at == "epoch" else FromTheMiddle(loader().dataset, batch_size=4)
+    data = FromTheMiddle(loader().dataset, batch_size=4) if at == "middle" else loader()
     tr.fit(fresh, data, loader(seed=2), ckpt_path=tmp_path / f"step={step}.ckpt")
     assert fresh.losses == whole.losses[step:]
     for (name, value), other in zip(whole.named_parameters(), fresh.parameters(), strict=True):
