@@ -190,15 +190,18 @@ class QuantizationAwareTraining(CalibrationCallback):
                 rank_zero_info(f"{self.label}: ranges of activations from {self._training.session.batches} batches")
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Average the gradients of learned scales over ranks; DDP knows only the module's own parameters."""
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Average the gradients of learned scales over ranks; DDP knows only the module's own parameters.
+
+        Not later: what a loss scale made infinite on one rank has to be seen on all before they step or do not.
+        """
         if self._training is None or self._training.learned is None or trainer.world_size == 1:
             return
-        for parameter in self._training.learned.parameters:
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-            parameter.grad = trainer.strategy.reduce(grad, reduce_op="mean")
+        parameters = self._training.learned.parameters
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        mean = trainer.strategy.reduce(torch.cat([grad.reshape(-1) for grad in grads]), reduce_op="mean")
+        for parameter, grad in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = grad.reshape(parameter.shape).clone()
 
     # ------------------------------------------------------------------ validate
 

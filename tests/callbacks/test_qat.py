@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     WeightAveraging,
 )
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -936,6 +937,63 @@ def test_bf16_mixed_trains_float32_weights():
     trainer(callback, precision="bf16-mixed", max_epochs=20).fit(module, loader(), loader(seed=2))
     assert {p.dtype for p in module.parameters()} == {torch.float32}
     assert sum(module.losses[-4:]) < sum(module.losses[:4]) / 2
+
+
+def test_fp16_with_a_loss_scale_trains_float32_weights():
+    module = Regression()
+    callback = QuantizationAwareTraining("INT8_STATIC", learn_scales=True, calibration_batches=1)
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    trainer(callback, plugins=[plugin], max_epochs=20).fit(module, loader(), loader(seed=2))
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    assert sum(module.losses[-4:]) < sum(module.losses[:4]) / 2
+
+
+def test_asked_for_fp16_on_a_cpu_lightning_takes_bf16_and_says_so():
+    module = Regression()
+    callback = QuantizationAwareTraining("INT8_STATIC", calibration_batches=1)
+    with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU. Using `precision='bf16-mixed'`"):
+        with_trainer = trainer(callback, precision="16-mixed")
+    with_trainer.fit(module, loader(), loader(seed=2))
+    assert with_trainer.precision == "bf16-mixed"
+    assert len(module.losses) == 8
+
+
+def norm(parameters):
+    return torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm().item()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_gradients_are_clipped_to_the_norm_over_weights_and_learned_scales(precision):
+    before, after, scales = [], [], []
+
+    class Look(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            before.append(norm(optimizer.param_groups[0]["params"]))
+
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            (group,) = trainer.optimizers[0].param_groups
+            after.append(norm(group["params"]))
+            scales.append(norm(group["params"][-4:]))
+
+    callback = QuantizationAwareTraining("INT8_STATIC", learn_scales=True, calibration_batches=1)
+    trainer(callback, Look(), precision=precision, gradient_clip_val=1e-2).fit(Regression(), loader(), loader(seed=2))
+    assert min(before) > 2e-2
+    assert after == pytest.approx([1e-2] * 8, rel=1e-3)
+    assert min(scales) > 0
+
+
+def test_gradients_are_clipped_by_value_learned_scales_too():
+    largest = []
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            (group,) = trainer.optimizers[0].param_groups
+            largest.append(max(p.grad.abs().max().item() for p in group["params"][-2:]))
+
+    callback = QuantizationAwareTraining(W4, learn_scales=True)
+    options = {"gradient_clip_val": 1e-5, "gradient_clip_algorithm": "value"}
+    trainer(callback, Look(), **options).fit(Regression(), loader(), loader(seed=2))
+    assert largest == pytest.approx([1e-5] * 8)
 
 
 @pytest.mark.parametrize("where", ["training_step", "validation_step"])

@@ -13,6 +13,7 @@ import itertools
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -155,6 +156,63 @@ def test_two_ranks_train_as_one_device_and_end_alike(options):
     assert close(first["qparams"], qparams_of(one))
     interleaved = torch.stack([first["validated"], second["validated"]], 1).flatten(0, 1)
     torch.testing.assert_close(interleaved, torch.cat(one.validated), rtol=1e-9, atol=1e-12)
+
+
+def on_two_halves(rank, ranks, halves):
+    """The gradients at the first step, of one batch or of its halves."""
+    if ranks > 1:
+        like_torchrun(rank, ranks)
+    found = []
+
+    class Look(Callback):
+        def on_before_optimizer_step(self, with_trainer, module, optimizer):
+            found.append({str(i): p.grad.clone() for i, p in enumerate(optimizer.param_groups[0]["params"])})
+
+    data = DataLoader(TensorDataset(X[:8][rank::ranks]), batch_size=8 // ranks // halves)
+    callback = qat(W4, learn_scales=True)
+    fit(callback, Trained(), Look(), rank=rank, ranks=ranks, data=data, max_steps=1, accumulate_grad_batches=halves)
+    return found[0]
+
+
+def test_gradients_of_learned_scales_are_the_mean_over_ranks_and_accumulated_batches():
+    expected = on_two_halves(0, 1, 1)
+    assert len(expected) == 15  # ten parameters, five scales
+    expected = {name: grad.double() for name, grad in expected.items()}
+    for grads in run_ranks(on_two_halves, 2, 2, 2):
+        for name, grad in grads.items():
+            tolerance = 1e-9 if grad.dtype == torch.float64 else 1e-5  # log factors are float32
+            torch.testing.assert_close(grad.double(), expected[name], rtol=tolerance, atol=tolerance / 100)
+
+
+def on_overflow(rank):
+    """fp16 with a loss scale on a CPU; at the second step a scale's gradient is infinite on rank 1 alone."""
+    like_torchrun(rank, 2)
+    torch.manual_seed(0)
+    module, callback, steps = Trained().float(), qat(calibration_batches=1, learn_scales=True), []
+
+    class Overflow(Callback):
+        def on_train_batch_start(self, with_trainer, module, batch, batch_idx):
+            if batch_idx == 1 and rank == 1:
+                factor = callback._training.learned.parameters[0]
+                self.handle = factor.register_hook(lambda grad: grad * float("inf"))
+
+        def on_train_batch_end(self, with_trainer, module, outputs, batch, batch_idx):
+            steps.append(module.net.first.weight.detach().clone())
+            if hasattr(self, "handle"):
+                self.handle.remove()
+
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=16.0))
+    data = DataLoader(TensorDataset(X.float()[rank::2]), batch_size=2)
+    options = {"plugins": [plugin], "max_epochs": 1, "limit_val_batches": 0}
+    fit(callback, module, Overflow(), rank=rank, ranks=2, data=data, **options)
+    return steps, callback._training.learned.state_dict()["log_factors"]
+
+
+def test_a_step_that_overflows_on_one_rank_is_left_out_on_all():
+    (first, factors), (second, others) = run_ranks(on_overflow, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert [torch.equal(a, b) for a, b in itertools.pairwise(first)] == [True] + [False] * 6
+    assert same(factors, others)
 
 
 def on_first_ranges(rank, ranks, observer):
