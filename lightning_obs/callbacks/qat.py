@@ -62,11 +62,11 @@ class QuantizationAwareTraining(CalibrationCallback):
         start_step: ...and this many optimizer steps.
         freeze_after: from this epoch on the ranges of activations stay what they are; None: never.
         learn_scales: train the scales (learned step size) from where calibration put them. They join the first
-            parameter group of the optimizer, and are observed no more.
+            parameter group of the optimizer, and are observed no more. (Those of q, k and v are, as ever.)
         distill: weight of the divergence of the quantized model's logits from the teacher's, added to the loss that
             ``training_step`` returns; 0: none. It costs one more forward per step.
         teacher: takes the calls that the quantized model takes. None: the model itself, unquantized.
-        **options: as for :class:`CalibrationCallback`: ``targets``, ``ignore``, ``observers``, ``module``,
+        **options: as for :class:`CalibrationCallback`: ``targets``, ``ignore``, ``observers``, ``kv_cache``, ``module``,
             ``on_missing``, ``reload``, ``sanity_check``, ``token_mask``.
 
     Raises:
@@ -81,7 +81,7 @@ class QuantizationAwareTraining(CalibrationCallback):
 
     def __init__(
         self,
-        scheme: SchemeLike,
+        scheme: SchemeLike | None,
         *,
         quantize: Literal["all", "weights", "activations"] = "all",
         observe: Literal["train", "val", "none"] = "train",
@@ -303,7 +303,10 @@ class QuantizationAwareTraining(CalibrationCallback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Ranges, learned scales, and where in an observation training is: tensors, strings and numbers."""
+        """Ranges, learned scales, and where in an observation training is: tensors, strings and numbers.
+
+        On several ranks every rank must call this, as Lightning does.
+        """
         if self._loaded is not None:
             return self._loaded
         if self.session is None or self._training is None:

@@ -14,7 +14,10 @@ from lightning_obs.modules import read_qparams
 from lightning_obs.numerics.fake_quantize import fake_quantize
 from lightning_obs.quantized_training import QuantizedTraining
 from tests.callbacks.test_qat import FromTheMiddle, Language, language_data, quiet, trainer
+from tests.distributed import run_ranks
+from tests.lightning_ranks import like_torchrun
 from tests.test_attention import CASES, attention, cached_states, logits, traces
+from tests.tiny_model import save_tiny_llama
 
 
 def training(model, batches, scheme=None, **options):
@@ -295,3 +298,37 @@ def test_the_teacher_runs_with_states_in_full_precision(tiny_llama, batches):
         q = logits(module.model, batches[2]).double().log_softmax(-1)
     assert totals[:2] == [0.0, 0.0]
     assert totals[2] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
+
+
+# ---------------------------------------------------------------------- several ranks
+
+
+def on_states(rank, ranks, folder, out):
+    if ranks > 1:
+        like_torchrun(rank, ranks)
+    module = Language(AutoModelForCausalLM.from_pretrained(folder))
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1e-3)
+    ids = torch.randint(3, 200, (8, 16), generator=torch.Generator().manual_seed(0))[rank::ranks]
+    data = language_data([{"input_ids": rows} for rows in ids.split(4 // ranks)])
+    callback = QuantizationAwareTraining("FP8", kv_cache="FP8_HEAD", ignore=["lm_head"], calibration_batches=1)
+    options = {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}
+    with_trainer = trainer(callback, use_distributed_sampler=False, **options)
+    with_trainer.fit(module, data, data)
+    callback.export(out)
+    with_trainer.strategy.barrier()
+    reloaded = AutoModelForCausalLM.from_pretrained(out).eval()
+    with torch.no_grad():
+        again = [reloaded(**batch).logits for batch in data]
+    assert all(torch.equal(one, other) for one, other in zip(again, module.logits, strict=True))
+    return read_qparams(module.model.model.layers[0].self_attn)
+
+
+def test_two_ranks_quantize_states_alike(tmp_path):
+    folder = save_tiny_llama(tmp_path / "tiny")
+    expected = on_states(0, 1, folder, tmp_path / "one")
+    assert sorted(expected) == ["k_scale", "v_scale"]
+    first, second = run_ranks(on_states, 2, 2, folder, tmp_path / "two")
+    assert first.keys() == second.keys() == expected.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name])
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=0)
