@@ -9,6 +9,7 @@ and go in any order; the last one to leave takes everything out.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -70,7 +71,30 @@ def register_state_hook(module: nn.Module, base_name: str, hook: Callable[[torch
     def observe(_: nn.Module, state: torch.Tensor) -> None:
         hook(state)
 
-    return _REGISTER[base_name](module, observe)
+    handle = _REGISTER[base_name](module, observe)
+    hooks = handle.hooks_dict_ref()
+    assert isinstance(hooks, OrderedDict)
+    hooks.move_to_end(handle.id, last=False)  # as torch's own prepend=True, which compressed-tensors does not pass on
+    return handle
+
+
+def register_state_change(
+    module: nn.Module, base_name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> RemovableHandle:
+    """Let ``change`` replace q, k or v where it is read, after every hook of :func:`register_state_hook` has seen it.
+
+    Args:
+        module: inside :func:`hooked_attention`.
+        base_name: q, k or v.
+        change: not called while somebody else quantizes the module's states, or if they were switched off before.
+    """
+
+    def replace(_: nn.Module, state: torch.Tensor) -> torch.Tensor:
+        _switch(module)  # whoever wrote other scales meanwhile has cleared it
+        _, quantizing, before = _users[module]
+        return state if quantizing or before is False else change(state)
+
+    return _REGISTER[base_name](module, replace)
 
 
 @contextmanager

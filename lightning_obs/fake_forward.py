@@ -21,6 +21,7 @@ from torch import nn
 
 from lightning_obs.adapters import refuse_unmerged
 from lightning_obs.attention_hooks import find_owner, hooked_attention
+from lightning_obs.compile_stance import run_eagerly
 from lightning_obs.modules import (
     calibrated_modules,
     from_matrix,
@@ -61,7 +62,7 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
                 stack.callback(quantize_forward(module))
         for owner, modules in attention.items():
             stack.enter_context(hooked_attention(owner, modules, quantize=True))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled graph would not see the new forward
+        stack.enter_context(run_eagerly())
         yield model
 
 

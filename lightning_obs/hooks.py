@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.attention_hooks import hooked_attention, register_state_hook
+from lightning_obs.compile_stance import run_eagerly
 from lightning_obs.expert_watch import ExpertWatch
 from lightning_obs.modules import first_input
 from lightning_obs.observers import Observer
@@ -68,8 +69,7 @@ class ObserverHooks:
         self.detach()
         self._read, self._mask = LastRead(), None
         with ExitStack() as stack:
-            # A hook added after a graph was compiled would never fire, in silence.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(run_eagerly())
             states = {target.module: target.states for target in self._targets if target.states}
             stack.enter_context(hooked_attention(self._model, states, quantize=False))
             self._experts.attach(stack)

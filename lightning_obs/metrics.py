@@ -18,6 +18,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 from torchmetrics.audio import SignalNoiseRatio
 
+from lightning_obs.compile_stance import run_eagerly
 from lightning_obs.fake_forward import fake_quantize, quantize_forward
 from lightning_obs.modules import (
     calibrated_modules,
@@ -61,7 +62,7 @@ def measure_layer_errors(model: nn.Module, batches: Iterable[Mapping[str, Any] |
     probes = [_Probe(name, module) for name, module in calibrated_modules(model) if not quantized_states(module)]
     if not probes:
         return []
-    with ExitStack() as stack, torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with ExitStack() as stack, torch.no_grad(), run_eagerly():
         for probe in probes:
             stack.callback(probe.module.register_forward_hook(probe, with_kwargs=True).remove)
         for batch in batches:

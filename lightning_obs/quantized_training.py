@@ -19,9 +19,10 @@ from torch import nn
 
 from lightning_obs.learned_scales import LearnedScales
 from lightning_obs.modules import get_scheme, trained_since, weight_checksum
-from lightning_obs.saved_state import dump_statistics, load_statistics
+from lightning_obs.numerics.reshape import ATTENTION
+from lightning_obs.saved_state import dump_observation, dump_statistics, load_observation, load_statistics
 from lightning_obs.session import CalibrationSession
-from lightning_obs.training_forward import Switch, has_range, quantize_training_forward
+from lightning_obs.training_forward import Switch, has_range, quantize_training_forward, quantized_training_states
 
 
 class QuantizedTraining:
@@ -74,12 +75,17 @@ class QuantizedTraining:
             ):
                 torch.compiler.reset()  # graphs compiled before do not see a new hook (of outputs), in silence
                 stack.callback(torch.compiler.reset)
-            for target in self.session.plan.targets:
-                undo = quantize_training_forward(target.module, self.switch, output="output" in target.args)
-                stack.callback(undo)
+            targets = self.session.plan.targets
+            states = {target.module: tuple(target.states) for target in targets if target.states}
+            stack.enter_context(quantized_training_states(self.session.model, states, self.switch))
+            for target in targets:
+                if not target.states:
+                    stack.callback(
+                        quantize_training_forward(target.module, self.switch, output="output" in target.args)
+                    )
             self._running = stack.pop_all()
         if self._resumed and self.is_quantized:
-            self._write_learned()
+            self._write_learned(refreshed=False)
         else:
             self.refresh_weights()
         self._resumed = False
@@ -122,7 +128,7 @@ class QuantizedTraining:
     @property
     def can_refresh(self) -> bool:
         """Whether data would change the range of an activation that is known."""
-        learned = self.learned is not None and self.learned.covers(("input", "output"))
+        learned = self.learned is not None and self.learned.covers(("input", "output", *ATTENTION))
         return self.session.needs_data and not learned
 
     def observe(self, batches: int) -> None:
@@ -173,7 +179,12 @@ class QuantizedTraining:
     def refresh_weights(self) -> None:
         """Observe the weights as they are now, if they changed; write learned scales as they are now."""
         session = self.session
-        lacking = any(observer.lacks_inputs for observer in session.observers.values())
+        excused = session.skipped | set(session.result.fallback if session.result is not None else ())
+        wanting = {name: o.lacks_inputs for (name, _), o in session.observers.items() if o.needs_inputs}
+        unfinished = (
+            bool(self.left or self.gathered) or not self.is_quantized
+        )  # what was seen differs from rank to rank
+        lacking = bool(wanting) and (unfinished or any(wanting[name] for name in wanting.keys() - excused))
         unknown = any(get_scheme(target.module) is None for target in session.plan.targets)
         if not lacking and (unknown or trained_since(session.model)):
             session.finalize(activations=False)
@@ -184,28 +195,31 @@ class QuantizedTraining:
         self.session.detach()
 
     @torch.inference_mode(False)
-    def _write_learned(self) -> None:
+    def _write_learned(self, refreshed: bool = True) -> None:
         if self.learned is None or self._running is None:
             return
         self.learned.start()
         state = self.session.state_dict()
         state["qparams"] |= {name: value.to("cpu", copy=True) for name, value in self.learned.values().items()}
-        state["checksums"] = {target.name: weight_checksum(target.module) for target in self.session.plan.targets}
+        if refreshed:  # the zero points too
+            state["checksums"] = {target.name: weight_checksum(target.module) for target in self.session.plan.targets}
         self.session.load_state_dict(state)
 
     # ------------------------------------------------------------------ resume
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
-        """What the session's own state does not hold: learned scales, and an observation that is not complete."""
-        everything = bool(self.left or self.gathered)  # else only what a weight's next observation needs
-        kept = {k: o for k, o in self.session.observers.items() if everything or o.needs_inputs}
-        state: dict[str, Any] = {
-            "left": self.left,
-            "batches": self.session.batches,
-            "gathered": self.gathered,
-            "statistics": dump_statistics(kept),
-        }
+        """What the session's own state does not hold: learned scales, and an observation that is not complete.
+
+        On several ranks every rank must call this, as Lightning does: they have seen different data.
+        """
+        state: dict[str, Any] = {"left": self.left, "batches": self.session.batches, "gathered": self.gathered}
+        observers = self.session.observers
+        if self.left or self.gathered:
+            fed = {key: o for key, o in observers.items() if key[1] != "weight" or o.needs_inputs}
+            state["observed"] = dump_observation(fed, self.session.collectives)
+        else:  # what a weight's next observation needs, the same on all ranks
+            state["statistics"] = dump_statistics({key: o for key, o in observers.items() if o.needs_inputs})
         if self.learned is not None:
             state["learned"] = self.learned.state_dict()
         return state
@@ -213,6 +227,8 @@ class QuantizedTraining:
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a :meth:`state_dict`; learned scales keep the parameters that the optimizer has.
+
+        An observation that another number of ranks began is given up, where its statistics depend on the ranks.
 
         Raises:
             CalibrationError: its learned scales are of other modules.
@@ -222,5 +238,9 @@ class QuantizedTraining:
         self.left, self.gathered = state.get("left", 0), state.get("gathered", False)
         self.session.batches = state.get("batches", 0)
         load_statistics(self.session.observers, state.get("statistics", {}))
+        if "observed" in state:
+            fed = {key: o for key, o in self.session.observers.items() if key[1] != "weight" or o.needs_inputs}
+            if not load_observation(fed, state["observed"], self.session.collectives):
+                self.give_up()
         if self.learned is not None and "learned" in state:
             self.learned.load_state_dict(state["learned"])

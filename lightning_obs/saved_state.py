@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 from lightning_obs.attention import count_heads
 from lightning_obs.errors import CalibrationError
@@ -17,6 +18,7 @@ from lightning_obs.modules import matrix_shape, write_qparams
 from lightning_obs.numerics.reshape import flatten_for_calibration
 from lightning_obs.observers import Observer
 from lightning_obs.plan import Plan, Target
+from lightning_obs.sync import Collectives, sync_statistics
 
 _FORMAT = 1
 
@@ -103,6 +105,62 @@ def load_statistics(observers: Mapping[tuple[str, str], Observer], state: Mappin
         if statistics:
             observer.reset()
             observer.load_statistics(copy.deepcopy(dict(statistics)))
+
+
+def dump_observation(observers: Mapping[tuple[str, str], Observer], collectives: Collectives) -> dict[str, Any]:
+    """What all ranks have seen so far, of an observation that is not complete. Every rank must call this.
+
+    A checkpoint holds one state for all ranks. Extremes and counts are merged in it; what depends on who adds what
+    (moving averages, sums of floats, undeclared statistics) is kept rank by rank. Observers go on with their own.
+
+    Raises:
+        CalibrationError: see :func:`dump_statistics` and :func:`~lightning_obs.sync.sync_statistics`.
+    """
+    apart: dict[str, dict[str, Any]] = {}
+    copies: dict[tuple[str, str], Observer] = {}
+    failure: Exception | None = None
+    try:
+        apart = dump_statistics({key: o for key, o in observers.items() if not _merges_exactly(o)})
+        for key, observer in observers.items():
+            if _merges_exactly(observer):
+                copies[key] = type(observer)(observer.base_name, observer.args)
+                copies[key].load_statistics({name: getattr(observer, name) for name in observer.statistic_names()})
+    except Exception as error:  # the others are waiting
+        failure = error
+    every = sync_statistics(copies, collectives, failure=failure, note=apart).notes
+    return {"merged": dump_statistics(copies), "of_ranks": every}
+
+
+def load_observation(
+    observers: Mapping[tuple[str, str], Observer], state: Mapping[str, Any], collectives: Collectives
+) -> bool:
+    """Let observers continue from a :func:`dump_observation`; what all ranks saw together, rank 0 goes on with.
+
+    Returns:
+        False, and nothing was loaded: it has statistics of each of another number of ranks.
+    """
+    every = state["of_ranks"]
+    if any(every) and len(every) != collectives.size:
+        return False
+    for observer in observers.values():
+        observer.reset()
+    if collectives.rank == 0:
+        load_statistics(observers, state["merged"])
+    if any(every):
+        load_statistics(observers, every[collectives.rank])
+    return True
+
+
+def _merges_exactly(observer: Observer) -> bool:
+    """Whether its statistics have the same bits whoever adds them, in whatever order."""
+
+    def exact(name: str) -> bool:
+        op, value = declared.get(name), getattr(observer, name)
+        counts = op == dist.ReduceOp.SUM and isinstance(value, torch.Tensor) and not value.is_floating_point()
+        return op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX) or counts
+
+    declared = observer._act_sync_dict
+    return all(exact(name) for name in observer.statistic_names())
 
 
 def _is_plain(value: Any) -> bool:

@@ -10,6 +10,7 @@ What makes this differ from compressed-tensors' own forward:
   swaps ``weight.data``). So it can be recomputed (activation checkpointing), gathered (FSDP2) and pruned meanwhile.
 * A tensor whose range is not known yet passes unquantized.
 * The output is quantized by a forward hook, so that an observer's hook can see it before.
+* Attention states are quantized where compressed-tensors' hooked modules read them, with gradients in its place.
 
 Nothing is registered: ``state_dict``, ``parameters()`` and ``buffers()`` of the model stay what they are.
 """
@@ -17,8 +18,10 @@ Nothing is registered: ``state_dict``, ``parameters()`` and ``buffers()`` of the
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_obs.adapters import adapters_of
+from lightning_obs.attention_hooks import hooked_attention, register_state_change
 from lightning_obs.modules import (
     from_matrix,
     full_weight,
@@ -37,6 +41,7 @@ from lightning_obs.modules import (
     to_matrix,
 )
 from lightning_obs.numerics.fake_quantize import fake_quantize, fake_quantize_dynamic, learned_scale
+from lightning_obs.numerics.reshape import ATTENTION
 
 _STATE = "training_quantization"
 
@@ -110,6 +115,29 @@ def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool
     return undo
 
 
+@contextmanager
+def quantized_training_states(
+    model: nn.Module, states: Mapping[nn.Module, Collection[str]], switch: Switch
+) -> Iterator[None]:
+    """Let attention read fake-quantized states, with gradients, inside the ``with`` block.
+
+    Args:
+        model: the transformers model that holds the attention modules.
+        states: attention modules, and which of q, k, v is quantized, now or when its range is known.
+        switch: turns activations, which states are, on and off.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(hooked_attention(model, states, quantize=False))
+        for module, names in states.items():
+            for name, value in read_qparams(module).items():
+                setattr(module, name, value)  # on the module's device
+            setattr(module, _STATE, _TrainingQuantization(switch))
+            stack.callback(vars(module).pop, _STATE, None)
+            for name in names:
+                stack.callback(register_state_change(module, name, partial(_fake_quantize_state, module, name)).remove)
+        yield
+
+
 def set_learned_scale(module: nn.Module, base_name: str, learned: LearnedScale) -> None:
     """Take a scale that is trained in place of the module's own, until the training forward is undone."""
     getattr(module, _STATE).learned[base_name] = learned
@@ -150,6 +178,10 @@ def _quantize_output(module: nn.Module, args: Any, output: Any) -> Any:
     return _fake_quantize(module, output, "output") if isinstance(output, torch.Tensor) else None
 
 
+def _fake_quantize_state(module: nn.Module, base_name: str, state: torch.Tensor) -> torch.Tensor:
+    return _fake_quantize(module, state, base_name)
+
+
 def _fake_quantized_weight(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
     matrix = to_matrix(module, weight)
     if matrix is None:
@@ -177,7 +209,9 @@ def _fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> to
 
 def _args(module: nn.Module, base_name: str) -> QuantizationArgs | None:
     scheme = get_scheme(module)
-    return None if scheme is None else dict(scheme_args(scheme)).get(base_name)
+    if scheme is None or base_name in ATTENTION:
+        return None if scheme is None else scheme.input_activations
+    return dict(scheme_args(scheme)).get(base_name)
 
 
 def has_range(module: nn.Module, base_name: str, args: QuantizationArgs) -> bool:

@@ -197,14 +197,7 @@ def test_nothing_is_left_after_an_exception(case, tiny_llama, batches):
     assert traces(model) == before
 
 
-@pytest.fixture
-def stance():
-    """torch.compile's stance is restored by blocks that nest; the next test does not mind others."""
-    with torch.compiler.set_stance("default"):
-        yield
-
-
-def test_attention_is_released_in_any_order(tiny_llama, batches, stance):
+def test_attention_is_released_in_any_order(tiny_llama, batches):
     model = tiny_llama()
     before, plain = traces(model), logits(model, batches[0])
     calibrate(model, batches, attention())

@@ -22,6 +22,7 @@ LAYERS = {
     "attention_hooks.py": 2,
     "adapters.py": 2,
     "flat_shards.py": 2,
+    "compile_stance.py": 2,
     "fusion.py": 2,
     "experts.py": 2,
     "expert_checks.py": 2,

@@ -62,11 +62,11 @@ class QuantizationAwareTraining(CalibrationCallback):
         start_step: ...and this many optimizer steps.
         freeze_after: from this epoch on the ranges of activations stay what they are; None: never.
         learn_scales: train the scales (learned step size) from where calibration put them. They join the first
-            parameter group of the optimizer, and are observed no more.
+            parameter group of the optimizer, and are observed no more. (Those of q, k and v are, as ever.)
         distill: weight of the divergence of the quantized model's logits from the teacher's, added to the loss that
             ``training_step`` returns; 0: none. It costs one more forward per step.
         teacher: takes the calls that the quantized model takes. None: the model itself, unquantized.
-        **options: as for :class:`CalibrationCallback`: ``targets``, ``ignore``, ``observers``, ``module``,
+        **options: as for :class:`CalibrationCallback`: ``targets``, ``ignore``, ``observers``, ``kv_cache``, ``module``,
             ``on_missing``, ``reload``, ``sanity_check``, ``token_mask``.
 
     Raises:
@@ -81,7 +81,7 @@ class QuantizationAwareTraining(CalibrationCallback):
 
     def __init__(
         self,
-        scheme: SchemeLike,
+        scheme: SchemeLike | None,
         *,
         quantize: Literal["all", "weights", "activations"] = "all",
         observe: Literal["train", "val", "none"] = "train",
@@ -114,6 +114,7 @@ class QuantizationAwareTraining(CalibrationCallback):
         self._on_fit: ExitStack | None = None
         self._first_batch = False  # of a validation: still to come
         self._after_validation = False  # and before the next training batch
+        self._validation_follows = False  # Lightning leaves it out in a run that is resumed from here
         self._wanted = True  # observe training batches
 
     @override
@@ -158,6 +159,9 @@ class QuantizationAwareTraining(CalibrationCallback):
         if not self._has_started(trainer):
             return
         training = self._begin(trainer, pl_module)
+        if self._validation_follows:  # it did not
+            self._end_observation(training)
+            self._end_validation(trainer)
         if training.gathered:
             training.write(weights=True)
         elif self._after_validation:  # weight averaging has swapped other weights in meanwhile
@@ -179,21 +183,25 @@ class QuantizationAwareTraining(CalibrationCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Write the ranges after the last of the observed batches."""
+        self._validation_follows = _validation_follows(trainer, batch_idx)
         if self._training is not None and self._training.left:
             self._training.count_batch()
             if not self._training.left:
                 rank_zero_info(f"{self.label}: ranges of activations from {self._training.session.batches} batches")
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Average the gradients of learned scales over ranks; DDP knows only the module's own parameters."""
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Average the gradients of learned scales over ranks; DDP knows only the module's own parameters.
+
+        Not later: what a loss scale made infinite on one rank has to be seen on all before they step or do not.
+        """
         if self._training is None or self._training.learned is None or trainer.world_size == 1:
             return
-        for parameter in self._training.learned.parameters:
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-            parameter.grad = trainer.strategy.reduce(grad, reduce_op="mean")
+        parameters = self._training.learned.parameters
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        mean = trainer.strategy.reduce(torch.cat([grad.reshape(-1) for grad in grads]), reduce_op="mean")
+        for parameter, grad in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = grad.reshape(parameter.shape).clone()
 
     # ------------------------------------------------------------------ validate
 
@@ -211,29 +219,35 @@ class QuantizationAwareTraining(CalibrationCallback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before the first batch, and after every other callback's start: weights anew, everything quantized."""
-        if self._first_batch:
-            self._first_batch = False
-            wanted = self.sanity_check if trainer.sanity_checking else True
-            if wanted and (trainer.state.fn != TrainerFn.FITTING or self._has_started(trainer)):
-                self._begin_validation(trainer, pl_module)
+        self._begin_validation(trainer, pl_module)
         super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
 
     def _begin_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Once in each validation."""
+        first, self._first_batch = self._first_batch, False
+        if not first or (trainer.sanity_checking and not self.sanity_check):
+            return
+        if trainer.state.fn == TrainerFn.FITTING and not self._has_started(trainer):
+            return
         training = self._begin(trainer, pl_module)
-        if training.left and training.session.batches:  # validation has come before the last of the training batches
-            training.write()
-        elif training.left:
-            training.give_up()
-            self._wanted = True
+        self._end_observation(training)
         self._run_all_quantized(training)
         asked = self.observe == "val" or trainer.sanity_checking
         if trainer.state.fn == TrainerFn.FITTING and asked and self._may_observe(trainer, training):
             training.observe(0)
             self._active = True
 
+    def _end_observation(self, training: QuantizedTraining) -> None:
+        if training.left and training.session.batches:  # validation has come before the last of the training batches
+            training.write()
+        elif training.left:
+            training.give_up()
+            self._wanted = True
+
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep what the data said for the training to come; the first ranges there are hold at once."""
+        self._begin_validation(trainer, pl_module)  # other ranks may have batches, and their weights' ranges are shared
         if trainer.state.fn == TrainerFn.VALIDATING:
             super().on_validation_epoch_end(trainer, pl_module)  # if it calibrates
         elif self._active and self._training is not None:
@@ -248,7 +262,10 @@ class QuantizationAwareTraining(CalibrationCallback):
         if trainer.state.fn != TrainerFn.FITTING:
             self._clean_up()
             return
-        self._first_batch = False
+        self._end_validation(trainer)
+
+    def _end_validation(self, trainer: Trainer) -> None:
+        self._first_batch = self._validation_follows = False
         self._after_validation = True
         self._wanted = self._wanted or (self.observe == "train" and not trainer.sanity_checking)
 
@@ -286,13 +303,28 @@ class QuantizationAwareTraining(CalibrationCallback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Ranges, learned scales, and where in an observation training is: tensors, strings and numbers."""
+        """Ranges, learned scales, and where in an observation training is: tensors, strings and numbers.
+
+        On several ranks every rank must call this, as Lightning does.
+        """
         if self._loaded is not None:
             return self._loaded
         if self.session is None or self._training is None:
             return {}
-        flags = {"wanted": self._wanted, "after_validation": self._after_validation}
+        flags = {
+            "wanted": self._wanted,
+            "after_validation": self._after_validation,
+            "validation_follows": self._validation_follows,
+        }
         return {**self.session.state_dict(), "training": self._training.state_dict() | flags}
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave nothing behind. On several ranks a half-done observation starts again: the others may be elsewhere."""
+        if trainer.world_size > 1 and self._training is not None and (self._training.left or self._training.gathered):
+            self._training.give_up()
+            self._wanted = True
+        super().on_exception(trainer, pl_module, exception)
 
     @override
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:
@@ -300,7 +332,7 @@ class QuantizationAwareTraining(CalibrationCallback):
         before = self.session
         session = super().prepare(trainer, pl_module)
         if before is not None and before.model is not session.model:
-            self._wanted, self._after_validation = True, False
+            self._wanted, self._after_validation, self._validation_follows = True, False, False
         self._training_of(session)
         return session
 
@@ -310,8 +342,13 @@ class QuantizationAwareTraining(CalibrationCallback):
         super()._restore_into(session)
         if state is not None:
             training = state.get("training", {})
-            self._wanted, self._after_validation = training.get("wanted", True), training.get("after_validation", False)
-            self._training_of(session).load_state_dict(training)
+            self._wanted = training.get("wanted", True)
+            self._after_validation = training.get("after_validation", False)
+            self._validation_follows = training.get("validation_follows", False)
+            resumed = self._training_of(session)
+            resumed.load_state_dict(training)
+            if training.get("left") and not resumed.left:  # given up
+                self._wanted = True
 
     def _training_of(self, session: CalibrationSession) -> QuantizedTraining:
         """What runs this session's model; a session made anew for the same model goes on with what there is."""
@@ -376,3 +413,16 @@ class QuantizationAwareTraining(CalibrationCallback):
         if self._on_fit is not None:
             self._on_fit.close()
             self._on_fit = None
+
+
+def _validation_follows(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether Lightning validates after this training batch."""
+    every = trainer.check_val_every_n_epoch
+    if not trainer.enable_validation or (every is not None and (trainer.current_epoch + 1) % every):
+        return False
+    if trainer.val_check_batch is None:  # by the clock
+        return False
+    if trainer.val_check_batch == float("inf"):
+        return bool(trainer.is_last_batch)
+    done = (trainer.fit_loop.total_batch_idx if every is None else batch_idx) + 1
+    return bool(done % trainer.val_check_batch == 0)

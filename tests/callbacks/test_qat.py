@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     WeightAveraging,
 )
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -24,6 +25,7 @@ from lightning_obs import CalibrationError, CalibrationWarning, QuantizationAwar
 from lightning_obs.modules import read_qparams
 
 W4 = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 8}}
+ASYMMETRIC = {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel", "symmetric": False}}
 W8 = {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}
 
 
@@ -620,13 +622,21 @@ OPTIONS = {
     "moving": {"scheme": "INT8_STATIC", "calibration_batches": 3, "observers": {"input": "mse"}},
     "learned": {"scheme": "INT8_STATIC", "calibration_batches": 2, "learn_scales": True},
     "learned weights": {"scheme": W4, "learn_scales": True},
+    "learned asymmetric": {"scheme": ASYMMETRIC, "learn_scales": True},
     "imatrix": {"scheme": W4, "calibration_batches": 2, "observers": {"weight": "imatrix_mse"}},
     "distilled": {"scheme": W4, "distill": 1.0},
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("at", ["epoch", "middle"])
+@pytest.mark.parametrize(
+    ("options", "at"),
+    [
+        pytest.param(options, at, id=f"{name}-{at}")
+        for name, options in OPTIONS.items()
+        for at in ("epoch", "middle", "before validation")
+        if (name, at) != ("val", "before validation")  # Lightning leaves that validation out, and so its data
+    ],
+)
 def test_6457_8485_a_resumed_run_has_the_losses_of_an_uninterrupted_one(options, at, tmp_path):
     """pytorch-lightning #6457 and #8485: a checkpoint of the callback could not be resumed from."""
     saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
@@ -635,9 +645,9 @@ def test_6457_8485_a_resumed_run_has_the_losses_of_an_uninterrupted_one(options,
     whole = Classifier()
     fresh = copy.deepcopy(whole)
     trainer(QuantizationAwareTraining(**options), saver, max_epochs=4).fit(whole, loader(), loader(seed=2))
-    step = 8 if at == "epoch" else 6
+    step = 6 if at == "middle" else 8
     tr = trainer(QuantizationAwareTraining(**options), max_epochs=4)
-    data = loader() if at == "epoch" else FromTheMiddle(loader().dataset, batch_size=4)
+    data = FromTheMiddle(loader().dataset, batch_size=4) if at == "middle" else loader()
     tr.fit(fresh, data, loader(seed=2), ckpt_path=tmp_path / f"step={step}.ckpt")
     assert fresh.losses == whole.losses[step:]
     for (name, value), other in zip(whole.named_parameters(), fresh.parameters(), strict=True):
@@ -927,6 +937,63 @@ def test_bf16_mixed_trains_float32_weights():
     trainer(callback, precision="bf16-mixed", max_epochs=20).fit(module, loader(), loader(seed=2))
     assert {p.dtype for p in module.parameters()} == {torch.float32}
     assert sum(module.losses[-4:]) < sum(module.losses[:4]) / 2
+
+
+def test_fp16_with_a_loss_scale_trains_float32_weights():
+    module = Regression()
+    callback = QuantizationAwareTraining("INT8_STATIC", learn_scales=True, calibration_batches=1)
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    trainer(callback, plugins=[plugin], max_epochs=20).fit(module, loader(), loader(seed=2))
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    assert sum(module.losses[-4:]) < sum(module.losses[:4]) / 2
+
+
+def test_asked_for_fp16_on_a_cpu_lightning_takes_bf16_and_says_so():
+    module = Regression()
+    callback = QuantizationAwareTraining("INT8_STATIC", calibration_batches=1)
+    with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU. Using `precision='bf16-mixed'`"):
+        with_trainer = trainer(callback, precision="16-mixed")
+    with_trainer.fit(module, loader(), loader(seed=2))
+    assert with_trainer.precision == "bf16-mixed"
+    assert len(module.losses) == 8
+
+
+def norm(parameters):
+    return torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm().item()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_gradients_are_clipped_to_the_norm_over_weights_and_learned_scales(precision):
+    before, after, scales = [], [], []
+
+    class Look(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            before.append(norm(optimizer.param_groups[0]["params"]))
+
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            (group,) = trainer.optimizers[0].param_groups
+            after.append(norm(group["params"]))
+            scales.append(norm(group["params"][-4:]))
+
+    callback = QuantizationAwareTraining("INT8_STATIC", learn_scales=True, calibration_batches=1)
+    trainer(callback, Look(), precision=precision, gradient_clip_val=1e-2).fit(Regression(), loader(), loader(seed=2))
+    assert min(before) > 2e-2
+    assert after == pytest.approx([1e-2] * 8, rel=1e-3)
+    assert min(scales) > 0
+
+
+def test_gradients_are_clipped_by_value_learned_scales_too():
+    largest = []
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            (group,) = trainer.optimizers[0].param_groups
+            largest.append(max(p.grad.abs().max().item() for p in group["params"][-2:]))
+
+    callback = QuantizationAwareTraining(W4, learn_scales=True)
+    options = {"gradient_clip_val": 1e-5, "gradient_clip_algorithm": "value"}
+    trainer(callback, Look(), **options).fit(Regression(), loader(), loader(seed=2))
+    assert largest == pytest.approx([1e-5] * 8)
 
 
 @pytest.mark.parametrize("where", ["training_step", "validation_step"])

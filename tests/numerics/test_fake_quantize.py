@@ -510,6 +510,41 @@ def test_a_model_with_quantized_activations_compiles_without_a_graph_break(schem
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+ACTIVATIONS = {
+    "tensor int8": (STATIC["tensor int8"], "input", False),
+    "tensor int8, learned": (STATIC["tensor int8"], "input", True),
+    "head fp8": (HEADS["head fp8"], "k", False),
+    "token int8": (DYNAMIC["token int8"], "input", False),
+    "NVFP4": (LOCAL, "input", False),
+}
+
+
+@quiet
+@pytest.mark.parametrize(
+    ("args", "base_name", "learn"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name == "NVFP4")) for name, case in ACTIVATIONS.items()],
+)
+def test_activations_of_any_length_compile_without_a_graph_break(args, base_name, learn):
+    """Shapes are symbols then: what is computed from them must be something that dynamo traces."""
+    shape = (2, 4, 11, 64) if base_name == "k" else (2, 11, 64)
+    module = holder(base_name, torch.randn(shape), args)
+    if learn:
+        module.input_scale.requires_grad_()
+
+    def run(value):
+        return forward_fake_quantize(module, value, base_name, args)
+
+    torch._dynamo.reset()
+    fast = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (5, 11):
+        value = torch.randn(*shape[:-2], length, shape[-1], requires_grad=True)
+        leaves = (value, module.input_scale) if learn else (value,)
+        one, other = run(value), fast(value)
+        assert torch.equal(one, other)
+        grads = [torch.autograd.grad(out.square().sum(), leaves) for out in (one, other)]
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
 @pytest.mark.parametrize("scheme", ["W8A8", "INT8_STATIC", "NVFP4", "W4A16"])
 def test_under_autocast_every_gradient_has_its_parameter_s_dtype(scheme):
     x = torch.randn(2, 3, 128)

@@ -1,0 +1,438 @@
+"""QuantizationAwareTraining on two ranks of DDP. Each `on_*` function runs on every rank, in a process of its own.
+
+Two ranks that take turns at the samples see, in each step, what one device sees in a batch of twice the size. Weights
+and data are random numbers in float64, so that two orders of addition differ by 1e-15 of a value, and compared with one
+device are asymmetric formats: in symmetric ones the largest weight lies between two levels (absmax is at qmax + 0.5),
+and the last bit says to which it is rounded.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_obs import CalibrationError, QuantizationAwareTraining, load_checkpoint
+from lightning_obs.modules import read_qparams
+from tests.distributed import run_ranks
+from tests.lightning_ranks import WIDTH, Module, like_torchrun, samples, trainer
+
+W4 = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 4, "symmetric": False}}
+SYMMETRIC_W4 = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 4}}
+INT8 = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 8, "strategy": "channel", "symmetric": False},
+    "input_activations": {"num_bits": 8, "strategy": "tensor", "symmetric": False, "observer": "static_minmax"},
+}
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+X = randn(32, WIDTH)
+X[:, -1] = torch.arange(32) % 3  # the expert
+
+
+def qat(scheme=INT8, **options):
+    return QuantizationAwareTraining(scheme, module="net", **options)
+
+
+class Trained(Module):
+    """Remembers its losses, its first gradients and its validation outputs."""
+
+    def __init__(self, lr=1e-2):
+        super().__init__(lr)
+        self.double()
+        with torch.no_grad():
+            for seed, parameter in enumerate(self.parameters()):
+                parameter.copy_(randn(*parameter.shape, seed=seed) / 2)
+        self.losses, self.validated, self.gradients = [], [], None
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[0].argmax(-1) % 4)
+        self.losses.append(loss.item())
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.gradients is None:
+            self.gradients = {name: p.grad.clone() for name, p in self.named_parameters()}
+
+    def on_validation_epoch_start(self):
+        self.validated = []
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append(self.net(batch[0]).clone())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+def share(x, rank=0, ranks=1):
+    """Batches of 4 over all ranks together."""
+    return DataLoader(TensorDataset(x[rank::ranks]), batch_size=4 // ranks)
+
+
+def fit(callback, module, *callbacks, rank=0, ranks=1, data=None, ckpt_path=None, **options):
+    saves = any(isinstance(c, ModelCheckpoint) for c in callbacks)
+    defaults = {"max_epochs": 2, "use_distributed_sampler": False, "enable_checkpointing": saves}
+    with_trainer = trainer(callback, *callbacks, ranks=ranks, **{**defaults, **options})
+    with_trainer.fit(
+        module, share(X, rank, ranks) if data is None else data, share(X[:8], rank, ranks), ckpt_path=ckpt_path
+    )
+    return with_trainer
+
+
+def qparams_of(module):
+    return {f"{n}.{k}": v.clone() for n, m in module.named_modules() for k, v in read_qparams(m).items()}
+
+
+def same(one, other):
+    """Equal names, shapes, dtypes and bits."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert (value.dtype, value.shape) == (other[name].dtype, other[name].shape), name
+        assert torch.equal(value.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
+    return True
+
+
+def close(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(
+            value, other[name], rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    return True
+
+
+# ---------------------------------------------------------------------- the run of one device
+
+
+OPTIONS = {
+    "static": {"calibration_batches": 3},
+    "observe val": {"calibration_batches": 3, "observe": "val"},
+    "histogram": {"calibration_batches": 3, "observers": {"input": "histogram"}},
+    "learned": {"calibration_batches": 3, "learn_scales": True},
+    "distilled": {"calibration_batches": 3, "distill": 1.0},
+    "weights": {"scheme": W4},
+    "learned weights": {"scheme": W4, "learn_scales": True},
+}
+
+
+def on_fit(rank, ranks, options):
+    like_torchrun(rank, ranks)
+    module, callback = Trained(), qat(**options)
+    fit(callback, module, rank=rank, ranks=ranks)
+    learned = callback._training.learned
+    scales = {} if learned is None else learned.state_dict()["log_factors"]
+    return {
+        "losses": module.losses, "gradients": module.gradients, "weights": module.state_dict(),
+        "qparams": qparams_of(module), "scales": scales, "validated": torch.cat(module.validated),
+    }  # fmt: skip
+
+
+def on_device(options):
+    module, callback = Trained(), qat(**options)
+    fit(callback, module)
+    return module
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_two_ranks_train_as_one_device_and_end_alike(options):
+    one = on_device(options)
+    first, second = run_ranks(on_fit, 2, 2, options)
+    assert same(first["weights"], second["weights"])
+    assert same(first["qparams"], second["qparams"])
+    assert same(first["scales"], second["scales"])
+    assert close(first["gradients"], one.gradients)
+    mean = [(a + b) / 2 for a, b in zip(first["losses"], second["losses"], strict=True)]
+    torch.testing.assert_close(mean, one.losses, rtol=1e-9, atol=0)
+    assert close(first["weights"], one.state_dict())
+    assert close(first["qparams"], qparams_of(one))
+    interleaved = torch.stack([first["validated"], second["validated"]], 1).flatten(0, 1)
+    torch.testing.assert_close(interleaved, torch.cat(one.validated), rtol=1e-9, atol=1e-12)
+
+
+def on_two_halves(rank, ranks, halves):
+    """The gradients at the first step, of one batch or of its halves."""
+    if ranks > 1:
+        like_torchrun(rank, ranks)
+    found = []
+
+    class Look(Callback):
+        def on_before_optimizer_step(self, with_trainer, module, optimizer):
+            found.append({str(i): p.grad.clone() for i, p in enumerate(optimizer.param_groups[0]["params"])})
+
+    data = DataLoader(TensorDataset(X[:8][rank::ranks]), batch_size=8 // ranks // halves)
+    callback = qat(W4, learn_scales=True)
+    fit(callback, Trained(), Look(), rank=rank, ranks=ranks, data=data, max_steps=1, accumulate_grad_batches=halves)
+    return found[0]
+
+
+def test_gradients_of_learned_scales_are_the_mean_over_ranks_and_accumulated_batches():
+    expected = on_two_halves(0, 1, 1)
+    assert len(expected) == 15  # ten parameters, five scales
+    expected = {name: grad.double() for name, grad in expected.items()}
+    for grads in run_ranks(on_two_halves, 2, 2, 2):
+        for name, grad in grads.items():
+            tolerance = 1e-9 if grad.dtype == torch.float64 else 1e-5  # log factors are float32
+            torch.testing.assert_close(grad.double(), expected[name], rtol=tolerance, atol=tolerance / 100)
+
+
+def on_overflow(rank):
+    """fp16 with a loss scale on a CPU; at the second step a scale's gradient is infinite on rank 1 alone."""
+    like_torchrun(rank, 2)
+    torch.manual_seed(0)
+    module, callback, steps = Trained().float(), qat(calibration_batches=1, learn_scales=True), []
+
+    class Overflow(Callback):
+        def on_train_batch_start(self, with_trainer, module, batch, batch_idx):
+            if batch_idx == 1 and rank == 1:
+                factor = callback._training.learned.parameters[0]
+                self.handle = factor.register_hook(lambda grad: grad * float("inf"))
+
+        def on_train_batch_end(self, with_trainer, module, outputs, batch, batch_idx):
+            steps.append(module.net.first.weight.detach().clone())
+            if hasattr(self, "handle"):
+                self.handle.remove()
+
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=16.0))
+    data = DataLoader(TensorDataset(X.float()[rank::2]), batch_size=2)
+    options = {"plugins": [plugin], "max_epochs": 1, "limit_val_batches": 0}
+    fit(callback, module, Overflow(), rank=rank, ranks=2, data=data, **options)
+    return steps, callback._training.learned.state_dict()["log_factors"]
+
+
+def test_a_step_that_overflows_on_one_rank_is_left_out_on_all():
+    (first, factors), (second, others) = run_ranks(on_overflow, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert [torch.equal(a, b) for a, b in itertools.pairwise(first)] == [True] + [False] * 6
+    assert same(factors, others)
+
+
+def on_first_ranges(rank, ranks, observer):
+    if ranks > 1:
+        like_torchrun(rank, ranks)
+    module = Module()  # float32, of numbers that no addition rounds
+    callback = qat("INT8_STATIC", quantize="activations", calibration_batches=3, observers={"input": observer})
+    x = samples(16, experts=(0, 1, 2))
+    with_trainer = trainer(callback, ranks=ranks, max_epochs=1, limit_val_batches=0, use_distributed_sampler=False)
+    with_trainer.fit(module, share(x, rank, ranks), share(x, rank, ranks))
+    return qparams_of(module), callback.result.ranks
+
+
+@pytest.mark.parametrize("observer", ["static_minmax", "histogram"])
+def test_the_first_ranges_have_the_bits_of_one_device(observer):
+    expected, _ = on_first_ranges(0, 1, observer)
+    assert len(expected) == 10
+    for qparams, ranks in run_ranks(on_first_ranges, 2, 2, observer):
+        assert ranks == 2
+        assert same(qparams, expected)
+
+
+# ---------------------------------------------------------------------- what ranks do not share
+
+
+def on_odd_experts(rank, ranks, x):
+    if ranks > 1:
+        like_torchrun(rank, ranks)
+    module, callback = Trained(), qat(calibration_batches=3)
+    fit(callback, module, rank=rank, ranks=ranks, data=share(x, rank, ranks))
+    return qparams_of(module), module.state_dict()
+
+
+def test_an_expert_that_only_rank_1_reaches_is_quantized_and_trained_alike():
+    x = X.clone()
+    x[:, -1] = torch.tensor([0, 1, 0, 2]).repeat(8)  # even samples, those of rank 0, never reach experts 1 and 2
+    expected, weights = on_odd_experts(0, 1, x)
+    results = run_ranks(on_odd_experts, 2, 2, x)
+    assert same(results[0][0], results[1][0])
+    assert close(results[0][0], expected)
+    assert close(results[0][1], weights)
+
+
+class Stream(IterableDataset):
+    """Lightning refuses a rank whose loader has length 0; a stream has no length."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __iter__(self):
+        return iter([(row,) for row in self.x])
+
+
+def on_unequal_validation(rank, parts, observe):
+    ranks = len(parts)
+    if ranks > 1:
+        like_torchrun(rank, ranks)
+    module, callback = Trained(), qat(observe=observe, calibration_batches=3)
+    with_trainer = trainer(callback, ranks=ranks, max_epochs=2, use_distributed_sampler=False)
+    with_trainer.fit(module, share(X, rank, ranks), DataLoader(Stream(X[parts[rank]]), batch_size=2))
+    with_trainer.validate(module, DataLoader(Stream(X[parts[rank]]), batch_size=2), verbose=False)
+    return qparams_of(module), module.state_dict()
+
+
+@pytest.mark.parametrize("observe", ["train", "val"])
+@pytest.mark.parametrize("parts", [[[0, 1, 2, 3, 4, 5, 6], [7]], [[], [0, 7, 2, 5, 4, 3, 6, 1]]])
+def test_ranks_may_have_unequal_numbers_of_validation_batches_or_none(parts, observe):
+    expected, weights = on_unequal_validation(0, [sorted(itertools.chain(*parts))], observe)
+    results = run_ranks(on_unequal_validation, 2, parts, observe, timeout=30)
+    assert same(results[0][0], results[1][0])
+    assert close(results[0][0], expected)
+    assert close(results[0][1], weights)
+
+
+# ---------------------------------------------------------------------- resume
+
+
+RESUMED = {
+    **OPTIONS,
+    "INT8_STATIC": {"scheme": "INT8_STATIC", "calibration_batches": 3},
+    "moving": {"calibration_batches": 3, "observers": {"input": "minmax"}},
+    "imatrix": {"scheme": W4, "calibration_batches": 3, "observers": {"weight": "imatrix_mse"}},
+}
+
+
+class FromStep(DataLoader):
+    """Its first pass starts in the middle, as that of a loader does that Lightning can restore."""
+
+    skip = 0
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+    def __iter__(self):
+        skip, self.skip = self.skip, 0
+        return itertools.islice(super().__iter__(), skip, None)
+
+
+def resume(rank, ranks, options, path, step, **trainer_options):
+    module, callback = Trained(), qat(**options)
+    data = FromStep(TensorDataset(X[rank::ranks]), batch_size=4 // ranks)
+    data.skip = step % 8
+    fit(callback, module, rank=rank, ranks=ranks, data=data, ckpt_path=path, **trainer_options)
+    return module
+
+
+def on_resume(rank, folder, options, steps):
+    like_torchrun(rank, 2)
+    whole = Trained()
+    saver = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+    fit(qat(**options), whole, saver, rank=rank, ranks=2)
+    for step in steps:
+        module = resume(rank, 2, options, folder / f"step={step}.ckpt", step)
+        assert module.losses == whole.losses[step:], step
+        assert same(module.state_dict(), whole.state_dict())
+        assert same(qparams_of(module), qparams_of(whole))
+        assert torch.equal(torch.cat(module.validated), torch.cat(whole.validated))
+    return len(whole.losses), qparams_of(whole)
+
+
+@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
+def test_a_run_of_two_ranks_resumes_bit_for_bit(options, tmp_path):
+    """From the middle of the first observation, after it, before a validation, from the middle of the second one."""
+    steps = (2, 5, 10) if options.get("observe") == "val" else (2, 5, 8, 10)  # Lightning leaves that validation out
+    results = run_ranks(on_resume, 2, tmp_path, options, steps, timeout=120)
+    assert [steps for steps, _ in results] == [16, 16]
+
+
+def observation_in(path):
+    states = torch.load(path, weights_only=True)["callbacks"]
+    return next(state["training"] for state in states.values() if "training" in state)["observed"]
+
+
+def test_a_half_done_observation_goes_on_with_another_number_of_ranks_where_that_is_exact(tmp_path):
+    options = OPTIONS["histogram"]
+    _, expected = run_ranks(on_resume, 2, tmp_path, options, ())[0]
+    path = tmp_path / "step=2.ckpt"
+    counts = observation_in(path)["merged"]["first.input"]["counts"]
+    assert int(counts.sum()) == 2 * 4 * WIDTH  # of both ranks, and once
+    module = resume(0, 1, options, path, 2)
+    assert close(qparams_of(module), expected)
+
+
+def test_a_half_done_moving_average_starts_again_with_another_number_of_ranks(tmp_path):
+    options = RESUMED["moving"]
+    run_ranks(on_resume, 2, tmp_path, options, ())
+    path = tmp_path / "step=2.ckpt"
+    assert len(observation_in(path)["of_ranks"]) == 2
+    starts = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, with_trainer, module, *_):
+            starts.append("net.first.input_scale" in qparams_of(module))
+
+    callback = qat(**options)
+    data = FromStep(TensorDataset(X), batch_size=4)
+    data.skip = 2
+    fit(callback, Trained(), Look(), data=data, ckpt_path=path, max_epochs=1)
+    assert starts == [False, False, True, True, True, True]
+
+
+def on_exception(rank, folder):
+    like_torchrun(rank, 2)
+    module, callback = Trained(), qat(calibration_batches=3)
+
+    class Fail(Callback):
+        def on_train_batch_end(self, with_trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(callback, module, Fail(), rank=rank, ranks=2)
+    if rank == 1:  # an exception comes to each rank at another time, so nobody may wait for the other
+        return callback.state_dict()["training"]
+    return None
+
+
+def test_after_an_exception_the_state_of_a_rank_asks_nothing_of_the_others(tmp_path):
+    _, state = run_ranks(on_exception, 2, tmp_path, timeout=30)
+    assert (state["left"], state["wanted"]) == (0, True)
+
+
+def on_lonely_state(rank):
+    like_torchrun(rank, 2)
+    done, midway = qat(calibration_batches=3), qat(calibration_batches=3)
+    fit(done, Trained(), rank=rank, ranks=2)
+    fit(midway, Trained(), rank=rank, ranks=2, max_steps=2, limit_val_batches=0)
+    if rank == 1:
+        return None
+    done.state_dict()
+    with pytest.raises(CalibrationError, match="another rank ended, or did not answer in time"):
+        midway.state_dict()
+    return True
+
+
+def test_only_the_state_of_a_half_done_observation_needs_every_rank():
+    assert run_ranks(on_lonely_state, 2, timeout=20)[0]
+
+
+# ---------------------------------------------------------------------- export
+
+
+def on_export(rank, folder, options):
+    like_torchrun(rank, 2)
+    module, callback = Trained(), qat(**options)
+    with_trainer = fit(callback, module, rank=rank, ranks=2)
+    callback.export(folder)
+    with_trainer.strategy.barrier()
+    reloaded = load_checkpoint(Trained().net, folder)
+    with torch.no_grad():
+        return torch.equal(torch.cat([reloaded(x) for (x,) in share(X[:8], rank, 2)]), torch.cat(module.validated))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [RESUMED["INT8_STATIC"], RESUMED["learned"], {"scheme": SYMMETRIC_W4}],
+    ids=["INT8_STATIC", "learned", "weights"],
+)
+def test_rank_0_writes_what_the_last_validation_of_all_ranks_saw(options, tmp_path):
+    assert run_ranks(on_export, 2, tmp_path / "out", options) == [True, True]
