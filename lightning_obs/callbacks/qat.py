@@ -66,8 +66,8 @@ class QuantizationAwareTraining(CalibrationCallback):
         distill: weight of the divergence of the quantized model's logits from the teacher's, added to the loss that
             ``training_step`` returns; 0: none. It costs one more forward per step.
         teacher: takes the calls that the quantized model takes. None: the model itself, unquantized.
-        **options: as for :class:`CalibrationCallback`: ``targets``, ``ignore``, ``observers``, ``kv_cache``, ``module``,
-            ``on_missing``, ``reload``, ``sanity_check``, ``token_mask``.
+        **options: as for :class:`CalibrationCallback`: ``targets``, ``ignore``, ``observers``, ``kv_cache``,
+            ``module``, ``on_missing``, ``reload``, ``sanity_check``, ``token_mask``.
 
     Raises:
         CalibrationError: by the constructor for wrong arguments; when fit starts, for a precision whose weights are
