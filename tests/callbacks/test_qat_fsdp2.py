@@ -140,5 +140,5 @@ def on_learned(rank):
 
 def test_learned_scales_of_sharded_weights_are_refused_on_every_rank():
     for error in run_ranks(on_learned, 2, timeout=30):
-        assert "learn_scales is not supported with sharded weights (FSDP2): first" in error
+        assert "learn_scales is not supported with sharded weights (FSDP): first" in error
         assert "use DDP" in error
