@@ -36,6 +36,8 @@ class TextData(LightningDataModule):
         text_field: the field of jsonl and datasets that holds the text.
         num_workers: of the DataLoaders.
         train_batches: batches to train on: other blocks of the half that is not held out; 0 for none.
+        eval_path: another text to measure perplexity on, of any kind that ``path`` takes. Then all of ``path`` is there
+            to calibrate and train on. None: every second document of ``path``.
 
     Raises:
         CalibrationError: numbers that are not positive; no such file; less text than asked for.
@@ -52,6 +54,7 @@ class TextData(LightningDataModule):
         text_field: str = "text",
         num_workers: int = 0,
         train_batches: int = 0,
+        eval_path: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         sizes = {"batches": batches, "batch_size": batch_size, "tokens": tokens, "eval_batches": eval_batches}
@@ -59,17 +62,19 @@ class TextData(LightningDataModule):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise CalibrationError(f"data.{name}", got=repr(value), expected="a positive whole number")
         documents = list(read_documents(path, text_field))
-        if len(documents) == 1:
-            half = len(documents[0]) // 2
-            documents = [documents[0][:half], documents[0][half:]]
+        if eval_path is not None:
+            seen, held_out = documents, list(read_documents(eval_path, text_field, "data.eval_path"))
+        else:
+            if len(documents) == 1:
+                half = len(documents[0]) // 2
+                documents = [documents[0][:half], documents[0][half:]]
+            seen, held_out = documents[0::2], documents[1::2]
         self.batch_size, self.num_workers = batch_size, num_workers
         wanted = (batches + train_batches) * batch_size
-        blocks = _blocks(tokenizer, documents[0::2], wanted, tokens, "calibration", "batches")
+        blocks = _blocks(tokenizer, seen, wanted, tokens, "calibration", "batches")
         self.calibration = TokenBlocks(blocks.tokens[: batches * batch_size])
         self.training = TokenBlocks(blocks.tokens[batches * batch_size :])
-        self.held_out = _blocks(
-            tokenizer, documents[1::2], eval_batches * batch_size, tokens, "held-out", "eval_batches"
-        )
+        self.held_out = _blocks(tokenizer, held_out, eval_batches * batch_size, tokens, "held-out", "eval_batches")
 
     @override
     def train_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
@@ -100,8 +105,10 @@ class TokenBlocks(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.tokens[index]}
 
 
-def read_documents(path: str | os.PathLike[str] | None, text_field: str = "text") -> Iterator[str]:
-    """Documents of a file or folder (see :class:`TextData`), in a fixed order.
+def read_documents(
+    path: str | os.PathLike[str] | None, text_field: str = "text", option: str = "data.path"
+) -> Iterator[str]:
+    """Documents of a file or folder (see :class:`TextData`), in a fixed order. ``option`` is what errors call it.
 
     Raises:
         CalibrationError: no such file, a kind that is not read, a line without ``text_field``.
@@ -113,19 +120,19 @@ def read_documents(path: str | os.PathLike[str] | None, text_field: str = "text"
         return
     path = Path(path)
     if not path.exists():
-        raise CalibrationError(f"data.path={path} does not exist")
+        raise CalibrationError(f"{option}={path} does not exist")
     if path.is_dir():
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
-            yield from _saved_dataset(path, text_field)
+            yield from _saved_dataset(path, text_field, option)
             return
         files = [file for file in sorted(path.rglob("*")) if file.suffix in (*_TEXT_SUFFIXES, ".jsonl")]
         if not files:
             raise CalibrationError(
-                f"data.path={path} holds nothing to read",
+                f"{option}={path} holds nothing to read",
                 expected=f"files ending in {', '.join(_TEXT_SUFFIXES)}, .jsonl",
             )
         for file in files:
-            yield from read_documents(file, text_field)
+            yield from read_documents(file, text_field, option)
     elif path.suffix == ".jsonl":
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if line.strip():
@@ -145,12 +152,12 @@ def _field(path: Path, number: int, line: str, text_field: str) -> str:
     return str(value)
 
 
-def _saved_dataset(path: Path, text_field: str) -> Iterator[str]:
+def _saved_dataset(path: Path, text_field: str, option: str) -> Iterator[str]:
     try:
         from datasets import DatasetDict, load_from_disk  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise CalibrationError(
-            f"data.path={path} was saved by the package datasets, which is not installed", remedy="pip install datasets"
+            f"{option}={path} was saved by the package datasets, which is not installed", remedy="pip install datasets"
         ) from error
     loaded = load_from_disk(str(path))
     parts = list(loaded.values()) if isinstance(loaded, DatasetDict) else [loaded]
@@ -168,7 +175,7 @@ def _blocks(tokenizer: Any, documents: list[str], count: int, tokens: int, what:
     ids = torch.tensor(tokenizer("\n\n".join(documents), verbose=False).input_ids, dtype=torch.long)
     if len(ids) < count * tokens:
         raise CalibrationError(
-            f"too little {what} text (every second document is held out)",
+            f"too little {what} text (every second document is held out, unless data.eval_path is given)",
             got=f"{len(ids)} tokens",
             expected=f"{count} blocks of {tokens}",
             remedy=f"more text, or a smaller data.{option} or data.tokens.",

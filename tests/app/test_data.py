@@ -34,6 +34,16 @@ def test_one_document_is_cut_in_two(tmp_path):
     assert (set(text_of(data.calibration)), set(text_of(data.held_out))) == ({"a"}, {"b"})
 
 
+def test_another_text_is_measured_on(tmp_path):
+    (tmp_path / "a.txt").write_text("\n\n".join(letter * 20 for letter in "abcdef"))
+    (tmp_path / "b.txt").write_text("\n\n".join(letter * 20 for letter in "uvwxyz"))
+    data = TextData(Letters(), tmp_path / "a.txt", batches=8, tokens=16, eval_batches=8, eval_path=tmp_path / "b.txt")
+    assert set(text_of(data.calibration)) - {"\n"} == set("abcdef")
+    assert set(text_of(data.held_out)) - {"\n"} == set("uvwxyz")
+    with pytest.raises(CalibrationError, match=r"data\.eval_path=.*absent\.txt does not exist"):
+        TextData(Letters(), tmp_path / "a.txt", batches=1, tokens=16, eval_path=tmp_path / "absent.txt")
+
+
 def test_jsonl_takes_a_field(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"body": letter}) for letter in "abc"))
     assert list(read_documents(tmp_path / "a.jsonl", "body")) == ["a", "b", "c"]
