@@ -8,8 +8,9 @@ can neither hang the others nor give them something else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,6 +25,7 @@ from lightning_obs.observers import Observer
 Key: TypeAlias = tuple[str, str]
 
 _OPS = {"sum": "SUM", "mean": "AVG", "min": "MIN", "max": "MAX"}
+_PLAIN = Observer.nonfinite_statistics
 _REMEDY = "declare SUM, AVG, MIN or MAX of a tensor in _act_sync_dict."
 
 
@@ -70,13 +72,24 @@ class Description:
 
 
 class Agreed(NamedTuple):
-    """A statistic of ``numel`` elements to be made one: ``ranks`` have it; other ``blocks`` (None: none) are empty."""
+    """A statistic to be made one, of all observers that the same ranks have it of.
 
-    key: Key
+    Attributes:
+        statistic: which; its shape is that of one observer's.
+        keys: the observers, ordered.
+        ranks: which have it; for a copy the lowest of them only.
+        blocks: for each observer which blocks are not empty, if empty ones are left out.
+    """
+
     statistic: Statistic
+    keys: list[Key]
     ranks: list[int]
-    numel: int
-    blocks: torch.Tensor | None = None
+    blocks: list[torch.Tensor] | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of one observer's."""
+        return math.prod(self.statistic.shape)
 
 
 # ---------------------------------------------------------------------- one rank's side
@@ -93,29 +106,32 @@ def describe(observers: Mapping[Key, Observer], told: Iterable[Key], *, by_decla
     Raises:
         CalibrationError: a declared reduction that cannot be made.
     """
-    told = sorted(told)
-    found = Description()
+    found = Description(held=dict.fromkeys(observers, 0))
     kinds: dict[tuple[Statistic, ...], int] = {(): 0}
-    found.held = dict.fromkeys(observers, 0)
+    members: list[list[Key]] = [[]]  # of each kind
     declarations: dict[int, _Declaration] = {}  # by identity of the declaration, of which there are few
-    for key in told:
+    for key in sorted(told):
         observer = observers[key]
         declared = observer._act_sync_dict
-        if id(declared) not in declarations:
-            declarations[id(declared)] = _Declaration(declared if by_declaration else {})
-        declaration = declarations[id(declared)]
+        declaration = declarations.get(id(declared))
+        if declaration is None:
+            declaration = declarations[id(declared)] = _Declaration(declared if by_declaration else {})
         statistics = declaration.statistics(key, observer)
         seen = observer.has_statistics
         if seen:
             statistics += _undeclared(key, observer, declaration.ops, found)
         if seen or observer.is_reached:
             found.reached.add(key)
-        found.held[key] = kinds.setdefault(tuple(statistics), len(kinds))
+        kind = found.held[key] = kinds.setdefault(statistics, len(kinds))
+        if kind == len(members):
+            members.append([])
+        members[kind].append(key)
     found.kinds = list(kinds)
-    found.not_finite = _not_finite({key: observers[key] for key in told}, found)
-    sparse = [[s.name for s in kind if _is_sparse(s)] for kind in kinds]
-    counts = {(key, name): getattr(observers[key], name) for key in told for name in sparse[found.held[key]]}
-    found.occupied = dict(zip(counts, occupied_blocks(list(counts.values())), strict=True))
+    found.not_finite = _not_finite(observers, found.kinds, members)
+    for statistics, keys in zip(found.kinds, members, strict=True):
+        for name in [one.name for one in statistics if _is_sparse(one)]:
+            blocks = occupied_blocks([getattr(observers[key], name) for key in keys])
+            found.occupied.update(zip([(key, name) for key in keys], blocks, strict=True))
     return found
 
 
@@ -125,22 +141,22 @@ class _Declaration:
     def __init__(self, declared: Mapping[str, Any]) -> None:
         self.declared = declared
         self.ops = {name: _op(reduction) for name, reduction in declared.items()}
-        self._known: dict[tuple[str, torch.Size, torch.dtype], Statistic] = {}  # most observers are alike
+        self._known: dict[tuple[Any, ...], tuple[Statistic, ...]] = {}  # most observers are alike
 
-    def statistics(self, key: Key, observer: Observer) -> list[Statistic]:
+    def statistics(self, key: Key, observer: Observer) -> tuple[Statistic, ...]:
         """Those declared statistics that an observer has.
 
         Raises:
             CalibrationError: one of them cannot be reduced.
         """
-        found = []
-        for name, op in self.ops.items():
-            value = getattr(observer, name, None)
-            if type(value) is torch.Tensor:
-                statistic = self._known.get((name, value.shape, value.dtype))
-                if statistic is not None:
-                    found.append(statistic)
-                    continue
+        values = [getattr(observer, name, None) for name in self.ops]
+        looks = tuple([(v.shape, v.dtype) if type(v) is torch.Tensor else type(v) for v in values])
+        if looks not in self._known:
+            self._known[looks] = tuple(self._look_at(key, observer, values))
+        return self._known[looks]
+
+    def _look_at(self, key: Key, observer: Observer, values: Iterable[Any]) -> Iterator[Statistic]:
+        for (name, op), value in zip(self.ops.items(), values, strict=True):
             if value is None and op is not None:
                 continue
             problem = None
@@ -157,9 +173,7 @@ class _Declaration:
                 raise CalibrationError(what, where=[text(key)], got=problem, remedy=_REMEDY)
             assert isinstance(value, torch.Tensor)
             assert op is not None
-            found.append(Statistic(name, op, tuple(value.shape), value.dtype))
-            self._known[name, value.shape, value.dtype] = found[-1]
-        return found
+            yield Statistic(name, op, tuple(value.shape), value.dtype)
 
 
 def _op(reduction: Any) -> str | None:
@@ -168,11 +182,11 @@ def _op(reduction: Any) -> str | None:
     return next((op for op, name in _OPS.items() if reduction == getattr(dist.ReduceOp, name)), None)
 
 
-def _undeclared(key: Key, observer: Observer, declared: Iterable[str], into: Description) -> list[Statistic]:
+def _undeclared(key: Key, observer: Observer, declared: Iterable[str], into: Description) -> tuple[Statistic, ...]:
     """What else observing changed: tensors are returned, the rest is noted in the description."""
     before = observer._before_observing
     if before is None:
-        return []
+        return ()
     found = []
     for name in observer.statistic_names():
         if name in declared:
@@ -186,7 +200,7 @@ def _undeclared(key: Key, observer: Observer, declared: Iterable[str], into: Des
             into.numbers.setdefault(key, {})[name] = value
         else:
             into.unsendable.setdefault(key, []).append(name)
-    return found
+    return tuple(found)
 
 
 def _equal(before: Any, now: Any) -> bool:
@@ -198,19 +212,28 @@ def _equal(before: Any, now: Any) -> bool:
         return False
 
 
-def _not_finite(observers: Mapping[Key, Observer], described: Description) -> dict[Key, str]:
+def _not_finite(
+    observers: Mapping[Key, Observer], kinds: Sequence[tuple[Statistic, ...]], members: Sequence[Sequence[Key]]
+) -> dict[Key, str]:
     """What of which observer is not finite. One look at all values together; one by one only if there is something."""
-    values: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    plain = {k: o for k, o in observers.items() if type(o).nonfinite_statistics is Observer.nonfinite_statistics}
-    floats = [[s.name for s in kind if s.dtype.is_floating_point] for kind in described.kinds]
-    for key, observer in plain.items():
-        for name in floats[described.held[key]]:
-            value = getattr(observer, name)
-            values.setdefault((value.dtype, value.device), []).append(value if value.ndim == 1 else value.reshape(-1))
-    joined = [torch.cat(parts).to(WIDE.get(dtype, dtype)) for (dtype, _), parts in values.items()]
-    if all(bool(torch.isfinite(value).all()) for value in joined):
-        observers = {key: observer for key, observer in observers.items() if key not in plain}
-    return {key: bad for key, observer in observers.items() if (bad := observer.nonfinite_statistics())}
+    parts: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for statistics, keys in zip(kinds, members, strict=True):
+        for one in statistics:
+            if not one.dtype.is_floating_point:
+                continue
+            by_device: dict[torch.device, list[torch.Tensor]] = {}
+            for value in [getattr(observers[key], one.name) for key in keys]:
+                by_device.setdefault(value.device, []).append(value)
+            for device, values in by_device.items():
+                parts.setdefault((one.dtype, device), []).append(torch.stack(values).reshape(-1))
+    joined = [torch.cat(each).to(WIDE.get(dtype, dtype)) for (dtype, _), each in parts.items()]
+    suspects = [key for keys in members for key in keys]
+    if all(bool(torch.isfinite(values).all()) for values in joined):
+        own = {
+            cls for cls in {type(observer) for observer in observers.values()} if cls.nonfinite_statistics is not _PLAIN
+        }
+        suspects = [key for key in suspects if type(observers[key]) in own] if own else []
+    return {key: bad for key in sorted(suspects) if (bad := observers[key].nonfinite_statistics())}
 
 
 def sendable(failure: Exception, key: Key | None = None) -> CalibrationError:
@@ -262,30 +285,36 @@ def require_no_failure(told: Sequence[Description]) -> None:
 
 
 def agree(told: Sequence[Description]) -> list[Agreed]:
-    """The statistics to be made one, in the order of their keys. What only one rank holds is not among them.
+    """The statistics to be made one, in an order of their own. What only one rank holds is not among them.
 
     Raises:
         CalibrationError: ranks differ in shape, dtype or reduction; a rank lacks what cannot be sent.
     """
     agreed: list[Agreed] = []
-    differing: list[str] = []
-    resolved: dict[tuple[int | None, ...], list[_Union]] = {}  # most observers are alike
+    differing: list[tuple[Key, str]] = []
+    alike: dict[tuple[int | None, ...], list[Key]] = {}  # by what each rank has of it; most observers are alike
     kinds_of = [d.held.get for d in told]
     for key in sorted(set[Key]().union(*(d.held for d in told))):
-        kinds = tuple([kind_of(key) for kind_of in kinds_of])
-        if kinds not in resolved:
-            resolved[kinds] = _union([d.statistics(key) for d in told]) if len(kinds) - kinds.count(None) > 1 else []
-        for found in resolved[kinds]:
-            if found.differ:
-                differing += [text(key, rank, _shown(s)) for rank, s in zip(found.ranks, found.statistics, strict=True)]
-            statistic, blocks = found.statistics[0], None
-            if found.sparse:
-                blocks = union_of_blocks([told[rank].occupied[key, statistic.name] for rank in found.ranks])
-            agreed.append(Agreed(key, statistic, found.ranks, found.numel, blocks))
+        alike.setdefault(tuple([kind_of(key) for kind_of in kinds_of]), []).append(key)
+    for kinds, keys in alike.items():
+        if len(kinds) - kinds.count(None) < 2:
+            continue
+        for ranks, statistics in _union(
+            [() if kind is None else d.kinds[kind] for d, kind in zip(told, kinds, strict=True)]
+        ):
+            first = statistics[0]
+            if any(other != first for other in statistics):
+                shown = [(rank, _shown(statistic)) for rank, statistic in zip(ranks, statistics, strict=True)]
+                differing += [(key, text(key, rank, what)) for key in keys for rank, what in shown]
+                continue
+            blocks = None
+            if _is_sparse(first):
+                blocks = [union_of_blocks([told[rank].occupied[key, first.name] for rank in ranks]) for key in keys]
+            agreed.append(Agreed(first, keys, ranks, blocks))
     if differing:
         raise CalibrationError(
             "ranks differ in the statistics of one module",
-            where=differing,
+            where=[what for _, what in sorted(differing, key=itemgetter(0))],
             expected="the same shape, dtype and reduction on every rank",
             remedy="run the same model, observers and precision on all ranks.",
         )
@@ -293,29 +322,16 @@ def agree(told: Sequence[Description]) -> list[Agreed]:
     return agreed
 
 
-@dataclass
-class _Union:
-    """One statistic over the ranks whose values count: those that have it, or for a copy the lowest of them."""
-
-    ranks: list[int]
-    statistics: list[Statistic]
-
-    def __post_init__(self) -> None:
-        first = self.statistics[0]
-        if first.op == "copy":
-            del self.ranks[1:], self.statistics[1:]
-        self.numel = math.prod(first.shape)
-        self.differ = any(other != first for other in self.statistics)
-        self.sparse = not self.differ and _is_sparse(first)
-
-
-def _union(by_rank: Sequence[Sequence[Statistic]]) -> list[_Union]:
-    """The statistics of one observer, in the order of their names."""
-    found: dict[str, dict[int, Statistic]] = {}
+def _union(by_rank: Sequence[Sequence[Statistic]]) -> list[tuple[list[int], list[Statistic]]]:
+    """The statistics of one observer, in the order of their names, and the ranks whose values count."""
+    found: dict[str, tuple[list[int], list[Statistic]]] = {}
     for rank, statistics in enumerate(by_rank):
         for statistic in statistics:
-            found.setdefault(statistic.name, {})[rank] = statistic
-    return [_Union(list(ranks), list(ranks.values())) for _, ranks in sorted(found.items())]
+            ranks, those = found.setdefault(statistic.name, ([], []))
+            if not ranks or those[0].op != "copy":  # a copy is of the lowest rank that has it
+                ranks.append(rank)
+                those.append(statistic)
+    return [found[name] for name in sorted(found)]
 
 
 def _is_sparse(statistic: Statistic) -> bool:
@@ -329,6 +345,8 @@ def _shown(statistic: Statistic) -> str:
 
 def _require_sendable(told: Sequence[Description]) -> None:
     """A rank that saw nothing can take over tensors and numbers only."""
+    if not any(d.unsendable for d in told):
+        return
     lacking = {key for d in told for key in d.held if key not in d.reached}
     bad = sorted({text(key, more=name) for d in told for key in lacking for name in d.unsendable.get(key, ())})
     if bad:

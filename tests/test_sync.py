@@ -330,6 +330,8 @@ class Everything(Observer):
         "levels": dist.ReduceOp.MAX,
         "deep": dist.ReduceOp.MIN,
         "never": dist.ReduceOp.SUM,
+        "empty": dist.ReduceOp.MIN,
+        "no_counts": dist.ReduceOp.SUM,
     }
 
     def __init__(self, base_name, args, **kwargs):
@@ -344,6 +346,7 @@ class Everything(Observer):
         self.number, self.small = torch.tensor(flat.numel()), torch.tensor([flat.numel()], dtype=torch.int32)
         self.mean, self.deep = flat.mean(), flat[:1].double()
         self.levels = flat[:3].to(torch.float8_e4m3fn)
+        self.empty, self.no_counts = flat.new_zeros(2, 0), torch.zeros(0, 3, dtype=torch.int64)
         self.last, self.steps, self.label = flat[:5] * -0.0, self.steps + 1, f"{flat[0]:.3f}"
 
     @property
@@ -352,20 +355,31 @@ class Everything(Observer):
 
 
 def on_everything(rank):
-    observer = Everything("input", INT8)
-    if rank:
-        observer(torch.randn(1, 8, generator=torch.Generator().manual_seed(rank)))
+    observers = {(f"fc{i}", "input"): Everything("input", INT8) for i in range(3)}
+    for i, observer in enumerate(observers.values()):
+        if rank:
+            observer(torch.randn(1, 8, generator=torch.Generator().manual_seed(10 * i + rank)))
     collectives, calls, _ = counting(Collectives.of_group())
-    own = {**vars(observer)}
-    sync_statistics({("fc", "input"): observer}, collectives)
+    owns = [{**vars(observer)} for observer in observers.values()]
+    sync_statistics(observers, collectives)
+    return [(*before_and_after(own, observer), calls) for own, observer in zip(owns, observers.values(), strict=True)]
+
+
+def before_and_after(own, observer):
     assert observer.levels.dtype == torch.float8_e4m3fn  # which torch cannot unpickle
     own["levels"], observer.levels = own.get("levels", observer.levels).float(), observer.levels.float()
     names = [*Everything._act_sync_dict, "last", "steps", "label", "constant"]
-    return {n: own.get(n) for n in names}, {n: getattr(observer, n) for n in names}, calls
+    return {n: own.get(n) for n in names}, {n: getattr(observer, n) for n in names}
 
 
-def test_an_observer_of_a_user_may_declare_any_reduction_of_any_statistic():
-    results = run_ranks(on_everything, 3)
+@pytest.fixture(scope="module")
+def everything():
+    return run_ranks(on_everything, 3)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_an_observer_of_a_user_may_declare_any_reduction_of_any_statistic(everything, place):
+    results = [of_rank[place] for of_rank in everything]
     owns = [results[rank][0] for rank in (1, 2)]
     for _, found, calls in results:
         assert sum(calls.values()) <= 4
@@ -375,6 +389,7 @@ def test_an_observer_of_a_user_may_declare_any_reduction_of_any_statistic():
         assert torch.equal(found["levels"], torch.maximum(*(own["levels"] for own in owns)))
         assert (found["number"], found["small"]) == (16, 16)
         assert (found["number"].shape, found["small"].dtype) == ((), torch.int32)
+        assert (found["empty"].shape, found["no_counts"].shape) == ((2, 0), (0, 3))
         assert torch.equal(found["mean"], torch.stack([own["mean"].double() for own in owns]).mean().float())
         assert torch.equal(found["last"].view(torch.int32), owns[0]["last"].view(torch.int32))
         assert (found["steps"], found["label"], found["never"]) == (1, owns[0]["label"], None)

@@ -247,7 +247,7 @@ class Observer(RegistryMixin):
         initial = self._before_observing
         if initial is None:
             return []
-        return [n for n, v in vars(self).items() if n not in self._bookkeeping and initial.get(n) is not v]
+        return [n for n, v in vars(self).items() if initial.get(n) is not v and n not in self._bookkeeping]
 
     def _require_statistics(self) -> None:
         if not self.has_statistics:
