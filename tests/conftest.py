@@ -13,6 +13,7 @@ from compressed_tensors.registry import registry as ct_registry
 from hypothesis import settings
 from torch import nn
 
+from lightning_obs import compile_stance
 from lightning_obs.observers import Observer
 
 torch.set_num_threads(2)
@@ -25,6 +26,14 @@ VOCAB = 128
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def compiled_graphs_may_run_again():
+    """A session that a test leaves attached would keep every later test from compiling, until it is collected."""
+    before = compile_stance._open
+    yield
+    assert compile_stance._open <= before, "a session was left attached, or quantized() was left open"
 
 
 @pytest.fixture

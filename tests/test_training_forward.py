@@ -281,6 +281,7 @@ def test_an_observer_does_not_see_what_activation_checkpointing_computes_again(m
     session.attach()
     checkpoint(mlp.fc1, torch.ones(2, 16, requires_grad=True), use_reentrant=False).sum().backward()
     assert session._hooks.measurements == 1
+    session.detach()
 
 
 def test_an_observer_of_outputs_sees_them_unquantized(mlp):
