@@ -42,6 +42,7 @@ def main() -> None:
     result = calibration.result
     if trainer.is_global_zero:
         print(f"{len(result.modules)} modules on {result.ranks} ranks in {result.collectives} collectives")
+    torch.distributed.destroy_process_group()  # gloo may abort a process that ends without (pytorch #190489)
 
 
 if __name__ == "__main__":  # the other ranks run this file too

@@ -55,6 +55,7 @@ def main() -> None:
     calibration.export(options.out)  # on every rank: weights are gathered one module at a time, rank 0 writes
     if trainer.is_global_zero:
         print(f"{len(calibration.result.modules)} modules on {calibration.result.ranks} ranks")
+    torch.distributed.destroy_process_group()  # gloo may abort a process that ends without (pytorch #190489)
 
 
 if __name__ == "__main__":  # the other ranks run this file too

@@ -29,6 +29,8 @@ def main() -> None:
     with_trainer.validate(Module(), data, verbose=False)
     torch.save(callback.result.qparams, options.folder / f"{with_trainer.global_rank}.pt")
     callback.export(options.folder / "out")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from safetensors.torch import save_file
+from torch import distributed as dist
 from torch import nn
 
 from lightning_obs.app import reload_check
@@ -87,9 +88,14 @@ def run(config: DictConfig) -> dict[str, Any]:
         if config.export.verify:
             lines += _verify(model, data, folder, output, config)
         lines.append(f"wrote {folder}  (transformers, vLLM)")
-        if calibrated is not None:
+    if folder is not None and calibrated is not None:
+        # Every rank measures its share, as before. Ranks that torchrun started may have composed another folder.
+        written = Path(trainer.strategy.broadcast(str(folder.resolve())))
+        if trainer.strategy.reduce_boolean_decision(written.is_dir()):
             _say("· perplexity of the checkpoint, loaded again")
-            reloaded = perplexity_of_checkpoint(config, folder, data)
+            reloaded = perplexity_of_checkpoint(config, written, data)
+        else:
+            lines.append("not loaded again: some ranks cannot read that folder")
     if calibrated is not None:
         found = {"full precision": before, "calibrated": calibrated, "fine-tuned": after, "reloaded": reloaded}
         shown = (f"{name} {value:.3f}" for name, value in found.items() if value is not None)
@@ -114,15 +120,16 @@ def run(config: DictConfig) -> dict[str, Any]:
         "worst_sqnr": errors[0].sqnr if errors else None,
         "ignore": [*callback.ignore, *poor_layers(errors, fused=result.fused)],
     }
-    if not trainer.is_global_zero:
-        return row
-    _write_report(report, row, errors, config)
-    hint = "" if not poor_layers(errors) else f"  (leave those layers out with ignore_from={report})"
-    lines.append(f"report {report}{hint}")
-    print()
-    print_report(
-        summary(result, errors, perplexity=perplexity, sizes=sizes, lines=lines, worst=config.report.worst_layers)
-    )
+    if trainer.is_global_zero:
+        _write_report(report, row, errors, config)
+        hint = "" if not poor_layers(errors) else f"  (leave those layers out with ignore_from={report})"
+        lines.append(f"report {report}{hint}")
+        print()
+        print_report(
+            summary(result, errors, perplexity=perplexity, sizes=sizes, lines=lines, worst=config.report.worst_layers)
+        )
+    if dist.is_initialized():  # gloo's threads may abort a process that ends in a group (pytorch #190489)
+        dist.destroy_process_group()
     return row
 
 

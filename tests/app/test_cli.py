@@ -1,5 +1,6 @@
 """The command line: messages, comparison table, installation."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,17 @@ def test_two_ranks_of_ddp_print_and_write_once_and_give_the_scales_of_one(comman
             torch.testing.assert_close(value, files[1][name], rtol=1e-5, atol=0)
         else:
             assert torch.equal(value, files[1][name]), name
+
+
+def test_two_ranks_of_ddp_fine_tune_and_measure_the_reloaded_checkpoint(command_line, tmp_path):
+    done = command_line(
+        "task=finetune", "scheme=w4a16", "scheme.weights.group_size=32", "trainer.devices=2", "trainer.strategy=ddp",
+        "trainer.max_steps=4", "data.train_batches=8", "export.folder=two", "export.verify=false", "output_dir=run",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("wrote two") == 1
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["perplexity_reloaded"] == report["perplexity"][1] != report["perplexity_calibrated"]
 
 
 @pytest.mark.slow
