@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,7 +49,7 @@ class Description:
         note: anything else that the others shall know.
         kinds: distinct sets of statistics.
         held: observers that it holds, and which of ``kinds`` they have.
-        reached: those of them that data reached.
+        unreached: those of them that no data reached.
         numbers: undeclared statistics that are plain numbers or strings.
         unsendable: names of undeclared statistics that are neither these nor tensors.
         not_finite: what of an observer is NaN or infinite.
@@ -60,7 +61,7 @@ class Description:
     note: Any = None
     kinds: list[tuple[Statistic, ...]] = field(default_factory=list)
     held: dict[Key, int] = field(default_factory=dict)
-    reached: set[Key] = field(default_factory=set)
+    unreached: set[Key] = field(default_factory=set)
     numbers: dict[Key, dict[str, Any]] = field(default_factory=dict)
     unsendable: dict[Key, list[str]] = field(default_factory=dict)
     not_finite: dict[Key, str] = field(default_factory=dict)
@@ -106,12 +107,14 @@ def describe(observers: Mapping[Key, Observer], told: Iterable[Key], *, by_decla
     Raises:
         CalibrationError: a declared reduction that cannot be made.
     """
-    found = Description(held=dict.fromkeys(observers, 0))
+    told = set(told)
+    found = Description(held=dict.fromkeys(observers, 0), unreached=observers.keys() - told)
     kinds: dict[tuple[Statistic, ...], int] = {(): 0}
     members: list[list[Key]] = [[]]  # of each kind
     declarations: dict[int, _Declaration] = {}  # by identity of the declaration, of which there are few
-    for key in sorted(told):
-        observer = observers[key]
+    for key, observer in observers.items():
+        if key not in told:
+            continue
         declared = observer._act_sync_dict
         declaration = declarations.get(id(declared))
         if declaration is None:
@@ -120,8 +123,8 @@ def describe(observers: Mapping[Key, Observer], told: Iterable[Key], *, by_decla
         seen = observer.has_statistics
         if seen:
             statistics += _undeclared(key, observer, declaration.ops, found)
-        if seen or observer.is_reached:
-            found.reached.add(key)
+        if not seen and not observer.is_reached:
+            found.unreached.add(key)
         kind = found.held[key] = kinds.setdefault(statistics, len(kinds))
         if kind == len(members):
             members.append([])
@@ -151,9 +154,10 @@ class _Declaration:
         """
         values = [getattr(observer, name, None) for name in self.ops]
         looks = tuple([(v.shape, v.dtype) if type(v) is torch.Tensor else type(v) for v in values])
-        if looks not in self._known:
-            self._known[looks] = tuple(self._look_at(key, observer, values))
-        return self._known[looks]
+        known = self._known.get(looks)
+        if known is None:
+            known = self._known[looks] = tuple(self._look_at(key, observer, values))
+        return known
 
     def _look_at(self, key: Key, observer: Observer, values: Iterable[Any]) -> Iterator[Statistic]:
         for (name, op), value in zip(self.ops.items(), values, strict=True):
@@ -285,7 +289,7 @@ def require_no_failure(told: Sequence[Description]) -> None:
 
 
 def agree(told: Sequence[Description]) -> list[Agreed]:
-    """The statistics to be made one, in an order of their own. What only one rank holds is not among them.
+    """The statistics to be made one, in the same order on every rank. What only one rank holds is not among them.
 
     Raises:
         CalibrationError: ranks differ in shape, dtype or reduction; a rank lacks what cannot be sent.
@@ -294,7 +298,7 @@ def agree(told: Sequence[Description]) -> list[Agreed]:
     differing: list[tuple[Key, str]] = []
     alike: dict[tuple[int | None, ...], list[Key]] = {}  # by what each rank has of it; most observers are alike
     kinds_of = [d.held.get for d in told]
-    for key in sorted(set[Key]().union(*(d.held for d in told))):
+    for key in dict.fromkeys(chain.from_iterable(d.held for d in told)):
         alike.setdefault(tuple([kind_of(key) for kind_of in kinds_of]), []).append(key)
     for kinds, keys in alike.items():
         if len(kinds) - kinds.count(None) < 2:
@@ -347,11 +351,17 @@ def _require_sendable(told: Sequence[Description]) -> None:
     """A rank that saw nothing can take over tensors and numbers only."""
     if not any(d.unsendable for d in told):
         return
-    lacking = {key for d in told for key in d.held if key not in d.reached}
+    lacking = set[Key]().union(*(d.unreached for d in told))
     bad = sorted({text(key, more=name) for d in told for key in lacking for name in d.unsendable.get(key, ())})
     if bad:
         what = "some ranks saw no data here, and the others' statistics cannot be sent to them"
         raise CalibrationError(what, where=bad, got="neither a tensor nor a number", remedy=_REMEDY)
+
+
+def unreached(told: Sequence[Description]) -> list[Key]:
+    """The observers that no rank has seen data for, ordered."""
+    candidates = set[Key]().union(*(d.unreached for d in told))
+    return sorted(key for key in candidates if all(key in d.unreached for d in told if key in d.held))
 
 
 def numbers_of(told: Sequence[Description]) -> dict[Key, dict[str, Any]]:
