@@ -13,7 +13,7 @@ from lightning_obs import CalibrationSession, QuantizationAwareTraining, quantiz
 from lightning_obs.modules import read_qparams
 from lightning_obs.numerics.fake_quantize import fake_quantize
 from lightning_obs.quantized_training import QuantizedTraining
-from tests.callbacks.test_qat import FromTheMiddle, Language, language_data, quiet, trainer
+from tests.callbacks.qat_modules import FromTheMiddle, Language, language_data, quiet, trainer
 from tests.distributed import run_ranks
 from tests.lightning_ranks import like_torchrun
 from tests.test_attention import CASES, attention, cached_states, logits, traces

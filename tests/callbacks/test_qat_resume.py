@@ -1,0 +1,164 @@
+"""Stop and go on: checkpoints in the middle of fine-tuning, and one callback in several runs."""
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_obs import CalibrationError, QuantizationAwareTraining
+from tests.callbacks.qat_modules import (
+    ASYMMETRIC,
+    W4,
+    Classifier,
+    FromTheMiddle,
+    Regression,
+    Watch,
+    left_behind,
+    loader,
+    outputs,
+    trainer,
+)
+
+# ---------------------------------------------------------------------- resume
+
+
+OPTIONS = {
+    "static": {"scheme": "INT8_STATIC", "calibration_batches": 3},
+    "val": {"scheme": "INT8_STATIC", "calibration_batches": 2, "observe": "val"},
+    "frozen": {"scheme": "INT8_STATIC", "calibration_batches": 2, "freeze_after": 1},
+    "histogram": {"scheme": "INT8_STATIC", "calibration_batches": 3, "observers": {"input": "histogram"}},
+    "moving": {"scheme": "INT8_STATIC", "calibration_batches": 3, "observers": {"input": "mse"}},
+    "learned": {"scheme": "INT8_STATIC", "calibration_batches": 2, "learn_scales": True},
+    "learned weights": {"scheme": W4, "learn_scales": True},
+    "learned asymmetric": {"scheme": ASYMMETRIC, "learn_scales": True},
+    "imatrix": {"scheme": W4, "calibration_batches": 2, "observers": {"weight": "imatrix_mse"}},
+    "distilled": {"scheme": W4, "distill": 1.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "at"),
+    [
+        pytest.param(options, at, id=f"{name}-{at}")
+        for name, options in OPTIONS.items()
+        for at in ("epoch", "middle", "before validation")
+        if (name, at) != ("val", "before validation")  # Lightning leaves that validation out, and so its data
+    ],
+)
+def test_6457_8485_a_resumed_run_has_the_losses_of_an_uninterrupted_one(options, at, tmp_path):
+    """pytorch-lightning #6457 and #8485: a checkpoint of the callback could not be resumed from."""
+    saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+    if at == "epoch":
+        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, save_on_train_epoch_end=False)
+    whole = Classifier()
+    fresh = copy.deepcopy(whole)
+    trainer(QuantizationAwareTraining(**options), saver, max_epochs=4).fit(whole, loader(), loader(seed=2))
+    step = 6 if at == "middle" else 8
+    tr = trainer(QuantizationAwareTraining(**options), max_epochs=4)
+    data = FromTheMiddle(loader().dataset, batch_size=4) if at == "middle" else loader()
+    tr.fit(fresh, data, loader(seed=2), ckpt_path=tmp_path / f"step={step}.ckpt")
+    assert fresh.losses == whole.losses[step:]
+    for (name, value), other in zip(whole.named_parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(value, other), name
+    assert torch.equal(torch.cat(whole.validated), torch.cat(fresh.validated))
+
+
+def test_a_checkpoint_loads_strictly_without_the_callback(tmp_path):
+    module = Regression()
+    callback = QuantizationAwareTraining("INT8_STATIC", learn_scales=True, calibration_batches=1)
+    tr = trainer(callback)
+    tr.fit(module, loader(), loader())
+    tr.save_checkpoint(tmp_path / "c.ckpt")
+    state = torch.load(tmp_path / "c.ckpt", weights_only=True)
+    assert state["state_dict"].keys() == Regression().state_dict().keys()
+    loaded = Regression.load_from_checkpoint(tmp_path / "c.ckpt", strict=True)
+    assert torch.equal(loaded.net[0].weight, module.net[0].weight)
+
+
+def test_the_modules_state_dict_is_the_same_while_training():
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            assert pl_module.state_dict().keys() == Regression().state_dict().keys()
+            assert dict(pl_module.named_parameters()).keys() == dict(Regression().named_parameters()).keys()
+
+    callback = QuantizationAwareTraining("INT8_STATIC", learn_scales=True, calibration_batches=1)
+    trainer(callback, Look()).fit(Regression(), loader(), loader())
+
+
+# ---------------------------------------------------------------------- one callback, several runs
+
+
+def test_an_observation_that_the_end_of_fit_interrupts_goes_on_in_the_next_fit(tmp_path):
+    whole, parts = Regression(), Regression()
+    parts.load_state_dict(whole.state_dict())
+    trainer(QuantizationAwareTraining("INT8_STATIC", calibration_batches=3), max_steps=4, limit_val_batches=0).fit(
+        whole, loader(), loader()
+    )
+    callback = QuantizationAwareTraining("INT8_STATIC", calibration_batches=3)
+    first = trainer(callback, max_steps=2, limit_val_batches=0)
+    first.fit(parts, loader(), loader())
+    assert not left_behind(parts)
+    first.save_checkpoint(tmp_path / "c.ckpt")
+    wild = DataLoader(TensorDataset(torch.full((4, 8), 1e3), torch.zeros(4, 2)))
+    trainer(callback).test(parts, wild, verbose=False)
+    assert callback.session.observers["net.0", "input"].max_vals < 10  # observed by nobody
+    for next_one in (callback, QuantizationAwareTraining("INT8_STATIC", calibration_batches=3)):
+        resumed = Regression()
+        data = FromTheMiddle(loader().dataset, batch_size=4)
+        trainer(next_one, max_steps=4, limit_val_batches=0).fit(resumed, data, loader(), ckpt_path=tmp_path / "c.ckpt")
+        assert parts.losses + resumed.losses == whole.losses
+        assert torch.equal(resumed.net[2].input_scale, whole.net[2].input_scale)
+
+
+@pytest.mark.parametrize("learn_scales", [False, True])
+def test_a_callback_can_train_one_model_after_another(learn_scales, tmp_path):
+    def make():
+        return QuantizationAwareTraining("INT8_STATIC", calibration_batches=2, learn_scales=learn_scales)
+
+    again = make()
+    trainer(again).fit(Regression(), loader(seed=5), loader(seed=6))
+    for_two = Regression()
+    for_one = copy.deepcopy(for_two)
+    trainer(again).fit(for_two, loader(), loader(seed=2))
+    trainer(make()).fit(for_one, loader(), loader(seed=2))
+    assert for_two.losses == for_one.losses
+    assert torch.equal(torch.cat(for_two.validated), torch.cat(for_one.validated))
+
+
+def test_a_callback_can_go_on_with_its_model():
+    module, callback = Regression(), QuantizationAwareTraining("INT8_STATIC", calibration_batches=2)
+    watch = Watch()
+    trainer(callback).fit(module, loader(), loader(seed=2))
+    trainer(callback, watch).fit(module, loader(), loader(seed=2))
+    assert all("input_scale" in read for read in watch.starts)
+    assert not left_behind(module)
+    assert torch.equal(outputs(module), Regression.forward(module, torch.cat([x for x, _ in loader(seed=2)])).detach())
+
+
+def test_an_observer_whose_statistics_no_checkpoint_can_hold_is_named(own_registry, tmp_path):
+    from lightning_obs import Observer
+
+    @Observer.register("odd")
+    class Odd(Observer):
+        def update_statistics_from_observed(self, observed):
+            self.min_vals, self.max_vals = observed.amin((0, -1)), observed.amax((0, -1))
+            self.seen = object()
+
+    callback = QuantizationAwareTraining("INT8_STATIC", observers={"input": "odd"}, calibration_batches=100)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    with pytest.raises(CalibrationError, match=r"Odd keeps statistics that cannot be saved.*net\.0 \(input\): seen"):
+        trainer(callback, saver).fit(Regression(), loader(), loader())
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_validate_and_test_under_inference_mode_leave_nothing_that_training_cannot_use(options):
+    module, callback = Classifier(), QuantizationAwareTraining(**options)
+    for _ in range(2):
+        trainer(callback).validate(module, loader(), verbose=False)
+        trainer(callback).test(module, loader(), verbose=False)
+        trainer(callback, max_epochs=1).fit(module, loader(), loader(seed=2))
+    values = [v for m in module.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
+    assert not any(value.is_inference() for value in values)
