@@ -134,10 +134,10 @@ class Classifier(Regression):
         return loss
 
 
-class FromTheMiddle(DataLoader):
-    """Starts at its third batch once, as a loader does that Lightning can restore."""
+class FromStep(DataLoader):
+    """Its first pass starts at batch ``skip``, as that of a loader does that Lightning can restore."""
 
-    skip = 2
+    skip = 0
 
     def state_dict(self):
         return {}
@@ -148,6 +148,12 @@ class FromTheMiddle(DataLoader):
     def __iter__(self):
         skip, self.skip = self.skip, 0
         return itertools.islice(super().__iter__(), skip, None)
+
+
+def from_step(skip, *args, **kwargs):
+    data = FromStep(*args, **kwargs)
+    data.skip = skip
+    return data
 
 
 def quiet(test):

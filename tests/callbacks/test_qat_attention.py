@@ -13,7 +13,7 @@ from lightning_obs import CalibrationSession, QuantizationAwareTraining, quantiz
 from lightning_obs.modules import read_qparams
 from lightning_obs.numerics.fake_quantize import fake_quantize
 from lightning_obs.quantized_training import QuantizedTraining
-from tests.callbacks.qat_modules import FromTheMiddle, Language, language_data, quiet, trainer
+from tests.callbacks.qat_modules import Language, from_step, language_data, quiet, trainer
 from tests.distributed import run_ranks
 from tests.lightning_ranks import like_torchrun
 from tests.test_attention import CASES, attention, cached_states, logits, traces
@@ -195,7 +195,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(step, tiny_llama, 
             def on_before_backward(self, trainer, pl_module, loss, losses=losses):
                 losses.append(loss.item())
 
-        data = FromTheMiddle(batches, batch_size=None)
+        data = from_step(2, batches, batch_size=None)
         data.skip = 0 if path is None else step % 3
         callbacks = [QuantizationAwareTraining("FP8", **options), Look(), *([saver] if path is None else [])]
         trainer(*callbacks).fit(module, data, language_data(batches), ckpt_path=path)

@@ -12,11 +12,11 @@ from torch.utils.data import TensorDataset
 
 from lightning_obs import CalibrationError, load_checkpoint
 from lightning_obs.modules import whole_tensor
+from tests.callbacks.qat_modules import from_step
 from tests.callbacks.test_qat_ranks import (
     INT8,
     SYMMETRIC_W4,
     W4,
-    FromStep,
     Trained,
     X,
     close,
@@ -115,8 +115,7 @@ def on_resume(rank, folder, options, full, steps):
     fit_sharded(qat(**options), whole, saver, rank=rank, full=full)
     for step in steps:
         module = Sharded()
-        data = FromStep(TensorDataset(X[rank::2]), batch_size=2)
-        data.skip = step % 8
+        data = from_step(step % 8, TensorDataset(X[rank::2]), batch_size=2)
         fit_sharded(qat(**options), module, rank=rank, full=full, data=data, ckpt_path=folder / f"step={step}.ckpt")
         assert module.losses == whole.losses[step:], step
         assert same(weights_of(module), weights_of(whole))

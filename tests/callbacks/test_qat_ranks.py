@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_obs import CalibrationError, QuantizationAwareTraining, load_checkpoint
 from lightning_obs.modules import read_qparams
+from tests.callbacks.qat_modules import from_step
 from tests.distributed import run_ranks
 from tests.lightning_ranks import WIDTH, Module, like_torchrun, samples, trainer
 
@@ -298,26 +299,9 @@ RESUMED = {
 }
 
 
-class FromStep(DataLoader):
-    """Its first pass starts in the middle, as that of a loader does that Lightning can restore."""
-
-    skip = 0
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
-
-    def __iter__(self):
-        skip, self.skip = self.skip, 0
-        return itertools.islice(super().__iter__(), skip, None)
-
-
 def resume(rank, ranks, options, path, step, **trainer_options):
     module, callback = Trained(), qat(**options)
-    data = FromStep(TensorDataset(X[rank::ranks]), batch_size=4 // ranks)
-    data.skip = step % 8
+    data = from_step(step % 8, TensorDataset(X[rank::ranks]), batch_size=4 // ranks)
     fit(callback, module, rank=rank, ranks=ranks, data=data, ckpt_path=path, **trainer_options)
     return module
 
@@ -371,8 +355,7 @@ def test_a_half_done_moving_average_starts_again_with_another_number_of_ranks(tm
             starts.append("net.first.input_scale" in qparams_of(module))
 
     callback = qat(**options)
-    data = FromStep(TensorDataset(X), batch_size=4)
-    data.skip = 2
+    data = from_step(2, TensorDataset(X), batch_size=4)
     fit(callback, Trained(), Look(), data=data, ckpt_path=path, max_epochs=1)
     assert starts == [False, False, True, True, True, True]
 

@@ -13,9 +13,9 @@ from tests.callbacks.qat_modules import (
     ASYMMETRIC,
     W4,
     Classifier,
-    FromTheMiddle,
     Regression,
     Watch,
+    from_step,
     left_behind,
     loader,
     outputs,
@@ -58,7 +58,7 @@ def test_6457_8485_a_resumed_run_has_the_losses_of_an_uninterrupted_one(options,
     trainer(QuantizationAwareTraining(**options), saver, max_epochs=4).fit(whole, loader(), loader(seed=2))
     step = 6 if at == "middle" else 8
     tr = trainer(QuantizationAwareTraining(**options), max_epochs=4)
-    data = FromTheMiddle(loader().dataset, batch_size=4) if at == "middle" else loader()
+    data = from_step(2, loader().dataset, batch_size=4) if at == "middle" else loader()
     tr.fit(fresh, data, loader(seed=2), ckpt_path=tmp_path / f"step={step}.ckpt")
     assert fresh.losses == whole.losses[step:]
     for (name, value), other in zip(whole.named_parameters(), fresh.parameters(), strict=True):
@@ -107,7 +107,7 @@ def test_an_observation_that_the_end_of_fit_interrupts_goes_on_in_the_next_fit(t
     assert callback.session.observers["net.0", "input"].max_vals < 10  # observed by nobody
     for next_one in (callback, QuantizationAwareTraining("INT8_STATIC", calibration_batches=3)):
         resumed = Regression()
-        data = FromTheMiddle(loader().dataset, batch_size=4)
+        data = from_step(2, loader().dataset, batch_size=4)
         trainer(next_one, max_steps=4, limit_val_batches=0).fit(resumed, data, loader(), ckpt_path=tmp_path / "c.ckpt")
         assert parts.losses + resumed.losses == whole.losses
         assert torch.equal(resumed.net[2].input_scale, whole.net[2].input_scale)
