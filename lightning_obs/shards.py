@@ -6,9 +6,9 @@ scale that several ranks found (a whole tensor, a block across the edge of two s
 maximum, where the observer is an extreme.
 
 A search for the least error stops when some candidates in a row improved no scale *of the whole tensor*. A shard cannot
-know that, so it visits all candidates and notes which of them improved any of its rows. From all ranks' notes each rank
-derives where one device would have stopped. Only if a shard improved after that, it searches again up to there, and
-the ranges are sent once more. So the range found is one device's, at the price of the early stop.
+know that, so it visits the candidates after its own end too, and sends beside the ranges which candidates improved any
+of its rows, and the few ranges that changed after its end. From all shards' notes each rank derives where one device
+would have stopped. So the range found is one device's, at the price of the early stop.
 
 What cannot be decided row by row (a search over a whole tensor or over a block across two shards, a histogram, an
 observer of the user's) sees the whole weight, on one rank: weights are gathered one at a time, in an order that is the
@@ -37,7 +37,7 @@ from lightning_obs.flat_shards import by_unit, unit_of, whole_unit
 from lightning_obs.modules import is_sharded, matrix_shape, rows_come_first, to_matrix, weight_matrix, whole_tensor
 from lightning_obs.observers import Observer
 from lightning_obs.observers.mse import MemorylessMSEObserver
-from lightning_obs.sync import Collectives, Synced, share_weights
+from lightning_obs.sync import Collectives, share_weights
 
 #: first row and row after the last, on one rank
 Rows: TypeAlias = tuple[int, int]
@@ -153,25 +153,17 @@ class Weights:
             else:
                 observe(key, self.observers[key], _matrix(self.modules[key]))
 
-        shared = self._share(whole, shards, owners, search, failure)
-        again = [shard for found in _by_weight(shards).values() for shard in _stopped_too_late(found)]
-        if again:
-            self._share({}, again, {}, search, None)
+        shared = share_weights(
+            {**whole, **{shard.key: shard.observer for shard in shards}},
+            {**owners, **{shard.key: shard.rank for shard in shards}},
+            search,
+            self.collectives,
+            failure,
+        )
         for key, found in _by_weight(shards).items():
+            _stop_as_one(found)
             self.observers[key].load_statistics(_joined(found))
-        return shared.collectives * (2 if again else 1)
-
-    def _share(
-        self,
-        whole: Mapping[Key, Observer],
-        shards: Sequence[_Shard],
-        owners: Mapping[Key, int],
-        search: Callable[[Key], None],
-        failure: Exception | None,
-    ) -> Synced:
-        observers = {**whole, **{shard.key: shard.observer for shard in shards}}
-        owners = {**owners, **{shard.key: shard.rank for shard in shards}}
-        return share_weights(observers, owners, search, self.collectives, failure)
+        return shared.collectives
 
     # ------------------------------------------------------------------ rows of each rank
 
@@ -186,7 +178,7 @@ class Weights:
                 if hasattr(whole, name):
                     setattr(observer, name, getattr(whole, name))
             if isinstance(observer, MemorylessMSEObserver):
-                observer.visits = len(observer.candidates())
+                observer.looks_beyond = observer.may_stop_early
             yield _Shard(key, rank, start, stop, observer)
 
     def _observe_rows(self, shard: _Shard, observe: Observe) -> None:
@@ -287,28 +279,15 @@ def _by_weight(shards: Sequence[_Shard]) -> dict[Key, list[_Shard]]:
     return found
 
 
-def _stopped_too_late(shards: Sequence[_Shard]) -> Sequence[_Shard]:
-    """The shards of a weight, made ready to search again, if one of them went on where one device would have stopped.
-
-    All ranks have all shards' notes, so they answer alike.
-    """
-    first = shards[0].observer
-    if not isinstance(first, MemorylessMSEObserver) or first.idle_limit is None:
-        return []
-    improved = torch.stack([_notes(shard.observer) for shard in shards]).any(0)
-    stop = _visited(improved.tolist(), first.idle_limit)
-    if not bool(improved[stop:].any()):
-        return []
-    for shard in shards:
-        shard.observer.reset()
-        assert isinstance(shard.observer, MemorylessMSEObserver)
-        shard.observer.visits = stop
-    return shards
-
-
-def _notes(observer: Observer) -> torch.Tensor:
-    assert isinstance(observer, MemorylessMSEObserver)
-    return observer.improved.cpu()
+def _stop_as_one(shards: Sequence[_Shard]) -> None:
+    """End the searches of a weight's shards where one search of the whole weight would have ended."""
+    searched = [shard.observer for shard in shards if isinstance(shard.observer, MemorylessMSEObserver)]
+    if not searched or not searched[0].looks_beyond:
+        return
+    improved = torch.stack([observer.improved.cpu() for observer in searched]).any(0)
+    stop = _visited(improved.tolist(), searched[0].idle_limit or 0)
+    for observer in searched:
+        observer.extend_search(stop)
 
 
 def _visited(improved: Sequence[bool], idle_limit: int) -> int:

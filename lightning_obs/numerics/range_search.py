@@ -42,6 +42,23 @@ _ROWS_CPU = 1 << 14
 _SERIAL = (1 << 15) - 64
 
 
+class Beyond:
+    """What a search would have found, had it gone on after its end: other rows of the same tensor may decide that.
+
+    Attributes:
+        improved: of each factor, also of those before the end, whether it improved any scale.
+        numbers: which factor improved a scale after the end, ascending, ``(K,)``.
+        rows: which scale, counted row by row, ``(K,)``.
+        low, high: the range that it gave this scale, ``(K,)`` each.
+    """
+
+    improved: list[bool]
+    numbers: torch.Tensor
+    rows: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+
+
 def shrink_factors(maxshrink: float, grid: float) -> list[float]:
     """The factors to try, from 1 down to (not including) ``1 - maxshrink``, in steps of ``1 / grid``.
 
@@ -72,7 +89,7 @@ def search_range(
     importance: torch.Tensor | None = None,
     tile: int | None = None,
     compile: Compile = "auto",
-    improved: torch.Tensor | None = None,
+    beyond: Beyond | None = None,
 ) -> Range:
     """The range of least quantization error per scale.
 
@@ -87,7 +104,7 @@ def search_range(
         importance: weight of each value's error, broadcastable to ``(*Q, G)``, not negative.
         tile: elements of a tile; None chooses for the device.
         compile: whether to compile the inner loop, see :mod:`~lightning_obs.numerics.compiled`.
-        improved: ``(len(factors),)`` of bool, all False; set where a factor improved any scale.
+        beyond: where to put what the factors after the end of the search improve; without it they are not visited.
 
     Returns:
         (min, max), ``(*Q,)`` each, in the dtype of ``observed``. Where no candidate has a finite error (a NaN, an error
@@ -100,7 +117,7 @@ def search_range(
         (rows, low, high), compile = counted, False
     else:
         rows, (low, high) = rows_of_observed(observed, importance), observed_range(observed)
-    low, high = _search(rows, low, high, args, factors, patience, norm, expand, tile, compile, improved)
+    low, high = _search(rows, low, high, args, factors, patience, norm, expand, tile, compile, beyond)
     return low.reshape(observed.shape[1:-1]), high.reshape(observed.shape[1:-1])
 
 
@@ -114,21 +131,21 @@ def search_block_range(
     expand: float = 1.0,
     tile: int | None = None,
     compile: Compile = "auto",
-    improved: torch.Tensor | None = None,
+    beyond: Beyond | None = None,
 ) -> Range:
     """The range of least quantization error per block of a weight ``(R, C)``, which is not copied.
 
     Args:
         weight: not empty; the height and width of a block divide it.
         args: its ``block_structure`` is the size of a block.
-        factors, patience, norm, expand, tile, compile, improved: see :func:`search_range`.
+        factors, patience, norm, expand, tile, compile, beyond: see :func:`search_range`.
 
     Returns:
         (min, max), ``(R / height, C / width)`` each.
     """
     assert args.block_structure is not None  # QuantizationArgs validated it
     rows = rows_of_blocks(weight, *args.block_structure)
-    low, high = _search(rows, *rows.observed_range(), args, factors, patience, norm, expand, tile, compile, improved)
+    low, high = _search(rows, *rows.observed_range(), args, factors, patience, norm, expand, tile, compile, beyond)
     return low.reshape(rows.view.shape[:2]), high.reshape(rows.view.shape[:2])
 
 
@@ -143,7 +160,7 @@ def _search(
     expand: float,
     tile: int | None,
     compile: Compile,
-    improved: torch.Tensor | None,
+    beyond: Beyond | None,
 ) -> Range:
     low, high = low.reshape(-1), high.reshape(-1)
     if expand != 1:
@@ -151,9 +168,9 @@ def _search(
     if not factors:
         return low, high
     search = _Search(rows, low, high, NumberGrid.of(args), factors, norm, expand, tile, compile)
-    visited = search.run(patience)
-    if improved is not None:
-        improved[: len(visited)] = torch.tensor(visited)
+    improved = search.run(patience)
+    if beyond is not None:
+        search.run_on(improved, beyond)
     return search.chosen()
 
 
@@ -209,6 +226,26 @@ class _Search:
                 break
             start += ahead
         return visited
+
+    def run_on(self, improved: list[bool], into: Beyond) -> None:
+        """Visit the factors that are left, one by one, without a change of what was found."""
+        found = self.index.clone()
+        later: list[tuple[int, torch.Tensor]] = []
+        into.improved = list(improved)
+        for number in range(len(improved), len(self.factors)):
+            before = self.index.clone()
+            into.improved += self._visit(range(number, number + 1))
+            rows = (self.index != before).nonzero().squeeze(-1)
+            if len(rows):
+                later.append((number, rows))
+        if later:
+            into.rows = torch.cat([rows for _, rows in later])
+            into.numbers = torch.cat([torch.full_like(rows, number) for number, rows in later])
+            into.low, into.high = self._candidates(into.rows, into.numbers)
+        else:
+            into.rows = into.numbers = torch.zeros(0, dtype=torch.int64, device=self.low.device)
+            into.low, into.high = self.low[:0].clone(), self.high[:0].clone()
+        self.index = found
 
     def chosen(self) -> Range:
         """The range of the best factor of every scale; written over the observed range, tile by tile."""

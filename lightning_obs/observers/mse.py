@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.compiled import Compile
-from lightning_obs.numerics.range_search import search_block_range, search_range, shrink_factors
+from lightning_obs.numerics.range_search import Beyond, search_block_range, search_range, shrink_factors
 from lightning_obs.observers.base import MinMaxTuple, Observer
 from lightning_obs.observers.moving_average import MovingAverageObserver
 
@@ -59,9 +59,11 @@ class MemorylessMSEObserver(Observer):
     expand: float
     compile: Compile
     rows_apart: ClassVar[str | None] = "search"
-    #: how many candidates to visit, without an early stop, noting which of them improved any scale; None: the rule
-    visits: int | None = None
-    improved: torch.Tensor
+    #: whether to keep apart what candidates after the early stop improve: for a search that sees some rows of a tensor
+    looks_beyond: bool = False
+    improved: torch.Tensor  # (candidates,), bool
+    later: torch.Tensor  # (2, K): number of a candidate after the end, ascending; scale that it improved
+    later_range: torch.Tensor  # (2, K): smallest and largest value there
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
@@ -104,6 +106,11 @@ class MemorylessMSEObserver(Observer):
         return shrink_factors(self.maxshrink, self.grid)
 
     @property
+    def may_stop_early(self) -> bool:
+        """Whether there are more candidates than the search has patience for."""
+        return self.idle_limit is not None and len(self.candidates()) > max(1, self.idle_limit)
+
+    @property
     def idle_limit(self) -> int | None:
         """The search ends after so many candidates in a row that improved nothing; None: it visits all."""
         return self.patience
@@ -111,15 +118,27 @@ class MemorylessMSEObserver(Observer):
     def _search(
         self, observed: torch.Tensor, importance: torch.Tensor | None = None, in_blocks: bool = False
     ) -> MinMaxTuple:
-        factors, patience, improved = self.candidates(), self.idle_limit, None
-        if self.visits is not None:
-            factors, patience = factors[: self.visits], None
-            improved = self.improved = torch.zeros(len(factors), dtype=torch.bool)
+        factors, beyond = self.candidates(), Beyond() if self.looks_beyond else None
         options: dict[str, Any] = {name: getattr(self, name) for name in ("norm", "expand", "compile")}
-        options |= {"patience": patience, "improved": improved}
+        options |= {"patience": self.idle_limit, "beyond": beyond}
         if in_blocks:
-            return search_block_range(observed, self.args, factors, **options)
-        return search_range(observed, self.args, factors, importance=importance, **options)
+            found = search_block_range(observed, self.args, factors, **options)
+        else:
+            found = search_range(observed, self.args, factors, importance=importance, **options)
+        if beyond is not None:
+            self.improved = torch.tensor(beyond.improved)
+            self.later = torch.stack([beyond.numbers, beyond.rows])
+            self.later_range = torch.stack([beyond.low, beyond.high])
+        return found
+
+    def extend_search(self, stop: int) -> None:
+        """Go on to the first ``stop`` candidates with a search that :attr:`looks_beyond`."""
+        low, high = self.min_vals.flatten().clone(), self.max_vals.flatten().clone()
+        numbers, scales = self.later
+        for number in numbers[numbers < stop].unique():  # ascending: the last that improved a scale is the best
+            which = numbers == number
+            low[scales[which]], high[scales[which]] = self.later_range[:, which]
+        self.load_statistics({"min_vals": low.view_as(self.min_vals), "max_vals": high.view_as(self.max_vals)})
 
     @override
     def merge(self, measured: MinMaxTuple) -> None:
