@@ -184,5 +184,5 @@ def _loads_stacked(scheme: QuantizationScheme, module: nn.Module) -> bool:
         return weights.type == "float" and weights.num_bits == 8 and whole
     if format_ == CompressionFormat.pack_quantized:
         return bool(weights.symmetric)
-    mx = format_ in (CompressionFormat.mxfp4_pack_quantized, CompressionFormat.mxfp6_pack_quantized)
+    mx = format_.value in ("mxfp4-pack-quantized", "mxfp6-pack-quantized")  # compressed-tensors 0.19 lacks the latter
     return mx and module.weight.dtype == torch.bfloat16  # as which it is decompressed

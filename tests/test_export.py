@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from lightning_obs import CalibrationError, CalibrationSession, export, export_checkpoint, load_checkpoint, quantized
 from lightning_obs.modules import read_qparams
+from tests.versions import dequantizes_activations_too
 
 #: what loads as it is, in any dtype and in bfloat16 only
 ANY_DTYPE = [
@@ -125,6 +126,7 @@ def test_tied_embeddings_stay_tied(tmp_path):
     assert reloaded.lm_head.weight is reloaded.model.embed_tokens.weight
 
 
+@dequantizes_activations_too
 def test_a_model_that_was_loaded_quantized_and_dequantized_is_exported_anew(tiny_llama, batches, tmp_path):
     export_checkpoint(calibrated(tiny_llama(), "FP8", batches, ignore=["lm_head"]), tmp_path / "fp8")
     again = AutoModelForCausalLM.from_pretrained(

@@ -18,6 +18,7 @@ from tests.distributed import run_ranks
 from tests.lightning_ranks import like_torchrun
 from tests.test_attention import CASES, attention, cached_states, logits, traces
 from tests.tiny_model import save_tiny_llama
+from tests.versions import checkpointing_of
 
 
 def training(model, batches, scheme=None, **options):
@@ -124,7 +125,7 @@ def test_activation_checkpointing_gives_the_same_gradients(reentrant, tiny_llama
     gradients = []
     for checkpointing in (False, True):
         if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            checkpointing_of(model)({"use_reentrant": reentrant})
             model.enable_input_require_grads()
         model(**batches[0], labels=batches[0]["input_ids"]).loss.backward()
         gradients.append([p.grad.clone() for p in model.parameters()])

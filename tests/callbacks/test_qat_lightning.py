@@ -34,6 +34,7 @@ from tests.callbacks.qat_modules import (
     quiet,
     trainer,
 )
+from tests.versions import checkpointing_of
 
 
 @pytest.mark.parametrize("entry", ["test", "predict", "validate"])
@@ -207,7 +208,7 @@ def test_transformers_own_gradient_checkpointing_changes_nothing(tiny_llama, bat
     for checkpointing in (False, True):
         model = tiny_llama()
         if checkpointing:
-            model.activation_checkpointing_enable()
+            checkpointing_of(model)()
 
         class Look(L.Callback):
             def on_before_backward(self, trainer, pl_module, loss):
