@@ -153,7 +153,7 @@ class _Declaration:
             CalibrationError: one of them cannot be reduced.
         """
         values = [getattr(observer, name, None) for name in self.ops]
-        looks = tuple([(v.shape, v.dtype) if type(v) is torch.Tensor else type(v) for v in values])
+        looks = tuple([(type(v), v.shape, v.dtype) if isinstance(v, torch.Tensor) else type(v) for v in values])
         known = self._known.get(looks)
         if known is None:
             known = self._known[looks] = tuple(self._look_at(key, observer, values))

@@ -396,6 +396,26 @@ def test_an_observer_of_a_user_may_declare_any_reduction_of_any_statistic(everyt
         assert torch.equal(found["constant"], torch.arange(3))
 
 
+class Parameters(Observer):
+    """Its statistic is no plain tensor, and as long as what it saw."""
+
+    _act_sync_dict: ClassVar[dict[str, Any]] = {"sums": dist.ReduceOp.SUM}
+    has_statistics = True
+
+    def update_statistics_from_observed(self, observed):
+        self.sums = torch.nn.Parameter(observed.flatten(), requires_grad=False)
+
+
+def on_parameters(rank):
+    observers = {("fc", str(n)): Parameters("input", INT8)(torch.ones(1, n)) for n in (2, 3)}
+    sync_statistics(observers, Collectives.of_group())
+    return [observer.sums.tolist() for observer in observers.values()]
+
+
+def test_statistics_of_several_shapes_may_be_parameters():
+    assert run_ranks(on_parameters, 2) == [[[2.0] * 2, [2.0] * 3]] * 2
+
+
 def on_last_tensor(rank):
     observer = make("memoryless_minmax")
     if rank:
