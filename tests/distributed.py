@@ -64,6 +64,8 @@ def stop_ranks() -> None:
 
 
 def _start(ranks: int) -> None:
+    if not all(process.is_alive() for process, _ in _ranks):
+        stop_ranks()
     context = get_context("spawn")
     while len(_ranks) < ranks:
         ours, theirs = context.Pipe()
@@ -85,6 +87,7 @@ def _await_ready(pipes: list[connection.Connection]) -> None:
 
 def _collect(members: list[tuple[Any, connection.Connection]], timeout: float) -> dict[int, tuple[bool, Any]]:
     results: dict[int, tuple[bool, Any]] = {}
+    died = False
     waiting = {pipe: rank for rank, (_, pipe) in enumerate(members)}
     end = time.monotonic() + timeout
     while waiting and (left := end - time.monotonic()) > 0:
@@ -93,12 +96,14 @@ def _collect(members: list[tuple[Any, connection.Connection]], timeout: float) -
             try:
                 results[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
+                members[rank][0].join(_GRACE)  # its pipe closes a moment before it has an exit code
                 results[rank] = False, f"died, exit code {members[rank][0].exitcode}"
+                died = True
             except Exception:
                 results[rank] = False, f"its result cannot be unpickled:\n{traceback.format_exc()}"
             if not results[rank][0]:
                 end = min(end, time.monotonic() + _GRACE)
-    if waiting or any(process.exitcode is not None for process, _ in members):
+    if waiting or died:
         results.update(dict.fromkeys(waiting.values(), (False, "did not end in time")))
         stop_ranks()
     return results
