@@ -77,7 +77,7 @@ class Agreed(NamedTuple):
 
     Attributes:
         statistic: which; its shape is that of one observer's.
-        keys: the observers, ordered.
+        keys: the observers, in the same order on every rank.
         ranks: which have it; for a copy the lowest of them only.
         blocks: for each observer which blocks are not empty, if empty ones are left out.
     """

@@ -3,7 +3,7 @@
 Ranks see different batches and must write identical scales. What is hard: a collective that one rank does not enter
 hangs the others, so nothing that a rank saw, lacks or failed at may decide which collectives come next.
 
-Method: the ranks first agree (:mod:`lightning_obs.agreement`) on the union of their statistics, ordered by key, or
+Method: the ranks first agree (:mod:`lightning_obs.agreement`) on the union of their statistics, in one order, or
 raise the same error. Then one bucket for each kind of reduction: all extremes in one minimum of integers, all sums of
 integers in one, all sums and means of floats in one. A rank that lacks a statistic contributes the reduction's
 identity; a mean is a sum and the number of ranks that have it. Nothing is looked up by position: an expert's
