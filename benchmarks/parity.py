@@ -46,11 +46,11 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTo
 from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession
-from lightning_obs.app.data import TextData
-from lightning_obs.app.models import default_model_folder, load_causal_lm
-from lightning_obs.attention import KV_PRESETS
-from lightning_obs.modules import SUFFIXES, calibrated_modules, read_qparams
-from lightning_obs.schemes import preset_names
+from lightning_obs.app.load_model import default_model_folder, load_causal_lm
+from lightning_obs.app.text_data import TextData
+from lightning_obs.model.qparams import SUFFIXES, calibrated_modules, read_qparams
+from lightning_obs.schemes.attention import KV_PRESETS
+from lightning_obs.schemes.config import preset_names
 
 PRESETS = ("FP8", "FP8_BLOCK", "W4A16", "W4A16_ASYM", "NVFP4")
 KV_CACHE = "FP8 and kv cache"

@@ -20,9 +20,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_obs import CalibrationSession
-from lightning_obs.fake_forward import quantize_forward
-from lightning_obs.modules import calibrated_modules
-from lightning_obs.quantized_training import QuantizedTraining
+from lightning_obs.model.fake_forward import quantize_forward
+from lightning_obs.model.qparams import calibrated_modules
+from lightning_obs.training.quantized_training import QuantizedTraining
 
 SCHEMES = {
     "INT8 static": "INT8_STATIC",

@@ -32,8 +32,8 @@ from torchmetrics.text import Perplexity
 from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession, quantized
-from lightning_obs.app.data import TextData
-from lightning_obs.app.models import load_causal_lm
+from lightning_obs.app.load_model import load_causal_lm
+from lightning_obs.app.text_data import TextData
 
 IGNORE = ["lm_head"]
 #: (observer, hyperparameters, whether llm-compressor has it)

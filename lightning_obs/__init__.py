@@ -11,16 +11,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_obs.calibration.result import CalibrationResult
+    from lightning_obs.calibration.session import CalibrationSession
     from lightning_obs.callbacks.calibration import CalibrationCallback
-    from lightning_obs.callbacks.qat import QuantizationAwareTraining
+    from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
+    from lightning_obs.checkpoint.export import export_checkpoint
+    from lightning_obs.checkpoint.load import load_checkpoint
     from lightning_obs.errors import CalibrationError, CalibrationWarning
-    from lightning_obs.experts import linearize_experts
-    from lightning_obs.export import export_checkpoint
-    from lightning_obs.fake_forward import quantized
-    from lightning_obs.loading import load_checkpoint
+    from lightning_obs.model.experts import linearize_experts
+    from lightning_obs.model.fake_forward import quantized
     from lightning_obs.observers import Observer
-    from lightning_obs.result import CalibrationResult
-    from lightning_obs.session import CalibrationSession
 
 __version__ = "0.1.0"
 
@@ -29,14 +29,14 @@ _HOME = {
     "CalibrationCallback": "lightning_obs.callbacks.calibration",
     "CalibrationError": "lightning_obs.errors",
     "CalibrationWarning": "lightning_obs.errors",
-    "CalibrationResult": "lightning_obs.result",
-    "CalibrationSession": "lightning_obs.session",
+    "CalibrationResult": "lightning_obs.calibration.result",
+    "CalibrationSession": "lightning_obs.calibration.session",
     "Observer": "lightning_obs.observers",
-    "QuantizationAwareTraining": "lightning_obs.callbacks.qat",
-    "export_checkpoint": "lightning_obs.export",
-    "linearize_experts": "lightning_obs.experts",
-    "load_checkpoint": "lightning_obs.loading",
-    "quantized": "lightning_obs.fake_forward",
+    "QuantizationAwareTraining": "lightning_obs.callbacks.quantization_aware_training",
+    "export_checkpoint": "lightning_obs.checkpoint.export",
+    "linearize_experts": "lightning_obs.model.experts",
+    "load_checkpoint": "lightning_obs.checkpoint.load",
+    "quantized": "lightning_obs.model.fake_forward",
 }
 
 __all__ = [

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 
 _NAMES_SHOWN = 8
+#: packages through which a user's call reaches us
+_ON_THE_WAY = ("lightning_obs", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "hydra", "contextlib")
 
 
 class CalibrationError(ValueError):
@@ -62,6 +66,14 @@ class CalibrationError(ValueError):
 
 class CalibrationWarning(UserWarning):
     """Something the user probably did not intend, after which the result is still correct."""
+
+
+def warn(message: str) -> None:
+    """Give a :class:`CalibrationWarning` that points at the user's line, however deep in the package it was found."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _ON_THE_WAY:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, CalibrationWarning, stacklevel=level)
 
 
 def name_list(names: Sequence[str], shown: int = _NAMES_SHOWN) -> str:

@@ -13,7 +13,7 @@ from compressed_tensors.registry import registry as ct_registry
 from hypothesis import settings
 from torch import nn
 
-from lightning_obs import compile_stance
+from lightning_obs.model import compile_stance
 from lightning_obs.observers import Observer
 
 torch.set_num_threads(2)

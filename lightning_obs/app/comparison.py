@@ -9,7 +9,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from typing_extensions import override
 
-from lightning_obs.report import comparison_table, print_report
+from lightning_obs.report.summary import comparison_table, print_report
 
 
 class ComparisonTable(Callback):

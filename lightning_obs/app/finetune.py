@@ -13,7 +13,7 @@ from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig
 
-from lightning_obs.callbacks.qat import QuantizationAwareTraining
+from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
 from lightning_obs.errors import CalibrationError
 
 

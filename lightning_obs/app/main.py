@@ -31,11 +31,12 @@ from torch import nn
 from lightning_obs.app import reload_check
 from lightning_obs.app.finetune import fine_tune, perplexity_of_checkpoint, share_recovered
 from lightning_obs.callbacks.calibration import CalibrationCallback, find_module
-from lightning_obs.callbacks.qat import QuantizationAwareTraining
+from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
 from lightning_obs.errors import CalibrationError
-from lightning_obs.fake_forward import quantized
-from lightning_obs.metrics import LayerError, measure_layer_errors
-from lightning_obs.report import folder_size, poor_layers, print_report, summary
+from lightning_obs.model.fake_forward import quantized
+from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.report.layer_errors import LayerError, measure_layer_errors
+from lightning_obs.report.summary import folder_size, poor_layers, print_report, summary
 
 _CHECK_TOKENS = 128
 
@@ -209,7 +210,7 @@ def _layer_errors(model: nn.Module, data: LightningDataModule, batches: int) -> 
     device = next(model.parameters()).device
     chosen = [batch for batch, _ in zip(data.test_dataloader(), range(batches), strict=False)]
     moved = [{key: value.to(device) for key, value in batch.items()} for batch in chosen]
-    extra = {"use_cache": False} if hasattr(model, "save_pretrained") else {}
+    extra = {"use_cache": False} if is_transformers_model(model) else {}
     with _step("measuring each layer's error"):
         return measure_layer_errors(model, [{**batch, **extra} for batch in moved])
 

@@ -1,15 +1,14 @@
 """Calibrate in Lightning's validation loop.
 
 Lightning already runs the user's data through the user's model; this callback only watches. It is a thin user of
-:class:`~lightning_obs.session.CalibrationSession`: attach when validation starts, finish when its epoch ends, leave
-nothing behind however it ends. The quantization parameters travel in the callback's own state, not in the model's
+:class:`~lightning_obs.CalibrationSession`: attach when validation starts, finish when its epoch ends, leave nothing
+behind however it ends. The quantization parameters travel in the callback's own state, not in the model's
 ``state_dict``, so checkpoints load strictly with or without the callback.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
-from lightning_obs.attention import KVCacheLike
-from lightning_obs.callbacks.ranks import collectives_of, repeated_in_batch, repeated_samples, require_exact
-from lightning_obs.errors import CalibrationError, CalibrationWarning
-from lightning_obs.export import export_checkpoint
-from lightning_obs.flat_shards import tell_units, unwrapped
-from lightning_obs.fusion import fused_groups_with
-from lightning_obs.modules import in_shards, reshard
-from lightning_obs.plan import Reload
-from lightning_obs.result import CalibrationResult
-from lightning_obs.schemes import ObserversLike, SchemeLike, label, resolve_config
-from lightning_obs.session import CalibrationSession, OnMissing
-from lightning_obs.token_mask import require_mask
+from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.calibration.session import CalibrationSession, OnMissing
+from lightning_obs.calibration.token_mask import require_mask
+from lightning_obs.callbacks.strategies import collectives_of, repeated_in_batch, repeated_samples, require_exact
+from lightning_obs.checkpoint.export import export_checkpoint
+from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.model.sharding import in_shards, register_fsdp_units, reshard, unwrapped
+from lightning_obs.schemes.attention import KVCacheLike
+from lightning_obs.schemes.config import ObserversLike, SchemeLike, label, resolve_config
+from lightning_obs.schemes.fused_layers import fused_groups_with
+from lightning_obs.schemes.reload import Reload
 
 
 class CalibrationCallback(Callback):
@@ -174,11 +173,9 @@ class CalibrationCallback(Callback):
         session = self.prepare(trainer, pl_module)
         repeated = sum(repeated_samples(loader) for loader in _loaders(trainer)) if trainer.world_size > 1 else 0
         if repeated:
-            warnings.warn(
+            warn(
                 f"rank {trainer.global_rank}: DistributedSampler repeats {repeated} sample(s), so that all ranks have "
-                "as many. Calibration leaves them out; your own metrics count them twice.",
-                CalibrationWarning,
-                stacklevel=2,
+                "as many. Calibration leaves them out; your own metrics count them twice."
             )
         session.attach(count_calls=False)
         self._active = True
@@ -272,7 +269,7 @@ class CalibrationCallback(Callback):
         """
         collectives = collectives_of(trainer)
         if isinstance(trainer.strategy.model, nn.Module):
-            tell_units(trainer.strategy.model)  # it may hold parameters of the model that is calibrated
+            register_fsdp_units(trainer.strategy.model)  # it may hold parameters of the model that is calibrated
         model = find_module(pl_module, self.module)
         if self.session is None or self.session.model is not model:
             self.session = CalibrationSession(model, **self._options)
@@ -318,7 +315,7 @@ def find_module(pl_module: nn.Module, path: str | None = None) -> nn.Module:
                 f"{type(pl_module).__name__} has no module {path!r}", expected=f"one of its modules: {children}"
             ) from error
         return _unwrapped(found)
-    models = {n: c for n, c in ((n, _unwrapped(c)) for n, c in pl_module.named_children()) if _is_transformers(c)}
+    models = {n: c for n, c in ((n, _unwrapped(c)) for n, c in pl_module.named_children()) if is_transformers_model(c)}
     if len(models) > 1:
         raise CalibrationError(
             f"{type(pl_module).__name__} holds several transformers models",
@@ -368,10 +365,6 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     if hasattr(original, "peft_config") and hasattr(original, "get_base_model"):
         original = original.get_base_model()  # type: ignore[operator]
     return original
-
-
-def _is_transformers(module: nn.Module) -> bool:
-    return hasattr(module, "save_pretrained") and hasattr(module, "config")
 
 
 def _plain(value: Any) -> Any:

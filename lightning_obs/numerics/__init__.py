@@ -1,4 +1,7 @@
-"""Pure functions on tensors: reshape to observations, ranges to quantization parameters."""
+"""Pure functions on tensors: reshape to observations, ranges to quantization parameters, errors, counts.
+
+They import nothing of the package but ``errors``. Start reading in ``reshape.py`` and ``qparams.py``.
+"""
 
 from lightning_obs.numerics.qparams import QParamsDict, compute_global_scale, compute_qparams
 from lightning_obs.numerics.reshape import flatten_for_calibration

@@ -1,6 +1,9 @@
-"""Observers by name. Importing this package registers the built-in ones."""
+"""Observers by name, one file per family over the pure functions of ``numerics``, which is all that they import.
 
-from lightning_obs.observers.base import MinMaxTuple, Observer, QParamsDict
+Importing this package registers the built-in ones. Start reading in ``base.py``, which holds the contract.
+"""
+
+from lightning_obs.observers.base import Key, MinMaxTuple, Observer, QParamsDict
 from lightning_obs.observers.histogram import HistogramObserver
 from lightning_obs.observers.imatrix import IMatrixMSEObserver, NVFP4ExpandedIMatrixObserver
 from lightning_obs.observers.min_max import MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver
@@ -12,6 +15,7 @@ from lightning_obs.observers.percentile import PercentileObserver
 __all__ = [
     "HistogramObserver",
     "IMatrixMSEObserver",
+    "Key",
     "MemorylessMSEObserver",
     "MemorylessMinMaxObserver",
     "MinMaxObserver",

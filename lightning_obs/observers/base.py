@@ -13,7 +13,6 @@ instead. Modules that read the same tensor (q, k, v) then share one ``measure``.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, ClassVar, TypeAlias
@@ -23,13 +22,15 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.registry.registry import RegistryMixin, standardize_lookup_name
 from torch import distributed as dist
 
-from lightning_obs.errors import CalibrationError, CalibrationWarning
+from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.numerics.qparams import QParamsDict, compute_global_scale, compute_qparams
 from lightning_obs.numerics.reshape import BASE_NAMES, flatten_for_calibration
 
-__all__ = ["MinMaxTuple", "Observer", "QParamsDict"]
+__all__ = ["Key", "MinMaxTuple", "Observer", "QParamsDict"]
 
 MinMaxTuple: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+#: module name, base name: which observer of a model it is
+Key: TypeAlias = tuple[str, str]
 
 
 class Observer(RegistryMixin):
@@ -164,6 +165,11 @@ class Observer(RegistryMixin):
         raise NotImplementedError(f"{type(self).__name__} has needs_inputs but no observe_inputs")
 
     @property
+    def observes_data(self) -> bool:
+        """Whether what the model runs on decides its statistics: all observers but those of a weight by itself."""
+        return self.base_name != "weight" or self.needs_inputs
+
+    @property
     def lacks_inputs(self) -> bool:
         """Whether the observer needs inputs and saw none."""
         return self.needs_inputs and not all(hasattr(self, name) for name in self.input_statistics)
@@ -267,7 +273,7 @@ class Observer(RegistryMixin):
     def sync_activation_stats(self) -> list[Any]:
         """Start one all_reduce per statistic in ``_act_sync_dict`` and return the handles to wait for.
 
-        Kept for code written to the guide; :mod:`lightning_obs.sync` packs the statistics of all observers instead.
+        Kept for code written to the guide; :mod:`lightning_obs.distributed.sync` packs all observers' statistics.
         """
         present = {name: op for name, op in self._act_sync_dict.items() if hasattr(self, name)}
         return [dist.all_reduce(getattr(self, name), op=op, async_op=True) for name, op in present.items()]
@@ -285,11 +291,9 @@ class Observer(RegistryMixin):
             return
         current = Observer.get_value_from_registry(key)
         if (current.__module__, current.__qualname__) != (value.__module__, value.__qualname__):
-            warnings.warn(
+            warn(
                 f"observer {name!r} is now {value.__module__}.{value.__qualname__}; it replaces "
-                f"{current.__module__}.{current.__qualname__}",
-                CalibrationWarning,
-                stacklevel=3,
+                f"{current.__module__}.{current.__qualname__}"
             )
         Observer._replaced[key] = value
 

@@ -11,8 +11,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.numerics.compiled import Compile
-from lightning_obs.numerics.range_search import Beyond, search_block_range, search_range, shrink_factors
+from lightning_obs.numerics.range_search.compiled import Compile
+from lightning_obs.numerics.range_search.search import Beyond, search_block_range, search_range, shrink_factors
 from lightning_obs.observers.base import MinMaxTuple, Observer
 from lightning_obs.observers.moving_average import MovingAverageObserver
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession, quantized
 from lightning_obs.callbacks.calibration import find_module
-from lightning_obs.modules import read_qparams
+from lightning_obs.model.qparams import read_qparams
 
 
 def trainer(*callbacks, **kwargs):

@@ -27,14 +27,14 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lightning_obs import CalibrationCallback, CalibrationError, QuantizationAwareTraining, load_checkpoint, quantized
-from lightning_obs.flat_shards import without_wrappers
-from lightning_obs.modules import read_qparams, trained_since
+from lightning_obs.model.qparams import read_qparams, trained_since
+from lightning_obs.model.sharding import without_wrappers
 from lightning_obs.observers import Observer
 from lightning_obs.observers.min_max import MemorylessMinMaxObserver
 from lightning_obs.observers.mse import MemorylessMSEObserver
-from tests.distributed import run_ranks
 from tests.lightning_ranks import Module as Experts
 from tests.lightning_ranks import Net, calibration, exact, like_torchrun, loader, samples, trainer
+from tests.ranks import run_ranks
 from tests.tiny_model import save_tiny_llama
 
 

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationCallback, CalibrationError, load_checkpoint, quantized
-from lightning_obs.modules import read_qparams
-from tests.distributed import run_ranks
+from lightning_obs.model.qparams import read_qparams
 from tests.lightning_ranks import Module, Net, calibration, like_torchrun, loader, samples, trainer
+from tests.ranks import run_ranks
 from tests.tiny_model import save_tiny_llama
 
 EVERY = samples(24, experts=(0, 1, 2))

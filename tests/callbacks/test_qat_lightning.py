@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_obs import CalibrationWarning, QuantizationAwareTraining, load_checkpoint
-from lightning_obs.modules import read_qparams
+from lightning_obs.model.qparams import read_qparams
 from tests.callbacks.qat_modules import (
     W4,
     W8,

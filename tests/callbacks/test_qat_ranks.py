@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_obs import CalibrationError, QuantizationAwareTraining, load_checkpoint
-from lightning_obs.modules import read_qparams
+from lightning_obs.model.qparams import read_qparams
 from tests.callbacks.qat_modules import from_step
-from tests.distributed import run_ranks
 from tests.lightning_ranks import WIDTH, Module, like_torchrun, samples, trainer
+from tests.ranks import run_ranks
 
 W4 = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 4, "symmetric": False}}
 SYMMETRIC_W4 = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 4}}

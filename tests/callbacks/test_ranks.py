@@ -12,12 +12,12 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveragi
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_obs import CalibrationError, load_checkpoint, quantized
-from lightning_obs.callbacks.ranks import collectives_of
+from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.errors import CalibrationWarning
-from lightning_obs.modules import read_qparams
+from lightning_obs.model.qparams import read_qparams
 from lightning_obs.observers.mse import MemorylessMSEObserver
-from tests.distributed import run_ranks
 from tests.lightning_ranks import Module, Net, calibration, like_torchrun, loader, samples, trainer
+from tests.ranks import run_ranks
 
 EXACT = [("static_minmax", "memoryless_minmax"), ("histogram", "memoryless_mse"), ("static_minmax", "imatrix_mse")]
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_obs import CalibrationSession, quantized
 from lightning_obs.errors import CalibrationError
-from lightning_obs.modules import get_scheme
+from lightning_obs.model.qparams import get_scheme
 from lightning_obs.numerics import compute_global_scale, compute_qparams, flatten_for_calibration
 from lightning_obs.numerics.fake_quantize import (
     fake_quantize,

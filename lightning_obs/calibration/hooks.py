@@ -1,0 +1,147 @@
+"""Give observers what the modules of a plan read and write, while somebody runs the model.
+
+A hook never changes what it sees, and reads a tensor once however many modules share it (``shared_reads``). Padding is
+taken out here, before any observer: a masked token reaches none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_obs.calibration.expert_tokens import ExpertWatch
+from lightning_obs.calibration.measurement_cache import LastRead
+from lightning_obs.calibration.token_mask import select_tokens
+from lightning_obs.model.attention import hooked_attention, register_state_hook
+from lightning_obs.model.calls import first_input
+from lightning_obs.model.compile_stance import run_eagerly
+from lightning_obs.observers import Observer
+from lightning_obs.observers.base import Key
+from lightning_obs.schemes.target import Target
+
+
+class ObserverHooks:
+    """The hooks of one plan. Nothing is attached before :meth:`attach`, and nothing is left after :meth:`detach`.
+
+    Args:
+        model: the model that holds the targets.
+        targets: the modules.
+        observers: ``{(module name, base name): observer}``. The observer of a weight is given the module's inputs too
+            if it asks for them (:attr:`~lightning_obs.observers.Observer.needs_inputs`).
+        experts: of the model; says which tokens an expert got, and when to look away.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: Sequence[Target],
+        observers: Mapping[Key, Observer],
+        experts: ExpertWatch,
+    ) -> None:
+        self._model, self._targets, self._observers, self._experts = model, targets, observers, experts
+        self._attached: ExitStack | None = None
+        self._read = LastRead()
+        self._mask: torch.Tensor | None = None
+        #: nothing is observed while this is set: the same data runs once more for another purpose
+        self.paused = False
+
+    @property
+    def measurements(self) -> int:
+        """How many measurements of tensors were made since :meth:`attach`."""
+        return self._read.count
+
+    def mask_tokens(self, mask: torch.Tensor | None) -> None:
+        """Keep tokens out of every observer from now on; None keeps none out.
+
+        Args:
+            mask: ``(batch, tokens)``, nonzero for a token that counts.
+        """
+        self._mask = self._experts.mask = mask
+        self._read = LastRead(self._read.count)
+
+    def attach(self) -> None:
+        """Register all hooks."""
+        self.detach()
+        self._read, self._mask = LastRead(), None
+        with ExitStack() as stack:
+            stack.enter_context(run_eagerly())
+            states = {target.module: target.states for target in self._targets if target.states}
+            stack.enter_context(hooked_attention(self._model, states, quantize=False))
+            self._experts.attach(stack)
+            for target in self._targets:
+                for base_name in target.states:
+                    stack.callback(register_state_hook(target.module, base_name, self._state(target, base_name)).remove)
+                for register, hook in self._hooks(target):
+                    stack.callback(register(hook, with_kwargs=True).remove)
+            self._attached = stack.pop_all()
+
+    def detach(self) -> None:
+        """Remove every hook. Can be called at any time, any number of times."""
+        if self._attached is not None:
+            self._attached.close()
+            self._attached = None
+        self._read, self._mask = LastRead(self._read.count), None
+
+    def _hooks(self, target: Target) -> list[tuple[Any, Any]]:
+        """``(how to register it, hook)`` of one module."""
+        found = {base: self._observers.get((target.name, base)) for base in ("weight", "input", "output")}
+        inputs, output, weight = found["input"], found["output"], found["weight"]
+        for_weight = weight if weight is not None and weight.needs_inputs else None
+        hooks: list[tuple[Any, Any]] = []
+        if inputs is not None or for_weight is not None:
+
+            def observe_input(module: nn.Module, args: Any, kwargs: Any) -> None:
+                self._observe(target.name, first_input(args, kwargs), inputs, for_weight)
+
+            hooks.append((target.module.register_forward_pre_hook, observe_input))
+        if output is not None:
+
+            def observe_output(module: nn.Module, args: Any, kwargs: Any, value: Any) -> None:
+                self._observe(target.name, value, output)
+
+            # In training a hook of ours quantizes the output; the observer has to see it before that.
+            hooks.append((partial(target.module.register_forward_hook, prepend=True), observe_output))
+        return hooks
+
+    def _state(self, target: Target, base_name: str) -> Callable[[torch.Tensor], None]:
+        observer = self._observers[target.name, base_name]
+        return lambda value: self._observe(target.name, value, observer, heads=True)
+
+    def _observe(
+        self,
+        name: str,
+        value: Any,
+        observer: Observer | None,
+        for_weight: Observer | None = None,
+        heads: bool = False,
+    ) -> None:
+        if isinstance(value, (tuple, list)):
+            value = next((x for x in value if isinstance(x, torch.Tensor)), None)
+        if isinstance(value, DTensor):
+            value = value.to_local()
+        if not isinstance(value, torch.Tensor) or self._experts.is_deaf(name) or self.paused or _in_backward():
+            return
+        read = self._read.of(value)
+        tokens = value.detach()
+        if self._mask is not None:
+            if read.tokens is None:
+                if heads:
+                    read.tokens = select_tokens(tokens, self._mask, name, heads)
+                else:
+                    read.tokens = self._experts.select(tokens, self._mask, name)
+            tokens = read.tokens
+        if observer is not None:
+            observer.observe_shared(tokens, read.measured)
+        if for_weight is not None:
+            for_weight.observe_inputs(tokens, read.measured)
+
+
+def _in_backward() -> bool:
+    """Whether autograd is running: activation checkpointing calls modules again there, with data already seen."""
+    return bool(torch._C._current_graph_task_id() != -1)

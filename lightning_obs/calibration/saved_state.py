@@ -1,0 +1,182 @@
+"""A calibration as tensors and strings, for a checkpoint, and back onto a model.
+
+Nothing is written to the model before all of the state was found to fit it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from lightning_obs.distributed.sync import Collectives, sync_statistics
+from lightning_obs.errors import CalibrationError
+from lightning_obs.model.qparams import write_qparams
+from lightning_obs.model.weights import matrix_shape
+from lightning_obs.numerics.reshape import flatten_for_calibration
+from lightning_obs.observers import Observer
+from lightning_obs.observers.base import Key
+from lightning_obs.schemes.attention import count_heads
+from lightning_obs.schemes.target import Plan, Target
+
+_FORMAT = 1
+
+
+def dump_state(plan: Plan, qparams: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Everything a resumed run needs to have the same qparams: tensors, strings and numbers only.
+
+    Args:
+        plan: what was calibrated.
+        qparams: ``{"layer.weight_scale": tensor, ...}``.
+    """
+    return {
+        "format": _FORMAT,
+        "config": plan.config.model_dump_json(),
+        "qparams": {name: value.clone() for name, value in qparams.items()},
+        "checksums": {t.name: getattr(t.module, "calibrated_weight_checksum", None) for t in plan.targets},
+    }
+
+
+def load_state(plan: Plan, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Write the qparams of a :func:`dump_state` to the plan's modules, and return them.
+
+    Raises:
+        CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
+    """
+    if state.get("format") != _FORMAT:
+        raise CalibrationError(
+            "the saved calibration has a format that this version does not know",
+            got=state.get("format"),
+            expected=_FORMAT,
+            remedy="load it with the version of lightning_obs that wrote it, or calibrate again.",
+        )
+    config = plan.config.model_dump_json()
+    if state.get("config") != config:
+        raise CalibrationError(
+            "the saved calibration was made with another scheme, other observers or another ignore list",
+            got=state.get("config"),
+            expected=config,
+            remedy="use the configuration that the checkpoint was calibrated with, or calibrate again.",
+        )
+    by_module: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in state["qparams"].items():
+        name, _, key = key.rpartition(".")
+        by_module.setdefault(name, {})[key] = value
+    unknown = sorted(set(by_module) - {target.name for target in plan.targets})
+    if unknown:
+        raise CalibrationError("the saved calibration has modules that this model has not", where=unknown)
+    wrong = [t.name for t in plan.targets if not _scale_fits(t, by_module.get(t.name, {}))]
+    if wrong:
+        raise CalibrationError("the saved calibration is of weights with other shapes", where=wrong)
+    with torch.inference_mode(False), torch.no_grad():
+        for target in plan.targets:
+            if target.name in by_module:
+                checksum = state["checksums"].get(target.name)
+                write_qparams(target.module, target.scheme, by_module[target.name], checksum)
+    return dict(state["qparams"])
+
+
+def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, Any]]:
+    """What observers have seen so far: ``{"layer.input": {statistic: value}}``; nothing of those that saw nothing.
+
+    Raises:
+        CalibrationError: a statistic is neither tensor, number nor string, so no checkpoint could hold it.
+    """
+    found = {}
+    for (name, base_name), observer in observers.items():
+        statistics = {key: getattr(observer, key) for key in observer.statistic_names()}
+        odd = [key for key, value in statistics.items() if not _is_plain(value)]
+        if odd:
+            raise CalibrationError(
+                f"{type(observer).__name__} keeps statistics that cannot be saved in a checkpoint",
+                where=[f"{name} ({base_name}): {', '.join(odd)}"],
+                expected="tensors, numbers, strings, and lists and dicts of them",
+            )
+        if statistics:
+            found[f"{name}.{base_name}"] = copy.deepcopy(statistics)
+    return found
+
+
+def load_statistics(observers: Mapping[Key, Observer], state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Let observers continue from a :func:`dump_statistics`."""
+    for (name, base_name), observer in observers.items():
+        statistics = state.get(f"{name}.{base_name}")
+        if statistics:
+            observer.reset()
+            observer.load_statistics(copy.deepcopy(dict(statistics)))
+
+
+def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives) -> dict[str, Any]:
+    """What all ranks have seen so far, of an observation that is not complete. Every rank must call this.
+
+    A checkpoint holds one state for all ranks. Extremes and counts are merged in it; what depends on who adds what
+    (moving averages, sums of floats, undeclared statistics) is kept rank by rank. Observers go on with their own.
+
+    Raises:
+        CalibrationError: see :func:`dump_statistics` and :func:`~lightning_obs.distributed.sync.sync_statistics`.
+    """
+    apart: dict[str, dict[str, Any]] = {}
+    copies: dict[Key, Observer] = {}
+    failure: Exception | None = None
+    try:
+        apart = dump_statistics({key: o for key, o in observers.items() if not _merges_exactly(o)})
+        for key, observer in observers.items():
+            if _merges_exactly(observer):
+                copies[key] = type(observer)(observer.base_name, observer.args)
+                copies[key].load_statistics({name: getattr(observer, name) for name in observer.statistic_names()})
+    except Exception as error:  # the others are waiting
+        failure = error
+    every = sync_statistics(copies, collectives, failure=failure, note=apart).notes
+    return {"merged": dump_statistics(copies), "of_ranks": every}
+
+
+def load_observation(observers: Mapping[Key, Observer], state: Mapping[str, Any], collectives: Collectives) -> bool:
+    """Let observers continue from a :func:`dump_observation`; what all ranks saw together, rank 0 goes on with.
+
+    Returns:
+        False, and nothing was loaded: it has statistics of each of another number of ranks.
+    """
+    every = state["of_ranks"]
+    if any(every) and len(every) != collectives.size:
+        return False
+    for observer in observers.values():
+        observer.reset()
+    if collectives.rank == 0:
+        load_statistics(observers, state["merged"])
+    if any(every):
+        load_statistics(observers, every[collectives.rank])
+    return True
+
+
+def _merges_exactly(observer: Observer) -> bool:
+    """Whether its statistics have the same bits whoever adds them, in whatever order."""
+
+    def exact(name: str) -> bool:
+        op, value = declared.get(name), getattr(observer, name)
+        counts = op == dist.ReduceOp.SUM and isinstance(value, torch.Tensor) and not value.is_floating_point()
+        return op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX) or counts
+
+    declared = observer._act_sync_dict
+    return all(exact(name) for name in observer.statistic_names())
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_plain(x) for x in (*value.keys(), *value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return all(_is_plain(x) for x in value)
+    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype))
+
+
+def _scale_fits(target: Target, qparams: dict[str, torch.Tensor]) -> bool:
+    per_head = {base: value for base in target.states if (value := qparams.get(f"{base}_scale")) is not None}
+    if any(value.ndim == 3 and len(value) != count_heads(target.module)[base] for base, value in per_head.items()):
+        return False
+    args, scale, shape = target.scheme.weights, qparams.get("weight_scale"), matrix_shape(target.module)
+    if args is None or scale is None or shape is None:
+        return True
+    weight = torch.empty(shape, device="meta")
+    return bool(scale.shape == flatten_for_calibration(weight, "weight", args).shape[1:-1])

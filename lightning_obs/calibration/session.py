@@ -1,0 +1,358 @@
+"""Calibrate any module while its owner runs it.
+
+A session attaches observers to the modules of a plan, feeds them through forward hooks, and turns what they saw into
+quantization parameters. It runs nothing itself: whoever owns the data runs the model. Nothing is written before
+everything was checked, and no hook outlives the session.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_obs.calibration.checks import check_heads, check_scales
+from lightning_obs.calibration.expert_tokens import ExpertWatch
+from lightning_obs.calibration.finalize import Coverage, Merged, merge_ranks
+from lightning_obs.calibration.findings import input_ranges, kept_qparams, new_qparams
+from lightning_obs.calibration.hooks import ObserverHooks
+from lightning_obs.calibration.missing_data import borrow_ranges, check_coverage
+from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.calibration.saved_state import dump_state, load_state
+from lightning_obs.calibration.token_mask import require_mask
+from lightning_obs.distributed.sync import Collectives, Synced
+from lightning_obs.errors import CalibrationError, name_list, warn
+from lightning_obs.model.experts import LinearExperts
+from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.model.qparams import clear_qparams, qparams_home, read_qparams, write_qparams
+from lightning_obs.model.sharding import register_fsdp_units, reshard, unwrapped, without_wrappers
+from lightning_obs.model.weights import weight_checksums
+from lightning_obs.observers import Observer
+from lightning_obs.observers.base import Key
+from lightning_obs.schemes.attention import KVCacheLike
+from lightning_obs.schemes.config import ObserversLike, SchemeLike, label, make_observer, resolve_config
+from lightning_obs.schemes.fused_layers import fused_groups_with
+from lightning_obs.schemes.plan import build_plan
+from lightning_obs.schemes.preflight import check_inputs_fit
+from lightning_obs.schemes.reload import Reload
+from lightning_obs.schemes.target import Plan
+
+OnMissing: TypeAlias = Literal["error", "warn", "siblings"]
+
+
+class CalibrationSession:
+    """Calibrate the modules of ``model`` that ``scheme`` targets, in a ``with`` block that runs the data.
+
+    A scheme without static activations (weight-only, dynamic) needs no data: leave the block empty. After the block the
+    quantization parameters are on the modules (``module.weight_scale``...), the forward is what it was,
+    ``session.result`` says what was done; see :func:`~lightning_obs.quantized` and
+    :func:`~lightning_obs.export_checkpoint` for what comes next.
+
+    Args:
+        model: any module; target and ignore names are those of its ``named_modules``. Where FSDP1 shards it, the
+            outermost wrapper; names are those without wrappers.
+        scheme: preset name, dict, or ``QuantizationConfig`` (:func:`~lightning_obs.schemes.config.resolve_config`).
+        targets: what to quantize where the scheme does not say (default: every Linear).
+        ignore: modules to leave alone: names, class names, ``re:`` patterns.
+        observers: ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``; also q, k, v.
+        kv_cache: quantize k and v of every attention module (transformers models): ``"FP8"``, ``"FP8_HEAD"``, a dict or
+            ``QuantizationArgs``. With ``scheme=None`` nothing else is quantized.
+        on_missing: what to do when no data reached a module: ``"error"``; ``"warn"`` and leave it in full precision; or
+            ``"siblings"``, which quantizes an expert without tokens by its weights alone, its activations with the
+            range of all other experts of the layer (and is an error for what is no expert).
+        reload: how the checkpoint will be loaded, see :func:`~lightning_obs.schemes.plan.build_plan`.
+        token_mask: name of the model's argument that is nonzero for tokens that count, ``(batch, tokens)``, usually
+            ``"attention_mask"``; the others reach no observer. Or say it batch by batch with :meth:`mask_tokens`.
+        calibrate_all_experts: let every expert observe all tokens, not only those that the router sends it; see
+            :mod:`~lightning_obs.calibration.expert_tokens`. Outputs stay what they are. Off: an expert's range is that
+            of the tokens it will get, and no time is spent on more.
+        fused_groups: names of modules, under one parent, that your engine fuses, beside those in
+            :data:`~lightning_obs.schemes.fused_layers.FUSED_GROUPS`: ``[["a_proj", "b_proj"]]``. They share global
+            scales and must have one scheme.
+        collectives: how to talk to the other ranks, if there are (``Collectives.of_group()``). Each rank runs its own
+            data; all end with the same qparams.
+
+    Raises:
+        CalibrationError: by the constructor, whatever is wrong with scheme, targets or shapes; at the end of the block,
+            whatever is wrong with the data. Nothing is written in either case.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> with CalibrationSession(model, "INT8_STATIC", ignore=["2"]) as session:
+    ...     _ = model(torch.ones(3, 4))
+    >>> session.result.modules, model[0].input_scale.shape
+    (['0'], torch.Size([1]))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scheme: SchemeLike | None,
+        *,
+        targets: str | Sequence[str] | None = None,
+        ignore: str | Sequence[str] = (),
+        observers: ObserversLike = None,
+        kv_cache: KVCacheLike = None,
+        on_missing: OnMissing = "error",
+        reload: Reload = "default",
+        token_mask: str | None = None,
+        calibrate_all_experts: bool = False,
+        fused_groups: Sequence[Sequence[str]] = (),
+        collectives: Collectives | None = None,
+    ) -> None:
+        if on_missing not in ("error", "warn", "siblings"):
+            raise CalibrationError("on_missing", got=repr(on_missing), expected="'error', 'warn' or 'siblings'")
+        if reload not in ("default", "dequantize", "unchecked"):
+            raise CalibrationError("reload", got=repr(reload), expected="'default', 'dequantize' or 'unchecked'")
+        register_fsdp_units(model)
+        self.model = unwrapped(model)
+        self.config: QuantizationConfig = resolve_config(
+            scheme, targets=targets, ignore=ignore, observers=observers, kv_cache=kv_cache
+        )
+        self.label = label(scheme, self.config)
+        with without_wrappers(self.model):
+            self.plan: Plan = build_plan(self.model, self.config, reload, fused_groups_with(fused_groups))
+            self._experts = ExpertWatch(self.model, calibrate_all_experts)
+            self._together = [*self.plan.fused, *self._whole_layers()]
+        self.on_missing = on_missing
+        self.collectives = collectives or Collectives()
+        self.observers: dict[Key, Observer] = {
+            (target.name, base_name): make_observer(base_name, args)
+            for target in self.plan.targets
+            for base_name, args in target.args.items()
+            if args.dynamic is not True
+        }
+        for target in self.plan.targets:
+            home = qparams_home(target.module)
+            for base_name in target.args:
+                if home is not None and (target.name, base_name) in self.observers:
+                    self.observers[target.name, base_name].qparams_dtype = home.dtype
+        check_inputs_fit(self.plan.targets, self.observers)
+        for group in self.plan.fused:
+            for base_name in ("weight", "input"):
+                Observer.fuse([self.observers[n, base_name] for n in group if (n, base_name) in self.observers])
+        self.batches = 0
+        self.result: CalibrationResult | None = None
+        self._written: dict[str, torch.Tensor] = {}
+        #: modules left in full precision, because no data reached them
+        self.skipped: set[str] = set()
+        self._started = 0.0
+        self._synced: Synced | None = None
+        self._hooks = ObserverHooks(self.model, self.plan.targets, self.observers, self._experts)
+        self._token_mask = token_mask
+        self._on_model: list[RemovableHandle] = []
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether the model has to be run: for static activations, or for a weight's observer that wants inputs."""
+        return self.plan.needs_data or any(
+            observer.needs_inputs for (_, base_name), observer in self.observers.items() if base_name == "weight"
+        )
+
+    # ------------------------------------------------------------------ attach and detach
+
+    def __enter__(self) -> CalibrationSession:
+        self.attach()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.detach()
+        if kind is None:
+            self.finalize()
+
+    def attach(self, count_calls: bool = True) -> None:
+        """Forget earlier statistics and start to observe.
+
+        Args:
+            count_calls: count calls of ``model`` as batches. Leave it to the caller (``session.batches += 1``) if the
+                model is not called as a whole.
+        """
+        self.detach()
+        for observer in self.observers.values():
+            observer.reset()
+        self.batches, self.result, self._synced = 0, None, None
+        self._started = time.perf_counter()
+        self._hooks.attach()
+        if count_calls:
+            self._on_model.append(self.model.register_forward_pre_hook(self._count))
+        if self._token_mask is not None:
+            self._on_model.append(self.model.register_forward_pre_hook(self._find_mask, with_kwargs=True))
+
+    def detach(self) -> None:
+        """Remove every hook. Can be called at any time, any number of times."""
+        self._hooks.detach()
+        for handle in self._on_model:
+            handle.remove()
+        self._on_model = []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the model inside the ``with`` block without observing."""
+        self._hooks.paused = True
+        try:
+            yield
+        finally:
+            self._hooks.paused = False
+
+    def mask_tokens(self, mask: torch.Tensor | None) -> None:
+        """Keep padding out of every observer from the next call of the model on.
+
+        Args:
+            mask: ``(batch, tokens)``, nonzero for a token that counts; None for all.
+
+        Raises:
+            CalibrationError: ``mask`` has another shape.
+        """
+        self._hooks.mask_tokens(None if mask is None else require_mask(mask, "mask_tokens"))
+
+    def _count(self, module: nn.Module, args: Any) -> None:
+        self.batches += 1
+
+    def _find_mask(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+        mask = {**given.arguments, **given.kwargs}.get(str(self._token_mask))
+        if mask is None:
+            raise CalibrationError(
+                f"token_mask={self._token_mask!r} was not given to the model",
+                where=[type(module).__name__],
+                got=f"a call with {', '.join(given.arguments)}",
+                remedy="pass it in every batch, or leave token_mask out if there is no padding.",
+            )
+        self.mask_tokens(mask)
+
+    # ------------------------------------------------------------------ finish
+
+    def finalize(self, *, weights: bool = True, activations: bool = True) -> CalibrationResult:
+        """Observe the weights as they are now, compute all qparams, check them, then write them to the modules.
+
+        Args:
+            weights: off: the weights are not observed, their qparams stay what they are.
+            activations: off: data are not asked for, the qparams of activations stay what they are.
+
+        Raises:
+            CalibrationError: no data for a static scheme, an observer that no data reached, NaN or infinity in data or
+                weights. Nothing was written then.
+        """
+        self.detach()
+        with torch.inference_mode(False), torch.no_grad():
+            merged = self._merge_ranks(weights, activations)
+            self.skipped, borrowed = merged.coverage
+            asked = {
+                key: observer
+                for key, observer in {**self.observers, **borrowed}.items()
+                if (weights if key[1] == "weight" else activations)
+            }
+            fallback = sorted({name for name, _ in borrowed})
+            chosen = [target for target in self.plan.targets if target.name not in self.skipped]
+            kept = {target.name: kept_qparams(target, asked) for target in chosen}
+            qparams = {target.name: kept[target.name] | new_qparams(target, asked) for target in chosen}
+            check_scales(qparams)
+            check_heads(self.model, qparams)
+            # Weights that were not asked may have been trained on since their scale was found.
+            modules = [target.module for target in self.plan.targets]
+            old = [getattr(module, "calibrated_weight_checksum", None) for module in modules]
+            checksums = weight_checksums(modules) if weights else old
+            for target, checksum in zip(self.plan.targets, checksums, strict=True):
+                if target.name in qparams:
+                    write_qparams(target.module, target.scheme, qparams[target.name], checksum)
+                else:  # an earlier calibration's would pass for this one's
+                    clear_qparams(target.module)
+        self.result = CalibrationResult(
+            scheme=self.label,
+            modules=[target.name for target in chosen],
+            observers=len(self.observers),
+            batches=self.batches,
+            measurements=self._hooks.measurements,
+            ranks=merged.synced.ranks,
+            collectives=merged.collectives if merged.synced.ranks > 1 else 0,
+            seconds=time.perf_counter() - self._started,
+            qparams={
+                f"{t.name}.{key}": v.to("cpu", copy=True) for t in chosen for key, v in read_qparams(t.module).items()
+            },
+            input_ranges=input_ranges(self.observers),
+            skipped=sorted(self.skipped),
+            expert_tokens=merged.expert_tokens,
+            fallback=fallback,
+            fused=self._together,
+        )
+        self._written = self.result.qparams
+        self._say_if_data_was_not_needed()
+        if fallback:
+            warn(
+                f"no token reached these modules; their activations have the range of the layer's other experts: "
+                f"{name_list(fallback)}"
+            )
+        return self.result
+
+    def _merge_ranks(self, weights: bool, activations: bool) -> Merged:
+        reshard(self.model)
+        told = {k: o for k, o in self.observers.items() if o.observes_data}
+        return merge_ranks(
+            self.observers,
+            told if activations and self._synced is None else {},
+            [t for t in self.plan.targets if weights and (t.name, "weight") in self.observers],
+            self.collectives,
+            self._cover if activations else lambda synced: Coverage(self.skipped, {}),
+            require_inputs=activations,
+            note=self._experts.tokens,
+        )
+
+    def _cover(self, synced: Synced) -> Coverage:
+        self._synced = self._synced or synced
+        borrowed = self._borrowed()
+        skipped = check_coverage(
+            self.observers,
+            set(self._synced.unreached) - set(borrowed),
+            self._together,
+            self.label,
+            self.batches,
+            self.on_missing,
+            experts=bool(self._experts.containers),
+        )
+        return Coverage(skipped, borrowed)
+
+    def _whole_layers(self) -> list[list[str]]:
+        """The modules of each layer's experts: vLLM runs all of them quantized or none, transformers loads them so."""
+        ours = is_transformers_model(self.model)
+        layers = [
+            name
+            for name in self._experts.containers
+            if ours or isinstance(self.model.get_submodule(name), LinearExperts)
+        ]
+        return [[t.name for t in self.plan.targets if t.name.startswith(f"{layer}.")] for layer in layers]
+
+    def _borrowed(self) -> dict[Key, Observer]:
+        if self.on_missing != "siblings":
+            return {}
+        sizes = {name: len(experts) for name, experts in self._experts.containers.items()}
+        return borrow_ranges(self.observers, sizes, self.plan.fused)
+
+    def _say_if_data_was_not_needed(self) -> None:
+        if self.batches and not self.needs_data:
+            static = (
+                " For calibrated INT8 activations use scheme='INT8_STATIC'." if self.label in ("W8A8", "INT8") else ""
+            )
+            warn(
+                f"{self.label} needs no data (its activations are dynamic or in full precision): "
+                f"{self.batches} batches were run and not used.{static}"
+            )
+
+    # ------------------------------------------------------------------ resume
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs to have the same qparams: tensors, strings and numbers only."""
+        return dump_state(self.plan, self._written)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Write the qparams of a :meth:`state_dict` to the modules.
+
+        Raises:
+            CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
+        """
+        self._written = load_state(self.plan, state)

@@ -1,0 +1,336 @@
+"""Observe weights that lie on several ranks, and give every rank the whole weight's ranges.
+
+Method. FSDP2 shares out rows. A scale of a channel, a group or a block depends on its own rows only, so each rank
+observes the rows that it holds, with an observer of their own, and sends the ranges: no weight travels. Ranges of one
+scale that several ranks found (a whole tensor, a block across the edge of two shards) are joined by minimum and
+maximum, where the observer is an extreme.
+
+A search for the least error stops when some candidates in a row improved no scale *of the whole tensor*. A shard cannot
+know that, so it visits the candidates after its own end too, and sends beside the ranges which candidates improved any
+of its rows, and the few ranges that changed after its end. From all shards' notes each rank derives where one device
+would have stopped. So the range found is one device's, at the price of the early stop.
+
+What cannot be decided row by row (a search over a whole tensor or over a block across two shards, a histogram, an
+observer of the user's) sees the whole weight, on one rank: weights are gathered one at a time, in an order that is the
+same on all ranks, one for each rank before they all search. A rank never holds more than two whole weights.
+
+The flat shards of FSDP1 end anywhere in a row, so all of them are gathered, a unit at a time. In one turn as many units
+as there are ranks are gathered one after the other; each rank copies the weights that it is to search, all search, and
+the last of these units stays whole until then. So a rank never holds more than one unit and its share of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TypeAlias
+
+import torch
+from compressed_tensors.quantization import QuantizationStrategy
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_obs.distributed.sync import Collectives, share_weights
+from lightning_obs.errors import CalibrationError
+from lightning_obs.model.sharding import by_unit, is_sharded, unit_of, whole_tensor, whole_unit
+from lightning_obs.model.weights import matrix_shape, rows_come_first, to_matrix, weight_matrix
+from lightning_obs.observers import Key, Observer
+from lightning_obs.observers.mse import MemorylessMSEObserver
+
+#: first row and row after the last, on one rank
+Rows: TypeAlias = tuple[int, int]
+#: ``(key, observer, weight or rows of it)``
+Observe: TypeAlias = Callable[[Key, Observer, torch.Tensor], object]
+
+
+def rows_by_rank(observer: Observer, module: nn.Module, collectives: Collectives) -> list[Rows] | None:
+    """The rows that each rank observes by itself; None if the weight has to be seen whole. Alike on all ranks.
+
+    Args:
+        observer: of the module's weight.
+        module: its weight is sharded.
+        collectives: the ranks.
+    """
+    weight = module.weight
+    if not isinstance(weight, DTensor):
+        return None
+    ranks = weight.device_mesh.mesh.flatten().tolist()
+    # A strided shard (tensor parallelism below FSDP) is a subclass and holds other rows.
+    by_rows = len(weight.placements) == 1 and type(weight.placements[0]) is Shard and weight.placements[0].dim == 0
+    if not by_rows or not rows_come_first(module) or len(ranks) != collectives.size or ranks != sorted(ranks):
+        return None
+    each = -(-weight.shape[0] // len(ranks))
+    rows = [(min(r * each, weight.shape[0]), min((r + 1) * each, weight.shape[0])) for r in range(len(ranks))]
+    kind = vars(type(observer)).get("rows_apart")  # not inherited
+    if kind is None:
+        return None
+    height = _height(observer)
+    if kind == "search" and (height is None or any(start % height for start, stop in rows if start < stop)):
+        return None
+    return rows
+
+
+def _height(observer: Observer) -> int | None:
+    """Rows of one scale; None: all of them."""
+    if observer.args.strategy == QuantizationStrategy.TENSOR:
+        return None
+    structure = observer.args.block_structure if observer.args.strategy == QuantizationStrategy.BLOCK else None
+    return 1 if structure is None else int(structure[0])
+
+
+@dataclass
+class Weights:
+    """The weights of a calibration, as this rank holds them.
+
+    Attributes:
+        modules: whose weights are observed.
+        observers: of these weights.
+        collectives: how to talk to the other ranks.
+    """
+
+    modules: Mapping[Key, nn.Module]
+    observers: Mapping[Key, Observer]
+    collectives: Collectives
+    _rows: dict[Key, list[Rows]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, module in self.modules.items():
+            if not _lies_apart(module):
+                continue
+            if self.collectives.size == 1:
+                raise CalibrationError(
+                    "the weight is sharded over ranks, and the session was not told of them",
+                    where=[key[0]],
+                    remedy="CalibrationSession(..., collectives=Collectives.of_group()), on every rank.",
+                )
+            rows = rows_by_rank(self.observers[key], module, self.collectives)
+            if rows is not None:
+                self._rows[key] = rows
+
+    @property
+    def sizes(self) -> dict[Key, int]:
+        """Elements of each weight that one rank observes whole: these are shared out."""
+        shapes = {key: matrix_shape(module) for key, module in self.modules.items() if key not in self._rows}
+        return {key: 0 if shape is None else shape.numel() for key, shape in shapes.items()}
+
+    def observe(
+        self,
+        keys: Sequence[Key],
+        owners: Mapping[Key, int],
+        failure: Exception | None,
+        observe: Observe = lambda key, observer, rows: observer(rows),
+    ) -> int:
+        """Let the observers of ``keys`` observe their weights, shared out over ranks. All end with all ranges.
+
+        Args:
+            keys: the same on every rank.
+            owners: for each of :attr:`sizes` the rank that observes it.
+            failure: what went wrong before.
+            observe: makes an observer of ``key`` look at the weight, or at rows of it.
+
+        Returns:
+            how many collectives this took, gathered weights not counted.
+
+        Raises:
+            CalibrationError: on every rank alike, see :func:`~lightning_obs.distributed.sync.share_weights`.
+        """
+        whole = {key: self.observers[key] for key in keys if key not in self._rows}
+        shards = [shard for key in keys if key in self._rows for shard in self._shards(key)]
+        gathered = self._observe_gathered(
+            [key for key in whole if _lies_apart(self.modules[key])], owners, failure, observe
+        )
+        parts = {shard.key: shard for shard in shards}
+
+        def search(key: Key) -> None:
+            if key in parts:
+                self._observe_rows(parts[key], observe)
+            elif key in gathered:
+                problem = gathered[key]
+                if problem is not None:
+                    raise problem
+            else:
+                observe(key, self.observers[key], _matrix(self.modules[key]))
+
+        shared = share_weights(
+            {**whole, **{shard.key: shard.observer for shard in shards}},
+            {**owners, **{shard.key: shard.rank for shard in shards}},
+            search,
+            self.collectives,
+            failure,
+        )
+        for key, found in _by_weight(shards).items():
+            _stop_as_one(found)
+            self.observers[key].load_statistics(_joined(found))
+        return shared.collectives
+
+    # ------------------------------------------------------------------ rows of each rank
+
+    def _shards(self, key: Key) -> Iterator[_Shard]:
+        """One for each rank that has rows; every rank makes all of them, to receive their ranges."""
+        whole = self.observers[key]
+        for rank, (start, stop) in enumerate(self._rows[key]):
+            if start == stop:
+                continue
+            observer = type(whole)(whole.base_name, whole.args)
+            for name in whole.input_statistics:  # all ranks have them by now
+                if hasattr(whole, name):
+                    setattr(observer, name, getattr(whole, name))
+            if isinstance(observer, MemorylessMSEObserver):
+                observer.looks_beyond = observer.may_stop_early
+            yield _Shard(key, rank, start, stop, observer)
+
+    def _observe_rows(self, shard: _Shard, observe: Observe) -> None:
+        rows = _matrix(self.modules[shard.weight])
+        if len(rows) != shard.stop - shard.start:
+            raise CalibrationError(
+                "the weight is sharded in another way than torch.chunk does",
+                where=[shard.weight[0]],
+                got=f"{len(rows)} rows",
+                expected=f"rows {shard.start} to {shard.stop}",
+            )
+        height = _height(shard.observer)
+        above = 0 if height is None else shard.start % height
+        # Rows of the block that another rank holds are zeros here; a range has to contain zero anyway.
+        rows = nn.functional.pad(rows, (0, 0, above, 0)) if above else rows
+        observe(shard.weight, shard.observer, rows)
+
+    # ------------------------------------------------------------------ whole weights of sharded modules
+
+    def _observe_gathered(
+        self, keys: Sequence[Key], owners: Mapping[Key, int], failure: Exception | None, observe: Observe
+    ) -> dict[Key, Exception | None]:
+        """Gather these weights, each for its owner, and let it observe. What went wrong there is returned, not raised:
+        the other ranks go on gathering.
+
+        One turn gathers a unit for each rank that is left with any; of FSDP2, a unit is one weight.
+        """
+        outcome: dict[Key, Exception | None] = {}
+        if failure is not None:  # the same on all ranks by now
+            return outcome
+        for turn in zip_longest(*self._queues(keys, owners)):
+            *units, last = filter(None, turn)
+            mine: list[tuple[Key, torch.Tensor]] = []
+            for unit in units:
+                with whole_unit(self.modules[unit[0]]):
+                    # A view into an FSDP1 unit would keep it; what FSDP2 gathers is nobody else's.
+                    flat = unit_of(self.modules[unit[0]]) is not None
+                    for key, weight in self._mine(unit, owners):
+                        try:
+                            mine.append((key, weight.clone() if flat else weight))
+                        except RuntimeError as error:  # no room
+                            outcome[key] = error
+            with whole_unit(self.modules[last[0]]):
+                for key, weight in [*mine, *self._mine(last, owners)]:
+                    outcome[key] = self._try(key, weight, observe)
+        return outcome
+
+    def _queues(self, keys: Sequence[Key], owners: Mapping[Key, int]) -> list[list[list[Key]]]:
+        """For each rank the weights to gather, by unit. A unit is gathered in the turns of who owns most of it."""
+        by_module = {self.modules[key]: key for key in sorted(keys)}
+        queues: list[list[list[Key]]] = [[] for _ in range(self.collectives.size)]
+        elements = self.sizes
+        for modules in by_unit(by_module):
+            unit = [by_module[module] for module in modules]
+            owned = [0] * self.collectives.size
+            for key in unit:
+                owned[owners[key]] += elements[key]
+            queues[owned.index(max(owned))].append(unit)
+        return queues
+
+    def _mine(self, unit: Sequence[Key], owners: Mapping[Key, int]) -> Iterator[tuple[Key, torch.Tensor]]:
+        """The whole weights of a unit that this rank owns; every rank must go through all of them."""
+        for key in unit:
+            weight = whole_tensor(_weight(self.modules[key]))
+            if owners[key] == self.collectives.rank:
+                yield key, weight
+            del weight
+
+    def _try(self, key: Key, weight: torch.Tensor, observe: Observe) -> Exception | None:
+        try:
+            matrix = to_matrix(self.modules[key], weight)
+            assert matrix is not None  # preflight refused the module otherwise
+            observe(key, self.observers[key], matrix)
+        except Exception as error:
+            return error
+        return None
+
+
+@dataclass
+class _Shard:
+    """The rows ``start`` to ``stop`` of a weight, on one rank."""
+
+    weight: Key
+    rank: int
+    start: int
+    stop: int
+    observer: Observer
+
+    @property
+    def key(self) -> Key:
+        return self.weight[0], f"{self.weight[1]} rows {self.start} to {self.stop - 1}"
+
+
+def _by_weight(shards: Sequence[_Shard]) -> dict[Key, list[_Shard]]:
+    found: dict[Key, list[_Shard]] = {}
+    for shard in shards:
+        found.setdefault(shard.weight, []).append(shard)
+    return found
+
+
+def _stop_as_one(shards: Sequence[_Shard]) -> None:
+    """End the searches of a weight's shards where one search of the whole weight would have ended."""
+    searched = [shard.observer for shard in shards if isinstance(shard.observer, MemorylessMSEObserver)]
+    if not searched or not searched[0].looks_beyond:
+        return
+    improved = torch.stack([observer.improved.cpu() for observer in searched]).any(0)
+    stop = _visited(improved.tolist(), searched[0].idle_limit or 0)
+    for observer in searched:
+        observer.extend_search(stop)
+
+
+def _visited(improved: Sequence[bool], idle_limit: int) -> int:
+    """How many candidates a search visits that stops after so many in a row that improved nothing.
+
+    >>> _visited([True, False, True, False, False, True], idle_limit=2)
+    5
+    """
+    idle = 0
+    for number, one in enumerate(improved):
+        idle = 0 if one else idle + 1
+        if idle >= max(1, idle_limit):
+            return number + 1
+    return len(improved)
+
+
+def _joined(shards: Sequence[_Shard]) -> dict[str, torch.Tensor]:
+    """The range of the whole weight: rows below rows, and the wider of two where scales are shared."""
+    ranges = []
+    for shard in shards:
+        low, high = shard.observer.get_min_max()
+        height = _height(shard.observer)
+        ranges.append((0 if height is None else shard.start // height, low, high))
+    low, high = ranges[0][1:]
+    count = max(first + len(part) for first, part, _ in ranges)
+    lows, highs = low.new_full((count, *low.shape[1:]), torch.inf), high.new_full((count, *high.shape[1:]), -torch.inf)
+    for first, low, high in ranges:
+        part = slice(first, first + len(low))
+        lows[part], highs[part] = torch.minimum(lows[part], low), torch.maximum(highs[part], high)
+    return {"min_vals": lows, "max_vals": highs}
+
+
+def _lies_apart(module: nn.Module) -> bool:
+    """Whether no rank has the whole weight."""
+    unit = unit_of(module)
+    return is_sharded(_weight(module)) or (unit is not None and "weight" in unit.shapes[module])
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    assert isinstance(module.weight, torch.Tensor)
+    return module.weight
+
+
+def _matrix(module: nn.Module) -> torch.Tensor:
+    matrix = weight_matrix(module)
+    assert matrix is not None  # preflight refused the module otherwise
+    return matrix

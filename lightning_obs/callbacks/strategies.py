@@ -1,0 +1,132 @@
+"""What a Trainer's strategy says about the other ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationStrategy
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    XLAStrategy,
+)
+from torch import distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.distributed.sync import Collectives, Op, all_ranks_answer
+from lightning_obs.errors import CalibrationError
+from lightning_obs.observers import Observer
+from lightning_obs.observers.min_max import StaticMinMaxObserver
+
+
+def collectives_of(trainer: Trainer) -> Collectives:
+    """How to talk to the other ranks, through the Trainer's strategy.
+
+    Raises:
+        CalibrationError: a strategy whose ranks do not hold the whole model.
+    """
+    strategy = trainer.strategy
+    if trainer.world_size == 1 or isinstance(strategy, SingleDeviceStrategy):
+        return Collectives()
+    _require_known(trainer)
+    if not dist.is_initialized():  # the Trainer has not started its ranks yet, so there is nobody to talk to
+        return Collectives()
+
+    def reduce(tensor: torch.Tensor, op: Op) -> torch.Tensor:
+        with all_ranks_answer():
+            reduced = strategy.reduce(tensor, None, op)
+        assert isinstance(reduced, torch.Tensor)
+        return reduced
+
+    def gather_object(thing: Any) -> list[Any]:
+        found: list[Any] = [None] * trainer.world_size
+        with all_ranks_answer():
+            dist.all_gather_object(found, thing)
+        return found
+
+    return Collectives(reduce, gather_object, trainer.global_rank, strategy.root_device, trainer.world_size)
+
+
+def _require_known(trainer: Trainer) -> None:
+    strategy = trainer.strategy
+    if getattr(strategy, "_start_method", "popen") != "popen":
+        raise CalibrationError(
+            "what processes that end with the run (ddp_spawn, ddp_fork, ddp_notebook) calibrate is lost with them",
+            expected="strategy 'ddp', which runs the script once on each rank",
+            remedy="Trainer(strategy='ddp'), or one device in a notebook.",
+        )
+    # These are subclasses of DDPStrategy, but a rank may hold a part of the weights only.
+    other = isinstance(strategy, (DeepSpeedStrategy, XLAStrategy))
+    if other or not isinstance(strategy, (DDPStrategy, FSDPStrategy, ModelParallelStrategy)):
+        raise CalibrationError(
+            f"calibration under {type(strategy).__name__} is not supported",
+            got=f"{trainer.world_size} ranks",
+            expected="strategy 'ddp', FSDPStrategy, ModelParallelStrategy (FSDP2), or one device",
+            remedy="calibrate with Trainer(strategy='ddp') or Trainer(devices=1).",
+        )
+
+
+def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
+    """Refuse what cannot be made one exactly where several ranks see the same data, or parts of its features.
+
+    Under tensor parallelism, a smallest or largest value over all ranks is that of the whole tensor, however ranks
+    share it. A sum counts what ranks share more than once, and what they split only if it is a sum over features too.
+
+    Raises:
+        CalibrationError: tensor parallelism, and an observer of activations or inputs that is not an extreme of the
+            whole tensor.
+    """
+    strategy = trainer.strategy
+    mesh = strategy.device_mesh if isinstance(strategy, ModelParallelStrategy) and trainer.world_size > 1 else None
+    if mesh is None or mesh["tensor_parallel"].size() == 1:
+        return
+    wrong = [
+        f"{name} ({base_name}: {type(observer).__name__}, {observer.args.strategy})"
+        for (name, base_name), observer in session.observers.items()
+        if (observer.needs_inputs if base_name == "weight" else not _is_extreme(observer))
+    ]
+    if wrong:
+        raise CalibrationError(
+            "under tensor parallelism ranks share the data and split its features, so these statistics cannot be added",
+            where=wrong,
+            expected="static_minmax with one scale for the tensor, and weights' observers that need no inputs",
+            remedy="observers={'input': 'static_minmax'}, or tensor_parallel_size=1.",
+        )
+
+
+def _is_extreme(observer: Observer) -> bool:
+    one_scale = observer.args.strategy == QuantizationStrategy.TENSOR or observer.args.dynamic == "local"
+    return type(observer) is StaticMinMaxObserver and one_scale
+
+
+def repeated_samples(loader: Any) -> int:
+    """How many samples at the end of this rank's share were added so that all ranks have as many.
+
+    ``DistributedSampler`` starts its dataset again where the ranks do not divide it.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        return 0
+    size = len(sampler.dataset)  # type: ignore[arg-type]
+    return sum(sampler.rank + i * sampler.num_replicas >= size for i in range(sampler.num_samples))
+
+
+def repeated_in_batch(loader: DataLoader[Any], batch_idx: int) -> torch.Tensor | None:
+    """Which samples of a batch count, ``(batch,)``, or None for all of them.
+
+    A batch that does not come from a ``BatchSampler`` of a fixed size cannot be told; all of it counts.
+    """
+    repeated = repeated_samples(loader)
+    batches = loader.batch_sampler
+    if not repeated or type(batches) is not BatchSampler:
+        return None
+    total = len(loader.sampler)  # type: ignore[arg-type]
+    at = torch.arange(batch_idx * batches.batch_size, min(total, (batch_idx + 1) * batches.batch_size))
+    counts = at < total - repeated
+    return None if bool(counts.all()) else counts

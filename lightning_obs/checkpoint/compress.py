@@ -1,0 +1,140 @@
+"""A calibrated model's state dict as a checkpoint holds it, wherever its weights lie.
+
+One module after the other is compressed, by compressed-tensors' functional compressors, into a state dict of its own:
+the model is not touched, and never held twice.
+
+Where weights are sharded over ranks, rank 0 is the one that keeps the result. Under FSDP2 each rank compresses the rows
+that it has, and what is gathered, one module at a time, is compressed already (:mod:`.compressed_rows`). A
+weight that cannot be compressed by rows is gathered first, and so is every unit of FSDP1, whose ranks hold pieces of
+flat tensors. The other ranks hold one module or unit at a time, besides their own compressed rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from lightning_obs.checkpoint.compressed_rows import compress_rows, compressor_of, gather_rows, rows_per_scale
+from lightning_obs.distributed.agreement import sendable
+from lightning_obs.distributed.collectives import all_ranks_answer
+from lightning_obs.errors import CalibrationError
+from lightning_obs.model.kinds import compressible_type
+from lightning_obs.model.qparams import get_scheme, quantized_states, read_qparams
+from lightning_obs.model.sharding import by_unit, is_sharded, unit_of, whole_tensor, whole_unit
+
+
+def compressed_state_dict(model: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
+    """The model's state dict with every calibrated module's entries compressed.
+
+    Args:
+        model: on every rank, if its weights are sharded.
+        keep: whether this rank wants it; otherwise it only helps to gather, and gets nothing.
+    """
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    state = {name: value.detach() if is_sharded(value) else whole_tensor(value) for name, value in state.items()}
+    # A module used under two names has its entries under both.
+    places = [(f"{name}." if name else "", module) for name, module in model.named_modules(remove_duplicate=False)]
+    prefixes = {module: prefix for prefix, module in reversed(places)}
+    rows = _compressed_rows(prefixes)
+    stored: dict[nn.Module, dict[str, torch.Tensor]] = {}
+    tied: dict[int, torch.Tensor] = {}
+    failure: Exception | None = None
+    for modules in by_unit(module for _, module in places):  # in an order that is the same on every rank
+        with whole_unit(modules[0]):
+            for module in dict.fromkeys(modules):
+                own = _own_entries(module, prefixes[module], state)
+                sharded = unit_of(module) is not None or any(map(is_sharded, own.values()))
+                if module in rows:
+                    entries = rows.pop(module) | {key: value for key, value in own.items() if key != "weight"}
+                    stored[module] = {key: _kept(gather_rows(value), keep) for key, value in entries.items()}
+                elif _is_compressible(module):
+                    own = {key: whole_tensor(value) for key, value in own.items()}
+                    try:
+                        stored[module] = _compressed(module, own, sharded) if keep and failure is None else {}
+                    except Exception as error:  # the other ranks go on gathering
+                        if not sharded:
+                            raise
+                        failure = error
+                elif sharded:
+                    stored[module] = {key: _on_host(module, key, value, keep, tied) for key, value in own.items()}
+    if failure is not None:
+        raise failure
+    for prefix, module in places if keep else ():
+        if get_scheme(module) is not None and quantized_states(module):
+            state.update({prefix + key: value for key, value in read_qparams(module).items()})
+        if _is_compressible(module):
+            for key in _own_entries(module, prefix, state):
+                del state[prefix + key]
+        state.update({prefix + key: value for key, value in stored.get(module, {}).items()})
+    return state if keep else {}
+
+
+def _is_compressible(module: nn.Module) -> bool:
+    """Whether compressed-tensors compresses the module."""
+    return get_scheme(module) is not None and compressible_type(module) is not None
+
+
+def _own_entries(module: nn.Module, prefix: str, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The module's own parameters and buffers that are in the state dict: what FSDP1 shards as it is now."""
+    unit = unit_of(module)
+    flat = {} if unit is None else unit.shapes[module]
+    keys = [*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))]
+    return {
+        key: getattr(module, key).detach() if key in flat else state[prefix + key]
+        for key in keys
+        if prefix + key in state
+    }
+
+
+def _compressed(module: nn.Module, own: dict[str, torch.Tensor], sharded: bool) -> dict[str, torch.Tensor]:
+    scheme = get_scheme(module)
+    assert scheme is not None
+    own = own | read_qparams(module)
+    if scheme.weights is not None:
+        own = compressor_of(scheme.format).compress(own, scheme)
+    found = {key: value.contiguous() for key, value in own.items() if value is not None}
+    return {key: value.to("cpu", copy=True) for key, value in found.items()} if sharded else found
+
+
+def _on_host(
+    module: nn.Module, key: str, value: torch.Tensor, keep: bool, tied: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    """A whole copy of a sharded tensor; tied ones stay one tensor, and are gathered once."""
+    owner = id(getattr(module, key))
+    if owner not in tied:
+        tied[owner] = _kept(whole_tensor(value), keep)
+    return tied[owner]
+
+
+def _kept(whole: torch.Tensor, keep: bool) -> torch.Tensor:
+    return whole.to("cpu", copy=True) if keep else whole.new_empty(0)
+
+
+def _compressed_rows(prefixes: Mapping[nn.Module, str]) -> dict[nn.Module, dict[str, torch.Tensor]]:
+    """Compress this rank's rows of every weight that can be compressed so.
+
+    Raises:
+        CalibrationError: on every rank alike, what went wrong on one.
+    """
+    by_rows = {module: prefix for module, prefix in prefixes.items() if rows_per_scale(module) is not None}
+    if not by_rows:
+        return {}
+    failure: CalibrationError | None = None
+    found: dict[nn.Module, dict[str, torch.Tensor]] = {}
+    for module, prefix in by_rows.items():
+        try:
+            found[module] = compress_rows(module)
+        except Exception as error:  # the other ranks wait for this one
+            failure = sendable(error, (prefix.rstrip("."), "weight"))
+            failure.__cause__ = error
+            break
+    failures: list[CalibrationError | None] = [None] * dist.get_world_size()
+    with all_ranks_answer():
+        dist.all_gather_object(failures, failure)
+    first = next((error for error in failures if error is not None), None)
+    if first is not None:
+        raise first from failure
+    return found

@@ -1,0 +1,221 @@
+"""Write a calibrated model as a compressed-tensors checkpoint.
+
+The live model is not touched (:mod:`lightning_obs.checkpoint.compress`). The folder appears under its final name only
+when it is complete: it is written beside it first and renamed.
+
+What compressed-tensors cannot hold (convolutions...) stays in full precision in ``model.safetensors``; its
+quantization parameters go to ``qparams.safetensors``, where :func:`~lightning_obs.load_checkpoint` finds them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors import ModelCompressor
+from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+from compressed_tensors.utils.match import match_named_modules
+from safetensors.torch import save_file
+from torch import distributed as dist
+from torch import nn
+
+from lightning_obs.checkpoint.compress import compressed_state_dict
+from lightning_obs.checkpoint.load import CONFIG_FILE, QPARAMS_FILE, WEIGHTS_FILE
+from lightning_obs.distributed.collectives import all_ranks_answer
+from lightning_obs.errors import CalibrationError
+from lightning_obs.model.attention import marked_as_hooked
+from lightning_obs.model.experts import routers
+from lightning_obs.model.kinds import compressible_type, is_transformers_model
+from lightning_obs.model.lora import refuse_unmerged
+from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, trained_since
+from lightning_obs.model.sharding import in_shards, register_fsdp_units, unwrapped, without_wrappers
+
+
+def export_checkpoint(
+    model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False
+) -> Path:
+    """Write a calibrated model to ``folder`` in compressed-tensors' format.
+
+    Args:
+        model: a transformers model (``from_pretrained(folder)`` and vLLM load the result) or any other module
+            (:func:`~lightning_obs.load_checkpoint` does). It can go on training: nothing of it is changed.
+        folder: written whole or not at all.
+        tokenizer: saved beside the model (anything with ``save_pretrained``).
+        overwrite: replace ``folder`` if it is there.
+
+    If the model's weights are sharded over ranks, every rank must call this; rank 0 writes. Names are those of the
+    model without wrappers of FSDP1.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CalibrationError: the model was not calibrated; ``folder`` is not empty and ``overwrite`` is off; a weight is
+            computed from others (pruning), or was trained on since its scale was found.
+    """
+    register_fsdp_units(model)
+    model = unwrapped(model)
+    with without_wrappers(model):
+        return _export(model, Path(folder), tokenizer, overwrite)
+
+
+def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> Path:
+    if next(calibrated_modules(model), None) is None:
+        raise CalibrationError(
+            f"{type(model).__name__} was not calibrated, there is nothing to export",
+            remedy="run CalibrationSession or CalibrationCallback on it first.",
+        )
+    computed = [n for n, m in calibrated_modules(model) if "weight" in vars(m)]  # a plain attribute, no parameter
+    if computed:
+        raise CalibrationError(
+            "the weight is computed from others (pruning, weight_norm) and cannot be stored",
+            where=computed,
+            remedy="make it permanent first: torch.nn.utils.prune.remove(module, 'weight').",
+        )
+    refuse_unmerged(model, "a checkpoint")
+    stale = trained_since(model)
+    if stale:
+        raise CalibrationError(
+            f"{len(stale)} weights have changed since they were calibrated",
+            where=stale,
+            remedy="calibrate the weights as they are now (trainer.validate with the callback), then export.",
+        )
+    sharded = any(map(in_shards, model.modules()))
+    _require_free(folder, overwrite, sharded)
+    writes = not sharded or dist.get_rank() == 0
+    with torch.inference_mode(False), torch.no_grad():
+        state = compressed_state_dict(model, writes)
+    if not writes:
+        return folder
+    with _whole_or_not_at_all(folder) as partial, torch.inference_mode(False), torch.no_grad():
+        compressor = _model_compressor(model)
+        if is_transformers_model(model):
+            _save_pretrained(model, partial, state)
+        else:
+            save_file(_unshared(state), partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        if compressor is not None:
+            compressor.update_config(str(partial))
+        elif not (partial / CONFIG_FILE).exists():
+            (partial / CONFIG_FILE).write_text("{}\n")
+        _save_own_qparams(model, partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(partial))
+    return folder
+
+
+def _model_compressor(model: nn.Module) -> ModelCompressor | None:
+    with marked_as_hooked(model, [m for _, m in calibrated_modules(model) if "q" in quantized_states(m)]):
+        compressor = ModelCompressor.from_pretrained_model(model)
+    if compressor.quantization_config is None:  # only modules that compressed-tensors cannot hold
+        return None
+    compressor.quantization_config.quantization_status = QuantizationStatus.COMPRESSED
+    compressor.quantization_config.ignore = _ignored(model, compressor.quantization_config)
+    return compressor
+
+
+def _ignored(model: nn.Module, config: QuantizationConfig) -> list[str]:
+    """compressed-tensors' list, and what it leaves out although a reader would look for scales there."""
+    ignored = list(config.ignore or [])
+    targets = [target for group in config.config_groups.values() for target in getattr(group, "targets", [])]
+    # A subclass of Linear of which none is quantized: it lists by class, and readers match by inheritance.
+    left = [
+        name
+        for name, module in match_named_modules(model, targets, ignored)
+        if get_scheme(module) is None and compressible_type(module) is not None
+    ]
+    # Here a router may be a bare parameter; vLLM has a Linear there.
+    return list(dict.fromkeys([*ignored, *left, *routers(model)]))
+
+
+def _save_pretrained(model: Any, folder: Path, state: dict[str, torch.Tensor]) -> None:
+    # A model that was itself loaded through a quantizer would ignore state_dict=.
+    quantizer = getattr(model, "hf_quantizer", None)
+    config = vars(model.config).pop("quantization_config", None)
+    try:
+        if quantizer is not None:
+            model.hf_quantizer = None
+        model.save_pretrained(str(folder), state_dict=state)
+    finally:
+        if quantizer is not None:
+            model.hf_quantizer = quantizer
+        if config is not None:
+            model.config.quantization_config = config
+
+
+def _unshared(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """safetensors refuses tensors that share memory (tied weights): each name gets its own copy."""
+    seen: set[int] = set()
+    result = {}
+    for name, value in state.items():
+        storage = value.untyped_storage().data_ptr()
+        result[name] = value.clone().contiguous() if storage in seen else value.contiguous()
+        seen.add(storage)
+    return result
+
+
+def _save_own_qparams(model: nn.Module, folder: Path) -> None:
+    own = {name: module for name, module in calibrated_modules(model) if _is_own(module)}
+    if not own:
+        return
+    found = {name: get_scheme(module) for name, module in own.items()}
+    schemes = {name: scheme.model_dump(mode="json") for name, scheme in found.items() if scheme is not None}
+    tensors = {f"{name}.{key}": value for name, module in own.items() for key, value in read_qparams(module).items()}
+    save_file(_unshared(tensors), folder / QPARAMS_FILE, metadata={"schemes": json.dumps(schemes)})
+
+
+def _is_own(module: nn.Module) -> bool:
+    return compressible_type(module) is None and not quantized_states(module)
+
+
+def _require_free(folder: Path, overwrite: bool, sharded: bool) -> None:
+    """Refuse a folder that is there; where ranks gather together, on all of them, by what rank 0 sees."""
+    taken = [folder.exists() and not (folder.is_dir() and not any(folder.iterdir())) and not overwrite]
+    if sharded:
+        with all_ranks_answer():
+            dist.broadcast_object_list(taken, src=0)
+    if taken[0]:
+        raise CalibrationError(f"{folder} is already there", remedy="choose another folder, or set overwrite=True.")
+
+
+@contextmanager
+def _whole_or_not_at_all(folder: Path) -> Iterator[Path]:
+    """Give a temporary folder beside ``folder`` to write into, and rename it when the block ended well."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    try:
+        yield partial
+        partial.chmod(0o777 & ~_umask())
+        for path in partial.rglob("*"):
+            _flush(path)
+        if folder.exists():
+            old = partial.with_suffix(".old")
+            os.replace(folder, old)
+            try:
+                os.replace(partial, folder)
+            except BaseException:
+                os.replace(old, folder)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _flush(path: Path) -> None:
+    if path.is_file():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())

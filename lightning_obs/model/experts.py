@@ -1,0 +1,331 @@
+"""Experts that one 3-D parameter holds, as Linear modules that can be targeted.
+
+transformers stacks all experts of a layer (``experts.gate_up_proj``: experts x rows x columns), so there is no Linear
+to quantize. :func:`linearize_experts` replaces every stack by one Linear per expert and projection, under the names of
+the hub's checkpoints, which vLLM reads too: ``experts.0.gate_proj``, ``up_proj``, ``down_proj`` (``w1``, ``w3``, ``w2``
+in Mixtral's family). It is the user's call, because the ``state_dict`` has other keys afterwards.
+
+The price: experts run one after the other, as in transformers' ``eager`` implementation, whatever implementation the
+model's config asks for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.model.sharding import whole_shape
+
+#: ``model_type`` of the configs whose checkpoints on the hub name the projections w1 (gate), w3 (up), w2 (down)
+W123_MODEL_TYPES = ("mixtral", "minimax", "minimax_m2", "phimoe", "lfm2_moe")
+#: ``model_type`` of those that name them gate_proj, up_proj, down_proj
+GATE_UP_DOWN_MODEL_TYPES = (
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "olmoe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "dots1",
+    "ernie4_5_moe",
+)
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class LinearExpert(nn.Module):
+    """One expert: ``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without a gate.
+
+    Args:
+        origin: the stacked module, emptied: its activation function and gating are used.
+        projections: name of each projection, by role (``gate``, ``up``, ``down``).
+        layers: the Linear of each role.
+    """
+
+    def __init__(self, origin: nn.Module, projections: dict[str, str], layers: dict[str, nn.Linear]) -> None:
+        super().__init__()
+        for role, name in projections.items():
+            self.add_module(name, layers[role])
+        self._names = projections
+        self._origin = (origin,)  # in a tuple, so that it is no submodule
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``(tokens, hidden)`` to ``(tokens, hidden)``, before the router's weight."""
+        origin: Any = self._origin[0]
+        up = self._layer("up")(hidden_states)
+        inner = _gated(origin, self._layer("gate")(hidden_states), up) if "gate" in self._names else origin.act_fn(up)
+        output = self._layer("down")(inner)
+        return origin.post_expert_norm(output) if getattr(origin, "has_post_expert_norm", False) else output
+
+    def _layer(self, role: str) -> nn.Module:
+        return self._modules[self._names[role]]  # type: ignore[return-value]
+
+
+class LinearExperts(nn.Module):
+    """The experts of one layer, ``"0"``, ``"1"``..., each a :class:`LinearExpert`.
+
+    Attributes:
+        rows: while an expert runs, the indices ``(n,)`` of its tokens among those of the running call; None otherwise.
+        total: how many tokens the last call had.
+        config: of the model, if the stacked module had it.
+    """
+
+    def __init__(self, origin: nn.Module, experts: list[LinearExpert]) -> None:
+        super().__init__()
+        self.num_experts = len(experts)
+        self.config = getattr(origin, "config", None)
+        for index, expert in enumerate(experts):
+            self.add_module(str(index), expert)
+        for name, child in origin.named_children():  # act_fn may have parameters; they keep their names
+            self.add_module(name, child)
+        self.rows: torch.Tensor | None = None
+        self.total = 0
+        self.train(origin.training)
+
+    @property
+    def experts(self) -> list[nn.Module]:
+        """The experts in order."""
+        return [self.get_submodule(str(index)) for index in range(self.num_experts)]
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Send every token to its experts and add up what they give, in the order of transformers' eager experts.
+
+        Args:
+            hidden_states: ``(tokens, hidden)``.
+            top_k_index: ``(tokens, k)``, the experts of each token; an index past the last expert is no expert.
+            top_k_weights: ``(tokens, k)``.
+        """
+        output = torch.zeros_like(hidden_states)
+        self.total = len(hidden_states)
+        try:
+            by_place = top_k_index.T
+            for index in top_k_index.unique().tolist():
+                if not 0 <= index < self.num_experts:
+                    continue
+                place, self.rows = torch.where(by_place == index)
+                found = self.get_submodule(str(index))(hidden_states[self.rows])
+                found = found * top_k_weights[self.rows, place, None]
+                output.index_add_(0, self.rows, found.to(output.dtype))
+        finally:
+            self.rows = None
+        return output
+
+
+def linearize_experts(model: nn.Module) -> list[str]:
+    """Replace every module that stacks experts in 3-D parameters by one of a Linear per expert and projection.
+
+    Outputs stay what they are: to the bit those of transformers' ``eager`` experts wherever the matrix product of a
+    row does not depend on how many columns come out beside it (so it was on the CPU that was tried, in float32 and
+    bfloat16). With biases (gpt-oss), and compared with other implementations (``grouped_mm``, ``batched_mm``), numbers
+    are added in another order and the last bits differ. Weights are copied one layer at a time; dtype, device,
+    ``requires_grad`` and training mode are kept; forward hooks on the stacked module are not. Call it before optimizers
+    are made; a second call finds nothing to do.
+
+    Args:
+        model: changed in place. Its ``state_dict`` has other keys afterwards.
+
+    Returns:
+        Names of the modules that were replaced.
+
+    Raises:
+        CalibrationError: a layout that is not known, weights that are already quantized or sharded, or a module whose
+            outputs would not stay the same. Layers before it are replaced then.
+    """
+    done = []
+    checked: set[type[nn.Module]] = set()
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
+    for name, module in fused_experts(model).items():
+        if not name:
+            raise CalibrationError("the model is itself the experts", remedy="wrap it in a module.")
+        _require_known(name, module)
+        experts = _build(module)
+        if type(module) not in checked:
+            _require_same(name, module, experts)
+            checked.add(type(module))
+        for key in list(dict(module.named_parameters(recurse=False))):
+            delattr(module, key)
+        for known_as in names[id(module)]:
+            parent, _, leaf = known_as.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, experts)
+        done.append(name)
+    return done
+
+
+def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that hold experts in 3-D parameters, by name."""
+    return {name: module for name, module in model.named_modules() if _stacks_experts(name, module)}
+
+
+def model_type(module: nn.Module) -> str | None:
+    """``model_type`` of the config that experts were built from."""
+    return getattr(getattr(module, "config", None), "model_type", None)
+
+
+def hub_names(module: nn.Module) -> dict[str, str]:
+    """How the projections of stacked experts are named in checkpoints, by role (``gate``, ``up``, ``down``)."""
+    gate, up, down = (
+        ("w1", "w3", "w2") if model_type(module) in W123_MODEL_TYPES else ("gate_proj", "up_proj", "down_proj")
+    )
+    return {"gate": gate, "up": up, "down": down} if _has_gate(module) else {"up": up, "down": down}
+
+
+def expert_containers(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """The experts of every layer, by the name of what holds them.
+
+    That is a :class:`LinearExperts`, or a ``ModuleList`` called ``experts`` (as in models whose code comes with the
+    checkpoint).
+    """
+    found: dict[str, list[nn.Module]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LinearExperts):
+            found[name] = module.experts
+        elif isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts" and len(module) > 1:
+            found[name] = list(module)
+    return found
+
+
+def routers(model: nn.Module) -> list[str]:
+    """Modules beside a :class:`LinearExperts` that hold a weight of one row per expert and are no Linear.
+
+    Engines that have a Linear there must be told that it is not quantized.
+    """
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, LinearExperts):
+            parent = name.rpartition(".")[0]
+            for child_name, child in model.get_submodule(parent).named_children():
+                shape = whole_shape(child, "weight") if isinstance(getattr(child, "weight", None), nn.Parameter) else ()
+                is_router = shape and shape[0] == module.num_experts
+                if is_router and not isinstance(child, nn.Linear):
+                    names.append(f"{parent}.{child_name}" if parent else child_name)
+    return names
+
+
+# ---------------------------------------------------------------------- the stacked layout
+
+
+def _stacks_experts(name: str, module: nn.Module) -> bool:
+    named = name.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__ or hasattr(module, "num_experts")
+    return named and any(len(whole_shape(module, key) or ()) == 3 for key, _ in module.named_parameters(recurse=False))
+
+
+def _has_gate(module: nn.Module) -> bool:
+    return hasattr(module, "gate_up_proj")
+
+
+def _require_known(name: str, module: nn.Module) -> None:
+    parameters = dict(module.named_parameters(recurse=False))
+    inputs = "gate_up_proj" if _has_gate(module) else "up_proj"
+    biases = (f"{inputs}_bias", "down_proj_bias")
+    expected = {inputs, "down_proj", *(biases if getattr(module, "has_bias", False) else ())}
+    if set(parameters) != expected or len(inspect.signature(module.forward).parameters) < 3:
+        shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in parameters.items())
+        raise CalibrationError(
+            "stacked experts in a layout that is not known",
+            where=[f"{name} ({type(module).__name__})"],
+            got=shapes,
+            expected="gate_up_proj and down_proj, called with (hidden_states, top_k_index, top_k_weights)",
+            remedy="leave them in full precision: list them in `ignore` (`re:.*experts`).",
+        )
+    unusual = [key for key, value in parameters.items() if value.dtype not in _DTYPES]
+    sharded = [key for key, value in parameters.items() if isinstance(value, DTensor)]
+    if unusual or sharded or hasattr(module, "_hf_hook") or getattr(module, "_is_expert_parallel", False):
+        raise CalibrationError(
+            "stacked experts are quantized, sharded or offloaded, and cannot be taken apart",
+            where=[f"{name}.{key}" for key in unusual or sharded or parameters],
+            expected="plain floating point parameters",
+            remedy="load the model in full precision and whole, call linearize_experts, then distribute it.",
+        )
+
+
+def _build(module: nn.Module) -> LinearExperts:
+    names = hub_names(module)
+    parameters = dict(module.named_parameters(recurse=False))
+    weights = dict(_split(module, parameters, "")) if parameters else {}
+    biases = dict(_split(module, parameters, "_bias")) if getattr(module, "has_bias", False) else {}
+    experts = []
+    for index in range(len(parameters["down_proj"])):
+        layers = {}
+        for role in names:
+            bias = biases[role][index] if biases else None
+            layers[role] = _linear(weights[role][index], bias)
+            layers[role].weight.requires_grad_(parameters[_source(module, role)].requires_grad)
+            if layers[role].bias is not None:
+                layers[role].bias.requires_grad_(parameters[f"{_source(module, role)}_bias"].requires_grad)
+        experts.append(LinearExpert(module, names, layers))
+    return LinearExperts(module, experts)
+
+
+def _source(module: nn.Module, role: str) -> str:
+    return "down_proj" if role == "down" else "gate_up_proj" if _has_gate(module) else "up_proj"
+
+
+def _split(module: nn.Module, parameters: dict[str, nn.Parameter], suffix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Views ``(experts, rows[, columns])`` of each role's weights (or biases), the output channels as rows."""
+
+    def rows(key: str) -> torch.Tensor:
+        value = parameters[key + suffix].detach()
+        return value.transpose(1, 2) if value.ndim == 3 and getattr(module, "is_transposed", False) else value
+
+    yield "down", rows("down_proj")
+    if not _has_gate(module):
+        yield "up", rows("up_proj")
+        return
+    both = rows("gate_up_proj")
+    if getattr(module, "is_concatenated", True):
+        half = both.shape[1] // 2
+        yield "gate", both[:, :half]
+        yield "up", both[:, half:]
+    else:
+        yield "gate", both[:, ::2]
+        yield "up", both[:, 1::2]
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
+    layer.weight = nn.Parameter(weight.clone(memory_format=torch.contiguous_format))
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.clone(memory_format=torch.contiguous_format))
+    return layer
+
+
+def _gated(origin: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    apply = getattr(type(origin), "_apply_gate", None)
+    if apply is None or apply.__name__ == "_default_apply_gate":
+        return origin.act_fn(gate) * up
+    if getattr(origin, "is_concatenated", True):
+        return origin._apply_gate(torch.cat([gate, up], dim=-1))
+    return origin._apply_gate(torch.stack([gate, up], dim=-1).flatten(-2))
+
+
+def _require_same(name: str, module: nn.Module, experts: LinearExperts) -> None:
+    """Compare outputs on a few tokens: a class may compute something else with parameters of the same names."""
+    weight = next(module.parameters(recurse=False))
+    if weight.is_meta:
+        return
+    width = next(m for m in experts.modules() if isinstance(m, nn.Linear)).in_features
+    with torch.inference_mode(False), torch.no_grad():
+        # Not random: the caller's random numbers stay what they would have been.
+        tokens = torch.linspace(0, 97, 8 * width, dtype=torch.float64).sin().view(8, width).to(weight)
+        index = torch.arange(16, device=weight.device).view(8, 2) % experts.num_experts
+        share = torch.full((8, 2), 0.5, dtype=weight.dtype, device=weight.device)
+        expected = inspect.unwrap(type(module).forward)(module, tokens, index, share).double()
+        found = experts(tokens, index, share).double()
+    tolerance = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 0.05
+    if bool(torch.isfinite(expected).all()) and (found - expected).norm() > tolerance * expected.norm():
+        raise CalibrationError(
+            "stacked experts compute something else than their parameters' names say",
+            where=[f"{name} ({type(module).__name__})"],
+            got=f"outputs that differ by {float((found - expected).norm() / expected.norm()):.1%}",
+            remedy="leave them in full precision: list them in `ignore` (`re:.*experts`).",
+        )

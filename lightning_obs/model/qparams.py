@@ -1,0 +1,149 @@
+"""Quantization parameters on modules: write, read, remove.
+
+The parameters are plain tensor attributes under compressed-tensors' names (``weight_scale``, ``input_zero_point``,
+``weight_global_scale``), beside its ``quantization_scheme`` and ``quantization_status``. They are neither parameters
+nor buffers, on purpose: ``state_dict`` and strict loading, DDP's buffer broadcast, FSDP's sharding, the zip of
+weight averaging and ``model.to(torch.bfloat16)`` (which would round global scales) never see them. compressed-tensors'
+forward reads them by ``getattr``, so it does not mind.
+
+The forward of the model stays what it was until :func:`~lightning_obs.quantized` is entered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationMetadata,
+    QuantizationScheme,
+    QuantizationStatus,
+)
+from torch import nn
+
+from lightning_obs.model.kinds import compressible_type, has_kv_cache
+from lightning_obs.model.sharding import reshard, without_wrappers
+from lightning_obs.model.weights import weight_checksum, weight_checksums
+from lightning_obs.numerics.reshape import ATTENTION
+
+SUFFIXES = ("scale", "zero_point", "global_scale")
+_OWN_SCHEME = "calibrated_scheme"
+_CHECKSUM = "calibrated_weight_checksum"
+_ARGS = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
+
+
+def scheme_args(scheme: QuantizationScheme) -> Iterator[tuple[str, QuantizationArgs]]:
+    """What a scheme quantizes: ``(base name, args)`` of weight, input, output."""
+    for base_name, field in _ARGS.items():
+        args = getattr(scheme, field)
+        if args is not None:
+            yield base_name, args
+
+
+# ---------------------------------------------------------------------- the input of a call
+
+
+# ---------------------------------------------------------------------- the weight as a matrix
+
+
+# ---------------------------------------------------------------------- qparams on modules
+
+
+def get_scheme(module: nn.Module) -> QuantizationScheme | None:
+    """The scheme that a module was calibrated with, or None."""
+    return getattr(module, "quantization_scheme", None) or getattr(module, _OWN_SCHEME, None)
+
+
+def quantized_states(module: nn.Module) -> tuple[str, ...]:
+    """Which of q, k, v a module has scales for."""
+    return tuple(base for base in ATTENTION if isinstance(getattr(module, f"{base}_scale", None), torch.Tensor))
+
+
+def qparams_home(module: nn.Module) -> torch.Tensor | None:
+    """The tensor whose dtype scales are stored in, and beside which they live: the weight, or attention's first."""
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, torch.Tensor):
+        return weight
+    return next(module.parameters(), None) if has_kv_cache(module) else None
+
+
+def calibrated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every calibrated module under its first name."""
+    with without_wrappers(model):
+        found = [(name, module) for name, module in model.named_modules() if get_scheme(module) is not None]
+    yield from found
+
+
+def write_qparams(
+    module: nn.Module, scheme: QuantizationScheme, qparams: dict[str, torch.Tensor], checksum: int | None = None
+) -> None:
+    """Put scheme and quantization parameters on a module, in place of any it had.
+
+    Args:
+        module: the module; its forward is not changed.
+        scheme: copied, so that modules do not share one (compressed-tensors writes the format into it).
+        qparams: ``{"weight_scale": ..., "input_scale": ...}``, of an attention module ``{"k_scale": ...}``. Scales are
+            stored in the weight's dtype as compressed-tensors does (attention: in that of its first parameter),
+            global scales in float32. They are copied to its device.
+        checksum: of the weight that the scale was found for (:func:`weight_checksum`); default: the weight as it is.
+    """
+    clear_qparams(module)
+    scheme = scheme.model_copy(deep=True)
+    home = qparams_home(module)
+    for name, value in qparams.items():
+        setattr(module, name, _stored(name, value, home))
+    if scheme.weights is not None:
+        setattr(module, _CHECKSUM, weight_checksum(module) if checksum is None else checksum)
+    kind = compressible_type(module) or (type(module) if has_kv_cache(module) else None)
+    if kind is None:
+        setattr(module, _OWN_SCHEME, scheme)
+        return
+    if scheme.format is None:
+        scheme.format = infer_module_format(kind, scheme).value
+    module.quantization_scheme = scheme
+    module.quantization_status = QuantizationStatus.FROZEN
+
+
+def _stored(name: str, value: torch.Tensor, home: torch.Tensor | None) -> torch.Tensor:
+    value = value.detach()
+    if home is None:
+        return value.clone()
+    dtype = home.dtype if name.endswith("_scale") and not name.endswith("_global_scale") else value.dtype
+    if not dtype.is_floating_point and name.endswith("_scale"):
+        dtype = value.dtype
+    return value.to(device=home.device, dtype=dtype, copy=True)
+
+
+def read_qparams(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The quantization parameters on a module, on its weight's device; empty if it was not calibrated.
+
+    ``model.to(device)`` does not take plain attributes along, so they are moved when they are read.
+    """
+    names = (f"{base}_{suffix}" for base in (*_ARGS, *ATTENTION) for suffix in SUFFIXES)
+    found = {name: getattr(module, name) for name in names if isinstance(getattr(module, name, None), torch.Tensor)}
+    home = qparams_home(module) if found else None
+    return found if home is None else {n: v.to(home.device) for n, v in found.items()}
+
+
+def clear_qparams(module: nn.Module) -> None:
+    """Remove scheme and quantization parameters from a module."""
+    QuantizationMetadata.clear_all_qparams(module)  # knows k_scale and v_scale, no other states
+    for name in (f"{base}_{suffix}" for base in ATTENTION for suffix in SUFFIXES):
+        if hasattr(module, name) and name not in module._parameters:  # a parameter would be the model's own
+            delattr(module, name)
+    for name in ("quantization_scheme", "quantization_status", "quantization_enabled", _OWN_SCHEME, _CHECKSUM):
+        if name in vars(module):
+            delattr(module, name)
+
+
+def trained_since(model: nn.Module) -> list[str]:
+    """Names of modules whose weight is no longer the one that its scale was found for.
+
+    Where weights are sharded, all ranks must call this.
+    """
+    reshard(model)
+    modules = [(n, m) for n, m in calibrated_modules(model) if getattr(m, _CHECKSUM, None) is not None]
+    checksums = weight_checksums([module for _, module in modules])
+    return [n for (n, m), now in zip(modules, checksums, strict=True) if getattr(m, _CHECKSUM) != now]

@@ -1,0 +1,215 @@
+"""FSDP1: what a module cannot say about its own parameters while they lie in flat shards.
+
+FSDP1 joins the parameters of a unit (what one wrapper holds, without the wrappers inside it) to one flat tensor and
+cuts that into equal lengths, wherever a weight begins or ends. Outside of a forward a module has a one-dimensional
+piece of its weight, on many ranks an empty one. Neither its shape nor the unit that would gather it can be found from
+there: the wrapper stands above the module, often above the model that is calibrated. So while the outermost wrapper is
+at hand, every module is told its unit (:func:`register_fsdp_units`); the rest of the package asks the module.
+
+Wrappers also stand in names (``layers.0._fsdp_wrapped_module.fc1``). Whoever reads names, or wants a ``state_dict``
+that gathers nothing, does it :func:`without_wrappers`.
+
+Only one unit is made whole at a time, never the model (unless it is one unit: then nothing else can be done).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import DTensor
+
+from lightning_obs.distributed.collectives import all_ranks_answer
+from lightning_obs.errors import CalibrationError
+
+_UNIT = "flat_unit"
+#: where a wrapper of FSDP1, or of activation checkpointing, keeps the module that it wraps
+_INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+@dataclass(eq=False)
+class FlatUnit:
+    """The parameters that one wrapper of FSDP1 makes whole together.
+
+    Attributes:
+        wrapper: of the unit.
+        shapes: of the whole parameters, by module and by name in the module.
+    """
+
+    wrapper: FullyShardedDataParallel
+    shapes: dict[nn.Module, dict[str, torch.Size]] = field(default_factory=dict)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that a parameter is shared out over."""
+        group = self.wrapper.process_group
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+
+def register_fsdp_units(root: nn.Module) -> None:
+    """Tell every module under ``root`` which unit of FSDP1 its parameters are in. Without FSDP1 this does nothing.
+
+    Args:
+        root: the outermost wrapper, or a module that holds all of them. A model inside of it, once they were told.
+
+    Raises:
+        CalibrationError: parameters that cannot be read (``use_orig_params=False``), that lie on the CPU, or whose
+            unit is not under ``root``.
+    """
+    wrappers = [module for module in root.modules() if isinstance(module, FullyShardedDataParallel)]
+    if any(isinstance(parameter, FlatParameter) for parameter in root.parameters()):
+        raise CalibrationError(
+            "under FSDP1 with use_orig_params=False a module has no weight of its own that could be observed",
+            got=f"{len(wrappers)} units of FSDP1",
+            remedy="FSDPStrategy(use_orig_params=True), which is Lightning's default.",
+        )
+    if any(wrapper.cpu_offload.offload_params for wrapper in wrappers):
+        raise CalibrationError(
+            "calibration under FSDP1 with parameters on the CPU is not supported",
+            got="cpu_offload=True",
+            remedy="FSDPStrategy(cpu_offload=False), or FSDP2: ModelParallelStrategy.",
+        )
+    if isinstance(root, FullyShardedDataParallel):
+        # Else the first unit that is made whole would take itself for the root. Buffers made here are written to later.
+        with torch.inference_mode(False):
+            root.check_is_root()
+    for wrapper in wrappers:
+        if _UNIT not in vars(wrapper):
+            vars(wrapper)[_UNIT] = unit = FlatUnit(wrapper)
+            for module, name, shape in _flattened(wrapper):
+                vars(module)[_UNIT] = unit
+                if wrapper.sharding_strategy != ShardingStrategy.NO_SHARD:  # else the module keeps it whole
+                    unit.shapes.setdefault(module, {})[name] = shape
+    lost = [name for name, module in root.named_modules() if _UNIT not in vars(module) and _is_flattened(module)]
+    if lost:
+        raise CalibrationError(
+            "these parameters are sharded by a wrapper of FSDP1 that is not in the model",
+            where=lost,
+            remedy="give the outermost FullyShardedDataParallel to CalibrationSession.",
+        )
+
+
+def _is_flattened(module: nn.Module) -> bool:
+    return any(getattr(parameter, "_fsdp_flattened", False) for parameter in module.parameters(recurse=False))
+
+
+def _flattened(wrapper: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, torch.Size]]:
+    """``(module, name, whole shape)`` of every parameter that the wrapper has flattened."""
+    # FSDP has no public word for this; FlatParameter's docstring describes these attributes.
+    flat: Any = wrapper._flat_param
+    if flat is None:
+        return
+    shapes = {}
+    for (name, module, _), shape in zip(flat._param_infos, flat._shapes, strict=True):
+        shapes[module, name] = shape
+        yield module, name, shape
+    for name, module, _, first_name, first_module, _ in flat._shared_param_infos:
+        yield module, name, shapes[first_module, first_name]
+
+
+def unit_of(module: nn.Module) -> FlatUnit | None:
+    """The unit that holds the module's own parameters, as :func:`register_fsdp_units` found it."""
+    unit = vars(module).get(_UNIT)
+    return unit if isinstance(unit, FlatUnit) and module in unit.shapes else None
+
+
+def whole_shape(module: nn.Module, name: str) -> torch.Size | None:
+    """The shape of one of the module's own parameters where all of it is; None without such a parameter."""
+    unit = unit_of(module)
+    value = getattr(module, name, None)
+    if unit is not None and name in unit.shapes[module]:
+        return unit.shapes[module][name]
+    return value.shape if isinstance(value, torch.Tensor) else None
+
+
+@contextmanager
+def whole_unit(module: nn.Module) -> Iterator[None]:
+    """Make the parameters of the module's unit whole inside the ``with`` block; every rank must enter it.
+
+    Without a unit of FSDP1 this does nothing.
+    """
+    unit = unit_of(module)
+    with ExitStack() as stack:
+        if unit is not None:
+            # A first forward in inference mode has left a buffer that can be written to there only.
+            buffer = getattr(unit.wrapper._flat_param, "_full_param_padded", None)
+            with torch.inference_mode(buffer is not None and buffer.is_inference()):
+                stack.enter_context(
+                    FullyShardedDataParallel.summon_full_params(unit.wrapper, recurse=False, writeback=False)
+                )
+        yield
+
+
+def by_unit(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """Modules that are made whole together, in the order of their first; without a unit each stands alone."""
+    found: dict[object, list[nn.Module]] = {}
+    for module in modules:
+        found.setdefault(unit_of(module) or module, []).append(module)
+    return list(found.values())
+
+
+# ---------------------------------------------------------------------- wrappers
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside wrappers of FSDP1 and of activation checkpointing."""
+    inside = next((module._modules[key] for key in _INSIDE if key in module._modules), None)
+    return module if inside is None else unwrapped(inside)
+
+
+@contextmanager
+def without_wrappers(model: nn.Module) -> Iterator[None]:
+    """Take all wrappers out of ``model`` inside the ``with`` block, so that names are those of the model without them.
+
+    The model must not run meanwhile.
+    """
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None and name not in _INSIDE and unwrapped(child) is not child
+    ]
+    try:
+        for parent, name, child in wrapped:
+            parent._modules[name] = unwrapped(child)
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child
+
+
+def in_shards(module: nn.Module) -> bool:
+    """Whether this rank holds a part of the module's own parameters only (FSDP2, tensor parallelism, FSDP1)."""
+    return unit_of(module) is not None or any(map(is_sharded, module.parameters(recurse=False)))
+
+
+def is_sharded(value: torch.Tensor) -> bool:
+    """Whether a DTensor is sharded. What FSDP1 shards are plain tensors: ask :func:`in_shards`."""
+    return isinstance(value, DTensor) and any(not placement.is_replicate() for placement in value.placements)
+
+
+def whole_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Gather a sharded DTensor; every rank must call this. Any other tensor is returned as it is.
+
+    Whatever shards a module, its whole weight is ``whole_tensor(module.weight)`` inside
+    :func:`~lightning_obs.model.sharding.whole_unit`.
+    """
+    value = value.detach()
+    if not isinstance(value, DTensor):
+        return value
+    with all_ranks_answer():
+        return value.full_tensor()
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what FSDP2 gathered for a forward (it leaves the outermost module whole, in the compute dtype)."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,117 @@
+"""A module's weight as a matrix, whatever the module, and its checksum, wherever the weight lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_obs.distributed.collectives import all_ranks_answer
+from lightning_obs.model.lora import adapters_of
+from lightning_obs.model.sharding import unit_of, whole_shape
+
+
+def weight_matrix(module: nn.Module) -> torch.Tensor | None:
+    """The weight as ``(output channels, inputs of each)``, or None where the module has no such weight.
+
+    Convolution kernels are flattened; transposed convolutions (groups=1) and transformers' Conv1D are transposed.
+    A local shard stands for a DTensor. LoRA adapters count as merged.
+    """
+    weight = full_weight(module)
+    if weight is None:
+        return None
+    if isinstance(weight, DTensor):
+        weight = weight.to_local()
+    return to_matrix(module, weight.detach())
+
+
+def full_weight(module: nn.Module) -> torch.Tensor | None:
+    """The weight with the LoRA adapters that stand beside it, with gradients to both; None without a weight."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        return None
+    adapters = adapters_of(module)
+    return weight if adapters is None else adapters.add_to(weight)
+
+
+def to_matrix(module: nn.Module, weight: torch.Tensor) -> torch.Tensor | None:
+    """A tensor of the weight's shape as a matrix, see :func:`weight_matrix`."""
+    if weight.ndim < 2:
+        return None
+    if _is_transposed(module):
+        if weight.ndim > 2 and getattr(module, "groups", 1) != 1:
+            return None
+        weight = weight.transpose(0, 1)
+    return weight.flatten(1)
+
+
+def from_matrix(module: nn.Module, matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The inverse of :func:`to_matrix`."""
+    if _is_transposed(module):
+        return matrix.unflatten(1, (shape[0], *shape[2:])).transpose(0, 1)
+    return matrix.view(shape)
+
+
+def matrix_shape(module: nn.Module) -> torch.Size | None:
+    """The shape of the whole weight as a matrix, also where this rank holds a shard of it."""
+    shape = whole_shape(module, "weight")
+    matrix = None if shape is None else to_matrix(module, torch.empty(shape, device="meta"))
+    return None if matrix is None else matrix.shape
+
+
+def rows_come_first(module: nn.Module) -> bool:
+    """Whether the rows of the matrix are the weight's first dimension."""
+    return not _is_transposed(module)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    # transformers' Conv1D stores (in, out); named by class so that transformers need not be imported.
+    return getattr(module, "transposed", False) is True or any(
+        (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D") for cls in type(module).__mro__
+    )
+
+
+def weight_checksum(module: nn.Module) -> int | None:
+    """Sum of the weight's bits as integers: equal on any device, and different after a training step."""
+    return weight_checksums([module])[0]
+
+
+def weight_checksums(modules: Sequence[nn.Module]) -> list[int | None]:
+    """:func:`weight_checksum` of several. Of a sharded weight, that of the whole: all ranks must call this alike."""
+    found = [_local_checksum(module) for module in modules]
+    sharded: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    for at, module in enumerate(modules):
+        groups = _groups_of_shards(module)
+        if groups and found[at] is not None:
+            sharded.setdefault(groups, []).append(at)
+    for groups, places in sharded.items():
+        home = modules[places[0]].weight
+        assert isinstance(home, torch.Tensor)
+        sums = torch.tensor([found[at] for at in places], device=home.device)
+        for group in groups:  # one reduction for all modules
+            with all_ranks_answer():
+                dist.all_reduce(sums, group=group)
+        for at, checksum in zip(places, sums.tolist(), strict=True):
+            found[at] = checksum
+    return found
+
+
+def _groups_of_shards(module: nn.Module) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks over which the parts of a weight add up to all of it; none if this rank has it whole."""
+    weight, unit = getattr(module, "weight", None), unit_of(module)
+    if isinstance(weight, DTensor):
+        mesh, placements = weight.device_mesh, weight.placements
+        return tuple(mesh.get_group(dim) for dim, placed in enumerate(placements) if not placed.is_replicate())
+    return (unit.group,) if unit is not None and "weight" in unit.shapes[module] else ()
+
+
+def _local_checksum(module: nn.Module) -> int | None:
+    if matrix_shape(module) is None:
+        return None
+    matrix = module.weight if unit_of(module) is not None else weight_matrix(module)
+    assert isinstance(matrix, torch.Tensor)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[matrix.element_size()]
+    return int(matrix.detach().contiguous().view(bits).sum(dtype=torch.int64))

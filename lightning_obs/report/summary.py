@@ -1,0 +1,160 @@
+"""What a person reads at the end: what was done, how well, where it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.errors import name_list
+from lightning_obs.report.layer_errors import LayerError
+from lightning_obs.schemes.fused_layers import find_fused
+
+#: below this [dB] more than 3 % of a typical token's output energy is quantization noise
+POOR_SQNR = 15.0
+
+
+def poor_layers(
+    errors: Sequence[LayerError], threshold: float = POOR_SQNR, fused: Sequence[Sequence[str]] | None = None
+) -> list[str]:
+    """The layers to try in ``ignore``: those whose per-token SQNR [dB] is below ``threshold``, worst first.
+
+    Modules that inference engines fuse (q, k, v; gate, up) are named together, since they must share a scheme: those of
+    ``fused`` (``result.fused``), by default the known names.
+    """
+    poor = dict.fromkeys(error.name for error in errors if error.sqnr < threshold)
+    for group in find_fused(error.name for error in errors) if fused is None else fused:
+        if any(name in poor for name in group):
+            poor.update(dict.fromkeys(group))
+    return list(poor)
+
+
+def summary(
+    result: CalibrationResult,
+    errors: Sequence[LayerError] = (),
+    *,
+    perplexity: tuple[float, float] | None = None,
+    sizes: tuple[int, int] | None = None,
+    lines: Iterable[str] = (),
+    worst: int = 5,
+) -> RenderableType:
+    """The closing report of a run, for ``rich.print``.
+
+    Args:
+        result: of the calibration.
+        errors: from :func:`~lightning_obs.report.layer_errors.measure_layer_errors`, worst first.
+        perplexity: before and after.
+        sizes: bytes on disk before and after.
+        lines: further lines (paths).
+        worst: how many layers to show.
+    """
+    parts: list[RenderableType] = [
+        Text(
+            f"{result.scheme} · {len(result.modules)} modules · {result.observers} observers · "
+            f"{result.batches} batches{_ranks(result)} · {result.seconds:.1f} s",
+            style="bold",
+        )
+    ]
+    if errors:
+        parts.append(layer_table(errors[:worst]))
+    poor = poor_layers(errors, fused=result.fused or None)
+    if poor:
+        parts.append(
+            Text(f"{len(poor)} layers below {POOR_SQNR:.0f} dB (and fused with them) cost most: {name_list(poor, 30)}")
+        )
+    if result.skipped:
+        parts.append(Text(f"left in full precision, no data reached them: {name_list(result.skipped)}"))
+    if any(sum(counts) for counts in result.expert_tokens.values()):
+        parts.append(Text(expert_line(result)))
+    if result.fallback:
+        parts.append(Text(f"with the activations' range of their siblings: {name_list(result.fallback)}"))
+    facts = []
+    if perplexity is not None:
+        before, after = perplexity
+        facts.append(f"perplexity {before:.2f} -> {after:.2f} ({100 * (after / before - 1):+.1f} %)")
+    if sizes is not None:
+        facts.append(f"size {human_size(sizes[0])} -> {human_size(sizes[1])}")
+    if facts:
+        parts.append(Text("  ".join(facts)))
+    parts += [Text(line) for line in lines]
+    return Group(*parts)
+
+
+def _ranks(result: CalibrationResult) -> str:
+    return f" x {result.ranks} ranks · {result.collectives} collectives" if result.ranks > 1 else ""
+
+
+def expert_line(result: CalibrationResult) -> str:
+    """How many tokens the router sent to the experts, and which got none.
+
+    >>> empty = dict(scheme="FP8", modules=[], observers=0, batches=1, measurements=0, seconds=0.0, qparams={})
+    >>> expert_line(CalibrationResult(**empty, expert_tokens={"mlp.experts": [5, 0, 7]}))
+    'tokens per expert: 0 to 7, median 5; 1 of 3 experts got none: mlp.experts.1'
+    """
+    counts = sorted(count for layer in result.expert_tokens.values() for count in layer)
+    line = f"tokens per expert: {counts[0]} to {counts[-1]}, median {median_low(counts)}"
+    none = [f"{name}.{i}" for name, layer in result.expert_tokens.items() for i, count in enumerate(layer) if not count]
+    return f"{line}; {len(none)} of {len(counts)} experts got none: {name_list(none)}" if none else line
+
+
+def layer_table(errors: Sequence[LayerError]) -> Table:
+    """Layers with their error, one row each."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("worst layers", overflow="fold")
+    for title in ("SQNR [dB]", "clipped [%]", "input range"):
+        table.add_column(Text(title), justify="right")
+    for error in errors:
+        clipped = "" if error.clipped is None else f"{error.clipped:.2f}"
+        cells = (error.name, f"{error.sqnr:.1f}", clipped, f"[{error.low:.4g}, {error.high:.4g}]")
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Several runs side by side. Each row: overrides, perplexity (before, after), size, seconds, poor layers."""
+    table = Table(title="comparison", title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table.add_column("run", overflow="fold")
+    for title in ("perplexity", "change [%]", "size", "calibration [s]", "worst SQNR [dB]"):
+        table.add_column(Text(title), justify="right")
+    for row in rows:
+        before, after = row.get("perplexity") or (None, None)
+        table.add_row(
+            Text(str(row.get("run", ""))),
+            "" if after is None else f"{after:.3f}",
+            "" if after is None or before is None else f"{100 * (after / before - 1):+.2f}",
+            "" if row.get("size") is None else human_size(row["size"]),
+            "" if row.get("seconds") is None else f"{row['seconds']:.1f}",
+            "" if row.get("worst_sqnr") is None else f"{row['worst_sqnr']:.1f}",
+        )
+    return table
+
+
+def human_size(size: float) -> str:
+    """Bytes for a person to read.
+
+    >>> human_size(538 * 2**20)
+    '538 MiB'
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def folder_size(folder: str | os.PathLike[str]) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+
+
+def print_report(report: RenderableType) -> None:
+    """Print to the terminal, at a width that does not wrap module names when output is piped."""
+    console = Console()
+    Console(width=max(console.width, 100), highlight=False, soft_wrap=True).print(report)

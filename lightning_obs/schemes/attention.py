@@ -1,0 +1,290 @@
+"""Attention states (q, k, v) and the kv cache: what can be written, and which modules it reaches.
+
+compressed-tensors knows two ways to say it. ``kv_cache_scheme`` quantizes k and v of every attention module that has a
+cache; ``ignore`` does not reach it. A group whose target is an attention class quantizes q, k and v, by replacing the
+attention function of the whole model, so it is all modules or none. Both are checked here as compressed-tensors will
+apply them when the checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStrategy,
+    QuantizationType,
+)
+from compressed_tensors.quantization.utils import KV_CACHE_TARGETS
+from compressed_tensors.utils import get_head_dim, get_num_attn_heads, get_num_kv_heads
+from compressed_tensors.utils.match import is_match, is_narrow_match, match_targets
+from torch import nn
+
+from lightning_obs.errors import CalibrationError, name_list, warn
+from lightning_obs.model.kinds import has_kv_cache, is_transformers_model
+from lightning_obs.numerics.reshape import ATTENTION
+
+KVCacheLike: TypeAlias = "str | Mapping[str, Any] | QuantizationArgs | None"
+
+#: k and v in 8-bit float, the one number format that vLLM loads for a cache
+KV_PRESETS: dict[str, QuantizationArgs] = {
+    "FP8": QuantizationArgs(type="float", strategy=QuantizationStrategy.TENSOR, observer="static_minmax"),
+    "FP8_HEAD": QuantizationArgs(type="float", strategy=QuantizationStrategy.ATTN_HEAD, observer="static_minmax"),
+}
+
+
+class StatesConfig(QuantizationConfig):
+    """A config that has an observer of its own for q, k or v, which share one ``QuantizationArgs`` otherwise."""
+
+    state_observers: dict[str, dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class StatesTarget:
+    """One attention module with the states that will be quantized, ``{"k": args, "v": args}``."""
+
+    name: str
+    module: nn.Module
+    scheme: QuantizationScheme
+    states: dict[str, QuantizationArgs]
+
+
+# ---------------------------------------------------------------------- what the user wrote
+
+
+def resolve_kv_cache(kv_cache: KVCacheLike, in_config: QuantizationArgs | None) -> QuantizationArgs | None:
+    """Make one ``QuantizationArgs`` of what a user can write as ``kv_cache``; None quantizes no cache.
+
+    Args:
+        kv_cache: ``"FP8"`` (one scale per layer for k and one for v), ``"FP8_HEAD"`` (one per head), a dict, or the
+            compressed-tensors object.
+        in_config: the ``kv_cache_scheme`` of a full config.
+
+    Raises:
+        CalibrationError: an unknown name or field, or both are given.
+    """
+    if kv_cache is None:
+        return None if in_config is None else in_config.model_copy(deep=True)
+    if in_config is not None:
+        raise CalibrationError(
+            "the kv cache is given twice", got="kv_cache beside kv_cache_scheme", remedy="say it in one place."
+        )
+    if isinstance(kv_cache, QuantizationArgs):
+        return kv_cache.model_copy(deep=True)
+    if isinstance(kv_cache, str) and kv_cache.upper() in KV_PRESETS:
+        return KV_PRESETS[kv_cache.upper()].model_copy(deep=True)
+    if isinstance(kv_cache, Mapping):
+        try:
+            return QuantizationArgs.model_validate(dict(kv_cache))
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise CalibrationError(f"compressed-tensors refuses kv_cache: {error}", got=repr(kv_cache)) from error
+    raise CalibrationError(
+        "kv_cache", got=repr(kv_cache), expected=f"{', '.join(KV_PRESETS)}, a dict of fields, or QuantizationArgs"
+    )
+
+
+def quantizes_states(group: QuantizationScheme) -> bool:
+    """Whether a group is about attention states, as far as can be told without a model: q, k, v are observed, no input.
+
+    >>> quantizes_states(QuantizationScheme(targets=["LlamaAttention"], input_activations=KV_PRESETS["FP8"]))
+    True
+    """
+    args = group.input_activations
+    if args is None or group.weights is not None:
+        return False
+    return args.strategy == QuantizationStrategy.ATTN_HEAD or all(map(_names_attention, group.targets))
+
+
+def state_args(config: QuantizationConfig, args: QuantizationArgs, base_name: str) -> QuantizationArgs:
+    """``args`` with the observer that ``config`` names for q, k or v."""
+    own = (config.state_observers or {}) if isinstance(config, StatesConfig) else {}
+    return args.model_copy(deep=True, update=own.get(base_name))
+
+
+# ---------------------------------------------------------------------- over one model
+
+
+def find_states(model: nn.Module, config: QuantizationConfig) -> list[StatesTarget]:
+    """The attention modules whose states ``config`` quantizes, checked without data.
+
+    Raises:
+        CalibrationError: the model has none that compressed-tensors can hook, a scheme that they cannot have, or an
+            attention function that would fail.
+    """
+    cached = {name: module for name, module in model.named_modules() if has_kv_cache(module)}
+    groups = dict(_of_groups(model, config, cached))
+    kv = config.kv_cache_scheme
+    if kv is None and not groups:
+        return []
+    _require_transformers(model)
+    if not cached:
+        raise CalibrationError(
+            f"{type(model).__name__} has no attention module whose cache compressed-tensors can quantize",
+            got=f"attention modules {name_list(_attention_names(model)) or 'none'}",
+            expected="a class named ...Attention with k_proj and v_proj (or qkv_proj, kv_b_proj) that is called with "
+            "past_key_values",
+            remedy="leave the kv cache in full precision.",
+        )
+    _check_schemes(kv, groups)
+    if groups:
+        _require_all(model, cached, groups)
+        _require_attention_function(model, cached)
+    else:
+        _warn_ignored(cached, list(config.ignore or []))
+    scheme = next(iter(groups.values())) if groups else _kv_scheme(kv)
+    args = scheme.input_activations
+    assert args is not None  # _check_schemes
+    _check_args(args, list(cached))
+    _require_head_counts(model, list(cached))
+    bases = ATTENTION if groups else ATTENTION[1:]
+    states = {base: state_args(config, args, base) for base in bases}
+    return [StatesTarget(name, module, groups.get(name, scheme), states) for name, module in cached.items()]
+
+
+def _of_groups(
+    model: nn.Module, config: QuantizationConfig, cached: Mapping[str, nn.Module]
+) -> Iterator[tuple[str, QuantizationScheme]]:
+    """``(name, group)`` of attention modules that a group targets, by compressed-tensors' rule: not their parent too,
+    and not their children (``re:.*self_attn.*`` means the Linear modules in it)."""
+    by_target = {t: g for g in config.config_groups.values() if isinstance(g, QuantizationScheme) for t in g.targets}
+    for name, module in cached.items():
+        matched = match_targets(name, module, list(by_target))
+        if matched and not is_match(name, module, list(config.ignore or [])):
+            group = by_target[matched[0]]
+            if is_narrow_match(model, group.targets, name):
+                yield name, group
+
+
+def _kv_scheme(kv: QuantizationArgs | None) -> QuantizationScheme:
+    return QuantizationScheme(targets=[*KV_CACHE_TARGETS], input_activations=kv)
+
+
+def _attention_names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if "attention" in type(module).__name__.lower()]
+
+
+def _require_transformers(model: nn.Module) -> None:
+    if not is_transformers_model(model):
+        raise CalibrationError(
+            "attention states and the kv cache are quantized in transformers models only, through model.config",
+            got=type(model).__name__,
+            remedy="give the transformers model itself, not a module around it (in Lightning: "
+            'CalibrationCallback(module="...")).',
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise CalibrationError(
+            f"{type(model).__name__} has cross-attention, whose cache compressed-tensors does not hook",
+            remedy="leave the kv cache in full precision.",
+        )
+
+
+def _check_schemes(kv: QuantizationArgs | None, groups: Mapping[str, QuantizationScheme]) -> None:
+    wrong = [n for n, g in groups.items() if g.weights is not None or g.output_activations is not None]
+    if wrong or any(group.input_activations is None for group in groups.values()):
+        raise CalibrationError(
+            "an attention module has states to quantize, no weights and no outputs",
+            where=wrong or list(groups),
+            expected="a group of input_activations only, which stand for q, k and v",
+            remedy="target its projections (`re:.*self_attn.*_proj$`) with the weights' scheme.",
+        )
+    found = [group.input_activations for group in groups.values()] + ([kv] if kv is not None else [])
+    formats = {args.model_dump_json(exclude={"observer", "observer_kwargs"}) for args in found if args is not None}
+    if len(formats) > 1:
+        raise CalibrationError(
+            "attention states are given two schemes, but a checkpoint has room for one",
+            where=list(groups),
+            got=" and ".join(sorted(formats)),
+            remedy="give kv_cache (k and v) or one attention group (q, k and v).",
+        )
+
+
+def _check_args(args: QuantizationArgs, names: list[str]) -> None:
+    if args.dynamic is not False:
+        raise CalibrationError(
+            "attention states are quantized with calibrated scales only", where=names, got=f"dynamic={args.dynamic}"
+        )
+    if args.strategy not in (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD):
+        strategy = QuantizationStrategy(args.strategy).value
+        raise CalibrationError(
+            f"strategy {strategy} cannot be applied to attention states", where=names, expected="tensor or attn_head"
+        )
+    kind = QuantizationType(args.type).value
+    if (kind, args.num_bits, args.symmetric) != ("float", 8, True):
+        warn(
+            f"vLLM loads a kv cache in symmetric 8-bit float only, not {kind} of {args.num_bits} bits"
+            f"{'' if args.symmetric else ', asymmetric'}; transformers loads it."
+        )
+
+
+def _require_all(model: nn.Module, cached: Mapping[str, nn.Module], groups: Mapping[str, QuantizationScheme]) -> None:
+    """The attention function is one for the model, and compressed-tensors' fails in a module that it did not hook."""
+    innermost = [name for name in _attention_names(model) if hasattr(model.get_submodule(name), "config")]
+    innermost = [name for name in innermost if not any(other.startswith(f"{name}.") for other in innermost)]
+    left = [name for name in dict.fromkeys([*cached, *innermost]) if name not in groups]
+    if left:
+        raise CalibrationError(
+            "q is quantized in every attention module of a model or in none",
+            where=left,
+            remedy="target them all, or quantize k and v only (kv_cache=...).",
+        )
+    targets = {target for group in groups.values() for target in group.targets}
+    if len(targets) > 1 or not next(iter(targets)).endswith("Attention"):
+        kinds = sorted({type(cached[name]).__name__ for name in groups})
+        warn(
+            f"vLLM wants one target that ends in Attention ({', '.join(kinds)}), not {', '.join(sorted(targets))}; "
+            f"transformers loads it."
+        )
+
+
+def _require_attention_function(model: Any, cached: Mapping[str, nn.Module]) -> None:
+    configs = [model.config, *(getattr(module, "config", model.config) for module in cached.values())]
+    used = sorted({str(config._attn_implementation) for config in configs})
+    if used in (["eager"], ["None"]) or len(used) > 1:
+        raise CalibrationError(
+            "compressed-tensors quantizes q in attention functions of transformers' registry; eager is none of them"
+            if len(used) == 1
+            else "compressed-tensors quantizes q in models with one attention function",
+            got=f"attn_implementation {', '.join(used)}",
+            remedy='load the model with attn_implementation="sdpa", or quantize k and v only (kv_cache=...).',
+        )
+
+
+def _require_head_counts(model: Any, names: list[str]) -> None:
+    config = model.config.get_text_config(decoder=True)
+    try:
+        get_num_attn_heads(config), get_num_kv_heads(config), get_head_dim(config)
+    except ValueError as error:
+        raise CalibrationError(
+            "compressed-tensors cannot tell the number of heads, so the checkpoint would not load",
+            where=names,
+            got=f"{type(config).__name__} without {'num_key_value_heads' if 'key_value' in str(error) else 'heads'}",
+            remedy="leave the kv cache in full precision.",
+        ) from error
+
+
+def count_heads(model: Any) -> dict[str, int]:
+    """Heads of q, k and v that compressed-tensors makes room for when it loads a checkpoint.
+
+    Args:
+        model: anything with a transformers ``config``.
+    """
+    config = model.config.get_text_config(decoder=True)
+    kv = get_num_kv_heads(config)
+    return {"q": get_num_attn_heads(config), "k": kv, "v": kv}
+
+
+def _warn_ignored(cached: Mapping[str, nn.Module], ignore: list[str]) -> None:
+    patterns = [p for p in ignore if _names_attention(p) and any(is_match(n, m, p) for n, m in cached.items())]
+    if patterns:
+        warn(
+            f"the kv cache of a model is quantized whole, ignore does not keep attention modules out of it: "
+            f"{name_list(patterns)}"
+        )
+
+
+def _names_attention(pattern: str) -> bool:
+    return pattern.rstrip("$)").lower().endswith(("attention", "attn"))

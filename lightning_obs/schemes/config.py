@@ -1,0 +1,254 @@
+"""What the user can write as a scheme, and the one ``QuantizationConfig`` it becomes.
+
+A scheme is a preset name, a dict or a compressed-tensors object. Observers and their hyperparameters are set here too,
+and tried, so that a typo is found where it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStrategy,
+    QuantizationType,
+    is_preset_scheme,
+    preset_name_to_scheme,
+)
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.model.qparams import scheme_args
+from lightning_obs.numerics.reshape import ATTENTION, BASE_NAMES
+from lightning_obs.observers import Observer
+from lightning_obs.schemes.attention import KVCacheLike, StatesConfig, quantizes_states, resolve_kv_cache, state_args
+
+SchemeLike: TypeAlias = "str | Mapping[str, Any] | QuantizationScheme | QuantizationConfig"
+ObserversLike: TypeAlias = "Mapping[str, str | Mapping[str, Any] | None] | None"
+
+DEFAULT_TARGETS = ("Linear",)
+
+#: compressed-tensors' W8A8 (= INT8) quantizes activations dynamically; this is the one with calibrated activations.
+OWN_PRESETS: dict[str, dict[str, QuantizationArgs]] = {
+    "INT8_STATIC": {
+        "weights": QuantizationArgs(num_bits=8, strategy=QuantizationStrategy.CHANNEL),
+        "input_activations": QuantizationArgs(
+            num_bits=8, strategy=QuantizationStrategy.TENSOR, observer="static_minmax"
+        ),
+    }
+}
+
+_SCHEME_FIELDS = set(QuantizationScheme.model_fields)
+
+
+# ---------------------------------------------------------------------- what the user wrote
+
+
+def preset_names() -> list[str]:
+    """Names of all presets: compressed-tensors' and our own."""
+    return sorted({*PRESET_SCHEMES, *OWN_PRESETS} - {"UNQUANTIZED"})
+
+
+def resolve_config(
+    scheme: SchemeLike | None,
+    *,
+    targets: str | Sequence[str] | None = None,
+    ignore: str | Sequence[str] = (),
+    observers: ObserversLike = None,
+    kv_cache: KVCacheLike = None,
+) -> QuantizationConfig:
+    """Make one ``QuantizationConfig`` of what a user can write.
+
+    Args:
+        scheme: a preset name (``"FP8"``, ``"W4A16"``, ``"INT8_STATIC"``...); a dict of ``weights`` /
+            ``input_activations`` / ``output_activations``; a dict of groups (``{"FP8": ["re:.*mlp.*_proj"],
+            "W4A16": ["Linear"]}`` or ``{"group": {"targets": [...], "weights": {...}}}``); a full
+            ``{"config_groups": ...}``; or the compressed-tensors object. None with ``kv_cache``, for the cache alone.
+        targets: what to quantize, where the scheme does not say: class names, module names, ``re:`` patterns.
+        ignore: what to leave alone, written the same way.
+        observers: observer per base name (weight, input, output; q, k, v of attention states): a name, or a dict of
+            ``name`` and hyperparameters. Replaces the one that the scheme names.
+        kv_cache: quantization of the kv cache, see :func:`~lightning_obs.schemes.attention.resolve_kv_cache`.
+
+    Raises:
+        CalibrationError: an unknown preset, field, base name or observer; targets given twice; a scheme that
+            compressed-tensors refuses (its own message is in the error).
+    """
+    targets = [targets] if isinstance(targets, str) else list(targets) if targets is not None else None
+    ignore = [ignore] if isinstance(ignore, str) else list(ignore)
+    try:
+        groups, base = ({}, None) if scheme is None and kv_cache is not None else _groups(scheme, targets)
+    except CalibrationError:
+        raise
+    except (ValueError, TypeError, NotImplementedError, KeyError) as error:
+        raise CalibrationError(f"compressed-tensors refuses the scheme: {error}", got=repr(scheme)) from error
+    config = QuantizationConfig(
+        config_groups={name: group.model_copy(deep=True) for name, group in groups.items()},
+        ignore=[*(base.ignore or [] if base else []), *ignore],
+        kv_cache_scheme=resolve_kv_cache(kv_cache, base.kv_cache_scheme if base else None),
+    )
+    if any(observers and observers.get(name) for name in ATTENTION):
+        config = StatesConfig(**dict(config))
+    _set_observers(config, observers or {})
+    return config
+
+
+def _groups(
+    scheme: SchemeLike | None, targets: list[str] | None
+) -> tuple[dict[str, QuantizationScheme], QuantizationConfig | None]:
+    if isinstance(scheme, QuantizationConfig) or (isinstance(scheme, Mapping) and "config_groups" in scheme):
+        config = scheme if isinstance(scheme, QuantizationConfig) else QuantizationConfig.model_validate(dict(scheme))
+        _refuse_second_targets(targets, "the QuantizationConfig's groups")
+        return dict(zip(config.config_groups, config_groups(config), strict=True)), config
+    if isinstance(scheme, QuantizationScheme):
+        if scheme.targets:
+            _refuse_second_targets(targets, "the QuantizationScheme")
+        return {"group_0": scheme.model_copy(update={"targets": scheme.targets or targets or [*DEFAULT_TARGETS]})}, None
+    if isinstance(scheme, str):
+        return {"group_0": _preset(scheme, targets or [*DEFAULT_TARGETS])}, None
+    if isinstance(scheme, Mapping) or scheme is None:
+        if not scheme:
+            raise CalibrationError("the scheme is empty", expected="a preset name or at least one group")
+        if set(scheme) <= _SCHEME_FIELDS:
+            own = {**scheme}
+            if "targets" in own:
+                _refuse_second_targets(targets, "the scheme")
+            own["targets"] = own.get("targets") or targets or [*DEFAULT_TARGETS]
+            return {"group_0": QuantizationScheme.model_validate(own)}, None
+        if set(scheme) & _SCHEME_FIELDS:  # one scheme, misspelt, rather than groups called "weights"
+            unknown = ", ".join(sorted(map(str, set(scheme) - _SCHEME_FIELDS)))
+            raise CalibrationError(f"the scheme has no field {unknown}", expected=", ".join(sorted(_SCHEME_FIELDS)))
+        _refuse_second_targets(targets, "the scheme's groups")
+        return {name: _group(name, value) for name, value in scheme.items()}, None
+    raise CalibrationError(
+        "not a scheme", got=type(scheme).__name__, expected="a preset name, a dict, or a QuantizationConfig"
+    )
+
+
+def _group(name: str, value: Any) -> QuantizationScheme:
+    if isinstance(value, str):
+        return _preset(name, [value])
+    if isinstance(value, QuantizationScheme):
+        return value
+    if isinstance(value, Mapping):
+        unknown = sorted(set(value) - _SCHEME_FIELDS)
+        if unknown:
+            raise CalibrationError(
+                f"scheme group {name!r} has no field {', '.join(unknown)}",
+                expected=", ".join(sorted(_SCHEME_FIELDS)),
+            )
+        return QuantizationScheme.model_validate({"targets": [*DEFAULT_TARGETS], **value})
+    if isinstance(value, Iterable):
+        return _preset(name, [str(target) for target in value])
+    raise CalibrationError(f"scheme group {name!r}", got=repr(value), expected="a list of targets or a dict of fields")
+
+
+def config_groups(config: QuantizationConfig) -> list[QuantizationScheme]:
+    """The schemes of a config, in order."""
+    groups = list(config.config_groups.values())
+    assert all(isinstance(group, QuantizationScheme) for group in groups)  # it resolves preset groups by itself
+    return groups
+
+
+def _preset(name: str, targets: list[str]) -> QuantizationScheme:
+    upper = name.upper()
+    if upper in OWN_PRESETS:
+        return QuantizationScheme(targets=targets, **OWN_PRESETS[upper])
+    if not is_preset_scheme(upper) or upper == "UNQUANTIZED":
+        raise CalibrationError(f"unknown scheme {name!r}", expected=f"one of {', '.join(preset_names())}")
+    return preset_name_to_scheme(upper, targets)
+
+
+def _refuse_second_targets(targets: list[str] | None, first: str) -> None:
+    if targets is not None:
+        raise CalibrationError(
+            "targets are given twice", got=f"targets={targets} beside {first}", remedy="say it in one place."
+        )
+
+
+def _set_observers(config: QuantizationConfig, observers: Mapping[str, str | Mapping[str, Any] | None]) -> None:
+    known = BASE_NAMES
+    for base_name, value in observers.items():
+        if base_name not in known:
+            raise CalibrationError(f"observers for {base_name!r}", expected=f"one of {', '.join(known)}")
+        if value is None:
+            continue
+        kwargs = {} if isinstance(value, str) else {key: v for key, v in value.items() if key != "name"}
+        name = value if isinstance(value, str) else value.get("name")
+        if name is None:
+            if kwargs:
+                raise CalibrationError(f"observers[{base_name!r}] has hyperparameters but no name", got=repr(kwargs))
+            continue
+        found = [args for owner, args in _all_args(config) if owner == base_name and args.dynamic is not True]
+        if not found:
+            raise CalibrationError(
+                f"observer {name!r} is given for {base_name}, but the scheme has nothing static to observe there",
+                remedy="leave it out, or "
+                + (
+                    "quantize attention states (kv_cache for k and v, an attention group for q, k and v)."
+                    if base_name in ATTENTION
+                    else "choose a scheme that needs it (INT8_STATIC and FP8 calibrate inputs)."
+                ),
+            )
+        if base_name in ATTENTION:
+            assert isinstance(config, StatesConfig)  # resolve_config
+            own = {base_name: {"observer": name, "observer_kwargs": kwargs}}
+            config.state_observers = (config.state_observers or {}) | own
+            continue
+        for args in found:
+            args.observer, args.observer_kwargs = name, kwargs
+    for base_name, args in _all_args(config):
+        if args.dynamic is not True:
+            make_observer(
+                base_name, state_args(config, args, base_name)
+            )  # an unknown name or hyperparameter is found now, not after the data
+
+
+def _all_args(config: QuantizationConfig) -> Iterator[tuple[str, QuantizationArgs]]:
+    for group in config_groups(config):
+        if quantizes_states(group):
+            yield from ((base_name, args) for base_name in ATTENTION for _, args in scheme_args(group))
+        else:
+            yield from scheme_args(group)
+    if config.kv_cache_scheme is not None:
+        yield from ((base_name, config.kv_cache_scheme) for base_name in ("k", "v"))
+
+
+def make_observer(base_name: str, args: QuantizationArgs) -> Observer:
+    """The observer that ``args`` names; ``memoryless_minmax`` for weights and ``minmax`` otherwise if it names none."""
+    name = args.observer or ("memoryless_minmax" if base_name == "weight" else "minmax")
+    observer: Observer = Observer.load_from_registry(name, base_name=base_name, args=args)
+    return observer
+
+
+def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
+    """A short name of a scheme for reports: the preset's name, or what it does.
+
+    >>> scheme = {"weights": {"num_bits": 4, "group_size": 64}}
+    >>> label(scheme, resolve_config(scheme))
+    'int4 group 64 weights'
+    """
+    cache = [] if config.kv_cache_scheme is None else [f"{_describe(config.kv_cache_scheme)} kv cache"]
+    if isinstance(scheme, str):
+        return " + ".join([scheme.upper(), *cache])
+    if isinstance(scheme, Mapping) and set(map(str.upper, scheme)) <= set(preset_names()):
+        return " + ".join([*map(str.upper, scheme), *cache])
+    kinds = {"weight": "weights", "input": "inputs", "output": "outputs"}
+    groups = [
+        ", ".join(
+            f"{_describe(args)} {'attention states' if quantizes_states(group) else kinds[base_name]}"
+            for base_name, args in scheme_args(group)
+        )
+        for group in config_groups(config)
+    ]
+    return " + ".join(dict.fromkeys([*groups, *cache]))
+
+
+def _describe(args: QuantizationArgs) -> str:
+    size = f" {args.group_size}" if args.group_size and args.group_size > 0 else ""
+    # Fields left at their default are enum members, others strings.
+    kind, strategy = QuantizationType(args.type).value, QuantizationStrategy(args.strategy).value
+    return f"{'dynamic ' if args.dynamic is True else ''}{kind}{args.num_bits} {strategy}{size}"

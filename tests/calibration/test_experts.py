@@ -1,0 +1,433 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from torch import nn
+
+from lightning_obs import CalibrationError, CalibrationSession, CalibrationWarning, Observer, linearize_experts
+from lightning_obs.observers.min_max import MemorylessMinMaxObserver, StaticMinMaxObserver
+from lightning_obs.report.summary import summary
+from tests.moe_models import EXPERTS, HIDDEN, GatedMLP, ListBlock, StackedBlock, by_hand, tiny_moe
+
+#: expert 3 gets no token, expert 2 one
+INDEX = torch.tensor([[0, 1]] * 5 + [[1, 2]] + [[0, 1]] * 2)
+
+
+def linear_block() -> nn.Module:
+    block = StackedBlock()
+    linearize_experts(block)
+    return block.eval()
+
+
+def list_block() -> nn.Module:
+    return ListBlock().eval()
+
+
+BLOCKS = pytest.mark.parametrize("make", [linear_block, list_block], ids=["linearized", "ModuleList"])
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 4, HIDDEN)
+
+
+def routed(index: torch.Tensor, expert: int) -> torch.Tensor:
+    return (index == expert).any(-1)
+
+
+def assert_ranges(found, block, expert, tokens):
+    for projection, expected in by_hand(block, expert, tokens).items():
+        assert found[f"experts.{expert}.{projection}"] == pytest.approx(expected, rel=1e-6), (expert, projection)
+
+
+# ---------------------------------------------------------------------- what the router sends
+
+
+@BLOCKS
+def test_an_expert_observes_the_tokens_that_it_gets(make, x):
+    block = make()
+    with (
+        pytest.warns(CalibrationWarning, match="no data reached"),
+        CalibrationSession(block, "INT8_STATIC", on_missing="warn") as session,
+    ):
+        block(x, INDEX)
+    if make is linear_block:  # engines take a layer's experts as a whole
+        assert session.result.skipped == sorted(t.name for t in session.plan.targets)
+    for expert in (0, 1, 2):
+        assert_ranges(session.result.input_ranges, block, expert, x.flatten(0, 1)[routed(INDEX, expert)])
+
+
+@BLOCKS
+def test_tokens_are_counted_as_the_router_sent_them(make, x):
+    block = make()
+    with (
+        pytest.warns(CalibrationWarning, match="no token reached"),
+        CalibrationSession(block, "INT8_STATIC", on_missing="siblings") as session,
+    ):
+        block(torch.cat([x, x]), torch.cat([INDEX, INDEX]))
+    assert session.result.expert_tokens == {"experts": [14, 16, 2, 0]}
+
+
+def test_counts_are_those_of_transformers_own_router():
+    model = tiny_moe("qwen3_moe")
+    linearize_experts(model)
+    sent = {f"model.layers.{n}.mlp.experts": torch.zeros(EXPERTS, dtype=torch.long) for n in (0, 1)}
+    for name, counts in sent.items():
+        gate = model.get_submodule(name.removesuffix("experts") + "gate")
+
+        def count(module, args, output, counts=counts):
+            counts += torch.bincount(output[2].flatten(), minlength=EXPERTS)
+
+        gate.register_forward_hook(count)
+    session = CalibrationSession(model, "FP8", ignore=["lm_head"], reload="unchecked", on_missing="siblings")
+    with session:
+        for _ in range(2):
+            model(torch.randint(3, 128, (2, 16)))
+    assert session.result.expert_tokens == {name: counts.tolist() for name, counts in sent.items()}
+
+
+# ---------------------------------------------------------------------- all tokens for all experts
+
+
+@BLOCKS
+def test_every_expert_observes_all_tokens(make, x):
+    block = make()
+    with CalibrationSession(block, "INT8_STATIC", calibrate_all_experts=True) as session:
+        block(x, INDEX)
+        block(x + 1, INDEX)
+    seen = torch.cat([x, x + 1]).flatten(0, 1)
+    for expert in range(EXPERTS):
+        assert_ranges(session.result.input_ranges, block, expert, seen)
+    assert session.result.expert_tokens == {"experts": [14, 16, 2, 0]}
+
+
+@BLOCKS
+def test_outputs_and_random_numbers_stay_what_they_are(make, x):
+    block = make().train()  # the ModuleList's experts have dropout
+    torch.manual_seed(5)
+    expected = block(x, INDEX)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    with CalibrationSession(block, "INT8_STATIC", calibrate_all_experts=True):
+        found = block(x, INDEX)
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@BLOCKS
+def test_gradients_flow_as_before(make, x):
+    block = make()
+    expected = torch.autograd.grad(block(x, INDEX).sum(), block.experts.get_submodule("0").down_proj.weight)[0]
+    with CalibrationSession(block, "INT8_STATIC", calibrate_all_experts=True):
+        found = torch.autograd.grad(block(x, INDEX).sum(), block.experts.get_submodule("0").down_proj.weight)[0]
+    assert torch.equal(found, expected)
+
+
+@BLOCKS
+def test_no_token_is_observed_twice(make, x, own_registry):
+    @Observer.register("counting")
+    class Counting(StaticMinMaxObserver):
+        def forward(self, value, g_idx=None):
+            self.seen = getattr(self, "seen", 0) + value.shape[:-1].numel()
+            return super().forward(value, g_idx)
+
+        def observe_shared(self, value, measured):
+            self(value)
+
+    block = make()
+    session = CalibrationSession(block, "INT8_STATIC", observers={"input": "counting"}, calibrate_all_experts=True)
+    with session:
+        block(x, INDEX)
+    seen = {name: o.seen for (name, base), o in session.observers.items() if base == "input"}
+    assert seen == dict.fromkeys(seen, 8)
+    assert len(seen) == 3 * EXPERTS
+
+
+@BLOCKS
+def test_no_hook_is_left(make, x):
+    block = make()
+    with CalibrationSession(block, "INT8_STATIC", calibrate_all_experts=True):
+        block(x, INDEX)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in block.modules())
+
+
+def test_transformers_own_models_can_show_all_tokens_to_all_experts():
+    model = tiny_moe("mixtral")
+    linearize_experts(model)
+    tokens, seen = torch.randint(3, 128, (2, 16)), []
+    experts = model.model.layers[1].mlp.experts
+    handle = experts.register_forward_pre_hook(lambda m, args: seen.append(args[0].detach()))
+    with torch.no_grad():
+        before = model(tokens).logits
+    handle.remove()
+    with (
+        CalibrationSession(
+            model, "INT8_STATIC", ignore=["lm_head"], reload="unchecked", calibrate_all_experts=True
+        ) as session,
+        torch.inference_mode(),
+    ):
+        assert torch.equal(model(tokens).logits, before)
+    for expert in range(EXPERTS):
+        found = session.result.input_ranges[f"model.layers.1.mlp.experts.{expert}.w3"]
+        assert found == (seen[0].min().item(), seen[0].max().item())
+
+
+class WithContext(ListBlock):
+    def forward(self, x, index):
+        return sum(expert(x, context=x) for expert in self.experts)
+
+
+class TakesContext(GatedMLP):
+    def forward(self, x, context):
+        return super().forward(x + context)
+
+
+class Elsewhere(nn.Module):
+    """Calls experts that another module holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = ListBlock()
+
+    def forward(self, x, index):
+        self.block(x, index * 0 + EXPERTS)
+        return self.block.experts[0](x)
+
+
+def test_experts_that_take_more_than_their_tokens_cannot_be_run_on_all(x):
+    block = WithContext()
+    block.experts = nn.ModuleList(TakesContext() for _ in range(EXPERTS))
+    with (
+        pytest.raises(CalibrationError, match=r"cannot run these experts.*: experts\. Got expert 0 called with 2 arg"),
+        CalibrationSession(block, "INT8_STATIC", calibrate_all_experts=True),
+    ):
+        block(x, INDEX)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in block.modules())
+
+
+def test_experts_that_their_parent_does_not_call_cannot_be_run_on_all(x):
+    model = Elsewhere()
+    with (
+        pytest.raises(CalibrationError, match=r"block\.experts\. Got ListBlock ran without calling any of them"),
+        CalibrationSession(model, "INT8_STATIC", calibrate_all_experts=True),
+    ):
+        model(x, INDEX)
+
+
+def test_experts_of_another_width_than_the_layer_cannot_be_run_on_all(x):
+    class Narrow(ListBlock):
+        def forward(self, x, index):
+            return super().forward(x[..., :HIDDEN], index)
+
+    block = Narrow()
+    with (
+        pytest.raises(CalibrationError, match=r"cannot run these experts.*expert 0 on \(8, 64\)"),
+        CalibrationSession(block, "INT8_STATIC", calibrate_all_experts=True),
+    ):
+        block(torch.cat([x, x], -1), INDEX)
+
+
+def test_all_experts_of_a_model_without_experts_is_refused(mlp):
+    with pytest.raises(CalibrationError, match=r"no experts were found.*Remedy: leave calibrate_all_experts out"):
+        CalibrationSession(mlp, "INT8_STATIC", calibrate_all_experts=True)
+
+
+# ---------------------------------------------------------------------- padding
+
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+
+
+def test_padding_is_kept_out_of_what_an_expert_observes_and_counts(x):
+    block = linear_block()
+    index = torch.arange(16).view(8, 2) % EXPERTS
+    x[MASK == 0] *= 100
+    with CalibrationSession(block, "INT8_STATIC", token_mask="attention_mask") as session:
+        block(x, index, attention_mask=MASK)
+    real = MASK.flatten().bool()
+    for expert in range(EXPERTS):
+        chosen = routed(index, expert) & real
+        assert_ranges(session.result.input_ranges, block, expert, x.flatten(0, 1)[chosen])
+        assert session.result.expert_tokens["experts"][expert] == int(chosen.sum())
+
+
+def test_padding_of_tokens_that_a_foreign_block_selects_cannot_be_told(x):
+    block = list_block()
+    with (
+        pytest.raises(CalibrationError, match=r"which rows are padding cannot be told.*experts\.0\.gate_proj"),
+        CalibrationSession(block, "INT8_STATIC", token_mask="attention_mask"),
+    ):
+        block(x, INDEX, attention_mask=MASK)
+
+
+@BLOCKS
+def test_padding_is_kept_out_of_all_experts(make, x):
+    block = make()
+    x[MASK == 0] *= 100
+    with CalibrationSession(block, "INT8_STATIC", token_mask="attention_mask", calibrate_all_experts=True) as session:
+        block(x, INDEX, attention_mask=MASK)
+    for expert in range(EXPERTS):
+        assert_ranges(session.result.input_ranges, block, expert, x[MASK == 1])
+
+
+def test_a_mask_of_another_size_than_the_layer_s_tokens_is_refused(x):
+    block = linear_block()
+    with (
+        pytest.raises(CalibrationError, match="which rows are padding cannot be told"),
+        CalibrationSession(block, "INT8_STATIC", token_mask="attention_mask"),
+    ):
+        block(x, INDEX, attention_mask=MASK[:, :3])
+
+
+# ---------------------------------------------------------------------- experts without tokens
+
+
+@BLOCKS
+def test_an_expert_without_tokens_takes_the_union_of_its_siblings_ranges(make, x):
+    block = make()
+    with (
+        pytest.warns(CalibrationWarning, match=r"no token reached these modules.*experts\.3\.down_proj"),
+        CalibrationSession(block, "INT8_STATIC", on_missing="siblings") as session,
+    ):
+        block(x, INDEX)
+    result = session.result
+    assert result.fallback == [f"experts.3.{p}_proj" for p in ("down", "gate", "up")]
+    assert not result.skipped
+    for projection in ("gate_proj", "down_proj"):
+        ranges = [by_hand(block, expert, x.flatten(0, 1)[routed(INDEX, expert)])[projection] for expert in (0, 1, 2)]
+        low, high = min(0.0, *(r[0] for r in ranges)), max(0.0, *(r[1] for r in ranges))
+        found = block.experts.get_submodule("3")._modules[projection]
+        assert found.input_scale.item() == pytest.approx(max(-low, high) / 127.5, rel=1e-5)
+        torch.testing.assert_close(found.weight_scale.flatten(), found.weight.abs().amax(1) / 127.5)
+
+
+def test_borrowed_global_scales_are_one_for_gate_and_up(x):
+    block = linear_block().to(torch.bfloat16)
+    with (
+        pytest.warns(CalibrationWarning, match="no token reached"),
+        CalibrationSession(block, "NVFP4", on_missing="siblings"),
+    ):
+        block(x.to(torch.bfloat16), INDEX)
+    for expert in block.experts.experts:
+        assert torch.equal(expert.gate_proj.input_global_scale, expert.up_proj.input_global_scale)
+        assert torch.equal(expert.gate_proj.weight_global_scale, expert.up_proj.weight_global_scale)
+    narrowest = min(e.gate_proj.input_global_scale for e in block.experts.experts[:3])  # a divisor: the widest range
+    assert torch.equal(block.experts.experts[3].gate_proj.input_global_scale, narrowest)
+
+
+def test_gate_and_up_of_one_expert_share_global_scales_and_experts_do_not(x):
+    block = linear_block().to(torch.bfloat16)
+    index = torch.arange(16).view(8, 2) % EXPERTS
+    with CalibrationSession(block, "NVFP4"):
+        block(x.to(torch.bfloat16), index)
+    for kind in ("input_global_scale", "weight_global_scale"):
+        gates = [getattr(e.gate_proj, kind).item() for e in block.experts.experts]
+        assert gates == [getattr(e.up_proj, kind).item() for e in block.experts.experts]
+        assert len(set(gates)) > 1
+    widest = max(
+        block.experts.experts[0].gate_proj.weight.abs().max(), block.experts.experts[0].up_proj.weight.abs().max()
+    )
+    assert block.experts.experts[0].gate_proj.weight_global_scale.item() == pytest.approx(
+        6 * 448 / widest.item(), rel=1e-2
+    )
+
+
+def test_siblings_that_saw_nothing_either_are_an_error(x):
+    block = linear_block()
+    model = nn.ModuleDict({"block": block, "head": nn.Linear(HIDDEN, 4)})
+    with (
+        pytest.raises(CalibrationError, match=r"no data reached 12 of 13 observers.*calibrate_all_experts=True"),
+        CalibrationSession(model, "INT8_STATIC", on_missing="siblings"),
+    ):
+        model["head"](x)
+
+
+def test_what_is_no_expert_has_no_siblings(x):
+    block = linear_block()
+    model = nn.ModuleDict({"block": block, "head": nn.Linear(HIDDEN, 4)})
+    with (
+        pytest.raises(CalibrationError, match=r"no data reached 1 of 13 observers: head \(input\)"),
+        CalibrationSession(model, "INT8_STATIC", on_missing="siblings"),
+    ):
+        block(x, torch.arange(16).view(8, 2) % EXPERTS)
+
+
+def test_a_weight_whose_observer_wants_inputs_goes_without_them(x, own_registry):
+    @Observer.register("wanting")
+    class Wanting(MemorylessMinMaxObserver):
+        needs_inputs = True
+        input_statistics = ("seen",)
+
+        def observe_inputs(self, value, measured=None):
+            self._remember_initial_state()
+            self.seen = True
+
+    block = linear_block()
+    scheme = {"weights": QuantizationArgs(num_bits=8, strategy="channel").model_dump()}
+    with (
+        pytest.warns(CalibrationWarning, match="no token reached"),
+        CalibrationSession(block, scheme, observers={"weight": "wanting"}, on_missing="siblings") as session,
+    ):
+        block(x, INDEX)
+    assert session.result.fallback == [f"experts.3.{p}_proj" for p in ("down", "gate", "up")]
+    weight = block.experts.get_submodule("3").up_proj
+    torch.testing.assert_close(weight.weight_scale.flatten(), weight.weight.abs().amax(1) / 127.5)
+
+
+def test_borrowing_does_not_outlast_the_calibration(x):
+    block = linear_block()
+    session = CalibrationSession(block, "INT8_STATIC", on_missing="siblings")
+    with pytest.warns(CalibrationWarning, match="no token reached"), session:
+        block(x, INDEX)
+    borrowed = block.experts.get_submodule("3").up_proj.input_scale.clone()
+    with session:
+        block(x / 100, torch.full((8, 1), 3))
+        block(x / 100, INDEX)
+    assert session.result.fallback == []
+    assert block.experts.get_submodule("3").up_proj.input_scale < borrowed / 50
+
+
+def test_the_report_says_how_many_tokens_experts_got(x):
+    from rich.console import Console
+
+    block = linear_block()
+    with pytest.warns(CalibrationWarning), CalibrationSession(block, "INT8_STATIC", on_missing="siblings") as session:
+        block(x, INDEX)
+    console = Console(width=200, record=True)
+    console.print(summary(session.result))
+    text = console.export_text()
+    assert "tokens per expert: 0 to 8, median 1; 1 of 4 experts got none: experts.3" in text
+    assert "with the activations' range of their siblings: experts.3.down_proj" in text
+
+
+# ---------------------------------------------------------------------- fused groups of the user's
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.alone = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        with torch.no_grad():
+            self.right.weight.mul_(10)
+
+    def forward(self, x):
+        return self.left(x) + self.right(3 * x) + self.alone(x)
+
+
+def test_a_fused_group_of_one_s_own_shares_global_scales(x):
+    model = Pair().to(torch.bfloat16)
+    with CalibrationSession(model, "NVFP4", fused_groups=[["left", "right", "missing"]]):
+        model(x.to(torch.bfloat16))
+    for kind in ("input_global_scale", "weight_global_scale"):
+        assert getattr(model.left, kind) == getattr(model.right, kind)
+        assert getattr(model.left, kind) != getattr(model.alone, kind)
+
+
+def test_a_fused_group_of_one_s_own_with_two_schemes_is_refused():
+    groups = {
+        "a": {"targets": ["left"], "weights": {"num_bits": 8, "strategy": "channel"}},
+        "b": {"targets": ["right"], "weights": {"num_bits": 4, "strategy": "channel"}},
+    }
+    CalibrationSession(Pair(), {"config_groups": groups})
+    with pytest.raises(CalibrationError, match=r"different schemes: left, right"):
+        CalibrationSession(Pair(), {"config_groups": groups}, fused_groups=[["left", "right"]])

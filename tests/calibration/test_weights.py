@@ -1,0 +1,264 @@
+"""Weights sharded by FSDP2. Each `on_*` function runs on every rank, in a process of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_obs import CalibrationError, CalibrationSession, quantized
+from lightning_obs.distributed.sync import Collectives
+from lightning_obs.model.qparams import trained_since
+from lightning_obs.model.weights import weight_checksum
+from lightning_obs.observers.mse import MemorylessMSEObserver
+from tests.ranks import run_ranks
+
+GLOBAL = {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+STRATEGIES = {
+    "channel": {"num_bits": 8, "strategy": "channel"},
+    "channel4": {"num_bits": 4, "strategy": "channel", "symmetric": False},
+    "group": {"num_bits": 4, "group_size": 8, "strategy": "group"},
+    "tensor": {"num_bits": 8, "strategy": "tensor"},
+    "block": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [4, 8]},
+    "tensor_group": {"num_bits": 4, "type": "float", "group_size": 16, **GLOBAL},
+}
+OBSERVERS = [
+    "memoryless_minmax", "static_minmax", "minmax", "memoryless_mse", "mse", "nvfp4_expanded_mse", "imatrix_mse",
+    "normal_observer",
+]  # fmt: skip
+
+
+class Layers(nn.Module):
+    """Rows that ranks do not divide, fewer rows than ranks, and q, k, v, which share a global scale."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.odd = nn.Linear(32, 13)
+        self.few = nn.Linear(32, 3)
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(32, 24), nn.Linear(32, 8), nn.Linear(32, 8)
+        self.plain = nn.Linear(32, 5)
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                # A few large values: what a search gives up, and by how much, differs from row to row.
+                parameter.copy_(torch.randn(parameter.shape, generator=generator).pow(3) * (1 + number % 3))
+        self.to(dtype)
+
+    def forward(self, x):
+        outputs = [layer(x) for layer in (self.odd, self.few, self.q_proj, self.k_proj, self.v_proj)]
+        outputs.append(self.plain(x.to(self.plain.weight.dtype)))  # it is no part of FSDP's mixed precision
+        return torch.cat(outputs, -1)
+
+
+def shard(model, **options):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model.odd, model.few, model.q_proj):
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, ignored_params={*model.plain.parameters()}, **options)
+    return model
+
+
+def data():
+    """Multiples of 1/4: their squares are added without rounding, in any order."""
+    generator = torch.Generator().manual_seed(6)
+    return [torch.randint(-16, 17, (4, 32), generator=generator) / 4 for _ in range(4)]
+
+
+def options(strategy, observer):
+    return {
+        "scheme": {"weights": {**STRATEGIES[strategy], "observer": observer}},
+        "observers": {"weight": observer},
+        "reload": "unchecked",
+    }
+
+
+def calibrate(model, inputs, collectives=None, **given):
+    session = CalibrationSession(model, given.pop("scheme"), collectives=collectives, **given)
+    with session:
+        if session.needs_data:
+            for x in inputs:
+                model(x)
+    return session.result.qparams
+
+
+def same(one, other, context):
+    assert one.keys() == other.keys(), context
+    for name, value in one.items():
+        assert (value.dtype, value.shape) == (other[name].dtype, other[name].shape), (context, name)
+        assert torch.equal(value.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), (
+            context,
+            name,
+        )
+    return True
+
+
+def on_each(rank, ranks, cases, dtype):
+    model = shard(Layers(dtype))
+    found = {}
+    whole, calls = DTensor.full_tensor, Counter()
+
+    def counting(self, *args, **kwargs):
+        calls["gathered"] += 1
+        return whole(self, *args, **kwargs)
+
+    monkeypatch = pytest.MonkeyPatch()
+    for case in cases:
+        calls.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(DTensor, "full_tensor", counting)
+            inputs = [x.to(dtype) for x in data()[rank::ranks]]
+            qparams = calibrate(model, inputs, Collectives.of_group(), **options(*case))
+        assert all(type(value) is torch.Tensor for value in qparams.values())
+        found[case] = qparams, calls["gathered"]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sharded_weights_get_the_scales_of_one_device(ranks, dtype):
+    cases = [(strategy, observer) for strategy in STRATEGIES for observer in OBSERVERS]
+    expected = {case: calibrate(Layers(dtype), [x.to(dtype) for x in data()], **options(*case)) for case in cases}
+    for results in run_ranks(on_each, ranks, ranks, cases, dtype, timeout=120):
+        for case, (qparams, gathered) in results.items():
+            assert same(qparams, expected[case], case)
+            strategy, observer = case
+            if observer == "normal_observer" or (strategy == "tensor" and "m" in observer and "mse" in observer):
+                assert gathered == 5, case  # all but the one that is not sharded
+            elif strategy != "block":
+                assert gathered == 0, case
+            elif "minmax" in observer:
+                assert gathered == 0, case  # also across a block's edge
+
+
+def on_impatient(rank, ranks, cases):
+    model = shard(Layers())
+    found, went_on, extend = {}, [], MemorylessMSEObserver.extend_search
+
+    def counting(self, stop):
+        went_on.append(int((self.later[0] < stop).sum()))
+        extend(self, stop)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(MemorylessMSEObserver, "extend_search", counting)
+        for strategy, name, patience in cases:
+            given = impatient(strategy, name, patience)
+            session = CalibrationSession(model, given.pop("scheme"), collectives=Collectives.of_group(), **given)
+            went_on.clear()
+            with session:
+                for x in data()[rank::ranks] if session.needs_data else ():
+                    model(x)
+            found[strategy, name, patience] = session.result.qparams, session.result.collectives, sum(went_on)
+    return found
+
+
+def impatient(strategy, name, patience):
+    """Steps so fine that the error goes up and down on its way to the least."""
+    kwargs = {"patience": patience, "maxshrink": 0.9, "grid": 200.0}
+    return {**options(strategy, name), "observers": {"weight": {"name": name, **kwargs}}}
+
+
+def test_a_search_stops_where_one_device_would_and_not_where_a_shard_would():
+    cases = [(s, n, p) for s in ("channel4", "group") for n in ("memoryless_mse", "imatrix_mse") for p in (0, 1, 5)]
+    expected = {case: calibrate(Layers(), data(), **impatient(*case)) for case in cases}
+    for results in run_ranks(on_impatient, 4, 4, cases):
+        assert all(same(qparams, expected[case], case) for case, (qparams, *_) in results.items())
+        assert {case: took for case, (_, took, _) in results.items() if took > 6} == {}
+        # The rule mattered: some scales changed after the end of their shard's own search.
+        assert sum(went_on > 0 for _, _, went_on in results.values()) >= 3
+
+
+def on_counting(rank):
+    model = fully_shard(nn.Sequential(nn.Linear(32, 65), nn.Linear(32, 33)))
+    searched, measure = [], MemorylessMSEObserver.measure
+
+    def counting(self, observed):
+        searched.append(observed.numel())
+        return measure(self, observed)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(MemorylessMSEObserver, "measure", counting)
+        calibrate(model, [], Collectives.of_group(), **options("group", "memoryless_mse"))
+    return sum(searched)
+
+
+def test_each_rank_searches_at_most_its_share_of_the_elements():
+    total = 32 * (65 + 33)
+    searched = run_ranks(on_counting, 2)
+    assert sum(searched) == total
+    assert max(searched) <= 0.55 * total
+
+
+# ---------------------------------------------------------------------- what else looks at weights
+
+
+def on_checksums(rank, dtype):
+    model = shard(Layers(dtype), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    calibrate(model, [], Collectives.of_group(), **options("channel", "memoryless_minmax"))
+    checksums = {name: weight_checksum(layer) for name, layer in model.named_children()}
+    with torch.no_grad():
+        model(data()[0])  # leaves the outermost module gathered, in bfloat16
+    unchanged = trained_since(model)
+    if rank == 1:
+        with torch.no_grad():
+            model.odd.weight.to_local()[-1, -1] += 1
+    return checksums, unchanged, trained_since(model)
+
+
+def test_the_checksum_is_of_the_whole_weight_and_a_change_on_one_rank_is_seen_by_all():
+    expected = {name: weight_checksum(layer) for name, layer in Layers().named_children()}
+    for checksums, unchanged, changed in run_ranks(on_checksums, 2, torch.float32):
+        assert checksums == expected
+        assert unchanged == []
+        assert changed == ["odd"]
+
+
+def on_quantized(rank):
+    model = shard(Layers())
+    calibrate(model, [], Collectives.of_group(), **options("channel", "memoryless_mse"))
+    with torch.no_grad(), quantized(model):
+        return model(data()[0])
+
+
+def test_quantized_runs_with_gathered_weights_and_whole_scales():
+    model = Layers()
+    calibrate(model, [], **options("channel", "memoryless_mse"))
+    with torch.no_grad(), quantized(model):
+        expected = model(data()[0])
+    for output in run_ranks(on_quantized, 2):
+        assert torch.equal(output, expected)
+
+
+def on_session_without_collectives(rank):
+    try:
+        calibrate(shard(Layers()), [], **options("channel", "memoryless_minmax"))
+    except CalibrationError as error:
+        return str(error)
+
+
+def test_a_session_that_was_not_told_of_the_ranks_refuses_sharded_weights():
+    for error in run_ranks(on_session_without_collectives, 2):
+        assert "the weight is sharded over ranks, and the session was not told of them: odd" in error
+
+
+def on_failing(rank, observer):
+    model = shard(Layers())
+    if rank == 1:
+        with torch.no_grad():
+            model.odd.weight.to_local()[0, 0] = float("nan")
+    try:
+        calibrate(model, [], Collectives.of_group(), **options("channel", observer))
+    except CalibrationError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("observer", ["memoryless_minmax", "memoryless_mse", "normal_observer"])
+def test_nan_in_one_ranks_rows_is_the_same_error_on_all(observer):
+    errors = run_ranks(on_failing, 2, observer)
+    assert len(set(errors)) == 1
+    assert "not finite: odd (weight" in errors[0]

@@ -1,0 +1,128 @@
+"""Weights compressed by the ranks that hold their rows. Each `on_*` function runs on every rank."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
+from lightning_obs.checkpoint.compressed_rows import compress_rows, compressor_of, gather_rows, rows_per_scale
+from lightning_obs.distributed.sync import Collectives
+from lightning_obs.model.qparams import get_scheme, read_qparams
+from lightning_obs.schemes.config import preset_names
+from tests.ranks import run_ranks
+
+SCHEMES = [
+    "FP8", "FP8_BLOCK", "FP8_DYNAMIC", "W8A8", "INT8_STATIC", "W4A8", "W4A16", "W3A16", "W8A16", "MXFP4", "MXFP6A16",
+    "MXFP8", "NVFP4", "NVFP4A16",
+]  # fmt: skip
+SCHEMES = [name for name in SCHEMES if name in preset_names()]  # compressed-tensors 0.19 has no MXFP6A16
+WIDTH = 128
+
+
+class Layers(nn.Module):
+    """Rows that ranks do not divide, fewer rows than ranks, and rows that blocks of 128 divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.few, self.even = nn.Linear(WIDTH, 13), nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 512)
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, x):
+        return torch.cat([layer(x) for layer in (self.odd, self.few, self.even)], -1)
+
+
+def calibrated(model, scheme, dtype, collectives=None):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # not every scheme needs the data
+        with CalibrationSession(model, scheme, reload="unchecked", collectives=collectives):
+            model(torch.linspace(-1, 1, WIDTH, dtype=dtype).repeat(2, 1))
+    return model
+
+
+def on_compressing(rank, ranks, schemes, dtype):
+    """By scheme and layer: what compressing rows gives, what compressing the whole gives, and what was gathered."""
+    found = {}
+    for scheme in schemes:
+        model = Layers().to(dtype)
+        mesh = init_device_mesh("cpu", (ranks,))
+        for layer in (*model.children(), model):
+            fully_shard(layer, mesh=mesh)
+        model = calibrated(model, scheme, dtype, Collectives.of_group())
+        whole = calibrated(Layers().to(dtype), scheme, dtype)
+        for name, layer in whole.named_children():
+            sharded = model.get_submodule(name)
+            sharded.reshard()
+            if rows_per_scale(sharded) is None:
+                found[scheme, name] = None
+                continue
+            entries = compress_rows(sharded)
+            held = sum(entry.to_local().nbytes if hasattr(entry, "to_local") else 0 for entry in entries.values())
+            rows = {key: plain(gather_rows(entry)) for key, entry in entries.items()}
+            own = {"weight": layer.weight.detach().clone()} | read_qparams(layer)
+            compressed = compressor_of(get_scheme(layer).format).compress(own, get_scheme(layer))
+            found[scheme, name] = rows, {key: plain(v) for key, v in compressed.items() if v is not None}, held
+    dist.barrier()
+    return found
+
+
+def plain(value):
+    """Dtype, shape and bytes: torch cannot pickle every dtype."""
+    return value.dtype, tuple(value.shape), value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_below_each_other_are_the_compressed_weight(ranks, dtype):
+    for found in run_ranks(on_compressing, ranks, ranks, SCHEMES, dtype):
+        assert {scheme for scheme, _ in found} == set(SCHEMES)
+        for (scheme, name), result in found.items():
+            if result is None:  # the ranks share a block
+                assert scheme == "FP8_BLOCK"
+                assert (ranks, name) != (2, "even")
+                continue
+            rows, whole, _ = result
+            assert rows == whole, (scheme, name)
+
+
+def test_each_rank_holds_the_compressed_rows_of_its_own():
+    found = run_ranks(on_compressing, 2, 2, ["W4A16", "FP8_DYNAMIC"], torch.float32)
+    for scheme, bytes_a_row in (("W4A16", WIDTH // 2 + 4), ("FP8_DYNAMIC", WIDTH + 4)):
+        assert [result[scheme, "odd"][2] for result in found] == [7 * bytes_a_row, 6 * bytes_a_row]
+        assert [result[scheme, "few"][2] for result in found] == [bytes_a_row, 0]
+
+
+def on_failing(rank, folder):
+    model = Layers()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in (*model.children(), model):
+        fully_shard(layer, mesh=mesh)
+    calibrated(model, "W4A16", torch.float32, Collectives.of_group())
+    if rank == 1:
+        del model.even.weight_scale
+    try:
+        export_checkpoint(model, folder)
+    except CalibrationError as error:
+        return str(error)
+    return None
+
+
+def test_what_fails_on_one_rank_is_raised_on_all_and_nothing_is_written(tmp_path):
+    errors = run_ranks(on_failing, 2, str(tmp_path / "w4a16"))
+    assert errors[0] == errors[1]
+    assert "even (weight)" in errors[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_packed_zero_points_are_packed_along_the_column_so_the_weight_is_gathered():
+    found = run_ranks(on_compressing, 2, 2, ["W4A16_ASYM"], torch.float32)
+    assert all(result == {("W4A16_ASYM", name): None for name in ("odd", "few", "even")} for result in found)

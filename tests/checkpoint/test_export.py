@@ -1,0 +1,387 @@
+"""Checkpoints: what transformers and load_checkpoint give back."""
+
+import errno
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, load_checkpoint, quantized
+from lightning_obs.checkpoint import export
+from lightning_obs.model.qparams import read_qparams
+from tests.versions import dequantizes_activations_too
+
+#: what loads as it is, in any dtype and in bfloat16 only
+ANY_DTYPE = [
+    "INT8_STATIC",
+    "FP8",
+    "FP8_DYNAMIC",
+    "FP8_BLOCK",
+    "W8A8",
+    "W4A16",
+    "W8A16",
+    "W4A8",
+    "W4AFP8",
+    "FP8 kv_cache=FP8",
+]
+BF16_ONLY = ["NVFP4", "NVFP4A16", "MXFP4", "MXFP8"]
+DEQUANTIZED = ["W4A16_ASYM", "W4A16", "W8A16"]
+
+
+def calibrated(model, scheme, batches, **kwargs):
+    with CalibrationSession(model, scheme, **kwargs) as session:
+        for batch in batches if session.plan.needs_data else ():
+            model(**batch)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "reload"),
+    [(s, d, "default") for s in ANY_DTYPE for d in (torch.bfloat16, torch.float32)]
+    + [(s, torch.bfloat16, "default") for s in BF16_ONLY]
+    + [(s, d, "dequantize") for s in DEQUANTIZED for d in (torch.bfloat16, torch.float32)],
+    ids=str,
+)
+def test_transformers_loads_it_with_the_same_logits(scheme, dtype, reload, tiny_llama, batches, tmp_path):
+    scheme, _, kv_cache = scheme.partition(" kv_cache=")
+    kv = {"kv_cache": kv_cache} if kv_cache else {}
+    model = calibrated(tiny_llama(dtype), scheme, batches, ignore=["lm_head"], reload=reload, **kv)
+    with torch.no_grad():
+        before = model(**batches[0]).logits
+        with quantized(model):
+            expected = model(**batches[0]).logits
+    assert not torch.equal(before, expected)
+    export_checkpoint(model, tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(model(**batches[0]).logits, before)  # the live model was not touched
+        how = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if reload == "dequantize" else {}
+        reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **how).eval()
+        assert torch.equal(reloaded(**batches[0]).logits, expected)
+
+
+def test_two_schemes_in_one_checkpoint(tiny_llama, batches, tmp_path):
+    scheme = {"FP8": ["re:.*self_attn[.].*_proj$"], "INT8_STATIC": ["re:.*mlp[.].*_proj$"]}
+    model = calibrated(tiny_llama(torch.bfloat16), scheme, batches)
+    export_checkpoint(model, tmp_path / "out")
+    with torch.no_grad(), quantized(model):
+        expected = model(**batches[0]).logits
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "out")(**batches[0]).logits, expected)
+
+
+def test_the_config_says_what_was_done(tiny_llama, batches, tmp_path):
+    export_checkpoint(calibrated(tiny_llama(), "FP8", batches, ignore=["lm_head"]), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "compressed-tensors"
+    assert config["quantization_status"] == "compressed"
+    assert config["ignore"] == ["lm_head"]
+    assert config["config_groups"]["group_0"]["input_activations"]["dynamic"] is False
+
+
+def test_weights_are_stored_small(tiny_llama, batches, tmp_path):
+    export_checkpoint(calibrated(tiny_llama(), "FP8", batches, ignore=["lm_head"]), tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    assert tensors[f"{name}.weight"].dtype is torch.float8_e4m3fn
+    assert tensors[f"{name}.input_scale"].shape == (1,)
+    assert f"{name}.weight_zero_point" not in tensors  # symmetric
+
+
+def test_training_goes_on_and_a_second_export_has_the_new_weights(tiny_llama, batches, tmp_path):
+    model = calibrated(tiny_llama(), "FP8", batches, ignore=["lm_head"])
+    export_checkpoint(model, tmp_path / "first")
+    loss = model(**batches[0], labels=batches[0]["input_ids"]).loss
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    calibrated(model, "FP8", batches, ignore=["lm_head"])
+    export_checkpoint(model, tmp_path / "second")
+    first, second = (load_file(tmp_path / n / "model.safetensors") for n in ("first", "second"))
+    key = "model.layers.0.mlp.down_proj.weight_scale"
+    assert not torch.equal(first[key], second[key])
+
+
+def test_a_tokenizer_is_saved_beside_it(tmp_path):
+    from transformers import AutoTokenizer
+
+    from tests.tiny_model import save_tiny_llama
+
+    folder = save_tiny_llama(tmp_path / "tiny")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    calibrated(model, "W8A8", (), ignore=["lm_head"])
+    export_checkpoint(model, tmp_path / "out", tokenizer=tokenizer)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("hello").input_ids == tokenizer("hello").input_ids
+
+
+def test_tied_embeddings_stay_tied(tmp_path):
+    from tests.tiny_model import save_tiny_llama
+
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path / "tiny"))
+    calibrated(model, "W8A8", (), ignore=["lm_head"])
+    export_checkpoint(model, tmp_path / "out")
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert reloaded.lm_head.weight is reloaded.model.embed_tokens.weight
+
+
+@dequantizes_activations_too
+def test_a_model_that_was_loaded_quantized_and_dequantized_is_exported_anew(tiny_llama, batches, tmp_path):
+    export_checkpoint(calibrated(tiny_llama(), "FP8", batches, ignore=["lm_head"]), tmp_path / "fp8")
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "fp8", quantization_config=CompressedTensorsConfig(dequantize=True)
+    ).eval()
+    calibrated(again, "INT8_STATIC", batches, ignore=["lm_head"])
+    export_checkpoint(again, tmp_path / "int8")
+    with torch.no_grad(), quantized(again):
+        expected = again(**batches[0]).logits
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "int8")(**batches[0]).logits, expected)
+
+
+# ---------------------------------------------------------------------- plain modules
+
+
+class Everything(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.up = nn.ConvTranspose2d(4, 2, 2)
+        self.norm = nn.BatchNorm1d(32)
+        self.fc1 = nn.Linear(32, 32)
+        self.fc2 = nn.Linear(32, 8)
+
+    def forward(self, ids):
+        x = self.norm(self.embedding(ids).flatten(0, 1))
+        x = self.up(self.conv(x.view(-1, 1, 4, 8)))[:, 0, :4, :8].flatten(1)
+        return self.fc2(self.fc1(x).relu())
+
+
+WEIGHTS = {"num_bits": 8, "strategy": "channel"}
+PLAIN = {
+    "int8": {
+        "embeddings": {"targets": ["Embedding"], "weights": WEIGHTS},
+        "rest": {
+            "targets": ["Linear", "Conv2d", "ConvTranspose2d"],
+            "weights": WEIGHTS,
+            "input_activations": {"num_bits": 8, "observer": "static_minmax"},
+        },
+    },
+    "asymmetric": {
+        "rest": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "group_size": 8, "symmetric": False},
+            "input_activations": {"num_bits": 8, "symmetric": False, "observer": "static_minmax"},
+            "output_activations": {"num_bits": 8, "observer": "static_minmax"},
+        }
+    },
+    "fp8": {"FP8": ["Linear"]},
+    "nvfp4": {"NVFP4": ["Linear"]},
+    "mxfp4": {"MXFP4": ["Linear"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, d) for name in PLAIN for d in (torch.float32, torch.bfloat16) if (name, d) != ("nvfp4", torch.float32)],
+    ids=str,
+)
+def test_a_plain_module_is_loaded_with_the_same_outputs(name, dtype, tmp_path):
+    scheme = PLAIN[name]
+    model = Everything().to(dtype).eval()
+    ids = [torch.randint(0, 50, (3, 5)) for _ in range(3)]
+    with CalibrationSession(model, scheme) as session:
+        for batch in ids if session.plan.needs_data else ():
+            model(batch)
+    with torch.no_grad(), quantized(model):
+        expected = model(ids[0])
+    export_checkpoint(model, tmp_path / "out")
+    loaded = load_checkpoint(Everything().to(dtype).eval(), tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(loaded(ids[0]), expected)
+        assert not torch.equal(model(ids[0]), expected)
+    for module_name in session.result.modules:
+        module = loaded.get_submodule(module_name)
+        for key, value in read_qparams(model.get_submodule(module_name)).items():
+            assert torch.equal(read_qparams(module)[key], value), (module_name, key)
+
+
+def test_what_compressed_tensors_cannot_hold_has_its_qparams_in_a_file_of_its_own(cnn, tmp_path):
+    with CalibrationSession(cnn, "INT8_STATIC", targets=["Linear", "Conv2d"]):
+        cnn(torch.randn(2, 3, 8, 8))
+    export_checkpoint(cnn, tmp_path / "out")
+    with safe_open(tmp_path / "out" / "qparams.safetensors", "pt") as file:
+        assert sorted(file.keys()) == ["conv.input_scale", "conv.weight_scale"]
+        assert file.get_tensor("conv.weight_scale").shape == (8, 1)
+        assert "conv" in json.loads(file.metadata()["schemes"])
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(stored["conv.weight"], cnn.conv.weight)
+    assert stored["head.weight"].dtype is torch.int8
+
+
+def test_only_a_convolution_is_a_checkpoint_too(cnn, tmp_path):
+    with CalibrationSession(cnn, "INT8_STATIC", targets=["Conv2d"]):
+        cnn(torch.randn(2, 3, 8, 8))
+    export_checkpoint(cnn, tmp_path / "out")
+    loaded = load_checkpoint(type(cnn)(), tmp_path / "out")
+    image = torch.randn(1, 3, 8, 8)
+    with torch.no_grad(), quantized(cnn):
+        expected = cnn(image)
+    assert torch.equal(loaded(image), expected)
+
+
+def test_a_module_used_under_two_names_is_stored_under_both(tmp_path):
+    def build():
+        model = nn.ModuleDict({"a": nn.Linear(4, 4)})
+        model["b"] = model["a"]
+        return model
+
+    model = build()
+    with CalibrationSession(model, "W8A8"):
+        pass
+    export_checkpoint(model, tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(stored["a.weight"], stored["b.weight"])
+    assert stored["b.weight"].dtype is torch.int8
+    loaded = load_checkpoint(build(), tmp_path / "out")
+    x = torch.randn(2, 4)
+    with torch.no_grad(), quantized(model):
+        assert torch.equal(loaded["b"](x), model["b"](x))
+
+
+# ---------------------------------------------------------------------- whole or not at all
+
+
+def test_an_uncalibrated_model_is_not_exported(mlp, tmp_path):
+    with pytest.raises(CalibrationError, match="MLP was not calibrated"):
+        export_checkpoint(mlp, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_folder_is_not_overwritten_unasked(mlp, tmp_path):
+    with CalibrationSession(mlp, "W8A8"):
+        pass
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("precious")
+    with pytest.raises(CalibrationError, match=r"out is already there.*overwrite=True"):
+        export_checkpoint(mlp, tmp_path / "out")
+    assert (tmp_path / "out" / "mine").read_text() == "precious"
+    export_checkpoint(mlp, tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out" / "mine").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_full_disk_leaves_no_half_checkpoint(mlp, tmp_path, monkeypatch, existing):
+    with CalibrationSession(mlp, "W8A8"):
+        pass
+    if existing:
+        export_checkpoint(mlp, tmp_path / "out")
+
+    def full(tensors, path, metadata=None):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(export, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        export_checkpoint(mlp, tmp_path / "out", overwrite=True)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == (["out"] if existing else [])
+    if existing:
+        load_checkpoint(type(mlp)(), tmp_path / "out")
+
+
+def test_a_killed_export_leaves_nothing_under_the_final_name(tmp_path):
+    import subprocess
+    import sys
+
+    program = f"""
+import os, signal, torch
+from torch import nn
+from lightning_obs import CalibrationSession, export_checkpoint
+from lightning_obs.checkpoint import export
+model = nn.Sequential(nn.Linear(4, 4))
+with CalibrationSession(model, "W8A8"):
+    pass
+write = export.save_file
+def kill(tensors, path, metadata=None):
+    write(tensors, path, metadata)
+    os.kill(os.getpid(), signal.SIGKILL)
+export.save_file = kill
+export_checkpoint(model, {str(tmp_path / "out")!r})
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == -9
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------- loading what does not fit
+
+
+@pytest.fixture
+def exported(mlp, tmp_path):
+    with CalibrationSession(mlp, "INT8_STATIC"):
+        mlp(torch.randn(4, 16))
+    return export_checkpoint(mlp, tmp_path / "out")
+
+
+def unchanged(model, state):
+    return all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("other", [nn.Linear(16, 8), nn.Sequential(nn.Linear(16, 4))])
+def test_a_checkpoint_of_another_model_is_refused(exported, other):
+    state = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(CalibrationError, match="does not fit"):
+        load_checkpoint(other, exported)
+    assert unchanged(other, state)
+
+
+def test_a_checkpoint_of_another_width_is_refused(exported, mlp):
+    other = type(mlp)(width=64)
+    state = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(CalibrationError, match=r"other shapes: .*instead of \(64,"):
+        load_checkpoint(other, exported)
+    assert unchanged(other, state)
+
+
+def test_a_folder_without_a_checkpoint_is_refused(mlp, tmp_path):
+    with pytest.raises(CalibrationError, match=r"has no config\.json"):
+        load_checkpoint(mlp, tmp_path)
+
+
+def test_no_uncalibrated_scale_can_be_exported(mlp, tmp_path):
+    with pytest.raises(CalibrationError, match="saw no data"), CalibrationSession(mlp, "INT8_STATIC"):
+        pass
+    with pytest.raises(CalibrationError, match="was not calibrated"):
+        export_checkpoint(mlp, tmp_path / "out")
+
+
+def test_a_pruned_weight_has_to_be_made_permanent_first(mlp, tmp_path):
+    from torch.nn.utils import prune
+
+    prune.l1_unstructured(mlp.fc1, "weight", amount=0.5)
+    with CalibrationSession(mlp, "W8A8"):
+        pass
+    with pytest.raises(CalibrationError, match=r"pruning.*fc1.*prune\.remove"):
+        export_checkpoint(mlp, tmp_path / "out")
+    prune.remove(mlp.fc1, "weight")
+    assert (export_checkpoint(mlp, tmp_path / "out") / "model.safetensors").is_file()
+
+
+def test_an_ignored_subclass_of_linear_is_listed(tmp_path):
+    class Router(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(16, 16), Router(16, 4))
+    with CalibrationSession(model, "W8A8", ignore=["1"]):
+        pass
+    export_checkpoint(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["1"]
+    x = torch.randn(3, 16)
+    loaded = load_checkpoint(nn.Sequential(nn.Linear(16, 16), Router(16, 4)), tmp_path / "out")
+    with quantized(model):
+        assert torch.equal(loaded(x), model(x))

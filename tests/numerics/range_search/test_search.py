@@ -1,0 +1,263 @@
+"""The range search against a brute-force search in the arithmetic of compressed-tensors, and in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
+from compressed_tensors.quantization.lifecycle import fake_quantize
+from compressed_tensors.quantization.quant_args import round_to_quantized_type_args
+from compressed_tensors.quantization.utils import calculate_qparams, calculate_range
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.numerics.formats import NumberGrid
+from lightning_obs.numerics.range_search.search import observed_range, search_range, shrink_factors
+from lightning_obs.numerics.reshape import flatten_for_calibration
+
+FACTORS = shrink_factors(maxshrink=0.2, grid=100.0)
+NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
+MXFP4 = preset_name_to_scheme("MXFP4", ["Linear"]).weights
+FORMATS = {
+    "int4": QuantizationArgs(num_bits=4),
+    "int4 asymmetric": QuantizationArgs(num_bits=4, symmetric=False),
+    "int8": QuantizationArgs(num_bits=8),
+    "int8 asymmetric": QuantizationArgs(num_bits=8, symmetric=False),
+    "fp8": QuantizationArgs(num_bits=8, type="float"),
+    "fp4": NVFP4,
+    "mxfp4": MXFP4,
+}
+STRATEGIES = {
+    "tensor": {"strategy": "tensor"},
+    "channel": {"strategy": "channel"},
+    "group": {"strategy": "group", "group_size": 16},
+    "block": {"strategy": "block", "block_structure": [8, 24]},
+}
+every_format = pytest.mark.parametrize("args", FORMATS.values(), ids=FORMATS)
+
+
+def brute_force(observed, args, factors, patience=5, norm=2.4, expand=1.0, importance=None):
+    """One candidate after the other on the whole tensor, by compressed-tensors' own functions."""
+    if args.strategy == "tensor_group":
+        args = args.model_copy(update={"scale_dtype": None})
+    low, high = observed.amin((0, -1)) * expand, observed.amax((0, -1)) * expand
+    best = torch.full_like(low, torch.finfo(torch.float32).max, dtype=torch.float32)
+    best_low, best_high, idle, errors = low.clone(), high.clone(), 0, []
+    for p in factors:
+        scale, zero_point = calculate_qparams(low * p, high * p, args)
+        token = args.model_copy(update={"strategy": "token"})
+        back = fake_quantize(observed.float(), scale.float().unsqueeze(-1), zero_point.unsqueeze(-1), token)
+        lost = (back - observed.float()).abs().pow(norm)
+        errors.append((lost if importance is None else lost * importance).sum((0, -1)))
+        better = errors[-1] < best
+        best = torch.where(better, errors[-1], best)
+        best_low, best_high = torch.where(better, low * p, best_low), torch.where(better, high * p, best_high)
+        idle = 0 if better.any() else idle + 1
+        if patience is not None and idle >= patience:
+            break
+    return (best_low, best_high), torch.stack(errors)
+
+
+def assert_same(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@every_format
+def test_the_range_is_the_brute_force_one(args, strategy):
+    if args.strategy == "tensor":
+        args = args.model_copy(update=strategy)
+    weight = torch.randn(32, 96) * torch.rand(32, 1)
+    observed = flatten_for_calibration(weight, "weight", args)
+    expected, _ = brute_force(observed, args, FACTORS)
+    assert_same(search_range(observed, args, FACTORS), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("patience 1", {"patience": 1}),
+        ("patience 3", {"patience": 3}),
+        ("no end", {"patience": None}),
+        ("norm 2", {"norm": 2.0}),
+        ("norm 3", {"norm": 3.0}),
+        ("norm 0.7", {"norm": 0.7}),
+        ("expanded", {"expand": 1.8}),
+    ],
+)
+@every_format
+def test_options_mean_what_they_mean_in_the_brute_force_search(args, name, options):
+    observed = torch.randn(1, 40, 3, 32)
+    expected, _ = brute_force(observed, args, FACTORS, **options)
+    assert_same(search_range(observed, args, FACTORS, **options), expected)
+
+
+@every_format
+def test_activations_are_searched_over_all_observations(args):
+    for shape in ((50, 1, 24), (50, 6, 16), (20, 3, 1, 1, 8)):
+        observed = torch.randn(shape)
+        expected, errors = brute_force(observed, args, FACTORS)
+        found = search_range(observed, args, FACTORS)
+        assert found[0].shape == expected[0].shape == shape[1:-1]
+        # The sum over two dimensions is added up in another order: equal, or as good.
+        differ = found[0] != expected[0]
+        if differ.any():
+            own = error_at(observed, args, found)
+            torch.testing.assert_close(own[differ], errors.amin(0)[differ], rtol=1e-5, atol=0)
+
+
+def error_at(observed, args, found, dtype=torch.float64):
+    """Error of a range in float64, with the scale as it is stored."""
+    if args.strategy == "tensor_group":
+        args = args.model_copy(update={"scale_dtype": None})
+    scale, zero_point = (value.to(dtype).unsqueeze(-1) for value in calculate_qparams(*found, args))
+    x = observed.to(dtype)
+    q = (x / scale + zero_point).float()
+    q = round_to_quantized_type_args(q, args, *calculate_range(args, "cpu")).to(dtype)
+    return ((q - zero_point) * scale - x).abs().pow(2.4).sum((0, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@every_format
+def test_no_visited_candidate_has_less_error_in_float64(args, dtype):
+    observed = torch.randn(1, 30, 2, 64).to(dtype)
+    found = search_range(observed, args, FACTORS, patience=None)
+    low, high = observed_range(observed)
+    every = torch.stack([error_at(observed, args, (low * p, high * p)) for p in FACTORS])
+    assert found[0].dtype == dtype
+    assert (error_at(observed, args, found) <= every.amin(0) * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("tile", [1, 7, 64, 100, 1000])
+@pytest.mark.parametrize("shape", [(1, 12, 1, 64), (9, 4, 16), (9, 1, 33)])
+def test_the_tile_changes_nothing_but_rounding(shape, tile):
+    observed = torch.randn(shape)
+    whole = search_range(observed, FORMATS["int4"], FACTORS)
+    tiled = search_range(observed, FORMATS["int4"], FACTORS, tile=tile)
+    ours, theirs = (error_at(observed, FORMATS["int4"], found) for found in (tiled, whole))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+
+
+def test_a_tile_is_not_stopped_by_its_own_patience():
+    """Rows that improve late keep the search going for the rows of every tile."""
+    observed = torch.randn(1, 64, 1, 32)
+    observed[:, 32:] *= 3
+    expected, _ = brute_force(observed, FORMATS["int8"], FACTORS, patience=2)
+    assert_same(search_range(observed, FORMATS["int8"], FACTORS, patience=2, tile=64), expected)
+
+
+EDGES = {
+    "one element": torch.tensor([3.0]),
+    "zeros": torch.zeros(16),
+    "all equal": torch.full((16,), 0.7),
+    "negative only": -torch.rand(16) - 1,
+    "positive only": torch.rand(16) + 1,
+    "whole numbers": torch.arange(-8.0, 8.0),
+    "denormal": torch.rand(16) * 1e-40,
+    "tiny": torch.randn(16) * 1e-18,
+    "small": torch.randn(16) * 1e-13,
+    "large": torch.randn(16) * 1e14,
+    "huge": torch.randn(16) * 1e30,
+    "one outlier": torch.cat([torch.randn(15) * 1e-3, torch.tensor([100.0])]),
+    "nearly all zero": torch.cat([torch.zeros(15), torch.tensor([1e-3])]),
+}
+
+
+@pytest.mark.parametrize("values", EDGES.values(), ids=EDGES)
+@every_format
+def test_the_edges_of_float32_are_the_brute_force_ones(args, values):
+    observed = values.reshape(1, 1, -1)
+    expected, _ = brute_force(observed, args, FACTORS)
+    found = search_range(observed, args, FACTORS)
+    assert_same(found, expected)
+    scale, _ = calculate_qparams(*found, args)
+    assert ((scale > 0) & scale.isfinite()).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_stays_in_the_range_of_its_scale_only(bad):
+    observed = torch.randn(1, 4, 1, 16)
+    good = search_range(observed, FORMATS["int4"], FACTORS)
+    observed[0, 2, 0, 5] = bad
+    low, high = search_range(observed, FORMATS["int4"], FACTORS)
+    assert (low.isfinite() & high.isfinite()).flatten().tolist() == [True, True, False, True]
+    assert torch.equal(low[[0, 1, 3]], good[0][[0, 1, 3]])
+
+
+def test_equal_candidates_tie_wherever_they_stand_in_the_working_memory():
+    """pow of the last elements of a tensor is a scalar one, and rounds otherwise."""
+    observed = torch.zeros(1, 3, 4)
+    observed[0, 2, 3] = 46875000000000.0  # every candidate has the same power of two as its scale
+    expected, errors = brute_force(observed, MXFP4, FACTORS)
+    assert (errors == errors[0]).all()
+    assert_same(search_range(observed, MXFP4, FACTORS), expected)
+
+
+numbers = st.one_of(
+    st.floats(-10, 10, width=32),
+    st.floats(-1.0, 1.0, width=32).map(lambda x: x * 1e-20),
+    st.floats(-1.0, 1.0, width=32).map(lambda x: x * 1e15),
+    st.integers(-8, 8).map(float),
+)
+
+
+@settings(max_examples=150)
+@given(data=st.data(), rows=st.integers(1, 4), group=st.integers(1, 9), name=st.sampled_from(sorted(FORMATS)))
+def test_any_values_give_the_brute_force_range(data, rows, group, name):
+    values = data.draw(st.lists(numbers, min_size=rows * group, max_size=rows * group))
+    observed = torch.tensor(values, dtype=torch.float32).reshape(1, rows, group)
+    expected, _ = brute_force(observed, FORMATS[name], FACTORS)
+    found = search_range(observed, FORMATS[name], FACTORS)
+    assert_same(found, expected)
+    assert (found[0] <= found[1]).all()
+
+
+# ---------------------------------------------------------------------- importance
+
+
+def test_uniform_importance_changes_nothing():
+    observed = torch.randn(1, 8, 4, 16)
+    plain = search_range(observed, FORMATS["int4"], FACTORS)
+    assert_same(search_range(observed, FORMATS["int4"], FACTORS, importance=torch.ones(4, 16)), plain)
+
+
+@pytest.mark.parametrize("shape", [(16,), (4, 16), (1, 1, 16), (8, 4, 16), (8, 1, 16)])
+@pytest.mark.parametrize("tile", [None, 48, 7])
+def test_importance_weighs_every_value(shape, tile):
+    observed, importance = torch.randn(1, 8, 4, 16), torch.rand(shape) ** 4
+    expected, _ = brute_force(observed, FORMATS["int4"], FACTORS, patience=None, importance=importance)
+    found = search_range(observed, FORMATS["int4"], FACTORS, patience=None, importance=importance, tile=tile)
+    assert_same(found, expected)
+    assert not torch.equal(found[0], search_range(observed, FORMATS["int4"], FACTORS, patience=None)[0])
+
+
+def test_importance_of_another_shape_is_refused():
+    with pytest.raises(CalibrationError, match=r"importance does not fit. Got shape \(3, 8\), expected .* \(4, 8\)"):
+        search_range(torch.randn(1, 4, 8), FORMATS["int4"], FACTORS, importance=torch.ones(3, 8))
+
+
+# ---------------------------------------------------------------------- formats
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp4", "int4", "int8"])
+def test_rounding_is_compressed_tensors_own_bit_for_bit(name):
+    grid = NumberGrid.of(FORMATS[name])
+    ends = torch.linspace(-500, 500, 200_001)
+    near_zero = torch.linspace(-8, 8, 256 * 16 * 16 + 1)  # every tie of fp4, most of fp8
+    values = torch.cat([ends, near_zero, near_zero * 2**-6, torch.tensor([0.0, -0.0, 1e-30, 447.9, 464, 1e38])])
+    expected = round_to_quantized_type_args(values.clone(), FORMATS[name], *calculate_range(FORMATS[name], "cpu"))
+    assert torch.equal(grid.round(values), expected)
+
+
+def test_factors_count_down_to_but_not_including_the_end():
+    assert shrink_factors(0.05, 100.0) == [1, 0.99, 0.98, 0.97, 0.96]
+    assert len(shrink_factors(1 - 0.8 / 1.8, 200.0)) == 111
+    assert shrink_factors(0, 100.0) == []
+
+
+def test_without_factors_the_range_is_the_observed_one():
+    observed = torch.randn(1, 4, 8)
+    assert_same(search_range(observed, FORMATS["int4"], []), observed_range(observed))

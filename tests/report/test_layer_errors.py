@@ -1,0 +1,74 @@
+"""Each layer's own error."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_obs import CalibrationSession
+from lightning_obs.report.layer_errors import LayerError, measure_layer_errors
+from lightning_obs.report.summary import comparison_table, human_size, poor_layers
+
+
+def calibrated(model, *batches, scheme="INT8_STATIC", **kwargs):
+    with CalibrationSession(model, scheme, **kwargs):
+        for batch in batches:
+            model(batch)
+    return model
+
+
+def test_the_error_is_the_mean_over_tokens_in_db():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    nn.init.eye_(model[0].weight)
+    model = calibrated(model, torch.tensor([[127.5, 1.0, 1.0, 1.0]]))  # a scale of 1
+    with torch.no_grad():
+        model[0].weight_scale.fill_(1.0)
+    tokens = torch.tensor([[10.0, 0.25, 0.0, 0.0], [0.0, 2.25, 0.0, 0.0]])  # rounding takes 0.25 off each
+    (error,) = measure_layer_errors(model, [tokens])
+    expected = torch.tensor([(10**2 + 0.25**2) / 0.25**2, 2.25**2 / 0.25**2]).log10().mul(10).mean()
+    assert error.sqnr == pytest.approx(expected.item(), rel=1e-4)
+    assert (error.low, error.high) == (0.0, 10.0)
+
+
+def test_one_outlier_token_does_not_hide_that_the_others_are_lost():
+    torch.manual_seed(0)
+    model, tokens = nn.Sequential(nn.Linear(16, 16)), torch.randn(64, 16)
+    tokens[0] = 3000.0
+    (error,) = measure_layer_errors(calibrated(model, tokens), [tokens])
+    assert error.sqnr < 3  # of all energy together it would be above 40 dB
+
+
+@pytest.mark.parametrize("scheme", ["INT8_STATIC", "FP8"])
+def test_clipped_counts_what_lies_outside_the_range(scheme):
+    model, tokens = nn.Sequential(nn.Linear(8, 8)), torch.linspace(-1, 1, 64).view(8, 8)
+    calibrated(model, tokens, scheme=scheme)
+    assert measure_layer_errors(model, [tokens])[0].clipped == 0.0
+    (error,) = measure_layer_errors(model, [torch.cat([tokens, torch.full((8, 8), 5.0)])])
+    assert error.clipped == pytest.approx(50.0)
+
+
+def test_dynamic_inputs_have_no_clipping(mlp):
+    with CalibrationSession(mlp, "W8A8"):
+        pass
+    assert {error.clipped for error in measure_layer_errors(mlp, [torch.randn(4, 16)])} == {None}
+
+
+def test_measuring_leaves_the_model_as_it_was(mlp):
+    calibrated(mlp, torch.randn(4, 16))
+    x = torch.randn(4, 16)
+    before = mlp(x)
+    measure_layer_errors(mlp, [x])
+    assert torch.equal(mlp(x), before)
+    assert not any(m._forward_hooks for m in mlp.modules())
+    assert not any("forward" in vars(m) for m in mlp.modules())
+
+
+def test_layers_that_are_fused_are_named_together():
+    errors = [LayerError("l.0.down_proj", 5, 0, 0, 0), LayerError("l.1.up_proj", 9, 0, 0, 0)]
+    errors += [LayerError("l.1.gate_proj", 30, 0, 0, 0), LayerError("l.2.up_proj", 30, 0, 0, 0)]
+    assert poor_layers(errors) == ["l.0.down_proj", "l.1.up_proj", "l.1.gate_proj"]
+
+
+def test_a_failed_run_is_a_row_too():
+    table = comparison_table([{"run": "a [x]", "perplexity": (10.0, 11.0), "size": 2**20}, {"run": "b (failed)"}])
+    assert table.row_count == 2
+    assert human_size(3 * 2**30) == "3.00 GiB"

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.schemes.fused_layers import FUSED_GROUPS, find_fused, fused_groups_with, require_one_scheme
+
+
+@pytest.mark.parametrize(
+    ("names", "groups"),
+    [
+        (["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj"], [["a.q_proj", "a.k_proj", "a.v_proj"]]),
+        (["a.v_proj", "a.q_proj", "a.k_proj"], [["a.q_proj", "a.k_proj", "a.v_proj"]]),
+        (["a.q_proj", "a.k_proj"], [["a.q_proj", "a.k_proj"]]),
+        (["a.up_proj", "b.gate_proj"], []),
+        (["a.up_proj"], []),
+        (["up_proj", "gate_proj"], [["gate_proj", "up_proj"]]),
+        (["a.q_a_proj", "a.kv_a_proj_with_mqa", "a.q_b_proj"], [["a.q_a_proj", "a.kv_a_proj_with_mqa"]]),
+        (["e.0.w1", "e.0.w2", "e.0.w3", "e.1.w3", "e.1.w1"], [["e.0.w1", "e.0.w3"], ["e.1.w1", "e.1.w3"]]),
+        (["a.my_q_proj", "a.my_k_proj"], []),
+        ([], []),
+    ],
+    ids=[
+        "q k v",
+        "the order of the group",
+        "a missing member",
+        "another parent",
+        "alone",
+        "no parent",
+        "MLA",
+        "experts",
+        "part of a name",
+        "nothing",
+    ],
+)
+def test_modules_of_one_parent_are_fused(names, groups):
+    assert find_fused(names) == groups
+
+
+def test_groups_of_one_s_own_replace_the_known_ones():
+    assert find_fused(["a.q_proj", "a.k_proj", "a.x", "a.y"], [("x", "y")]) == [["a.x", "a.y"]]
+
+
+def test_a_fused_group_with_two_schemes_is_refused():
+    schemes = {"a.q_proj": "FP8", "a.k_proj": "W4A16", "b.gate_proj": "FP8", "b.up_proj": "FP8"}
+    with pytest.raises(
+        CalibrationError, match=r"different schemes: a.q_proj, a.k_proj\. .*Remedy: target or ignore them"
+    ):
+        require_one_scheme(schemes, find_fused(schemes))
+
+
+def test_a_fused_group_with_one_scheme_is_fine():
+    require_one_scheme({"a.q_proj": "FP8", "a.k_proj": "FP8", "o": "W4A16"}, [["a.q_proj", "a.k_proj"]])
+
+
+def test_groups_of_one_s_own_are_added_to_the_known_ones():
+    groups = fused_groups_with([["x", "y"]])
+    assert groups[:-1] == FUSED_GROUPS
+    assert find_fused(["a.q_proj", "a.k_proj", "a.x", "a.y"], groups) == [["a.q_proj", "a.k_proj"], ["a.x", "a.y"]]
+
+
+def test_a_known_name_in_a_group_of_one_s_own_belongs_there():
+    groups = fused_groups_with([["q_proj", "k_proj", "v_proj", "gate"]])
+    assert find_fused(["a.gate", "a.v_proj", "a.q_proj"], groups) == [["a.q_proj", "a.v_proj", "a.gate"]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (["q_proj", "k_proj"], "a list of lists"),
+        ("ab", "a list of lists"),
+        ([["alone"]], r"not a group: \['alone'\]"),
+        ([["same", "same"]], "not a group"),
+        ([["attn.q", "attn.k"]], r"not a group: attn\.q, attn\.k.*without dots"),
+        ([["a", 3]], "not a group: 3"),
+        ([["a", "b"], ["b", "c"]], r"stands in two fused groups: b\. Remedy: make them one"),
+    ],
+)
+def test_what_is_no_group_is_refused(groups, message):
+    with pytest.raises(CalibrationError, match=message):
+        fused_groups_with(groups)
