@@ -88,7 +88,7 @@ def try_scheme(folder: Path, options: dict[str, Any], dtype: torch.dtype, scratc
         except CalibrationError:
             found[reload] = "refused"
             continue
-        found["what"] = label(session.config, session.config)
+        found["what"] = label(session.options.config, session.options.config)
         with session, torch.no_grad():
             for batch in batches() if session.needs_data else ():
                 model(batch)

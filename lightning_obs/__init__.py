@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_obs.model.experts import linearize_experts
     from lightning_obs.model.fake_forward import quantized
     from lightning_obs.observers import Observer
+    from lightning_obs.schemes.options import CalibrationOptions
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ _HOME = {
     "CalibrationCallback": "lightning_obs.callbacks.calibration",
     "CalibrationError": "lightning_obs.errors",
     "CalibrationWarning": "lightning_obs.errors",
+    "CalibrationOptions": "lightning_obs.schemes.options",
     "CalibrationResult": "lightning_obs.calibration.result",
     "CalibrationSession": "lightning_obs.calibration.session",
     "Observer": "lightning_obs.observers",
@@ -42,6 +44,7 @@ _HOME = {
 __all__ = [
     "CalibrationCallback",
     "CalibrationError",
+    "CalibrationOptions",
     "CalibrationResult",
     "CalibrationSession",
     "CalibrationWarning",

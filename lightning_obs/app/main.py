@@ -14,7 +14,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from lightning_obs.model.fake_forward import quantized
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.report.layer_errors import LayerError, measure_layer_errors
 from lightning_obs.report.summary import folder_size, poor_layers, print_report, summary
+from lightning_obs.schemes.options import CalibrationOptions
 
 _CHECK_TOKENS = 128
 
@@ -136,26 +136,28 @@ def run(config: DictConfig) -> dict[str, Any]:
 
 def make_callback(config: DictConfig) -> CalibrationCallback:
     """The callback that ``scheme``, ``kv_cache``, ``observer``, ``weight_observer`` and ``ignore`` describe."""
-    scheme = OmegaConf.to_container(config.scheme, resolve=True)
-    assert isinstance(scheme, dict)
+    scheme = _plain(config.scheme)
     targets = scheme.pop("targets", None)
-    kv_cache = OmegaConf.to_container(config.kv_cache, resolve=True)
-    trains = config.task.name == "finetune"
-    kind: Any = partial(QuantizationAwareTraining, **config.task.callback) if trains else CalibrationCallback
-    callback: CalibrationCallback = kind(
+    options = CalibrationOptions(
         scheme.pop("preset", None) or scheme or None,
         targets=targets,
-        ignore=[*config.ignore, *_ignored_by_report(config.ignore_from)],
-        observers={"input": config.observer, "weight": config.weight_observer},
-        kv_cache=kv_cache or None,
-        module=config.module,
+        ignore=[*_plain(config.ignore), *_ignored_by_report(config.ignore_from)],
+        observers={"input": _plain(config.observer), "weight": _plain(config.weight_observer)},
+        kv_cache=_plain(config.kv_cache) or None,
         on_missing=config.on_missing,
         reload=config.export.reload,
-        token_mask=config.token_mask,
         calibrate_all_experts=config.calibrate_all_experts,
-        fused_groups=config.fused_groups,
+        fused_groups=_plain(config.fused_groups),
     )
-    return callback
+    of_callback = {"module": config.module, "token_mask": config.token_mask}
+    if config.task.name == "finetune":
+        return QuantizationAwareTraining(options, **_plain(config.task.callback), **of_callback)
+    return CalibrationCallback(options, **of_callback)
+
+
+def _plain(node: Any) -> Any:
+    """Hydra's containers as dict and list; the rest of the package knows nothing of Hydra."""
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
 
 def _import(name: str) -> None:

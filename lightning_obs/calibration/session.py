@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -36,15 +35,11 @@ from lightning_obs.model.sharding import register_fsdp_units, reshard, unwrapped
 from lightning_obs.model.weights import weight_checksums
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
-from lightning_obs.schemes.attention import KVCacheLike
-from lightning_obs.schemes.config import ObserversLike, SchemeLike, label, make_observer, resolve_config
-from lightning_obs.schemes.fused_layers import fused_groups_with
+from lightning_obs.schemes.config import SchemeLike, make_observer
+from lightning_obs.schemes.options import CalibrationOptions
 from lightning_obs.schemes.plan import build_plan
 from lightning_obs.schemes.preflight import check_inputs_fit
-from lightning_obs.schemes.reload import Reload
 from lightning_obs.schemes.target import Plan
-
-OnMissing: TypeAlias = Literal["error", "warn", "siblings"]
 
 
 class CalibrationSession:
@@ -58,26 +53,13 @@ class CalibrationSession:
     Args:
         model: any module; target and ignore names are those of its ``named_modules``. Where FSDP1 shards it, the
             outermost wrapper; names are those without wrappers.
-        scheme: preset name, dict, or ``QuantizationConfig`` (:func:`~lightning_obs.schemes.config.resolve_config`).
-        targets: what to quantize where the scheme does not say (default: every Linear).
-        ignore: modules to leave alone: names, class names, ``re:`` patterns.
-        observers: ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``; also q, k, v.
-        kv_cache: quantize k and v of every attention module (transformers models): ``"FP8"``, ``"FP8_HEAD"``, a dict or
-            ``QuantizationArgs``. With ``scheme=None`` nothing else is quantized.
-        on_missing: what to do when no data reached a module: ``"error"``; ``"warn"`` and leave it in full precision; or
-            ``"siblings"``, which quantizes an expert without tokens by its weights alone, its activations with the
-            range of all other experts of the layer (and is an error for what is no expert).
-        reload: how the checkpoint will be loaded, see :func:`~lightning_obs.schemes.plan.build_plan`.
+        scheme: preset name, dict, ``QuantizationConfig``, or :class:`~lightning_obs.CalibrationOptions`.
         token_mask: name of the model's argument that is nonzero for tokens that count, ``(batch, tokens)``, usually
             ``"attention_mask"``; the others reach no observer. Or say it batch by batch with :meth:`mask_tokens`.
-        calibrate_all_experts: let every expert observe all tokens, not only those that the router sends it; see
-            :mod:`~lightning_obs.calibration.expert_tokens`. Outputs stay what they are. Off: an expert's range is that
-            of the tokens it will get, and no time is spent on more.
-        fused_groups: names of modules, under one parent, that your engine fuses, beside those in
-            :data:`~lightning_obs.schemes.fused_layers.FUSED_GROUPS`: ``[["a_proj", "b_proj"]]``. They share global
-            scales and must have one scheme.
         collectives: how to talk to the other ranks, if there are (``Collectives.of_group()``). Each rank runs its own
             data; all end with the same qparams.
+        **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``targets``, ``ignore``, ``observers``,
+            ``kv_cache``, ``on_missing``, ``reload``, ``calibrate_all_experts``, ``fused_groups``.
 
     Raises:
         CalibrationError: by the constructor, whatever is wrong with scheme, targets or shapes; at the end of the block,
@@ -93,34 +75,20 @@ class CalibrationSession:
     def __init__(
         self,
         model: nn.Module,
-        scheme: SchemeLike | None,
+        scheme: SchemeLike | CalibrationOptions | None,
         *,
-        targets: str | Sequence[str] | None = None,
-        ignore: str | Sequence[str] = (),
-        observers: ObserversLike = None,
-        kv_cache: KVCacheLike = None,
-        on_missing: OnMissing = "error",
-        reload: Reload = "default",
         token_mask: str | None = None,
-        calibrate_all_experts: bool = False,
-        fused_groups: Sequence[Sequence[str]] = (),
         collectives: Collectives | None = None,
+        **options: Any,
     ) -> None:
-        if on_missing not in ("error", "warn", "siblings"):
-            raise CalibrationError("on_missing", got=repr(on_missing), expected="'error', 'warn' or 'siblings'")
-        if reload not in ("default", "dequantize", "unchecked"):
-            raise CalibrationError("reload", got=repr(reload), expected="'default', 'dequantize' or 'unchecked'")
+        self.options = CalibrationOptions.of(scheme, **options)
+        self.label = self.options.label
         register_fsdp_units(model)
         self.model = unwrapped(model)
-        self.config: QuantizationConfig = resolve_config(
-            scheme, targets=targets, ignore=ignore, observers=observers, kv_cache=kv_cache
-        )
-        self.label = label(scheme, self.config)
         with without_wrappers(self.model):
-            self.plan: Plan = build_plan(self.model, self.config, reload, fused_groups_with(fused_groups))
-            self._experts = ExpertWatch(self.model, calibrate_all_experts)
+            self.plan: Plan = build_plan(self.model, self.options)
+            self._experts = ExpertWatch(self.model, self.options.calibrate_all_experts)
             self._together = [*self.plan.fused, *self._whole_layers()]
-        self.on_missing = on_missing
         self.collectives = collectives or Collectives()
         self.observers: dict[Key, Observer] = {
             (target.name, base_name): make_observer(base_name, args)
@@ -312,7 +280,7 @@ class CalibrationSession:
             self._together,
             self.label,
             self.batches,
-            self.on_missing,
+            self.options.on_missing,
             experts=bool(self._experts.containers),
         )
         return Coverage(skipped, borrowed)
@@ -328,7 +296,7 @@ class CalibrationSession:
         return [[t.name for t in self.plan.targets if t.name.startswith(f"{layer}.")] for layer in layers]
 
     def _borrowed(self) -> dict[Key, Observer]:
-        if self.on_missing != "siblings":
+        if self.options.on_missing != "siblings":
             return {}
         sizes = {name: len(experts) for name, experts in self._experts.containers.items()}
         return borrow_ranges(self.observers, sizes, self.plan.fused)

@@ -9,7 +9,7 @@ behind however it ends. The quantization parameters travel in the callback's own
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,15 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_obs.calibration.result import CalibrationResult
-from lightning_obs.calibration.session import CalibrationSession, OnMissing
+from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import require_mask
 from lightning_obs.callbacks.strategies import collectives_of, repeated_in_batch, repeated_samples, require_exact
 from lightning_obs.checkpoint.export import export_checkpoint
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.sharding import in_shards, register_fsdp_units, reshard, unwrapped
-from lightning_obs.schemes.attention import KVCacheLike
-from lightning_obs.schemes.config import ObserversLike, SchemeLike, label, resolve_config
-from lightning_obs.schemes.fused_layers import fused_groups_with
-from lightning_obs.schemes.reload import Reload
+from lightning_obs.schemes.config import SchemeLike
+from lightning_obs.schemes.options import CalibrationOptions
 
 
 class CalibrationCallback(Callback):
@@ -41,23 +39,15 @@ class CalibrationCallback(Callback):
     ``callback.result``, ``callback.export(folder)``, ``quantized(model)``.
 
     Args:
-        scheme: preset name (``"FP8"``, ``"INT8_STATIC"``, ``"W4A16"``...), dict, or ``QuantizationConfig``.
-        targets: what to quantize where the scheme does not say (default: every Linear).
-        ignore: modules to leave alone: names, class names, ``re:`` patterns. Names are those inside the calibrated
-            module: ``"lm_head"``, not ``"model.lm_head"``, where the LightningModule's ``model`` is of transformers.
-        observers: observer per base name, ``{"input": {"name": "minmax", "averaging_constant": 0.05}}``.
-        kv_cache: quantize k and v of every attention module: ``"FP8"``, ``"FP8_HEAD"``, a dict or ``QuantizationArgs``.
-            With ``scheme=None`` nothing else is quantized.
+        scheme: preset name (``"FP8"``, ``"INT8_STATIC"``, ``"W4A16"``...), dict, ``QuantizationConfig``, or
+            :class:`~lightning_obs.CalibrationOptions`.
         module: attribute path of the module to calibrate and export. Default: the one transformers model that the
             LightningModule holds, else the LightningModule itself.
-        on_missing: ``"error"``; ``"warn"`` and leave modules that no data reached in full precision; or ``"siblings"``:
-            an expert without tokens takes the activations' range of the layer's other experts.
-        reload: how the checkpoint will be loaded (``"default"``, ``"dequantize"``, ``"unchecked"``).
-        calibrate_all_experts: let every expert observe all tokens (:class:`~lightning_obs.CalibrationSession`).
-        fused_groups: names of modules that your engine fuses, beside the known ones.
         sanity_check: also calibrate in fit's sanity check (its few batches). Off: nothing happens there.
         token_mask: where to find, in a batch, which tokens count: a key (``"attention_mask"``) or a function of the
             batch. A tensor ``(batch, tokens)``, nonzero for tokens that count; the others (padding) reach no observer.
+        **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``targets``, ``ignore``, ``observers``,
+            ``kv_cache``, ``on_missing``, ``reload``, ``calibrate_all_experts``, ``fused_groups``.
 
     Raises:
         CalibrationError: by the constructor for a wrong scheme; before the first batch for targets, shapes or devices;
@@ -66,35 +56,14 @@ class CalibrationCallback(Callback):
 
     def __init__(
         self,
-        scheme: SchemeLike | None,
+        scheme: SchemeLike | CalibrationOptions | None,
         *,
-        targets: str | Sequence[str] | None = None,
-        ignore: str | Sequence[str] = (),
-        observers: ObserversLike = None,
-        kv_cache: KVCacheLike = None,
         module: str | None = None,
-        on_missing: OnMissing = "error",
-        reload: Reload = "default",
-        calibrate_all_experts: bool = False,
-        fused_groups: Sequence[Sequence[str]] = (),
         sanity_check: bool = False,
         token_mask: str | Callable[[Any], torch.Tensor] | None = None,
+        **options: Any,
     ) -> None:
-        self._options: dict[str, Any] = {
-            "scheme": _plain(scheme),
-            "targets": _plain(targets),
-            "ignore": _plain(ignore),
-            "observers": _plain(observers),
-            "kv_cache": _plain(kv_cache),
-            "on_missing": on_missing,
-            "reload": reload,
-            "calibrate_all_experts": calibrate_all_experts,
-            "fused_groups": _plain(fused_groups),
-        }
-        # A typo is found where it was made, not an epoch later.
-        fused_groups_with(self._options["fused_groups"])
-        said = ("scheme", "targets", "ignore", "observers", "kv_cache")
-        self._config = resolve_config(**{k: self._options[k] for k in said})
+        self.options = CalibrationOptions.of(scheme, **options)
         self.module = module
         self.sanity_check = sanity_check
         self.token_mask = token_mask
@@ -107,12 +76,12 @@ class CalibrationCallback(Callback):
     @property
     def label(self) -> str:
         """Short name of the scheme, for reports."""
-        return label(self._options["scheme"], self._config)
+        return self.options.label
 
     @property
     def ignore(self) -> list[str]:
         """Patterns of modules that are left alone."""
-        return list(self._config.ignore or [])
+        return list(self.options.config.ignore or [])
 
     @property
     def result(self) -> CalibrationResult | None:
@@ -272,7 +241,7 @@ class CalibrationCallback(Callback):
             register_fsdp_units(trainer.strategy.model)  # it may hold parameters of the model that is calibrated
         model = find_module(pl_module, self.module)
         if self.session is None or self.session.model is not model:
-            self.session = CalibrationSession(model, **self._options)
+            self.session = CalibrationSession(model, self.options)
         require_exact(trainer, self.session)
         self.session.collectives = collectives
         self._owner = pl_module
@@ -365,14 +334,3 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     if hasattr(original, "peft_config") and hasattr(original, "get_base_model"):
         original = original.get_base_model()  # type: ignore[operator]
     return original
-
-
-def _plain(value: Any) -> Any:
-    """Hydra hands over DictConfig and ListConfig; everything below takes dict and list."""
-    if isinstance(value, (str, torch.dtype)) or value is None:
-        return value
-    if isinstance(value, Mapping) or type(value).__name__ == "DictConfig":
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)) or type(value).__name__ == "ListConfig":
-        return [_plain(v) for v in value]
-    return value

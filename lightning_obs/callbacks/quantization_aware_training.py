@@ -33,6 +33,7 @@ from lightning_obs.callbacks.calibration import CalibrationCallback, find_mask
 from lightning_obs.callbacks.distillation import as_teacher, distill_in_training_step
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from lightning_obs.schemes.config import SchemeLike
+from lightning_obs.schemes.options import CalibrationOptions
 from lightning_obs.training.quantized_training import QuantizedTraining
 
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
@@ -81,7 +82,7 @@ class QuantizationAwareTraining(CalibrationCallback):
 
     def __init__(
         self,
-        scheme: SchemeLike | None,
+        scheme: SchemeLike | CalibrationOptions | None,
         *,
         quantize: Literal["all", "weights", "activations"] = "all",
         observe: Literal["train", "val", "none"] = "train",

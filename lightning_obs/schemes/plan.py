@@ -6,11 +6,6 @@ after an hour of calibration, or a checkpoint that would not load, is not starte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from compressed_tensors.quantization import (
-    QuantizationConfig,
-)
 from compressed_tensors.utils.match import match_named_modules, match_targets
 from torch import nn
 
@@ -18,7 +13,8 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.model.lora import base_of, inside_adapted
 from lightning_obs.schemes.attention import find_states
 from lightning_obs.schemes.config import config_groups
-from lightning_obs.schemes.fused_layers import FUSED_GROUPS, find_fused, require_one_scheme
+from lightning_obs.schemes.fused_layers import find_fused, require_one_scheme
+from lightning_obs.schemes.options import CalibrationOptions
 from lightning_obs.schemes.preflight import (
     check_experts,
     check_modules,
@@ -28,29 +24,21 @@ from lightning_obs.schemes.preflight import (
     warn_cast_buffers,
     warn_partly_fused,
 )
-from lightning_obs.schemes.reload import Reload, check_reload
+from lightning_obs.schemes.reload import check_reload
 from lightning_obs.schemes.target import Plan, Target, scheme_identity
 
 
-def build_plan(
-    model: nn.Module,
-    config: QuantizationConfig,
-    reload: Reload = "default",
-    fused_groups: Sequence[Sequence[str]] = FUSED_GROUPS,
-) -> Plan:
-    """Find the modules that ``config`` quantizes, and check all that can be checked without data.
+def build_plan(model: nn.Module, options: CalibrationOptions) -> Plan:
+    """Find the modules that are to be quantized, and check all that can be checked without data.
 
     Args:
         model: the module whose ``named_modules`` the targets name.
-        config: from :func:`resolve_config`.
-        reload: how the checkpoint will be loaded: ``default`` (``from_pretrained``), ``dequantize``
-            (``CompressedTensorsConfig(dequantize=True)``) or ``unchecked`` (for another engine). Schemes that
-            cannot be loaded that way today are refused. Only asked of transformers models.
-        fused_groups: names, under one parent, of modules that are fused at inference.
+        options: what the user chose.
 
     Raises:
         CalibrationError: see the message; nothing was changed.
     """
+    config, fused_groups = options.config.model_copy(deep=True), options.all_fused_groups
     by_target = {target: group for group in config_groups(config) for target in group.targets}
     written = [target for group in config_groups(config) for target in group.targets]
     twice = sorted({target for target in written if written.count(target) > 1})
@@ -80,7 +68,7 @@ def build_plan(
     require_one_scheme({t.name: scheme_identity(t.scheme) for t in targets}, fused)
     warn_partly_fused(model, targets, fused_groups)
     warn_cast_buffers(model)
-    check_reload(model, targets, reload)
+    check_reload(model, targets, options.reload)
     return Plan(config, targets, fused)
 
 

@@ -31,7 +31,7 @@ def test_every_option_composes_and_makes_a_callback(path):
 def test_a_kv_cache_is_quantized_beside_any_scheme(option, label):
     callback = make_callback(select("scheme=fp8", f"kv_cache={option}", "kv_cache.observer=histogram"))
     assert callback.label == f"{label} kv cache"
-    assert callback._config.kv_cache_scheme.observer == "histogram"
+    assert callback.options.config.kv_cache_scheme.observer == "histogram"
 
 
 def test_every_target_is_a_class():

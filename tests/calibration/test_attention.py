@@ -17,6 +17,7 @@ from lightning_obs.model.qparams import calibrated_modules, read_qparams
 from lightning_obs.report.layer_errors import measure_layer_errors
 from lightning_obs.schemes.attention import StatesConfig
 from lightning_obs.schemes.config import label, resolve_config
+from lightning_obs.schemes.options import CalibrationOptions
 from lightning_obs.schemes.plan import build_plan
 
 FLOAT8 = {"num_bits": 8, "type": "float"}
@@ -496,7 +497,7 @@ def test_what_cannot_be_meant_is_refused_without_a_model(arguments, message):
 
 
 def plan(model, scheme=None, reload="default", **kwargs):
-    return build_plan(model, resolve_config(scheme, **kwargs), reload)
+    return build_plan(model, CalibrationOptions(scheme, reload=reload, **kwargs))
 
 
 @pytest.mark.parametrize(

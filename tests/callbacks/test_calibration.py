@@ -432,7 +432,7 @@ def test_hydra_containers_are_taken():
     )
     callback = CalibrationCallback(config.scheme, ignore=config.ignore, observers=config.observers)
     assert callback.ignore == ["x"]
-    assert callback._config.config_groups["FP8"].input_activations.observer == "minmax"
+    assert callback.options.config.config_groups["FP8"].input_activations.observer == "minmax"
 
 
 # ---------------------------------------------------------------------- padding

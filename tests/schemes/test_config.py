@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from lightning_obs.schemes.config import label, make_observer, preset_names, resolve_config
+from lightning_obs.schemes.options import CalibrationOptions
 from lightning_obs.schemes.plan import build_plan
 
 FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
@@ -20,7 +21,7 @@ LLAMA_LINEARS = 2 * 7
 
 
 def plan(model, scheme, reload="default", **options):
-    return build_plan(model, resolve_config(scheme, **options), reload)
+    return build_plan(model, CalibrationOptions(scheme, reload=reload, **options))
 
 
 def names(*args, **kwargs):
@@ -77,7 +78,7 @@ def test_int8_static_is_static_and_symmetric_and_needs_data():
     [("W8A8", False), ("W4A16", False), ("FP8_DYNAMIC", False), ("FP8", True), ("NVFP4", True), ("NVFP4A16", False)],
 )
 def test_data_is_needed_for_static_activations_only(scheme, needed):
-    plan = build_plan(nn.Sequential(nn.Linear(128, 16, dtype=torch.bfloat16)), resolve_config(scheme, ignore=()))
+    plan = build_plan(nn.Sequential(nn.Linear(128, 16, dtype=torch.bfloat16)), CalibrationOptions(scheme, ignore=()))
     assert plan.needs_data is needed
 
 
@@ -483,19 +484,19 @@ def test_nvfp4_in_a_module_of_one_s_own_is_refused_where_it_comes_back_with_othe
 
 
 def test_a_pattern_passes_over_containers_and_activations(tiny_llama):
-    plan = build_plan(tiny_llama(), resolve_config("W8A8", targets="re:.*mlp.*"))
+    plan = build_plan(tiny_llama(), CalibrationOptions("W8A8", targets="re:.*mlp.*"))
     assert {target.name.rpartition(".")[2] for target in plan.targets} == {"gate_proj", "up_proj", "down_proj"}
 
 
 def test_a_norm_that_a_pattern_matches_is_named(tiny_llama):
     with pytest.raises(CalibrationError, match=r"no weight matrix.*input_layernorm \(LlamaRMSNorm\)"):
-        build_plan(tiny_llama(), resolve_config("W8A8", targets="re:.*layers[.]0.*"))
+        build_plan(tiny_llama(), CalibrationOptions("W8A8", targets="re:.*layers[.]0.*"))
 
 
 def test_a_parametrized_weight_is_refused():
     model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
     with pytest.raises(CalibrationError, match=r"computed at each access.*: 0\..*remove_parametrizations"):
-        build_plan(model, resolve_config("W8A8"))
+        build_plan(model, CalibrationOptions("W8A8"))
 
 
 @pytest.mark.parametrize("scheme", ["MXFP4", "MXFP8"])
@@ -503,17 +504,17 @@ def test_microscaling_in_float16_is_refused(tiny_llama, scheme):
     with pytest.raises(
         CalibrationError, match=r"loads MX weights as bfloat16, which a torch\.float16 model cannot run"
     ):
-        build_plan(tiny_llama(torch.float16), resolve_config(scheme, ignore="lm_head"))
+        build_plan(tiny_llama(torch.float16), CalibrationOptions(scheme, ignore="lm_head"))
 
 
 def test_buffers_that_were_cast_are_told_about(tiny_llama):
-    build_plan(tiny_llama(torch.bfloat16), resolve_config("FP8", ignore="lm_head"))
+    build_plan(tiny_llama(torch.bfloat16), CalibrationOptions("FP8", ignore="lm_head"))
     with pytest.warns(CalibrationWarning, match=r"other logits: .*rotary_emb[.]inv_freq.*dtype=torch[.]bfloat16"):
-        build_plan(tiny_llama().to(torch.bfloat16), resolve_config("FP8", ignore="lm_head"))
+        build_plan(tiny_llama().to(torch.bfloat16), CalibrationOptions("FP8", ignore="lm_head"))
 
 
 def test_adapters_have_to_be_merged_first(tiny_llama):
     model = tiny_llama()
     model.peft_config = {}  # what peft's models have
     with pytest.raises(CalibrationError, match=r"adapters beside its weights.*merge_and_unload"):
-        build_plan(model, resolve_config("FP8", ignore="lm_head"))
+        build_plan(model, CalibrationOptions("FP8", ignore="lm_head"))

@@ -1,0 +1,111 @@
+"""What the user chooses for a calibration, said once and checked where it is said.
+
+The session, both callbacks and the command line take these options, or their fields, and pass them on whole. A typo is
+an error of the constructor, not of the end of an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from typing import Any, Literal, TypeAlias, get_args
+
+from compressed_tensors.quantization import QuantizationConfig
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.schemes.attention import KVCacheLike
+from lightning_obs.schemes.config import ObserversLike, SchemeLike, label, resolve_config
+from lightning_obs.schemes.fused_layers import fused_groups_with
+from lightning_obs.schemes.reload import Reload
+
+OnMissing: TypeAlias = Literal["error", "warn", "siblings"]
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """What is quantized, how it is observed, and how the checkpoint will be loaded.
+
+    Args:
+        scheme: preset name (``"FP8"``, ``"INT8_STATIC"``, ``"W4A16"``...), dict, or ``QuantizationConfig``
+            (:func:`~lightning_obs.schemes.config.resolve_config`). None with ``kv_cache``, for the cache alone.
+        targets: what to quantize where the scheme does not say (default: every Linear).
+        ignore: modules to leave alone: names, class names, ``re:`` patterns. Names are those inside the calibrated
+            module: ``"lm_head"``, not ``"model.lm_head"``, where a LightningModule's ``model`` is of transformers.
+        observers: observer per base name (weight, input, output; q, k, v):
+            ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``.
+        kv_cache: quantize k and v of every attention module (transformers models): ``"FP8"``, ``"FP8_HEAD"``, a dict or
+            ``QuantizationArgs``. With ``scheme=None`` nothing else is quantized.
+        on_missing: what to do when no data reached a module: ``"error"``; ``"warn"`` and leave it in full precision; or
+            ``"siblings"``, which quantizes an expert without tokens by its weights alone, its activations with the
+            range of all other experts of the layer (and is an error for what is no expert).
+        reload: how the checkpoint will be loaded: ``"default"`` (``from_pretrained``), ``"dequantize"``
+            (``CompressedTensorsConfig(dequantize=True)``) or ``"unchecked"`` (by another engine). What cannot be loaded
+            that way is refused.
+        calibrate_all_experts: let every expert observe all tokens, not only those that the router sends it. Outputs
+            stay what they are. Off: an expert's range is that of the tokens it will get.
+        fused_groups: names of modules, under one parent, that your engine fuses, beside those in
+            :data:`~lightning_obs.schemes.fused_layers.FUSED_GROUPS`: ``[["a_proj", "b_proj"]]``. They share global
+            scales and must have one scheme.
+
+    Attributes:
+        config: the one ``QuantizationConfig`` that scheme, targets, ignore, observers and kv_cache say together.
+
+    Raises:
+        CalibrationError: whatever is wrong without a model: an unknown scheme, field, observer or choice.
+
+    >>> CalibrationOptions("FP8", ignore="lm_head").label
+    'FP8'
+    >>> CalibrationOptions("FP8", on_missing="wran")
+    Traceback (most recent call last):
+    lightning_obs.errors.CalibrationError: on_missing. Got 'wran', expected 'error', 'warn', 'siblings'.
+    """
+
+    scheme: SchemeLike | None
+    _: KW_ONLY
+    targets: str | Sequence[str] | None = None
+    ignore: str | Sequence[str] = ()
+    observers: ObserversLike = None
+    kv_cache: KVCacheLike = None
+    on_missing: OnMissing = "error"
+    reload: Reload = "default"
+    calibrate_all_experts: bool = False
+    fused_groups: Sequence[Sequence[str]] = ()
+    config: QuantizationConfig = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if one.init:
+                object.__setattr__(self, one.name, _plain(getattr(self, one.name)))
+        for name, choices in (("on_missing", OnMissing), ("reload", Reload)):
+            value, allowed = getattr(self, name), get_args(choices)
+            if value not in allowed:
+                raise CalibrationError(name, got=repr(value), expected=", ".join(map(repr, allowed)))
+        fused_groups_with(self.fused_groups)
+        config = resolve_config(
+            self.scheme, targets=self.targets, ignore=self.ignore, observers=self.observers, kv_cache=self.kv_cache
+        )
+        object.__setattr__(self, "config", config)
+
+    @classmethod
+    def of(cls, scheme: SchemeLike | CalibrationOptions | None, **changes: Any) -> CalibrationOptions:
+        """These options, from a scheme and fields, or from options and the fields that differ."""
+        return replace(scheme, **changes) if isinstance(scheme, CalibrationOptions) else cls(scheme, **changes)
+
+    @property
+    def label(self) -> str:
+        """Short name of the scheme, for reports."""
+        return label(self.scheme, self.config)
+
+    @property
+    def all_fused_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The known groups of modules that engines fuse, and the user's own."""
+        return fused_groups_with(self.fused_groups)
+
+
+def _plain(value: Any) -> Any:
+    """Configuration libraries hand over mappings and sequences of their own; everything below takes dict and list."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, tuple)):
+        return [_plain(each) for each in value]
+    return value
