@@ -29,7 +29,8 @@ from torch import nn
 
 from lightning_obs.app import reload_check
 from lightning_obs.app.finetune import fine_tune, perplexity_of_checkpoint, share_recovered
-from lightning_obs.callbacks.calibration import CalibrationCallback, find_module
+from lightning_obs.callbacks.base import SessionCallback, find_module
+from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.fake_forward import quantized
@@ -134,7 +135,7 @@ def run(config: DictConfig) -> dict[str, Any]:
     return row
 
 
-def make_callback(config: DictConfig) -> CalibrationCallback:
+def make_callback(config: DictConfig) -> SessionCallback:
     """The callback that ``scheme``, ``kv_cache``, ``observer``, ``weight_observer`` and ``ignore`` describe."""
     scheme = _plain(config.scheme)
     targets = scheme.pop("targets", None)
@@ -182,9 +183,7 @@ def _ignored_by_report(path: str | None) -> list[str]:
         ) from error
 
 
-def calibrate(
-    trainer: Trainer, module: LightningModule, data: LightningDataModule, callback: CalibrationCallback
-) -> None:
+def calibrate(trainer: Trainer, module: LightningModule, data: LightningDataModule, callback: SessionCallback) -> None:
     """Calibrate in Lightning's validation loop, or without a single batch where the scheme needs none."""
     session = callback.prepare(trainer, module)
     if session.needs_data:

@@ -52,6 +52,11 @@ class ObserverHooks:
         self.paused = False
 
     @property
+    def are_attached(self) -> bool:
+        """Whether they are registered now."""
+        return self._attached is not None
+
+    @property
     def measurements(self) -> int:
         """How many measurements of tensors were made since :meth:`attach`."""
         return self._read.count

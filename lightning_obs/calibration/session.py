@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ from lightning_obs.distributed.sync import Collectives, Synced
 from lightning_obs.errors import CalibrationError, name_list, warn
 from lightning_obs.model.experts import LinearExperts
 from lightning_obs.model.kinds import is_transformers_model
-from lightning_obs.model.qparams import clear_qparams, qparams_home, read_qparams, write_qparams
+from lightning_obs.model.qparams import clear_qparams, get_scheme, qparams_home, read_qparams, write_qparams
 from lightning_obs.model.sharding import register_fsdp_units, reshard, unwrapped, without_wrappers
 from lightning_obs.model.weights import weight_checksums
 from lightning_obs.observers import Observer
@@ -133,6 +133,11 @@ class CalibrationSession:
         self.detach()
         if kind is None:
             self.finalize()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether it observes what the model does."""
+        return self._hooks.are_attached
 
     def attach(self, count_calls: bool = True) -> None:
         """Forget earlier statistics and start to observe.
@@ -324,3 +329,25 @@ class CalibrationSession:
             CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
         """
         self._written = load_state(self.plan, state)
+
+    @torch.no_grad()
+    def write_scales(self, scales: Mapping[str, torch.Tensor], *, of_present_weights: bool) -> None:
+        """Replace scales that calibration found by others, such as those that an optimizer trains.
+
+        Args:
+            scales: ``{"layer.weight_scale": tensor}``, of the shapes that are there.
+            of_present_weights: they belong to the weights as they are now; off: to those that were calibrated.
+        """
+        own: dict[str, dict[str, torch.Tensor]] = {}
+        for key, value in scales.items():
+            name, _, key = key.rpartition(".")
+            own.setdefault(name, {})[key] = value
+        written = dict(self._written)
+        with torch.inference_mode(False):
+            for name, module, scheme in ((t.name, t.module, t.scheme) for t in self.plan.targets):
+                if get_scheme(module) is None or not (name in own or of_present_weights):
+                    continue
+                checksum = None if of_present_weights else getattr(module, "calibrated_weight_checksum", None)
+                write_qparams(module, scheme, read_qparams(module) | own.get(name, {}), checksum)
+                written |= {f"{name}.{key}": v.to("cpu", copy=True) for key, v in read_qparams(module).items()}
+        self._written = written

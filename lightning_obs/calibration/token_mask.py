@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from lightning_obs.errors import CalibrationError
@@ -83,3 +86,27 @@ def _unknown_samples(value: torch.Tensor, mask: torch.Tensor, name: str) -> Cali
         expected="(batch, ...) or (batch * tokens, channels)",
         remedy="list the module in `ignore`, or calibrate on a number of samples that the ranks divide.",
     )
+
+
+def find_mask(batch: Any, token_mask: str | Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    """The token mask of a batch.
+
+    Args:
+        batch: what the DataLoader gives.
+        token_mask: a key of the batch, or a function that returns the mask.
+
+    Raises:
+        CalibrationError: the batch has no such key.
+    """
+    if not isinstance(token_mask, str):
+        return token_mask(batch)
+    try:
+        mask = batch[token_mask] if hasattr(batch, "keys") else getattr(batch, token_mask)
+    except (KeyError, AttributeError) as error:
+        keys = ", ".join(map(str, batch.keys())) if hasattr(batch, "keys") else f"a {type(batch).__name__}"
+        raise CalibrationError(
+            f"the batch has no {token_mask!r}, which token_mask names",
+            got=keys,
+            remedy="give the key that holds the mask, a function of the batch, or leave token_mask out.",
+        ) from error
+    return require_mask(mask, f"{token_mask} of the batch")

@@ -17,6 +17,7 @@ continues as if it had not stopped. The model's ``state_dict`` stays what it was
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -24,22 +25,24 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.calibration import CalibrationCallback, find_mask
+from lightning_obs.calibration.token_mask import find_mask
+from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.distillation import as_teacher, distill_in_training_step
-from lightning_obs.errors import CalibrationError, CalibrationWarning
+from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.schemes.config import SchemeLike
 from lightning_obs.schemes.options import CalibrationOptions
+from lightning_obs.training.phase import Phase
 from lightning_obs.training.quantized_training import QuantizedTraining
 
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
 
-class QuantizationAwareTraining(CalibrationCallback):
+class QuantizationAwareTraining(SessionCallback):
     """Train through fake quantization in ``trainer.fit``; validate, test and predict through it too.
 
     Weights are quantized from the first step on, and their ranges are observed anew at every validation. Activations
@@ -112,11 +115,9 @@ class QuantizationAwareTraining(CalibrationCallback):
         self.start_epoch, self.start_step, self.freeze_after = start_epoch, start_step, freeze_after
         self.learn_scales, self.distill, self.teacher = learn_scales, distill, teacher
         self._training: QuantizedTraining | None = None
-        self._on_fit: ExitStack | None = None
-        self._first_batch = False  # of a validation: still to come
-        self._after_validation = False  # and before the next training batch
-        self._validation_follows = False  # Lightning leaves it out in a run that is resumed from here
-        self._wanted = True  # observe training batches
+        self._on_fit: ExitStack | None = None  # undone when fit ends: the wrapped training_step
+        #: validation batches that Lightning has counted when this callback last looked
+        self._validated = 0
 
     @override
     def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False) -> Path:
@@ -155,28 +156,31 @@ class QuantizationAwareTraining(CalibrationCallback):
             self._on_fit = stack.pop_all()
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take up a checkpoint that Lightning loads after ``on_fit_start``; see what has been validated before."""
+        if self._waiting_state is not None:
+            self.prepare(trainer, pl_module)
+        self._validated = _validation_batches(trainer)
+
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take what the last validation found; observe this batch, if its turn has come."""
         if not self._has_started(trainer):
             return
         training = self._begin(trainer, pl_module)
-        if self._validation_follows:  # it did not
-            self._end_observation(training)
-            self._end_validation(trainer)
-        if training.gathered:
-            training.write(weights=True)
-        elif self._after_validation:  # weight averaging has swapped other weights in meanwhile
-            training.refresh_weights()
-        self._after_validation = False
+        if _validation_batches(trainer) != self._validated:  # counted, not run: a resumed run begins behind it
+            self._validated = _validation_batches(trainer)
+            training.end_observation()
+            training.end_validation()
+        due = training.begin_training_batch()
         training.switch.weights = self.quantize != "activations"
         training.switch.activations = self.quantize != "weights"
-        if self._wanted and not training.left and self._may_observe(trainer, training):
+        if due and self._may_observe(trainer, training, "train"):
             self._require_source(training)
             if self.calibration_batches:
-                training.observe(self.calibration_batches)
-        self._wanted = False
+                training.observe_training(self.calibration_batches)
         training.go_on_observing()
-        if training.left and self.token_mask is not None:
+        if training.phase is Phase.OBSERVING and self.token_mask is not None:
             training.session.mask_tokens(find_mask(batch, self.token_mask))
 
     @override
@@ -184,10 +188,9 @@ class QuantizationAwareTraining(CalibrationCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Write the ranges after the last of the observed batches."""
-        self._validation_follows = _validation_follows(trainer, batch_idx)
-        if self._training is not None and self._training.left:
+        if self._training is not None and self._training.phase is Phase.OBSERVING:
             self._training.count_batch()
-            if not self._training.left:
+            if self._training.phase is not Phase.OBSERVING:
                 rank_zero_info(f"{self.label}: ranges of activations from {self._training.session.batches} batches")
 
     @override
@@ -209,11 +212,10 @@ class QuantizationAwareTraining(CalibrationCallback):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """In ``trainer.validate`` of a model that was not calibrated: calibrate it. Else wait for the first batch."""
-        calibrate = trainer.state.fn == TrainerFn.VALIDATING and not self._is_calibrated(trainer, pl_module)
-        if calibrate and self.prepare(trainer, pl_module).needs_data:
-            super().on_validation_start(trainer, pl_module)
-        else:
-            self._first_batch = True
+        if trainer.state.fn == TrainerFn.VALIDATING and not self._is_calibrated(trainer, pl_module):
+            session = self.prepare(trainer, pl_module)
+            if session.needs_data:
+                self.observe_validation(trainer, session)
 
     @override
     def on_validation_batch_start(
@@ -223,52 +225,45 @@ class QuantizationAwareTraining(CalibrationCallback):
         self._begin_validation(trainer, pl_module)
         super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
 
-    def _begin_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Once in each validation."""
-        first, self._first_batch = self._first_batch, False
-        if not first or (trainer.sanity_checking and not self.sanity_check):
-            return
-        if trainer.state.fn == TrainerFn.FITTING and not self._has_started(trainer):
-            return
-        training = self._begin(trainer, pl_module)
-        self._end_observation(training)
-        self._run_all_quantized(training)
-        asked = self.observe == "val" or trainer.sanity_checking
-        if trainer.state.fn == TrainerFn.FITTING and asked and self._may_observe(trainer, training):
-            training.observe(0)
-            self._active = True
-
-    def _end_observation(self, training: QuantizedTraining) -> None:
-        if training.left and training.session.batches:  # validation has come before the last of the training batches
-            training.write()
-        elif training.left:
-            training.give_up()
-            self._wanted = True
-
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep what the data said for the training to come; the first ranges there are hold at once."""
         self._begin_validation(trainer, pl_module)  # other ranks may have batches, and their weights' ranges are shared
+        session, training = self.session, self._training
+        if session is None or training is None or not session.is_attached:
+            return
         if trainer.state.fn == TrainerFn.VALIDATING:
-            super().on_validation_epoch_end(trainer, pl_module)  # if it calibrates
-        elif self._active and self._training is not None:
-            self._active = False
-            self._training.gather()
-            if not self._training.has_all_ranges:
-                self._training.write()
+            self.finish_calibration(session, pl_module)
+            return
+        training.gather()
+        if not training.has_all_ranges:
+            training.write()
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on to training, or leave nothing behind."""
         if trainer.state.fn != TrainerFn.FITTING:
-            self._clean_up()
+            self.clean_up()
             return
-        self._end_validation(trainer)
+        self._validated = _validation_batches(trainer)
+        if self._training is not None:
+            self._training.end_validation()
 
-    def _end_validation(self, trainer: Trainer) -> None:
-        self._first_batch = self._validation_follows = False
-        self._after_validation = True
-        self._wanted = self._wanted or (self.observe == "train" and not trainer.sanity_checking)
+    def _begin_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Once in each validation, unless it calibrates the model for the first time."""
+        calibrates = self.session is not None and self.session.is_attached and trainer.state.fn == TrainerFn.VALIDATING
+        if calibrates or (trainer.sanity_checking and not self.sanity_check):
+            return
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits and not self._has_started(trainer):
+            return
+        training = self._begin(trainer, pl_module)
+        if training.validating:
+            return
+        training.begin_validation()
+        asked = fits and (self.observe == "val" or trainer.sanity_checking)
+        if asked and self._may_observe(trainer, training, "val"):
+            training.observe_validation()
 
     # ------------------------------------------------------------------ test and predict
 
@@ -282,23 +277,13 @@ class QuantizationAwareTraining(CalibrationCallback):
         """Run quantized, with the qparams of ``predict(ckpt_path=...)`` or of the fit before."""
         self._begin_evaluation(trainer, pl_module)
 
-    @override
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave nothing behind."""
-        self._clean_up()
-
-    @override
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave nothing behind."""
-        self._clean_up()
-
     def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_calibrated(trainer, pl_module):
-            self._run_all_quantized(self._begin(trainer, pl_module))
-        else:
-            rank_zero_warn(
-                f"{self.label}: nothing was calibrated, the model runs in full precision", category=CalibrationWarning
-            )
+            training = self._begin(trainer, pl_module)
+            training.refresh_weights()
+            training.switch.weights = training.switch.activations = True
+        elif trainer.is_global_zero:
+            warn(f"{self.label}: nothing was calibrated, the model runs in full precision")
 
     # ------------------------------------------------------------------ state
 
@@ -308,48 +293,35 @@ class QuantizationAwareTraining(CalibrationCallback):
 
         On several ranks every rank must call this, as Lightning does.
         """
-        if self._loaded is not None:
-            return self._loaded
+        if self._waiting_state is not None:
+            return self._waiting_state
         if self.session is None or self._training is None:
             return {}
-        flags = {
-            "wanted": self._wanted,
-            "after_validation": self._after_validation,
-            "validation_follows": self._validation_follows,
-        }
-        return {**self.session.state_dict(), "training": self._training.state_dict() | flags}
+        training = {**self._training.state_dict(), "validated": self._validated}
+        return {**self.session.state_dict(), "training": training}
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave nothing behind. On several ranks a half-done observation starts again: the others may be elsewhere."""
-        if trainer.world_size > 1 and self._training is not None and (self._training.left or self._training.gathered):
-            self._training.give_up()
-            self._wanted = True
+        training = self._training
+        if trainer.world_size > 1 and training is not None and training.phase in (Phase.OBSERVING, Phase.GATHERED):
+            training.give_up()
         super().on_exception(trainer, pl_module, exception)
 
     @override
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:
         """See :meth:`CalibrationCallback.prepare`."""
-        before = self.session
         session = super().prepare(trainer, pl_module)
-        if before is not None and before.model is not session.model:
-            self._wanted, self._after_validation, self._validation_follows = True, False, False
         self._training_of(session)
         return session
 
     @override
-    def _restore_into(self, session: CalibrationSession) -> None:
-        state = self._loaded
-        super()._restore_into(session)
-        if state is not None:
-            training = state.get("training", {})
-            self._wanted = training.get("wanted", True)
-            self._after_validation = training.get("after_validation", False)
-            self._validation_follows = training.get("validation_follows", False)
-            resumed = self._training_of(session)
-            resumed.load_state_dict(training)
-            if training.get("left") and not resumed.left:  # given up
-                self._wanted = True
+    def take_state(self, session: CalibrationSession, state: Mapping[str, Any]) -> None:
+        """Write the ranges of a checkpoint, and take training up where it stood."""
+        super().take_state(session, state)
+        training = state.get("training", {})
+        self._training_of(session).load_state_dict(training)
+        self._validated = training.get("validated", self._validated)
 
     def _training_of(self, session: CalibrationSession) -> QuantizedTraining:
         """What runs this session's model; a session made anew for the same model goes on with what there is."""
@@ -363,24 +335,21 @@ class QuantizationAwareTraining(CalibrationCallback):
     # ------------------------------------------------------------------ what runs
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> QuantizedTraining:
-        if self._training is None or self.session is None or self._loaded is not None:
+        if self._training is None or self.session is None or self._waiting_state is not None:
             self.prepare(trainer, pl_module)
         assert self._training is not None
         self._training.start(around=pl_module)
         return self._training
 
-    def _run_all_quantized(self, training: QuantizedTraining) -> None:
-        training.refresh_weights()
-        training.switch.weights = training.switch.activations = True
-
     def _has_started(self, trainer: Trainer) -> bool:
         return bool(trainer.current_epoch >= self.start_epoch and trainer.global_step >= self.start_step)
 
-    def _may_observe(self, trainer: Trainer, training: QuantizedTraining) -> bool:
+    def _may_observe(self, trainer: Trainer, training: QuantizedTraining, source: str) -> bool:
+        """Whether these data may give the ranges of activations: the first there are, or others if asked for."""
         if not training.has_all_ranges:
             return training.session.needs_data
         frozen = self.freeze_after is not None and trainer.current_epoch >= self.freeze_after
-        return training.can_refresh and not frozen and not trainer.sanity_checking
+        return self.observe == source and training.can_refresh and not frozen and not trainer.sanity_checking
 
     def _require_source(self, training: QuantizedTraining) -> None:
         if not self.calibration_batches and self.observe != "val" and not training.has_all_ranges:
@@ -391,7 +360,7 @@ class QuantizationAwareTraining(CalibrationCallback):
             )
 
     def _is_calibrated(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        if self._loaded is None and self.session is None:
+        if self._waiting_state is None and self.session is None:
             return False
         return self._training_of(self.prepare(trainer, pl_module)).is_quantized
 
@@ -406,9 +375,9 @@ class QuantizationAwareTraining(CalibrationCallback):
         return find_mask(batch, self.token_mask)
 
     @override
-    def _clean_up(self) -> None:
-        super()._clean_up()
-        self._first_batch = False
+    def clean_up(self) -> None:
+        """Give the model its own forward back, and the LightningModule its ``training_step``."""
+        super().clean_up()
         if self._training is not None:
             self._training.stop()
         if self._on_fit is not None:
@@ -416,14 +385,6 @@ class QuantizationAwareTraining(CalibrationCallback):
             self._on_fit = None
 
 
-def _validation_follows(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether Lightning validates after this training batch."""
-    every = trainer.check_val_every_n_epoch
-    if not trainer.enable_validation or (every is not None and (trainer.current_epoch + 1) % every):
-        return False
-    if trainer.val_check_batch is None:  # by the clock
-        return False
-    if trainer.val_check_batch == float("inf"):
-        return bool(trainer.is_last_batch)
-    done = (trainer.fit_loop.total_batch_idx if every is None else batch_idx) + 1
-    return bool(done % trainer.val_check_batch == 0)
+def _validation_batches(trainer: Trainer) -> int:
+    """How many validation batches Lightning has counted. A run that resumes behind a validation counts its batches."""
+    return int(trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready)

@@ -21,9 +21,10 @@ from lightning_obs.calibration.saved_state import dump_observation, dump_statist
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.model.qparams import get_scheme, trained_since
 from lightning_obs.model.training_forward import Switch, has_range, quantize_training_forward, quantized_training_states
-from lightning_obs.model.weights import weight_checksum
 from lightning_obs.numerics.reshape import ATTENTION
+from lightning_obs.observers.base import Key, Observer
 from lightning_obs.training.learned_scales import LearnedScales
+from lightning_obs.training.phase import Phase
 
 
 class QuantizedTraining:
@@ -42,18 +43,19 @@ class QuantizedTraining:
         #: what is quantized now
         self.switch = Switch()
         self.learned = LearnedScales(session.plan) if learn_scales else None
-        #: batches still to be observed
-        self.left = 0
-        #: all was observed, and waits to be written
-        self.gathered = False
-        self._resumed = False  # perhaps between two observations: weights are newer than their ranges, and stay so
-        self._running: ExitStack | None = None
-        self._observing = False
+        self.phase = Phase.NEW
+        #: batches still to be observed, while OBSERVING
+        self.batches_left = 0
+        #: a validation runs through what would be exported at this moment
+        self.validating = False
+        self._forwards: ExitStack | None = None  # gives every module its own forward back; None while none is replaced
+        # A resumed run may stand between two observations: weights are newer than their ranges, and stay so.
+        self._resumed = False
 
     def take(self, session: CalibrationSession) -> None:
         """Go on with another session of the same model and scheme."""
         if session is not self.session:
-            self._detach()
+            self.session.detach()
         self.session = session
         if self.learned is not None:
             self.learned.follow(session.plan)
@@ -67,7 +69,7 @@ class QuantizedTraining:
         Args:
             around: what holds the model, and perhaps its torch.compile'd wrapper.
         """
-        if self._running is not None:
+        if self._forwards is not None:
             return
         with ExitStack() as stack:
             if any(
@@ -84,7 +86,7 @@ class QuantizedTraining:
                     stack.callback(
                         quantize_training_forward(target.module, self.switch, output="output" in target.args)
                     )
-            self._running = stack.pop_all()
+            self._forwards = stack.pop_all()
         if self._resumed and self.is_quantized:
             self._write_learned(refreshed=False)
         else:
@@ -93,10 +95,11 @@ class QuantizedTraining:
 
     def stop(self) -> None:
         """Give every module its own forward back. Can be called at any time."""
-        self._detach()
-        if self._running is not None:
-            self._running.close()
-            self._running = None
+        self.session.detach()
+        self.validating = False
+        if self._forwards is not None:
+            self._forwards.close()
+            self._forwards = None
 
     @contextmanager
     def unquantized(self) -> Iterator[None]:
@@ -132,38 +135,81 @@ class QuantizedTraining:
         learned = self.learned is not None and self.learned.covers(("input", "output", *ATTENTION))
         return self.session.needs_data and not learned
 
-    def observe(self, batches: int) -> None:
-        """Start to observe; call :meth:`count_batch` after each, or :meth:`gather` at the end."""
+    # ------------------------------------------------------------------ transitions
+
+    def begin_training_batch(self) -> bool:
+        """Put in force what the last validation found.
+
+        Returns:
+            Whether ranges of activations are due: nothing was observed yet, or a validation has ended.
+        """
+        self.validating = False
+        phase = self.phase
+        if phase is Phase.GATHERED:
+            self.write(weights=True)
+        elif phase is Phase.VALIDATED:  # weight averaging has swapped other weights in meanwhile
+            self.refresh_weights()
+        if phase is not Phase.OBSERVING:
+            self.phase = Phase.TRAINING
+        return phase in (Phase.NEW, Phase.VALIDATED)
+
+    def observe_training(self, batches: int) -> None:
+        """Observe so many training batches; :meth:`count_batch` after each writes the ranges after the last."""
         self.session.attach(count_calls=False)
-        self._observing = True
-        self.left, self.gathered = batches, False
+        self.phase, self.batches_left = Phase.OBSERVING, batches
 
     @torch.inference_mode(False)
     def go_on_observing(self) -> None:
         """After :meth:`stop` or :meth:`load_state_dict`: observe what is left to be observed."""
-        if self.left and not self._observing:
-            left, batches, seen = self.left, self.session.batches, dump_statistics(self.session.observers)
-            self.observe(left)
+        if self.phase is Phase.OBSERVING and not self.session.is_attached:
+            batches, seen = self.session.batches, dump_statistics(self.session.observers)
+            self.session.attach(count_calls=False)
             load_statistics(self.session.observers, seen)
             self.session.batches = batches
 
     def count_batch(self) -> None:
-        """Write the ranges after the last of the batches that :meth:`observe` has announced."""
-        if self.left:
-            self.session.batches += 1
-            self.left -= 1
-            if not self.left:
-                self.write()
+        """One of the batches of :meth:`observe_training` has ended; after the last the ranges are written."""
+        self.session.batches += 1
+        self.batches_left -= 1
+        if not self.batches_left:
+            self.write()
+
+    def begin_validation(self) -> None:
+        """Run through what would be exported at this moment, weights as they are now. Again: nothing happens."""
+        if self.validating:
+            return
+        self.end_observation()
+        self.refresh_weights()
+        self.switch.weights = self.switch.activations = True
+        self.validating = True
+
+    def observe_validation(self) -> None:
+        """Observe the validation that has begun; :meth:`gather` at its end."""
+        self.session.attach(count_calls=False)
 
     def gather(self) -> None:
-        """End to observe, and keep what was seen until :meth:`write`."""
-        self._detach()
-        self.left, self.gathered = 0, True
+        """End to observe a validation, and keep what was seen until the next training batch."""
+        self.session.detach()
+        self.phase = Phase.GATHERED
+
+    def end_validation(self) -> None:
+        """A validation between training batches has ended, or a resumed run has passed over it."""
+        self.validating = False
+        if self.phase is not Phase.GATHERED:
+            self.phase = Phase.VALIDATED
+
+    def end_observation(self) -> None:
+        """A validation has come before the last of the training batches: what was seen so far has to do."""
+        if self.phase is Phase.OBSERVING:
+            if self.session.batches:
+                self.write()
+            else:
+                self.give_up()
 
     def give_up(self) -> None:
         """End to observe, and forget what was seen."""
-        self._detach()
-        self.left, self.gathered = 0, False
+        self.session.detach()
+        self.phase, self.batches_left = Phase.NEW, 0
 
     def write(self, weights: bool = False) -> None:
         """Write the ranges that data gave.
@@ -172,39 +218,31 @@ class QuantizedTraining:
             weights: observe the weights too (they are, if their observers want inputs).
         """
         wants_inputs = any(observer.needs_inputs for observer in self.session.observers.values())
-        self._detach()
         self.session.finalize(weights=weights or wants_inputs)
-        self.left, self.gathered = 0, False
+        self.phase, self.batches_left = Phase.TRAINING, 0
         self._write_learned()
+
+    # ------------------------------------------------------------------ weights
 
     def refresh_weights(self) -> None:
         """Observe the weights as they are now, if they changed; write learned scales as they are now."""
         session = self.session
         excused = session.skipped | set(session.result.fallback if session.result is not None else ())
         wanting = {name: o.lacks_inputs for (name, _), o in session.observers.items() if o.needs_inputs}
-        unfinished = (
-            bool(self.left or self.gathered) or not self.is_quantized
-        )  # what was seen differs from rank to rank
+        # What was seen differs from rank to rank until it is merged.
+        unfinished = self.phase in (Phase.OBSERVING, Phase.GATHERED) or not self.is_quantized
         lacking = bool(wanting) and (unfinished or any(wanting[name] for name in wanting.keys() - excused))
         unknown = any(get_scheme(target.module) is None for target in session.plan.targets)
         if not lacking and (unknown or trained_since(session.model)):
             session.finalize(activations=False)
         self._write_learned()
 
-    def _detach(self) -> None:
-        self._observing = False
-        self.session.detach()
-
     @torch.inference_mode(False)
     def _write_learned(self, refreshed: bool = True) -> None:
-        if self.learned is None or self._running is None:
-            return
-        self.learned.start()
-        state = self.session.state_dict()
-        state["qparams"] |= {name: value.to("cpu", copy=True) for name, value in self.learned.values().items()}
-        if refreshed:  # the zero points too
-            state["checksums"] = {target.name: weight_checksum(target.module) for target in self.session.plan.targets}
-        self.session.load_state_dict(state)
+        if self.learned is not None and self._forwards is not None:
+            self.learned.start()
+            # Refreshed are the zero points too, so scale and zero point are of the weights as they are now.
+            self.session.write_scales(self.learned.values(), of_present_weights=refreshed)
 
     # ------------------------------------------------------------------ resume
 
@@ -214,13 +252,12 @@ class QuantizedTraining:
 
         On several ranks every rank must call this, as Lightning does: they have seen different data.
         """
-        state: dict[str, Any] = {"left": self.left, "batches": self.session.batches, "gathered": self.gathered}
-        observers = self.session.observers
-        if self.left or self.gathered:
-            fed = {key: o for key, o in observers.items() if o.observes_data}
-            state["observed"] = dump_observation(fed, self.session.collectives)
+        session = self.session
+        state: dict[str, Any] = {"phase": self.phase.value, "left": self.batches_left, "batches": session.batches}
+        if self.phase in (Phase.OBSERVING, Phase.GATHERED):
+            state["observed"] = dump_observation(self._fed(), session.collectives)
         else:  # what a weight's next observation needs, the same on all ranks
-            state["statistics"] = dump_statistics({key: o for key, o in observers.items() if o.needs_inputs})
+            state["statistics"] = dump_statistics({key: o for key, o in session.observers.items() if o.needs_inputs})
         if self.learned is not None:
             state["learned"] = self.learned.state_dict()
         return state
@@ -234,14 +271,16 @@ class QuantizedTraining:
         Raises:
             CalibrationError: its learned scales are of other modules.
         """
-        self._detach()
+        self.session.detach()
         self._resumed = True
-        self.left, self.gathered = state.get("left", 0), state.get("gathered", False)
+        self.phase, self.batches_left = Phase.of_state(state), state.get("left", 0)
         self.session.batches = state.get("batches", 0)
         load_statistics(self.session.observers, state.get("statistics", {}))
-        if "observed" in state:
-            fed = {key: o for key, o in self.session.observers.items() if o.observes_data}
-            if not load_observation(fed, state["observed"], self.session.collectives):
-                self.give_up()
+        if "observed" in state and not load_observation(self._fed(), state["observed"], self.session.collectives):
+            self.give_up()
         if self.learned is not None and "learned" in state:
             self.learned.load_state_dict(state["learned"])
+
+    def _fed(self) -> dict[Key, Observer]:
+        """The observers that data reach."""
+        return {key: observer for key, observer in self.session.observers.items() if observer.observes_data}

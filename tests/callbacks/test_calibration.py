@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession, quantized
-from lightning_obs.callbacks.calibration import find_module
+from lightning_obs.callbacks.base import find_module
 from lightning_obs.model.qparams import read_qparams
 
 

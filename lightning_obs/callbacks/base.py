@@ -1,0 +1,259 @@
+"""What the callbacks of this package share: the options, a session for the Trainer's module, its state, its end.
+
+The quantization parameters travel in the callback's own state, not in the model's ``state_dict``, so checkpoints load
+strictly with or without the callback. Lightning loads callbacks before the model is on its device (under FSDP after
+``on_fit_start``), so a loaded state waits until a session can take it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from typing_extensions import override
+
+from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.calibration.token_mask import find_mask
+from lightning_obs.callbacks.strategies import collectives_of, repeated_in_batch, repeated_samples, require_exact
+from lightning_obs.checkpoint.export import export_checkpoint
+from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.model.sharding import in_shards, register_fsdp_units, reshard, unwrapped
+from lightning_obs.schemes.config import SchemeLike
+from lightning_obs.schemes.options import CalibrationOptions
+
+
+class SessionCallback(Callback):
+    """A callback that calibrates through a :class:`~lightning_obs.CalibrationSession` of its own.
+
+    Args:
+        scheme: or :class:`~lightning_obs.CalibrationOptions`.
+        module: attribute path of the module to calibrate and export. Default: the one transformers model that the
+            LightningModule holds, else the LightningModule itself.
+        sanity_check: also calibrate in fit's sanity check (its few batches). Off: nothing happens there.
+        token_mask: where to find, in a batch, which tokens count: a key (``"attention_mask"``) or a function of the
+            batch. A tensor ``(batch, tokens)``, nonzero for tokens that count; the others (padding) reach no observer.
+        **options: the fields of :class:`~lightning_obs.CalibrationOptions`.
+    """
+
+    def __init__(
+        self,
+        scheme: SchemeLike | CalibrationOptions | None,
+        *,
+        module: str | None = None,
+        sanity_check: bool = False,
+        token_mask: str | Callable[[Any], torch.Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        self.options = CalibrationOptions.of(scheme, **options)
+        self.module, self.sanity_check, self.token_mask = module, sanity_check, token_mask
+        self.session: CalibrationSession | None = None
+        #: a state that was loaded and that no session has taken yet
+        self._waiting_state: dict[str, Any] | None = None
+        #: the LightningModule of the last session: its tokenizer is exported, its root unit resharded
+        self._owner: LightningModule | None = None
+
+    @property
+    def label(self) -> str:
+        """Short name of the scheme, for reports."""
+        return self.options.label
+
+    @property
+    def ignore(self) -> list[str]:
+        """Patterns of modules that are left alone."""
+        return list(self.options.config.ignore or [])
+
+    @property
+    def result(self) -> CalibrationResult | None:
+        """What the last calibration did; None before it."""
+        return self.session.result if self.session is not None else None
+
+    @property
+    @override
+    def state_key(self) -> str:
+        """Two calibrations in one Trainer keep their states apart."""
+        return str(self._generate_state_key(scheme=self.label, module=self.module))
+
+    def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False) -> Path:
+        """Write the calibrated module as a compressed-tensors checkpoint (:func:`~lightning_obs.export_checkpoint`).
+
+        On several ranks, rank 0 writes. Under DDP the others return at once; where weights are sharded (FSDP) every
+        rank must call this, to gather them. To read the folder on another rank, let ``trainer.strategy.barrier()``
+        come first.
+
+        Args:
+            folder: written whole or not at all.
+            tokenizer: saved beside it; default: the LightningModule's ``tokenizer`` or ``processor``, if it has one.
+            overwrite: replace ``folder`` if it is there.
+
+        Raises:
+            CalibrationError: no validation has calibrated the model yet, or ``folder`` is there.
+        """
+        if self.session is None:
+            raise CalibrationError(
+                "nothing was calibrated yet", remedy="run trainer.validate or trainer.fit with this callback first."
+            )
+        if self._owner is not None:
+            reshard(self._owner)
+        sharded = any(map(in_shards, self.session.model.modules()))
+        if self.session.collectives.rank != 0 and not sharded:
+            return Path(folder)
+        return export_checkpoint(
+            self.session.model, folder, tokenizer=tokenizer or self._tokenizer(), overwrite=overwrite
+        )
+
+    def _tokenizer(self) -> Any:
+        candidates = (getattr(self._owner, name, None) for name in ("tokenizer", "processor"))
+        return next((found for found in candidates if hasattr(found, "save_pretrained")), None)
+
+    # ------------------------------------------------------------------ the session
+
+    def prepare(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:
+        """Check the configuration against the model and return the session that the hooks use.
+
+        A scheme that needs no data (``session.needs_data``) can be applied with it at once:
+        ``with callback.prepare(trainer, module): pass``.
+        """
+        collectives = collectives_of(trainer)
+        if isinstance(trainer.strategy.model, nn.Module):
+            register_fsdp_units(trainer.strategy.model)  # it may hold parameters of the model that is calibrated
+        model = find_module(pl_module, self.module)
+        if self.session is None or self.session.model is not model:
+            self.session = CalibrationSession(model, self.options)
+        require_exact(trainer, self.session)
+        self.session.collectives = collectives
+        self._owner = pl_module
+        state, self._waiting_state = self._waiting_state, None
+        if state is not None:
+            self.take_state(self.session, state)
+        return self.session
+
+    def take_state(self, session: CalibrationSession, state: Mapping[str, Any]) -> None:
+        """Write what a checkpoint holds to the modules of a new session."""
+        session.load_state_dict(dict(state))
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the saved qparams until the model is on its device (Lightning loads callbacks before that)."""
+        self._waiting_state = state_dict or None
+        self.session = None
+
+    # ------------------------------------------------------------------ a validation that is observed
+
+    def observe_validation(self, trainer: Trainer, session: CalibrationSession) -> None:
+        """Attach the observers for all batches of a validation."""
+        repeated = sum(repeated_samples(loader) for loader in _loaders(trainer)) if trainer.world_size > 1 else 0
+        if repeated:
+            warn(
+                f"rank {trainer.global_rank}: DistributedSampler repeats {repeated} sample(s), so that all ranks have "
+                "as many. Calibration leaves them out; your own metrics count them twice."
+            )
+        session.attach(count_calls=False)
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Find out which tokens of the batch count: padding does not, nor do samples that a sampler repeated."""
+        if self.session is None or not self.session.is_attached:
+            return
+        mask = None if self.token_mask is None else find_mask(batch, self.token_mask)
+        samples = repeated_in_batch(_loaders(trainer)[dataloader_idx], batch_idx) if trainer.world_size > 1 else None
+        if samples is not None:
+            mask = samples if mask is None else mask * samples.unsqueeze(-1).to(mask.device, mask.dtype)
+        self.session.mask_tokens(mask)
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Count the batch, if it was observed."""
+        if self.session is not None and self.session.is_attached:
+            self.session.batches += 1
+
+    def finish_calibration(self, session: CalibrationSession, pl_module: LightningModule) -> None:
+        """Compute and write the quantization parameters, and say what was done."""
+        reshard(pl_module)
+        result = session.finalize()
+        rank_zero_info(
+            f"{result.scheme}: calibrated {len(result.modules)} modules, {result.observers} observers, "
+            f"{result.batches} batches{f' x {result.ranks} ranks' if result.ranks > 1 else ''}, {result.seconds:.1f} s"
+        )
+
+    # ------------------------------------------------------------------ the end, however it comes
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave nothing behind; Lightning calls no teardown after an exception or Ctrl-C."""
+        self.clean_up()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave nothing behind."""
+        self.clean_up()
+
+    def clean_up(self) -> None:
+        """Take every hook out. Can be called at any time, any number of times."""
+        if self.session is not None:
+            self.session.detach()
+
+
+def find_module(pl_module: nn.Module, path: str | None = None) -> nn.Module:
+    """The module to calibrate inside a LightningModule.
+
+    Args:
+        pl_module: the LightningModule.
+        path: attribute path; None looks for the one child that is a transformers model.
+
+    Raises:
+        CalibrationError: no such attribute, or several transformers models to choose from.
+    """
+    if path is not None:
+        try:
+            found = pl_module.get_submodule(path)
+        except AttributeError as error:
+            children = ", ".join(name for name, _ in pl_module.named_children()) or "none"
+            raise CalibrationError(
+                f"{type(pl_module).__name__} has no module {path!r}", expected=f"one of its modules: {children}"
+            ) from error
+        return _innermost(found)
+    children_inside = {name: _innermost(child) for name, child in pl_module.named_children()}
+    models = {name: child for name, child in children_inside.items() if is_transformers_model(child)}
+    if len(models) > 1:
+        raise CalibrationError(
+            f"{type(pl_module).__name__} holds several transformers models",
+            where=list(models),
+            remedy='say which one: CalibrationCallback(module="...").',
+        )
+    return next(iter(models.values()), pl_module)
+
+
+def _innermost(module: nn.Module) -> nn.Module:
+    """The module inside FSDP1's wrapper, torch.compile's and peft's."""
+    module = unwrapped(module)
+    original = getattr(module, "_orig_mod", module)
+    assert isinstance(original, nn.Module)
+    original = unwrapped(original)
+    if hasattr(original, "peft_config") and hasattr(original, "get_base_model"):
+        original = original.get_base_model()  # type: ignore[operator]
+    return original
+
+
+def _loaders(trainer: Trainer) -> list[Any]:
+    loaders = trainer.val_dataloaders
+    if isinstance(loaders, Mapping):
+        return list(loaders.values())
+    return list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
