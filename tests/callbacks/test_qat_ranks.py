@@ -102,11 +102,11 @@ def same(one, other):
     return True
 
 
-def close(one, other):
+def close(one, other, rtol=1e-9):
     assert one.keys() == other.keys()
     for name, value in one.items():
         torch.testing.assert_close(
-            value, other[name], rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+            value, other[name], rtol=rtol, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
         )
     return True
 
@@ -145,6 +145,8 @@ def on_device(options):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_two_ranks_train_as_one_device_and_end_alike(options):
+    # The model is in float64, the factors of learned scales are in float32: their mean over ranks is rounded so.
+    rtol = torch.finfo(torch.float32).eps if options.get("learn_scales") else 1e-9
     one = on_device(options)
     first, second = run_ranks(on_fit, 2, 2, options)
     assert same(first["weights"], second["weights"])
@@ -152,11 +154,11 @@ def test_two_ranks_train_as_one_device_and_end_alike(options):
     assert same(first["scales"], second["scales"])
     assert close(first["gradients"], one.gradients)
     mean = [(a + b) / 2 for a, b in zip(first["losses"], second["losses"], strict=True)]
-    torch.testing.assert_close(mean, one.losses, rtol=1e-9, atol=0)
-    assert close(first["weights"], one.state_dict())
-    assert close(first["qparams"], qparams_of(one))
+    torch.testing.assert_close(mean, one.losses, rtol=rtol, atol=0)
+    assert close(first["weights"], one.state_dict(), rtol)
+    assert close(first["qparams"], qparams_of(one), rtol)
     interleaved = torch.stack([first["validated"], second["validated"]], 1).flatten(0, 1)
-    torch.testing.assert_close(interleaved, torch.cat(one.validated), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(interleaved, torch.cat(one.validated), rtol=rtol, atol=1e-12)
 
 
 def on_two_halves(rank, ranks, halves):
