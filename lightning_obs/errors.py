@@ -68,6 +68,17 @@ class CalibrationWarning(UserWarning):
     """Something the user probably did not intend, after which the result is still correct."""
 
 
+def refuse(
+    where: Sequence[str], what: str, *, got: object = None, expected: object = None, remedy: str | None = None
+) -> None:
+    """Raise a :class:`CalibrationError` that names ``where``, unless there is nothing to name.
+
+    >>> refuse([], "the weight is not floating point")
+    """
+    if where:
+        raise CalibrationError(what, where=where, got=got, expected=expected, remedy=remedy)
+
+
 def warn(message: str) -> None:
     """Give a :class:`CalibrationWarning` that points at the user's line, however deep in the package it was found."""
     frame, level = sys._getframe(1), 2

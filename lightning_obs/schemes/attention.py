@@ -9,7 +9,6 @@ apply them when the checkpoint is loaded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from compressed_tensors.quantization import (
@@ -27,6 +26,7 @@ from torch import nn
 from lightning_obs.errors import CalibrationError, name_list, warn
 from lightning_obs.model.kinds import has_kv_cache, is_transformers_model
 from lightning_obs.numerics.reshape import ATTENTION
+from lightning_obs.schemes.target import Target
 
 KVCacheLike: TypeAlias = "str | Mapping[str, Any] | QuantizationArgs | None"
 
@@ -41,16 +41,6 @@ class StatesConfig(QuantizationConfig):
     """A config that has an observer of its own for q, k or v, which share one ``QuantizationArgs`` otherwise."""
 
     state_observers: dict[str, dict[str, Any]] | None = None
-
-
-@dataclass(frozen=True)
-class StatesTarget:
-    """One attention module with the states that will be quantized, ``{"k": args, "v": args}``."""
-
-    name: str
-    module: nn.Module
-    scheme: QuantizationScheme
-    states: dict[str, QuantizationArgs]
 
 
 # ---------------------------------------------------------------------- what the user wrote
@@ -108,7 +98,7 @@ def state_args(config: QuantizationConfig, args: QuantizationArgs, base_name: st
 # ---------------------------------------------------------------------- over one model
 
 
-def find_states(model: nn.Module, config: QuantizationConfig) -> list[StatesTarget]:
+def find_states(model: nn.Module, config: QuantizationConfig) -> list[Target]:
     """The attention modules whose states ``config`` quantizes, checked without data.
 
     Raises:
@@ -142,7 +132,7 @@ def find_states(model: nn.Module, config: QuantizationConfig) -> list[StatesTarg
     _require_head_counts(model, list(cached))
     bases = ATTENTION if groups else ATTENTION[1:]
     states = {base: state_args(config, args, base) for base in bases}
-    return [StatesTarget(name, module, groups.get(name, scheme), states) for name, module in cached.items()]
+    return [Target(name, module, groups.get(name, scheme), states) for name, module in cached.items()]
 
 
 def _of_groups(
@@ -191,8 +181,8 @@ def _check_schemes(kv: QuantizationArgs | None, groups: Mapping[str, Quantizatio
             expected="a group of input_activations only, which stand for q, k and v",
             remedy="target its projections (`re:.*self_attn.*_proj$`) with the weights' scheme.",
         )
-    found = [group.input_activations for group in groups.values()] + ([kv] if kv is not None else [])
-    formats = {args.model_dump_json(exclude={"observer", "observer_kwargs"}) for args in found if args is not None}
+    given = [*(group.input_activations for group in groups.values()), kv]
+    formats = {args.model_dump_json(exclude={"observer", "observer_kwargs"}) for args in given if args is not None}
     if len(formats) > 1:
         raise CalibrationError(
             "attention states are given two schemes, but a checkpoint has room for one",
