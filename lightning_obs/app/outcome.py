@@ -1,0 +1,105 @@
+"""What a run measured: the row of a comparison, ``report.json``, and the report that closes the run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightning_obs.app.finetune import share_recovered
+from lightning_obs.app.job import Job, plain
+from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.report.layer_errors import LayerError
+from lightning_obs.report.summary import folder_size, poor_layers, print_report, summary
+
+
+@dataclass
+class Outcome:
+    """Perplexities on held-out text and what goes with them; None: not measured.
+
+    Attributes:
+        full: perplexity in full precision.
+        calibrated: after calibration, before fine-tuning.
+        quantized: of what was exported.
+        reloaded: of the checkpoint, loaded again.
+        seconds_trained: how long fine-tuning took.
+        lines: further lines of the closing report.
+    """
+
+    result: CalibrationResult
+    full: float | None = None
+    calibrated: float | None = None
+    quantized: float | None = None
+    reloaded: float | None = None
+    seconds_trained: float | None = None
+    errors: list[LayerError] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def perplexity(self) -> tuple[float, float] | None:
+        """Before and after."""
+        return None if self.full is None or self.quantized is None else (self.full, self.quantized)
+
+    @property
+    def recovered(self) -> float | None:
+        """How much fine-tuning brought back of what calibration lost."""
+        if self.full is None or self.calibrated is None or self.quantized is None:
+            return None
+        return share_recovered(self.full, self.calibrated, self.quantized)
+
+    @property
+    def fine_tuning_lines(self) -> list[str]:
+        """What fine-tuning brought; nothing where there was none."""
+        lines = []
+        if self.calibrated is not None:
+            values = {"full precision": self.full, "calibrated": self.calibrated, "fine-tuned": self.quantized}
+            values["reloaded"] = self.reloaded
+            shown = (f"{name} {value:.3f}" for name, value in values.items() if value is not None)
+            lines.append("perplexity on held-out text: " + ", ".join(shown))
+        if self.seconds_trained is not None:
+            share = self.recovered
+            brought = "" if share is None else f", and brought back {share:.0%} of what calibration lost"
+            lines.append(f"fine-tuning took {self.seconds_trained / 60:.1f} minutes{brought}")
+        return lines
+
+
+def report(job: Job, outcome: Outcome) -> dict[str, Any]:
+    """Write ``report.json`` and print the closing report, on rank 0.
+
+    Returns:
+        What a comparison of runs shows.
+    """
+    config, errors, result = job.config, outcome.errors, outcome.result
+    is_written = job.folder is not None and job.trainer.is_global_zero
+    sizes = (_model_bytes(job.model), folder_size(job.folder)) if job.folder is not None and is_written else None
+    row = {
+        "run": job.callback.label,
+        "perplexity": outcome.perplexity,
+        "perplexity_calibrated": outcome.calibrated,
+        "perplexity_reloaded": outcome.reloaded,
+        "recovered": outcome.recovered,
+        "seconds_trained": outcome.seconds_trained,
+        "size": sizes[1] if sizes else None,
+        "seconds": result.seconds,
+        "worst_sqnr": errors[0].sqnr if errors else None,
+        "ignore": [*job.callback.ignore, *poor_layers(errors, fused=result.fused)],
+    }
+    if job.trainer.is_global_zero:
+        path = Path(config.output_dir) / "report.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = {**row, "layers": [vars(error) for error in errors], "config": plain(config)}
+        path.write_text(json.dumps(whole, indent=1) + "\n")
+        hint = "" if not poor_layers(errors) else f"  (leave those layers out with ignore_from={path})"
+        lines = [*outcome.lines, *outcome.fine_tuning_lines, f"report {path}{hint}"]
+        worst = config.report.worst_layers
+        print()
+        print_report(summary(result, errors, perplexity=outcome.perplexity, sizes=sizes, lines=lines, worst=worst))
+    return row
+
+
+def _model_bytes(model: nn.Module) -> int:
+    tensors = {t.data_ptr(): t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()]}
+    return sum(tensors.values())
