@@ -7,8 +7,11 @@ import warnings
 from collections.abc import Sequence
 
 _NAMES_SHOWN = 8
-#: packages through which a user's call reaches us
-_ON_THE_WAY = ("lightning_obs", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "hydra", "contextlib")
+#: top-level packages through which a user's call reaches the place of a warning
+_ON_THE_WAY = {
+    "lightning_obs", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torch", "hydra",
+    "jsonargparse", "transformers", "contextlib", "dataclasses", "functools",
+}  # fmt: skip
 
 
 class CalibrationError(ValueError):
@@ -80,7 +83,11 @@ def refuse(
 
 
 def warn(message: str) -> None:
-    """Give a :class:`CalibrationWarning` that points at the user's line, however deep in the package it was found."""
+    """Give a :class:`CalibrationWarning` that points at the user's line, however deep in the package it arises.
+
+    That is the innermost call from a module outside the packages above. Modules are known by their names, so it does
+    not matter where they are installed; run by ``python -m lightning_obs``, the line is that of ``__main__.py``.
+    """
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _ON_THE_WAY:
         frame, level = frame.f_back, level + 1

@@ -41,15 +41,6 @@ def fine_tune(job: Job) -> float:
     return time.perf_counter() - started
 
 
-def share_recovered(full: float, calibrated: float, tuned: float) -> float | None:
-    """How much of the perplexity that calibration alone lost came back; None if it lost nothing.
-
-    >>> share_recovered(20.0, 30.0, 22.5)
-    0.75
-    """
-    return None if calibrated <= full else (calibrated - tuned) / (calibrated - full)
-
-
 def perplexity_of_checkpoint(job: Job, folder: Path) -> float | None:
     """Perplexity of what transformers loads from ``folder``, on the held-out text; None if a rank cannot read it.
 

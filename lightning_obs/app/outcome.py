@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from lightning_obs.app.finetune import share_recovered
 from lightning_obs.app.job import Job, plain
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.report.layer_errors import LayerError
@@ -45,25 +42,22 @@ class Outcome:
 
     @property
     def recovered(self) -> float | None:
-        """How much fine-tuning brought back of what calibration lost."""
-        if self.full is None or self.calibrated is None or self.quantized is None:
+        """How much fine-tuning brought back of what calibration lost; None if that was nothing."""
+        if self.full is None or self.calibrated is None or self.quantized is None or self.calibrated <= self.full:
             return None
-        return share_recovered(self.full, self.calibrated, self.quantized)
+        return (self.calibrated - self.quantized) / (self.calibrated - self.full)
 
-    @property
-    def fine_tuning_lines(self) -> list[str]:
-        """What fine-tuning brought; nothing where there was none."""
-        lines = []
+    def add_fine_tuning_lines(self) -> None:
+        """Say what fine-tuning brought, where there was any."""
         if self.calibrated is not None:
             values = {"full precision": self.full, "calibrated": self.calibrated, "fine-tuned": self.quantized}
-            values["reloaded"] = self.reloaded
-            shown = (f"{name} {value:.3f}" for name, value in values.items() if value is not None)
-            lines.append("perplexity on held-out text: " + ", ".join(shown))
+            shown = {name: value for name, value in {**values, "reloaded": self.reloaded}.items() if value is not None}
+            text = ", ".join(f"{name} {value:.3f}" for name, value in shown.items())
+            self.lines.append(f"perplexity on held-out text: {text}")
         if self.seconds_trained is not None:
             share = self.recovered
             brought = "" if share is None else f", and brought back {share:.0%} of what calibration lost"
-            lines.append(f"fine-tuning took {self.seconds_trained / 60:.1f} minutes{brought}")
-        return lines
+            self.lines.append(f"fine-tuning took {self.seconds_trained / 60:.1f} minutes{brought}")
 
 
 def report(job: Job, outcome: Outcome) -> dict[str, Any]:
@@ -73,8 +67,10 @@ def report(job: Job, outcome: Outcome) -> dict[str, Any]:
         What a comparison of runs shows.
     """
     config, errors, result = job.config, outcome.errors, outcome.result
-    is_written = job.folder is not None and job.trainer.is_global_zero
-    sizes = (_model_bytes(job.model), folder_size(job.folder)) if job.folder is not None and is_written else None
+    sizes = None
+    if job.folder is not None and job.trainer.is_global_zero:
+        tensors = {t.data_ptr(): t.nbytes for t in [*job.model.parameters(), *job.model.buffers()]}
+        sizes = (sum(tensors.values()), folder_size(job.folder))
     row = {
         "run": job.callback.label,
         "perplexity": outcome.perplexity,
@@ -93,13 +89,8 @@ def report(job: Job, outcome: Outcome) -> dict[str, Any]:
         whole = {**row, "layers": [vars(error) for error in errors], "config": plain(config)}
         path.write_text(json.dumps(whole, indent=1) + "\n")
         hint = "" if not poor_layers(errors) else f"  (leave those layers out with ignore_from={path})"
-        lines = [*outcome.lines, *outcome.fine_tuning_lines, f"report {path}{hint}"]
-        worst = config.report.worst_layers
+        outcome.add_fine_tuning_lines()
+        lines, worst = [*outcome.lines, f"report {path}{hint}"], config.report.worst_layers
         print()
         print_report(summary(result, errors, perplexity=outcome.perplexity, sizes=sizes, lines=lines, worst=worst))
     return row
-
-
-def _model_bytes(model: nn.Module) -> int:
-    tensors = {t.data_ptr(): t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()]}
-    return sum(tensors.values())

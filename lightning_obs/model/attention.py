@@ -216,17 +216,17 @@ def _attention_function(model: Any) -> Iterator[None]:
 
 def _configs(model: Any) -> list[Any]:
     """The configs of a model and of the models in it, parents first."""
-    found: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
 
     def visit(config: Any) -> None:
-        if config is not None and id(config) not in found and hasattr(config, "_attn_implementation"):
-            found[id(config)] = config
+        if config is not None and id(config) not in visited and hasattr(config, "_attn_implementation"):
+            visited[id(config)] = config
             for name in getattr(config, "sub_configs", {}):
                 visit(getattr(config, name, None))
 
     for module in model.modules():
         visit(getattr(module, "config", None))
-    return list(found.values())
+    return list(visited.values())
 
 
 @contextmanager
