@@ -1,4 +1,4 @@
-"""The one family of errors: what went wrong, where, what was found, what was expected, what to do."""
+"""The one family of errors: what went wrong, where, what was given, what was expected, what to do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CalibrationError(ValueError):
     Args:
         what: the problem in one clause.
         where: module names (all are kept in :attr:`where`; the message shows the first few).
-        got: what was found.
+        got: what was there.
         expected: what would have been right.
         remedy: what the user can do about it.
 
@@ -50,14 +50,10 @@ class CalibrationError(ValueError):
         if self.where:
             text += ": " + name_list(self.where)
         text += "."
-        facts = []
-        if self.got is not None:
-            facts.append(f"got {self.got}")
-        if self.expected is not None:
-            facts.append(f"expected {self.expected}")
+        given = {"got": self.got, "expected": self.expected}
+        facts = ", ".join(f"{word} {value}" for word, value in given.items() if value is not None)
         if facts:
-            sentence = ", ".join(facts)
-            text += f" {sentence[0].upper()}{sentence[1:]}."
+            text += f" {facts[0].upper()}{facts[1:]}."
         if self.remedy:
             text += f" Remedy: {self.remedy}"
         return text

@@ -39,7 +39,7 @@ def evaluate(job: Job, what: str, as_quantized: bool = True) -> float | None:
         return None
     say(f"· {what}")
     with quantized(job.model) if as_quantized else nullcontext():
-        metrics = job.plain.test(job.module, datamodule=job.data, verbose=False)[0]
+        metrics = job.evaluator.test(job.module, datamodule=job.data, verbose=False)[0]
     value = metrics.get("perplexity")
     return None if value is None else float(value)
 

@@ -31,7 +31,7 @@ class Job:
         model: the module inside ``module`` that is calibrated.
         folder: of the checkpoint; None: none is written.
         trainer: runs the callback.
-        plain: runs without it, to measure.
+        evaluator: runs without it, to measure.
     """
 
     config: DictConfig
@@ -41,11 +41,11 @@ class Job:
     data: LightningDataModule
     folder: Path | None
     trainer: Trainer
-    plain: Trainer
+    evaluator: Trainer
 
 
 def make_job(config: DictConfig) -> Job:
-    """Make what the config describes. A mistake in the config is found before the model is loaded.
+    """Make what the config describes. A mistake in the config is an error before the model is loaded.
 
     Raises:
         CalibrationError: whatever is wrong with scheme, model or data; the checkpoint's folder is there.
@@ -61,8 +61,8 @@ def make_job(config: DictConfig) -> Job:
     with step("reading the text"):
         data: LightningDataModule = instantiate(config.data, tokenizer=getattr(module, "tokenizer", None))
     model = find_module(module, config.module)
-    trainer, plain = instantiate(config.trainer, callbacks=[callback]), instantiate(config.trainer)
-    return Job(config, callback, module, model, data, folder, trainer, plain)
+    trainer, evaluator = instantiate(config.trainer, callbacks=[callback]), instantiate(config.trainer)
+    return Job(config, callback, module, model, data, folder, trainer, evaluator)
 
 
 def make_callback(config: DictConfig) -> CalibrationCallback:

@@ -5,6 +5,9 @@ On several ranks all of them run this; only rank 0 prints and writes.
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -13,10 +16,12 @@ from torch import distributed as dist
 from lightning_obs.app.calibrate import calibrate, evaluate, layer_errors
 from lightning_obs.app.console import quiet_lightning
 from lightning_obs.app.finetune import fine_tune, perplexity_of_checkpoint
-from lightning_obs.app.job import make_job
-from lightning_obs.app.outcome import Outcome, report
+from lightning_obs.app.job import Job, make_job, plain
 from lightning_obs.app.write import write_checkpoint
+from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
+from lightning_obs.report.layer_errors import LayerError
+from lightning_obs.report.summary import folder_size, poor_layers, print_report, summary
 
 
 def run(config: DictConfig) -> dict[str, Any]:
@@ -45,4 +50,87 @@ def run(config: DictConfig) -> dict[str, Any]:
     row = report(job, outcome)
     if dist.is_initialized():  # gloo's threads may abort a process that ends in a group (pytorch #190489)
         dist.destroy_process_group()
+    return row
+
+
+@dataclass
+class Outcome:
+    """Perplexities on held-out text and what goes with them; None: not measured.
+
+    Attributes:
+        full: perplexity in full precision.
+        calibrated: after calibration, before fine-tuning.
+        quantized: of what was exported.
+        reloaded: of the checkpoint, loaded again.
+        seconds_trained: how long fine-tuning took.
+        lines: further lines of the closing report.
+    """
+
+    result: CalibrationResult
+    full: float | None = None
+    calibrated: float | None = None
+    quantized: float | None = None
+    reloaded: float | None = None
+    seconds_trained: float | None = None
+    errors: list[LayerError] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def perplexity(self) -> tuple[float, float] | None:
+        """Before and after."""
+        return None if self.full is None or self.quantized is None else (self.full, self.quantized)
+
+    @property
+    def recovered(self) -> float | None:
+        """How much fine-tuning brought back of what calibration lost; None if that was nothing."""
+        if self.full is None or self.calibrated is None or self.quantized is None or self.calibrated <= self.full:
+            return None
+        return (self.calibrated - self.quantized) / (self.calibrated - self.full)
+
+    def add_fine_tuning_lines(self) -> None:
+        """Say what fine-tuning brought, where there was any."""
+        if self.calibrated is not None:
+            values = {"full precision": self.full, "calibrated": self.calibrated, "fine-tuned": self.quantized}
+            shown = {name: value for name, value in {**values, "reloaded": self.reloaded}.items() if value is not None}
+            text = ", ".join(f"{name} {value:.3f}" for name, value in shown.items())
+            self.lines.append(f"perplexity on held-out text: {text}")
+        if self.seconds_trained is not None:
+            share = self.recovered
+            brought = "" if share is None else f", and brought back {share:.0%} of what calibration lost"
+            self.lines.append(f"fine-tuning took {self.seconds_trained / 60:.1f} minutes{brought}")
+
+
+def report(job: Job, outcome: Outcome) -> dict[str, Any]:
+    """Write ``report.json`` and print the closing report, on rank 0.
+
+    Returns:
+        What a comparison of runs shows.
+    """
+    config, errors, result = job.config, outcome.errors, outcome.result
+    sizes = None
+    if job.folder is not None and job.trainer.is_global_zero:
+        tensors = {t.data_ptr(): t.nbytes for t in [*job.model.parameters(), *job.model.buffers()]}
+        sizes = (sum(tensors.values()), folder_size(job.folder))
+    row = {
+        "run": job.callback.label,
+        "perplexity": outcome.perplexity,
+        "perplexity_calibrated": outcome.calibrated,
+        "perplexity_reloaded": outcome.reloaded,
+        "recovered": outcome.recovered,
+        "seconds_trained": outcome.seconds_trained,
+        "size": sizes[1] if sizes else None,
+        "seconds": result.seconds,
+        "worst_sqnr": errors[0].sqnr if errors else None,
+        "ignore": [*job.callback.ignore, *poor_layers(errors, fused=result.fused)],
+    }
+    if job.trainer.is_global_zero:
+        path = Path(config.output_dir) / "report.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = {**row, "layers": [vars(error) for error in errors], "config": plain(config)}
+        path.write_text(json.dumps(whole, indent=1) + "\n")
+        hint = "" if not poor_layers(errors) else f"  (leave those layers out with ignore_from={path})"
+        outcome.add_fine_tuning_lines()
+        lines, worst = [*outcome.lines, f"report {path}{hint}"], config.report.worst_layers
+        print()
+        print_report(summary(result, errors, perplexity=outcome.perplexity, sizes=sizes, lines=lines, worst=worst))
     return row

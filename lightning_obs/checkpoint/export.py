@@ -88,15 +88,15 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> 
     _require_free(folder, overwrite, sharded)
     writes = not sharded or dist.get_rank() == 0
     with torch.inference_mode(False), torch.no_grad():
-        state = compressed_state_dict(model, writes)
+        tensors = compressed_state_dict(model, writes)
     if not writes:
         return folder
     with _whole_or_not_at_all(folder) as partial, torch.inference_mode(False), torch.no_grad():
         compressor = _model_compressor(model)
         if is_transformers_model(model):
-            _save_pretrained(model, partial, state)
+            _save_pretrained(model, partial, tensors)
         else:
-            save_file(_unshared(state), partial / WEIGHTS_FILE, metadata={"format": "pt"})
+            save_file(_unshared(tensors), partial / WEIGHTS_FILE, metadata={"format": "pt"})
         if compressor is not None:
             compressor.update_config(str(partial))
         elif not (partial / CONFIG_FILE).exists():
@@ -131,14 +131,14 @@ def _ignored(model: nn.Module, config: QuantizationConfig) -> list[str]:
     return list(dict.fromkeys([*ignored, *left, *routers(model)]))
 
 
-def _save_pretrained(model: Any, folder: Path, state: dict[str, torch.Tensor]) -> None:
+def _save_pretrained(model: Any, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     # A model that was itself loaded through a quantizer would ignore state_dict=.
     quantizer = getattr(model, "hf_quantizer", None)
     config = vars(model.config).pop("quantization_config", None)
     try:
         if quantizer is not None:
             model.hf_quantizer = None
-        model.save_pretrained(str(folder), state_dict=state)
+        model.save_pretrained(str(folder), state_dict=tensors)
     finally:
         if quantizer is not None:
             model.hf_quantizer = quantizer
@@ -146,11 +146,11 @@ def _save_pretrained(model: Any, folder: Path, state: dict[str, torch.Tensor]) -
             model.config.quantization_config = config
 
 
-def _unshared(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """safetensors refuses tensors that share memory (tied weights): each name gets its own copy."""
     seen: set[int] = set()
     result = {}
-    for name, value in state.items():
+    for name, value in tensors.items():
         storage = value.untyped_storage().data_ptr()
         result[name] = value.clone().contiguous() if storage in seen else value.contiguous()
         seen.add(storage)

@@ -209,7 +209,7 @@ def expert_containers(model: nn.Module) -> dict[str, list[nn.Module]]:
 def routers(model: nn.Module) -> list[str]:
     """Modules beside a :class:`LinearExperts` that hold a weight of one row per expert and are no Linear.
 
-    Engines that have a Linear there must be told that it is not quantized.
+    Engines have a Linear there, so a checkpoint has to list it as not quantized.
     """
     names = []
     for name, experts in linear_experts(model).items():

@@ -14,7 +14,8 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError, refuse
 
-_ADAPTERS = "merged_on_demand"
+#: the attribute of a base layer that holds them; peft has none of this name
+_ADAPTERS = "lightning_obs_adapters"
 
 
 class Adapters:

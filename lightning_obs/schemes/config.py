@@ -1,7 +1,7 @@
 """What the user can write as a scheme, and the one ``QuantizationConfig`` it becomes.
 
 A scheme is a preset name, a dict or a compressed-tensors object. Observers and their hyperparameters are set here too,
-and tried, so that a typo is found where it was made.
+and tried, so that a typo is an error where it was made.
 """
 
 from __future__ import annotations
