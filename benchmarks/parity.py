@@ -46,7 +46,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTo
 from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession
-from lightning_obs.app.load_model import default_model_folder, load_causal_lm
+from lightning_obs.app.causal_lm import default_model_folder, load_causal_lm
 from lightning_obs.app.text_data import TextData
 from lightning_obs.model.qparams import SUFFIXES, calibrated_modules, read_qparams
 from lightning_obs.schemes.attention import KV_PRESETS

@@ -32,7 +32,7 @@ from torchmetrics.text import Perplexity
 from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession, quantized
-from lightning_obs.app.load_model import load_causal_lm
+from lightning_obs.app.causal_lm import load_causal_lm
 from lightning_obs.app.text_data import TextData
 
 IGNORE = ["lm_head"]

@@ -134,7 +134,7 @@ def compare(case: str, weight: torch.Tensor, repeat: int, compile: bool) -> tupl
 @torch.no_grad()
 def compare_on_model(compile: bool) -> int:
     """All Linear weights of the default model, int4 in groups of 64, one after the other."""
-    from lightning_obs.app.load_model import load_causal_lm
+    from lightning_obs.app.causal_lm import load_causal_lm
 
     model, _ = load_causal_lm()
     weights = [m.weight.detach() for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]

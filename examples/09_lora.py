@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import QuantizationAwareTraining
-from lightning_obs.app.load_model import load_causal_lm
+from lightning_obs.app.causal_lm import load_causal_lm
 from lightning_obs.app.text_data import TextData
 
 parser = argparse.ArgumentParser()

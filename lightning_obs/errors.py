@@ -1,4 +1,4 @@
-"""The one family of errors: what went wrong, where, what was found, what was expected, what to do."""
+"""The one family of errors: what went wrong, where, what was given, what was expected, what to do."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import warnings
 from collections.abc import Sequence
 
 _NAMES_SHOWN = 8
-#: packages through which a user's call reaches us
-_ON_THE_WAY = ("lightning_obs", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "hydra", "contextlib")
+#: top-level packages through which a user's call reaches the place of a warning
+_ON_THE_WAY = {
+    "lightning_obs", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torch", "hydra",
+    "jsonargparse", "transformers", "contextlib", "dataclasses", "functools",
+}  # fmt: skip
 
 
 class CalibrationError(ValueError):
@@ -17,7 +20,7 @@ class CalibrationError(ValueError):
     Args:
         what: the problem in one clause.
         where: module names (all are kept in :attr:`where`; the message shows the first few).
-        got: what was found.
+        got: what was there.
         expected: what would have been right.
         remedy: what the user can do about it.
 
@@ -47,14 +50,10 @@ class CalibrationError(ValueError):
         if self.where:
             text += ": " + name_list(self.where)
         text += "."
-        facts = []
-        if self.got is not None:
-            facts.append(f"got {self.got}")
-        if self.expected is not None:
-            facts.append(f"expected {self.expected}")
+        given = {"got": self.got, "expected": self.expected}
+        facts = ", ".join(f"{word} {value}" for word, value in given.items() if value is not None)
         if facts:
-            sentence = ", ".join(facts)
-            text += f" {sentence[0].upper()}{sentence[1:]}."
+            text += f" {facts[0].upper()}{facts[1:]}."
         if self.remedy:
             text += f" Remedy: {self.remedy}"
         return text
@@ -68,8 +67,23 @@ class CalibrationWarning(UserWarning):
     """Something the user probably did not intend, after which the result is still correct."""
 
 
+def refuse(
+    where: Sequence[str], what: str, *, got: object = None, expected: object = None, remedy: str | None = None
+) -> None:
+    """Raise a :class:`CalibrationError` that names ``where``, unless there is nothing to name.
+
+    >>> refuse([], "the weight is not floating point")
+    """
+    if where:
+        raise CalibrationError(what, where=where, got=got, expected=expected, remedy=remedy)
+
+
 def warn(message: str) -> None:
-    """Give a :class:`CalibrationWarning` that points at the user's line, however deep in the package it was found."""
+    """Give a :class:`CalibrationWarning` that points at the user's line, however deep in the package it arises.
+
+    That is the innermost call from a module outside the packages above. Modules are known by their names, so it does
+    not matter where they are installed; run by ``python -m lightning_obs``, the line is that of ``__main__.py``.
+    """
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _ON_THE_WAY:
         frame, level = frame.f_back, level + 1

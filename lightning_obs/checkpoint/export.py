@@ -29,7 +29,7 @@ from torch import nn
 from lightning_obs.checkpoint.compress import compressed_state_dict
 from lightning_obs.checkpoint.load import CONFIG_FILE, QPARAMS_FILE, WEIGHTS_FILE
 from lightning_obs.distributed.collectives import all_ranks_answer
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.attention import marked_as_hooked
 from lightning_obs.model.experts import routers
 from lightning_obs.model.kinds import compressible_type, is_transformers_model
@@ -72,34 +72,31 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> 
             f"{type(model).__name__} was not calibrated, there is nothing to export",
             remedy="run CalibrationSession or CalibrationCallback on it first.",
         )
-    computed = [n for n, m in calibrated_modules(model) if "weight" in vars(m)]  # a plain attribute, no parameter
-    if computed:
-        raise CalibrationError(
-            "the weight is computed from others (pruning, weight_norm) and cannot be stored",
-            where=computed,
-            remedy="make it permanent first: torch.nn.utils.prune.remove(module, 'weight').",
-        )
+    refuse(
+        [n for n, m in calibrated_modules(model) if "weight" in vars(m)],  # a plain attribute, no parameter
+        "the weight is computed from others (pruning, weight_norm) and cannot be stored",
+        remedy="make it permanent first: torch.nn.utils.prune.remove(module, 'weight').",
+    )
     refuse_unmerged(model, "a checkpoint")
     stale = trained_since(model)
-    if stale:
-        raise CalibrationError(
-            f"{len(stale)} weights have changed since they were calibrated",
-            where=stale,
-            remedy="calibrate the weights as they are now (trainer.validate with the callback), then export.",
-        )
+    refuse(
+        stale,
+        f"{len(stale)} weights have changed since they were calibrated",
+        remedy="calibrate the weights as they are now (trainer.validate with the callback), then export.",
+    )
     sharded = any(map(in_shards, model.modules()))
     _require_free(folder, overwrite, sharded)
     writes = not sharded or dist.get_rank() == 0
     with torch.inference_mode(False), torch.no_grad():
-        state = compressed_state_dict(model, writes)
+        tensors = compressed_state_dict(model, writes)
     if not writes:
         return folder
     with _whole_or_not_at_all(folder) as partial, torch.inference_mode(False), torch.no_grad():
         compressor = _model_compressor(model)
         if is_transformers_model(model):
-            _save_pretrained(model, partial, state)
+            _save_pretrained(model, partial, tensors)
         else:
-            save_file(_unshared(state), partial / WEIGHTS_FILE, metadata={"format": "pt"})
+            save_file(_unshared(tensors), partial / WEIGHTS_FILE, metadata={"format": "pt"})
         if compressor is not None:
             compressor.update_config(str(partial))
         elif not (partial / CONFIG_FILE).exists():
@@ -134,14 +131,14 @@ def _ignored(model: nn.Module, config: QuantizationConfig) -> list[str]:
     return list(dict.fromkeys([*ignored, *left, *routers(model)]))
 
 
-def _save_pretrained(model: Any, folder: Path, state: dict[str, torch.Tensor]) -> None:
+def _save_pretrained(model: Any, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     # A model that was itself loaded through a quantizer would ignore state_dict=.
     quantizer = getattr(model, "hf_quantizer", None)
     config = vars(model.config).pop("quantization_config", None)
     try:
         if quantizer is not None:
             model.hf_quantizer = None
-        model.save_pretrained(str(folder), state_dict=state)
+        model.save_pretrained(str(folder), state_dict=tensors)
     finally:
         if quantizer is not None:
             model.hf_quantizer = quantizer
@@ -149,11 +146,11 @@ def _save_pretrained(model: Any, folder: Path, state: dict[str, torch.Tensor]) -
             model.config.quantization_config = config
 
 
-def _unshared(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """safetensors refuses tensors that share memory (tied weights): each name gets its own copy."""
     seen: set[int] = set()
     result = {}
-    for name, value in state.items():
+    for name, value in tensors.items():
         storage = value.untyped_storage().data_ptr()
         result[name] = value.clone().contiguous() if storage in seen else value.contiguous()
         seen.add(storage)
@@ -161,17 +158,14 @@ def _unshared(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _save_own_qparams(model: nn.Module, folder: Path) -> None:
-    own = {name: module for name, module in calibrated_modules(model) if _is_own(module)}
+    """Beside the checkpoint, those of modules that compressed-tensors cannot hold."""
+    own = {n: m for n, m in calibrated_modules(model) if compressible_type(m) is None and not quantized_states(m)}
     if not own:
         return
-    found = {name: get_scheme(module) for name, module in own.items()}
-    schemes = {name: scheme.model_dump(mode="json") for name, scheme in found.items() if scheme is not None}
+    given = {name: get_scheme(module) for name, module in own.items()}
+    schemes = {name: scheme.model_dump(mode="json") for name, scheme in given.items() if scheme is not None}
     tensors = {f"{name}.{key}": value for name, module in own.items() for key, value in read_qparams(module).items()}
     save_file(_unshared(tensors), folder / QPARAMS_FILE, metadata={"schemes": json.dumps(schemes)})
-
-
-def _is_own(module: nn.Module) -> bool:
-    return compressible_type(module) is None and not quantized_states(module)
 
 
 def _require_free(folder: Path, overwrite: bool, sharded: bool) -> None:

@@ -65,11 +65,11 @@ def register_state_hook(module: nn.Module, base_name: str, hook: Callable[[torch
     Args:
         module: inside :func:`hooked_attention`.
         base_name: q, k or v.
-        hook: sees the state before it is quantized, and cannot change it.
+        hook: sees it before it is quantized, and cannot change it.
     """
 
-    def observe(_: nn.Module, state: torch.Tensor) -> None:
-        hook(state)
+    def observe(_: nn.Module, value: torch.Tensor) -> None:
+        hook(value)
 
     handle = _REGISTER[base_name](module, observe)
     hooks = handle.hooks_dict_ref()
@@ -89,10 +89,10 @@ def register_state_change(
         change: not called while somebody else quantizes the module's states, or if they were switched off before.
     """
 
-    def replace(_: nn.Module, state: torch.Tensor) -> torch.Tensor:
+    def replace(_: nn.Module, value: torch.Tensor) -> torch.Tensor:
         _switch(module)  # whoever wrote other scales meanwhile has cleared it
         _, quantizing, before = _users[module]
-        return state if quantizing or before is False else change(state)
+        return value if quantizing or before is False else change(value)
 
     return _REGISTER[base_name](module, replace)
 
@@ -216,17 +216,17 @@ def _attention_function(model: Any) -> Iterator[None]:
 
 def _configs(model: Any) -> list[Any]:
     """The configs of a model and of the models in it, parents first."""
-    found: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
 
     def visit(config: Any) -> None:
-        if config is not None and id(config) not in found and hasattr(config, "_attn_implementation"):
-            found[id(config)] = config
+        if config is not None and id(config) not in visited and hasattr(config, "_attn_implementation"):
+            visited[id(config)] = config
             for name in getattr(config, "sub_configs", {}):
                 visit(getattr(config, name, None))
 
     for module in model.modules():
         visit(getattr(module, "config", None))
-    return list(found.values())
+    return list(visited.values())
 
 
 @contextmanager

@@ -20,7 +20,5 @@ def replace_input(
     for i, value in enumerate(args):
         if isinstance(value, torch.Tensor):
             return (*args[:i], change(value), *args[i + 1 :]), kwargs
-    for name, value in kwargs.items():
-        if isinstance(value, torch.Tensor):
-            return args, {**kwargs, name: change(value)}
-    return args, kwargs
+    name = next((name for name, value in kwargs.items() if isinstance(value, torch.Tensor)), None)
+    return args, kwargs if name is None else {**kwargs, name: change(kwargs[name])}

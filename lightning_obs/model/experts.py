@@ -111,9 +111,9 @@ class LinearExperts(nn.Module):
                 if not 0 <= index < self.num_experts:
                     continue
                 place, self.rows = torch.where(by_place == index)
-                found = self.get_submodule(str(index))(hidden_states[self.rows])
-                found = found * top_k_weights[self.rows, place, None]
-                output.index_add_(0, self.rows, found.to(output.dtype))
+                given = self.get_submodule(str(index))(hidden_states[self.rows])
+                given = given * top_k_weights[self.rows, place, None]
+                output.index_add_(0, self.rows, given.to(output.dtype))
         finally:
             self.rows = None
         return output
@@ -166,6 +166,18 @@ def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if _stacks_experts(name, module)}
 
 
+def linear_experts(model: nn.Module) -> dict[str, LinearExperts]:
+    """Every :class:`LinearExperts` of a model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LinearExperts)}
+
+
+def modules_beside(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules under the parent of ``name``, by their full names. The router of experts is one of them."""
+    parent = name.rpartition(".")[0]
+    for leaf, module in model.get_submodule(parent).named_children():
+        yield (f"{parent}.{leaf}" if parent else leaf), module
+
+
 def model_type(module: nn.Module) -> str | None:
     """``model_type`` of the config that experts were built from."""
     return getattr(getattr(module, "config", None), "model_type", None)
@@ -185,29 +197,26 @@ def expert_containers(model: nn.Module) -> dict[str, list[nn.Module]]:
     That is a :class:`LinearExperts`, or a ``ModuleList`` called ``experts`` (as in models whose code comes with the
     checkpoint).
     """
-    found: dict[str, list[nn.Module]] = {}
+    containers: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
         if isinstance(module, LinearExperts):
-            found[name] = module.experts
+            containers[name] = module.experts
         elif isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts" and len(module) > 1:
-            found[name] = list(module)
-    return found
+            containers[name] = list(module)
+    return containers
 
 
 def routers(model: nn.Module) -> list[str]:
     """Modules beside a :class:`LinearExperts` that hold a weight of one row per expert and are no Linear.
 
-    Engines that have a Linear there must be told that it is not quantized.
+    Engines have a Linear there, so a checkpoint has to list it as not quantized.
     """
     names = []
-    for name, module in model.named_modules():
-        if isinstance(module, LinearExperts):
-            parent = name.rpartition(".")[0]
-            for child_name, child in model.get_submodule(parent).named_children():
-                shape = whole_shape(child, "weight") if isinstance(getattr(child, "weight", None), nn.Parameter) else ()
-                is_router = shape and shape[0] == module.num_experts
-                if is_router and not isinstance(child, nn.Linear):
-                    names.append(f"{parent}.{child_name}" if parent else child_name)
+    for name, experts in linear_experts(model).items():
+        for other, module in modules_beside(model, name):
+            shape = whole_shape(module, "weight") if isinstance(getattr(module, "weight", None), nn.Parameter) else ()
+            if shape and shape[0] == experts.num_experts and not isinstance(module, nn.Linear):
+                names.append(other)
     return names
 
 
@@ -320,12 +329,12 @@ def _require_same(name: str, module: nn.Module, experts: LinearExperts) -> None:
         index = torch.arange(16, device=weight.device).view(8, 2) % experts.num_experts
         share = torch.full((8, 2), 0.5, dtype=weight.dtype, device=weight.device)
         expected = inspect.unwrap(type(module).forward)(module, tokens, index, share).double()
-        found = experts(tokens, index, share).double()
+        got = experts(tokens, index, share).double()
     tolerance = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 0.05
-    if bool(torch.isfinite(expected).all()) and (found - expected).norm() > tolerance * expected.norm():
+    if bool(torch.isfinite(expected).all()) and (got - expected).norm() > tolerance * expected.norm():
         raise CalibrationError(
             "stacked experts compute something else than their parameters' names say",
             where=[f"{name} ({type(module).__name__})"],
-            got=f"outputs that differ by {float((found - expected).norm() / expected.norm()):.1%}",
+            got=f"outputs that differ by {float((got - expected).norm() / expected.norm()):.1%}",
             remedy="leave them in full precision: list them in `ignore` (`re:.*experts`).",
         )

@@ -9,14 +9,13 @@ peft is not imported; its layers are known by their public attributes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, refuse
 
-_ADAPTERS = "merged_on_demand"
+#: the attribute of a base layer that holds them; peft has none of this name
+_ADAPTERS = "lightning_obs_adapters"
 
 
 class Adapters:
@@ -88,21 +87,14 @@ def adapters_of(module: nn.Module) -> Adapters | None:
 
 def inside_adapted(model: nn.Module) -> set[str]:
     """Names of the modules that adapted layers are made of; they are not modules of the merged model."""
-    return set(_inside(model))
-
-
-def _inside(model: nn.Module) -> Iterator[str]:
-    for name, module in model.named_modules():
-        if is_adapted(module):
-            yield from (f"{name}.{inner}" if name else inner for inner, _ in module.named_modules() if inner)
+    adapted = [(name, module) for name, module in model.named_modules() if is_adapted(module)]
+    return {inner for name, module in adapted for inner, m in module.named_modules(prefix=name) if m is not module}
 
 
 def refuse_unmerged(model: nn.Module, what: str) -> None:
     """Raise a CalibrationError if adapters still stand beside weights of the model."""
-    apart = [name for name, module in model.named_modules() if adapters_of(module) is not None]
-    if apart:
-        raise CalibrationError(
-            f"{what} needs adapters merged into their weights",
-            where=apart,
-            remedy="model.merge_and_unload() of peft first; the quantization parameters stay on the merged layers.",
-        )
+    refuse(
+        [name for name, module in model.named_modules() if adapters_of(module) is not None],
+        f"{what} needs adapters merged into their weights",
+        remedy="model.merge_and_unload() of peft first; the quantization parameters stay on the merged layers.",
+    )

@@ -9,7 +9,6 @@ apply them when the checkpoint is loaded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from compressed_tensors.quantization import (
@@ -24,9 +23,10 @@ from compressed_tensors.utils import get_head_dim, get_num_attn_heads, get_num_k
 from compressed_tensors.utils.match import is_match, is_narrow_match, match_targets
 from torch import nn
 
-from lightning_obs.errors import CalibrationError, name_list, warn
+from lightning_obs.errors import CalibrationError, name_list, refuse, warn
 from lightning_obs.model.kinds import has_kv_cache, is_transformers_model
 from lightning_obs.numerics.reshape import ATTENTION
+from lightning_obs.schemes.target import Target
 
 KVCacheLike: TypeAlias = "str | Mapping[str, Any] | QuantizationArgs | None"
 
@@ -41,16 +41,6 @@ class StatesConfig(QuantizationConfig):
     """A config that has an observer of its own for q, k or v, which share one ``QuantizationArgs`` otherwise."""
 
     state_observers: dict[str, dict[str, Any]] | None = None
-
-
-@dataclass(frozen=True)
-class StatesTarget:
-    """One attention module with the states that will be quantized, ``{"k": args, "v": args}``."""
-
-    name: str
-    module: nn.Module
-    scheme: QuantizationScheme
-    states: dict[str, QuantizationArgs]
 
 
 # ---------------------------------------------------------------------- what the user wrote
@@ -108,7 +98,7 @@ def state_args(config: QuantizationConfig, args: QuantizationArgs, base_name: st
 # ---------------------------------------------------------------------- over one model
 
 
-def find_states(model: nn.Module, config: QuantizationConfig) -> list[StatesTarget]:
+def find_states(model: nn.Module, config: QuantizationConfig) -> list[Target]:
     """The attention modules whose states ``config`` quantizes, checked without data.
 
     Raises:
@@ -120,7 +110,7 @@ def find_states(model: nn.Module, config: QuantizationConfig) -> list[StatesTarg
     kv = config.kv_cache_scheme
     if kv is None and not groups:
         return []
-    _require_transformers(model)
+    _check_transformers(model)
     if not cached:
         raise CalibrationError(
             f"{type(model).__name__} has no attention module whose cache compressed-tensors can quantize",
@@ -131,18 +121,18 @@ def find_states(model: nn.Module, config: QuantizationConfig) -> list[StatesTarg
         )
     _check_schemes(kv, groups)
     if groups:
-        _require_all(model, cached, groups)
-        _require_attention_function(model, cached)
+        _check_all_chosen(model, cached, groups)
+        _check_attention_function(model, cached)
     else:
         _warn_ignored(cached, list(config.ignore or []))
     scheme = next(iter(groups.values())) if groups else _kv_scheme(kv)
     args = scheme.input_activations
     assert args is not None  # _check_schemes
     _check_args(args, list(cached))
-    _require_head_counts(model, list(cached))
+    _check_head_counts(model, list(cached))
     bases = ATTENTION if groups else ATTENTION[1:]
     states = {base: state_args(config, args, base) for base in bases}
-    return [StatesTarget(name, module, groups.get(name, scheme), states) for name, module in cached.items()]
+    return [Target(name, module, groups.get(name, scheme), states) for name, module in cached.items()]
 
 
 def _of_groups(
@@ -167,7 +157,8 @@ def _attention_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if "attention" in type(module).__name__.lower()]
 
 
-def _require_transformers(model: nn.Module) -> None:
+def _check_transformers(model: nn.Module) -> None:
+    """Refuse what is no transformers model, or has cross-attention."""
     if not is_transformers_model(model):
         raise CalibrationError(
             "attention states and the kv cache are quantized in transformers models only, through model.config",
@@ -183,6 +174,7 @@ def _require_transformers(model: nn.Module) -> None:
 
 
 def _check_schemes(kv: QuantizationArgs | None, groups: Mapping[str, QuantizationScheme]) -> None:
+    """Refuse a scheme of weights or outputs, and two schemes at once."""
     wrong = [n for n, g in groups.items() if g.weights is not None or g.output_activations is not None]
     if wrong or any(group.input_activations is None for group in groups.values()):
         raise CalibrationError(
@@ -191,8 +183,8 @@ def _check_schemes(kv: QuantizationArgs | None, groups: Mapping[str, Quantizatio
             expected="a group of input_activations only, which stand for q, k and v",
             remedy="target its projections (`re:.*self_attn.*_proj$`) with the weights' scheme.",
         )
-    found = [group.input_activations for group in groups.values()] + ([kv] if kv is not None else [])
-    formats = {args.model_dump_json(exclude={"observer", "observer_kwargs"}) for args in found if args is not None}
+    given = [*(group.input_activations for group in groups.values()), kv]
+    formats = {args.model_dump_json(exclude={"observer", "observer_kwargs"}) for args in given if args is not None}
     if len(formats) > 1:
         raise CalibrationError(
             "attention states are given two schemes, but a checkpoint has room for one",
@@ -203,6 +195,7 @@ def _check_schemes(kv: QuantizationArgs | None, groups: Mapping[str, Quantizatio
 
 
 def _check_args(args: QuantizationArgs, names: list[str]) -> None:
+    """Refuse scales that are dynamic, or not per tensor or per head; warn of numbers that vLLM cannot load."""
     if args.dynamic is not False:
         raise CalibrationError(
             "attention states are quantized with calibrated scales only", where=names, got=f"dynamic={args.dynamic}"
@@ -220,17 +213,20 @@ def _check_args(args: QuantizationArgs, names: list[str]) -> None:
         )
 
 
-def _require_all(model: nn.Module, cached: Mapping[str, nn.Module], groups: Mapping[str, QuantizationScheme]) -> None:
-    """The attention function is one for the model, and compressed-tensors' fails in a module that it did not hook."""
+def _check_all_chosen(
+    model: nn.Module, cached: Mapping[str, nn.Module], groups: Mapping[str, QuantizationScheme]
+) -> None:
+    """Refuse a part of the attention modules, and warn of targets that vLLM does not know.
+
+    The attention function is one for the model, and compressed-tensors' fails in a module that it did not hook.
+    """
     innermost = [name for name in _attention_names(model) if hasattr(model.get_submodule(name), "config")]
     innermost = [name for name in innermost if not any(other.startswith(f"{name}.") for other in innermost)]
-    left = [name for name in dict.fromkeys([*cached, *innermost]) if name not in groups]
-    if left:
-        raise CalibrationError(
-            "q is quantized in every attention module of a model or in none",
-            where=left,
-            remedy="target them all, or quantize k and v only (kv_cache=...).",
-        )
+    refuse(
+        [name for name in dict.fromkeys([*cached, *innermost]) if name not in groups],
+        "q is quantized in every attention module of a model or in none",
+        remedy="target them all, or quantize k and v only (kv_cache=...).",
+    )
     targets = {target for group in groups.values() for target in group.targets}
     if len(targets) > 1 or not next(iter(targets)).endswith("Attention"):
         kinds = sorted({type(cached[name]).__name__ for name in groups})
@@ -240,7 +236,8 @@ def _require_all(model: nn.Module, cached: Mapping[str, nn.Module], groups: Mapp
         )
 
 
-def _require_attention_function(model: Any, cached: Mapping[str, nn.Module]) -> None:
+def _check_attention_function(model: Any, cached: Mapping[str, nn.Module]) -> None:
+    """Refuse eager attention, and several attention functions: compressed-tensors replaces one of the registry."""
     configs = [model.config, *(getattr(module, "config", model.config) for module in cached.values())]
     used = sorted({str(config._attn_implementation) for config in configs})
     if used in (["eager"], ["None"]) or len(used) > 1:
@@ -253,7 +250,8 @@ def _require_attention_function(model: Any, cached: Mapping[str, nn.Module]) -> 
         )
 
 
-def _require_head_counts(model: Any, names: list[str]) -> None:
+def _check_head_counts(model: Any, names: list[str]) -> None:
+    """Refuse a config that does not say how many heads there are."""
     config = model.config.get_text_config(decoder=True)
     try:
         get_num_attn_heads(config), get_num_kv_heads(config), get_head_dim(config)
@@ -278,6 +276,7 @@ def count_heads(model: Any) -> dict[str, int]:
 
 
 def _warn_ignored(cached: Mapping[str, nn.Module], ignore: list[str]) -> None:
+    """Warn where ``ignore`` names attention modules."""
     patterns = [p for p in ignore if _names_attention(p) and any(is_match(n, m, p) for n, m in cached.items())]
     if patterns:
         warn(

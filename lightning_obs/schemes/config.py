@@ -1,7 +1,7 @@
 """What the user can write as a scheme, and the one ``QuantizationConfig`` it becomes.
 
 A scheme is a preset name, a dict or a compressed-tensors object. Observers and their hyperparameters are set here too,
-and tried, so that a typo is found where it was made.
+and tried, so that a typo is an error where it was made.
 """
 
 from __future__ import annotations
@@ -170,20 +170,17 @@ def _refuse_second_targets(targets: list[str] | None, first: str) -> None:
 
 
 def _set_observers(config: QuantizationConfig, observers: Mapping[str, str | Mapping[str, Any] | None]) -> None:
-    known = BASE_NAMES
     for base_name, value in observers.items():
-        if base_name not in known:
-            raise CalibrationError(f"observers for {base_name!r}", expected=f"one of {', '.join(known)}")
-        if value is None:
-            continue
-        kwargs = {} if isinstance(value, str) else {key: v for key, v in value.items() if key != "name"}
-        name = value if isinstance(value, str) else value.get("name")
+        if base_name not in BASE_NAMES:
+            raise CalibrationError(f"observers for {base_name!r}", expected=f"one of {', '.join(BASE_NAMES)}")
+        kwargs = {"name": value} if isinstance(value, str) else dict(value or {})
+        name = kwargs.pop("name", None)
         if name is None:
             if kwargs:
                 raise CalibrationError(f"observers[{base_name!r}] has hyperparameters but no name", got=repr(kwargs))
             continue
-        found = [args for owner, args in _all_args(config) if owner == base_name and args.dynamic is not True]
-        if not found:
+        observed = [args for owner, args in _all_args(config) if owner == base_name and args.dynamic is not True]
+        if not observed:
             raise CalibrationError(
                 f"observer {name!r} is given for {base_name}, but the scheme has nothing static to observe there",
                 remedy="leave it out, or "
@@ -198,13 +195,11 @@ def _set_observers(config: QuantizationConfig, observers: Mapping[str, str | Map
             own = {base_name: {"observer": name, "observer_kwargs": kwargs}}
             config.state_observers = (config.state_observers or {}) | own
             continue
-        for args in found:
+        for args in observed:
             args.observer, args.observer_kwargs = name, kwargs
     for base_name, args in _all_args(config):
-        if args.dynamic is not True:
-            make_observer(
-                base_name, state_args(config, args, base_name)
-            )  # an unknown name or hyperparameter is found now, not after the data
+        if args.dynamic is not True:  # an unknown name or hyperparameter is refused now, not after the data
+            make_observer(base_name, state_args(config, args, base_name))
 
 
 def _all_args(config: QuantizationConfig) -> Iterator[tuple[str, QuantizationArgs]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, refuse
 
 #: attribute names, under one parent, of the modules that are fused
 FUSED_GROUPS: tuple[tuple[str, ...], ...] = (
@@ -39,15 +39,13 @@ def fused_groups_with(own: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ..
     names = [name for group in own for name in group]
     bad = [name for name in names if not isinstance(name, str) or not name or "." in name]
     short = [str(list(group)) for group in own if len(set(group)) < 2]
-    if bad or short:
-        raise CalibrationError(
-            "a fused group is not a group",
-            where=[*map(str, bad), *short],
-            expected="two or more attribute names under one parent, without dots: ['gate_proj', 'up_proj']",
-        )
+    refuse(
+        [*map(str, bad), *short],
+        "a fused group is not a group",
+        expected="two or more attribute names under one parent, without dots: ['gate_proj', 'up_proj']",
+    )
     twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise CalibrationError("a name stands in two fused groups", where=twice, remedy="make them one group.")
+    refuse(twice, "a name stands in two fused groups", remedy="make them one group.")
     return (*FUSED_GROUPS, *(tuple(group) for group in own))
 
 
@@ -58,13 +56,13 @@ def find_fused(names: Iterable[str], groups: Sequence[Sequence[str]] = FUSED_GRO
     [['l.0.q_proj', 'l.0.k_proj'], ['l.1.gate_proj', 'l.1.up_proj']]
     """
     rank = {member: (index, place) for index, group in enumerate(groups) for place, member in enumerate(group)}
-    found: dict[tuple[str, int], list[tuple[int, str]]] = {}
+    by_group: dict[tuple[str, int], list[tuple[int, str]]] = {}
     for name in names:
         parent, _, leaf = name.rpartition(".")
         if leaf in rank:
             index, place = rank[leaf]
-            found.setdefault((parent, index), []).append((place, name))
-    return [[name for _, name in sorted(members)] for members in found.values() if len(members) > 1]
+            by_group.setdefault((parent, index), []).append((place, name))
+    return [[name for _, name in sorted(members)] for members in by_group.values() if len(members) > 1]
 
 
 def require_one_scheme(schemes: Mapping[str, object], fused: Sequence[Sequence[str]]) -> None:
@@ -74,10 +72,9 @@ def require_one_scheme(schemes: Mapping[str, object], fused: Sequence[Sequence[s
         CalibrationError: naming the members of every mixed group.
     """
     mixed = [name for group in fused if len({repr(schemes[name]) for name in group}) > 1 for name in group]
-    if mixed:
-        raise CalibrationError(
-            "modules that are fused at inference have different schemes",
-            where=mixed,
-            expected="one scheme for all members of a fused group (q, k, v; gate, up; your fused_groups)",
-            remedy="target or ignore them together.",
-        )
+    refuse(
+        mixed,
+        "modules that are fused at inference have different schemes",
+        expected="one scheme for all members of a fused group (q, k, v; gate, up; your fused_groups)",
+        remedy="target or ignore them together.",
+    )

@@ -8,7 +8,7 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from lightning_obs.__main__ import config_dir
-from lightning_obs.app.main import make_callback
+from lightning_obs.app.job import make_callback
 
 FILES = sorted(path.relative_to(config_dir()) for path in config_dir().rglob("*.yaml"))
 GROUPS = [path for path in FILES if len(path.parts) == 2]

@@ -1,85 +1,28 @@
-"""Attention states and the kv cache: what is observed, what is left behind, what transformers gives back."""
+"""Attention states and the kv cache: what is observed, what is left behind."""
 
 import copy
-import json
 
 import pytest
 import torch
-from compressed_tensors.modeling import QuantizedAttentionImpl
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
-from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, load_checkpoint, quantized
-from lightning_obs.errors import CalibrationWarning
+from lightning_obs import CalibrationError, CalibrationSession, quantized
 from lightning_obs.model.qparams import calibrated_modules, read_qparams
 from lightning_obs.report.layer_errors import measure_layer_errors
-from lightning_obs.schemes.attention import StatesConfig
-from lightning_obs.schemes.config import label, resolve_config
-from lightning_obs.schemes.options import CalibrationOptions
-from lightning_obs.schemes.plan import build_plan
-
-FLOAT8 = {"num_bits": 8, "type": "float"}
-LAYERS, HEADS, KV_HEADS = 2, 4, 2
-NAMES = [f"model.layers.{i}.self_attn" for i in range(LAYERS)]
-
-
-def attention(strategy="tensor", target="LlamaAttention", **kwargs):
-    """A group that quantizes q, k and v."""
-    args = {**FLOAT8, "strategy": strategy, "observer": "static_minmax", **kwargs}
-    return {"attention": {"targets": [target], "input_activations": args}}
-
-
-CASES = {
-    "FP8 and kv": {"scheme": "FP8", "kv_cache": "FP8", "ignore": ["lm_head"]},
-    "FP8 and kv per head": {"scheme": "FP8", "kv_cache": "FP8_HEAD", "ignore": ["lm_head"]},
-    "kv": {"scheme": None, "kv_cache": "FP8"},
-    "kv per head": {"scheme": None, "kv_cache": "FP8_HEAD"},
-    "q, k, v": {"scheme": attention()},
-    "q, k, v per head": {"scheme": attention("attn_head")},
-    "q, k, v and Linear": {"scheme": {**attention("attn_head"), "FP8": ["re:.*_proj$"]}},
-}
-
-
-def calibrate(model, batches, scheme=None, **kwargs):
-    with torch.no_grad(), CalibrationSession(model, scheme, **kwargs) as session:
-        for batch in batches:
-            model(**batch)
-    return session
-
-
-def logits(model, batch, **kwargs):
-    with torch.no_grad():
-        return model(**batch, **kwargs).logits
-
-
-def interrupt(model, batch):
-    logits(model, batch)
-    raise KeyboardInterrupt
-
-
-def cached_states(model, batches):
-    """``{"k": [per layer, (all batches, heads, tokens, head_dim)], "v": ...}``, from transformers' own cache."""
-    with torch.no_grad():
-        caches = [model(**batch, use_cache=True).past_key_values for batch in batches]
-    return {
-        "k": [torch.cat([cache.layers[i].keys for cache in caches]) for i in range(LAYERS)],
-        "v": [torch.cat([cache.layers[i].values for cache in caches]) for i in range(LAYERS)],
-    }
-
-
-def traces(model):
-    """Everything that hooking can change."""
-    return [
-        list(model.state_dict()),
-        [name for name, _ in model.named_modules()],
-        [(len(m._forward_pre_hooks), len(m._forward_hooks), "forward" in vars(m)) for m in model.modules()],
-        ["quantization_enabled" in vars(m) or "register_forward_pre_hook" in vars(m) for m in model.modules()],
-        {id(m.config): m.config._attn_implementation for m in model.modules() if hasattr(m, "config")},
-        QuantizedAttentionImpl._original_impl,
-    ]
-
+from tests.attention_models import (
+    CASES,
+    FLOAT8,
+    HEADS,
+    KV_HEADS,
+    NAMES,
+    attention,
+    cached_states,
+    calibrate,
+    interrupt,
+    logits,
+    traces,
+)
 
 # ---------------------------------------------------------------------- what is observed
 
@@ -369,198 +312,6 @@ def test_a_layer_alone_cannot_be_quantized(tiny_llama, batches):
         quantized(model.model.layers[0]).__enter__()
 
 
-# ---------------------------------------------------------------------- checkpoints
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_transformers_loads_it_with_the_same_logits(case, dtype, tiny_llama, batches, tmp_path):
-    model = tiny_llama(dtype)
-    calibrate(model, batches, **case)
-    before = traces(model)
-    with quantized(model):
-        expected = logits(model, batches[0])
-    export_checkpoint(model, tmp_path / "out")
-    assert traces(model) == before
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert torch.equal(logits(reloaded, batches[0]), expected)
-    assert torch.equal(logits(reloaded, batches[0], use_cache=False), expected)
-
-
-def test_the_checkpoint_names_scales_and_schemes_as_compressed_tensors_does(tiny_llama, batches, tmp_path):
-    model = tiny_llama(torch.bfloat16)
-    calibrate(model, batches, {**attention("attn_head"), "FP8": ["re:.*_proj$"]})
-    export_checkpoint(model, tmp_path / "out")
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
-    found = {n: tuple(v.shape) for n, v in tensors.items() if n.startswith(f"{NAMES[1]}.") and "proj" not in n}
-    expected = {"q_scale": (HEADS, 1, 1), "k_scale": (KV_HEADS, 1, 1), "v_scale": (KV_HEADS, 1, 1)}
-    assert found == {f"{NAMES[1]}.{key}": shape for key, shape in expected.items()}
-    assert tensors[f"{NAMES[1]}.k_scale"].dtype is torch.bfloat16
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    groups = {group["targets"][0]: group for group in config["config_groups"].values()}
-    assert groups["LlamaAttention"]["input_activations"]["strategy"] == "attn_head"
-    assert groups["LlamaAttention"]["weights"] is None
-    assert config["kv_cache_scheme"]["strategy"] == "attn_head"
-
-
-def test_a_cache_alone_is_no_group(tiny_llama, batches, tmp_path):
-    model = tiny_llama()
-    calibrate(model, batches, kv_cache="FP8")
-    export_checkpoint(model, tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert config["config_groups"] == {}
-    assert config["kv_cache_scheme"]["num_bits"] == 8
-    assert config["format"] == "dense"
-
-
-def test_an_asymmetric_integer_cache_loads_and_vllm_is_named(tiny_llama, batches, tmp_path):
-    model = tiny_llama()
-    with pytest.warns(CalibrationWarning, match=r"symmetric 8-bit float only, not int of 8 bits, asymmetric"):
-        calibrate(model, batches, kv_cache={"num_bits": 8, "symmetric": False})
-    with quantized(model):
-        expected = logits(model, batches[0])
-    export_checkpoint(model, tmp_path / "out")
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert torch.equal(logits(reloaded, batches[0]), expected)
-
-
-def test_another_loader_says_who_loads_a_cache(tiny_llama, batches, tmp_path):
-    model = tiny_llama()
-    calibrate(model, batches, kv_cache="FP8")
-    export_checkpoint(model, tmp_path / "out")
-    with pytest.raises(CalibrationError, match=r"quantized kv cache, which transformers loads.*from_pretrained"):
-        load_checkpoint(tiny_llama(), tmp_path / "out")
-
-
-# ---------------------------------------------------------------------- what can be written
-
-
-@pytest.mark.parametrize("kv_cache", ["FP8", "fp8", FLOAT8, QuantizationArgs(**FLOAT8)], ids=str)
-def test_a_cache_is_a_name_a_dict_or_an_object(kv_cache):
-    args = resolve_config("FP8", kv_cache=kv_cache).kv_cache_scheme
-    assert (args.num_bits, args.type, args.strategy, args.dynamic) == (8, "float", "tensor", False)
-
-
-def test_a_full_config_says_it_itself(tiny_llama, batches):
-    written = {"config_groups": {}, "kv_cache_scheme": {**FLOAT8, "observer": "static_minmax"}}
-    by_dict = calibrate(tiny_llama(), batches, written).result.qparams
-    by_config = calibrate(tiny_llama(), batches, QuantizationConfig(**written)).result.qparams
-    by_name = calibrate(tiny_llama(), batches, kv_cache="FP8").result.qparams
-    assert by_dict.keys() == by_config.keys() == by_name.keys()
-    assert all(torch.equal(by_dict[k], by_name[k]) and torch.equal(by_config[k], by_name[k]) for k in by_name)
-
-
-def test_the_callers_objects_are_not_changed():
-    args, config = QuantizationArgs(**FLOAT8), QuantizationConfig(config_groups={}, kv_cache_scheme=FLOAT8)
-    before = args.model_dump_json(), config.model_dump_json()
-    resolve_config("FP8", kv_cache=args, observers={"k": "mse"})
-    resolve_config(config, observers={"v": "mse"})
-    assert before == (args.model_dump_json(), config.model_dump_json())
-
-
-def test_a_config_is_of_a_class_of_its_own_only_where_a_state_has_an_observer():
-    assert type(resolve_config("FP8", kv_cache="FP8")) is QuantizationConfig
-    assert type(resolve_config("FP8", kv_cache="FP8", observers={"v": "mse"})) is StatesConfig
-
-
-@pytest.mark.parametrize(
-    ("scheme", "kv_cache", "expected"),
-    [
-        ("FP8", "FP8", "FP8 + float8 tensor kv cache"),
-        (None, "FP8_HEAD", "float8 attn_head kv cache"),
-        (attention(), None, "float8 tensor attention states"),
-    ],
-)
-def test_the_label_names_the_cache(scheme, kv_cache, expected):
-    assert label(scheme, resolve_config(scheme, kv_cache=kv_cache)) == expected
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"scheme": None}, "the scheme is empty"),
-        ({"scheme": "FP8", "kv_cache": "INT4"}, "kv_cache. Got 'INT4', expected FP8, FP8_HEAD, a dict"),
-        ({"scheme": "FP8", "kv_cache": {"bits": 8}}, "(?s)refuses kv_cache.*bits"),
-        ({"scheme": {"config_groups": {}, "kv_cache_scheme": FLOAT8}, "kv_cache": "FP8"}, "given twice"),
-        ({"scheme": "FP8", "observers": {"k": "mse"}}, "'mse' is given for k, .* Remedy: .*kv_cache for k and v"),
-        ({"scheme": None, "kv_cache": "FP8", "observers": {"q": "mse"}}, "'mse' is given for q, .*attention group"),
-        ({"scheme": None, "kv_cache": "FP8", "observers": {"k": {"name": "mse", "a": 1}}}, "no hyperparameter 'a'"),
-        ({"scheme": None, "kv_cache": {**FLOAT8, "observer": "absent"}}, "unknown observer 'absent'"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused_without_a_model(arguments, message):
-    with pytest.raises(CalibrationError, match=message):
-        resolve_config(**arguments)
-
-
-# ---------------------------------------------------------------------- what a model cannot have
-
-
-def plan(model, scheme=None, reload="default", **kwargs):
-    return build_plan(model, CalibrationOptions(scheme, reload=reload, **kwargs))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"kv_cache": {**FLOAT8, "dynamic": True}}, "calibrated scales only: model.*Got dynamic=True"),
-        ({"kv_cache": {**FLOAT8, "group_size": 32}}, "strategy group cannot be applied to attention states"),
-        ({"scheme": {"FP8": ["LlamaAttention"]}}, "states to quantize, no weights and no outputs: model.layers.0"),
-        ({"scheme": attention(), "kv_cache": "FP8_HEAD"}, "given two schemes"),
-        (
-            {"scheme": attention(target="re:.*0.self_attn$")},
-            "every attention module of a model or in none: model.layers.1",
-        ),
-        ({"scheme": attention(), "ignore": ["re:.*1.self_attn$"]}, "or in none: model.layers.1.self_attn. Remedy"),
-        ({"kv_cache": "FP8", "reload": "dequantize"}, "drops the quantization of attention states.*reload=.default"),
-    ],
-)
-def test_what_attention_cannot_have_is_refused(arguments, message, tiny_llama):
-    with pytest.raises(CalibrationError, match=message):
-        plan(tiny_llama(), **arguments)
-
-
-def test_q_in_eager_attention_is_refused(tiny_llama_folder):
-    model = LlamaForCausalLM.from_pretrained(tiny_llama_folder, attn_implementation="eager")
-    with pytest.raises(CalibrationError, match=r'Got attn_implementation eager. Remedy: .*attn_implementation="sdpa"'):
-        plan(model, attention())
-
-
-def test_a_module_that_is_no_transformers_model_is_refused(mlp, tiny_llama):
-    for model in (mlp, nn.ModuleDict({"model": tiny_llama()})):
-        with pytest.raises(CalibrationError, match=r"in transformers models only, through model.config. Got M"):
-            plan(model, kv_cache="FP8")
-
-
-def test_attention_without_a_cache_that_can_be_found_is_refused():
-    config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
-    model = BertModel(config)
-    with pytest.raises(CalibrationError, match=r"no attention module whose cache .*Got.*attention.self.*k_proj"):
-        plan(model, kv_cache="FP8")
-    with pytest.raises(CalibrationError, match=r"finds no kv cache there: encoder.layer.0.attention.self"):
-        plan(model, attention(target="BertSelfAttention"))
-
-
-def test_cross_attention_is_refused():
-    from transformers import BartConfig, BartForConditionalGeneration
-
-    sizes = {
-        f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads", "ffn_dim")
-    }
-    model = BartForConditionalGeneration(BartConfig(vocab_size=64, d_model=8, **sizes))
-    with pytest.raises(CalibrationError, match=r"BartForConditionalGeneration has cross-attention"):
-        plan(model, kv_cache="FP8")
-
-
-def test_a_config_that_does_not_tell_the_heads_is_refused():
-    from transformers import OPTConfig, OPTForCausalLM
-
-    config = OPTConfig(vocab_size=64, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, ffn_dim=8)
-    config.word_embed_proj_dim = 8
-    with pytest.raises(CalibrationError, match=r"number of heads.*Got OPTConfig without num_key_value_heads"):
-        plan(OPTForCausalLM(config), kv_cache="FP8")
-
-
 def test_other_heads_than_the_config_says_are_refused(tiny_llama, batches):
     model = tiny_llama()
     model.config.num_key_value_heads = HEADS
@@ -569,56 +320,8 @@ def test_other_heads_than_the_config_says_are_refused(tiny_llama, batches):
     assert not list(calibrated_modules(model))
 
 
-def test_a_pattern_of_what_is_inside_attention_means_the_linear_modules(tiny_llama):
-    found = plan(tiny_llama(), {"FP8": ["re:.*self_attn.*"]})
-    assert [t.name for t in found.targets] == [f"{n}.{k}_proj" for n in NAMES for k in "qkvo"]
-
-
-def test_a_cache_ignores_ignore_and_says_so(tiny_llama):
-    with pytest.warns(CalibrationWarning, match=r"quantized whole, ignore does not keep"):
-        found = plan(tiny_llama(), kv_cache="FP8", ignore=["re:.*0.self_attn$"])
-    assert [t.name for t in found.targets] == NAMES
-
-
-def test_ignoring_the_modules_of_a_layer_is_no_matter_of_the_cache(tiny_llama):
-    found = plan(tiny_llama(), "FP8", kv_cache="FP8", ignore=["lm_head", "re:.*layers.0.*"])
-    assert {t.name for t in found.targets if t.states} == set(NAMES)
-
-
-def test_a_pattern_for_attention_works_and_vllm_is_named(tiny_llama):
-    with pytest.warns(CalibrationWarning, match=r"one target that ends in Attention \(LlamaAttention\)"):
-        found = plan(tiny_llama(), attention(target="re:.*self_attn$"))
-    assert [list(t.states) for t in found.targets] == [["q", "k", "v"]] * LAYERS
-
-
-def test_one_scheme_may_be_said_as_group_and_as_cache(tiny_llama):
-    found = plan(tiny_llama(), attention(), kv_cache="FP8")
-    assert [list(t.args) for t in found.targets] == [["q", "k", "v"]] * LAYERS
-
-
 def test_attention_that_no_data_reached_is_an_error_even_where_layers_may_be_left_out(tiny_llama, batches):
     model = tiny_llama()
     model.model.layers[1].forward = lambda hidden, *args, **kwargs: hidden
     with pytest.raises(CalibrationError, match=r"no data reached 2 of 4 .*layers.1.self_attn \(k\)"):
         calibrate(model, batches, kv_cache="FP8", on_missing="warn")
-
-
-def test_a_model_with_a_quantized_cache_is_not_calibrated_again(tiny_llama, batches, tmp_path):
-    model = tiny_llama()
-    calibrate(model, batches, kv_cache="FP8")
-    export_checkpoint(model, tmp_path / "out")
-    with pytest.raises(CalibrationError, match=r"already quantized"):
-        plan(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), kv_cache="FP8")
-
-
-def test_layers_with_a_window_and_eager_attention_work(batches, tmp_path):
-    config = Gemma2Config(
-        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, sliding_window=8, initializer_range=0.1,
-    )  # fmt: skip
-    model = Gemma2ForCausalLM(config).eval()
-    calibrate(model, batches, kv_cache="FP8_HEAD")
-    with quantized(model):
-        expected = logits(model, batches[0])
-    export_checkpoint(model, tmp_path / "out")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval(), batches[0]), expected)

@@ -13,7 +13,7 @@ from lightning_obs import CalibrationSession, QuantizationAwareTraining, quantiz
 from lightning_obs.model.qparams import read_qparams
 from lightning_obs.numerics.fake_quantize import fake_quantize
 from lightning_obs.training.quantized_training import QuantizedTraining
-from tests.calibration.test_attention import CASES, attention, cached_states, logits, traces
+from tests.attention_models import CASES, attention, cached_states, logits, traces
 from tests.callbacks.qat_modules import Language, from_step, language_data, quiet, trainer
 from tests.lightning_ranks import like_torchrun
 from tests.ranks import run_ranks

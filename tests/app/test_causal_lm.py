@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_obs import CalibrationError
-from lightning_obs.app import load_model as models
+from lightning_obs.app import causal_lm as models
 
 
 def test_a_folder_is_loaded_in_the_dtype_asked_for(tiny_folder):

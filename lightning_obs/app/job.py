@@ -1,0 +1,114 @@
+"""A composed config, read: the callback, the model, the data and the Trainers that it describes.
+
+Hydra's containers become dicts and lists here; nothing below the app knows of Hydra.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from lightning_obs.app.console import step
+from lightning_obs.callbacks.base import SessionCallback, find_module
+from lightning_obs.callbacks.calibration import CalibrationCallback
+from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
+from lightning_obs.errors import CalibrationError
+from lightning_obs.schemes.options import CalibrationOptions
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every step of a run works with.
+
+    Attributes:
+        model: the module inside ``module`` that is calibrated.
+        folder: of the checkpoint; None: none is written.
+        trainer: runs the callback.
+        evaluator: runs without it, to measure.
+    """
+
+    config: DictConfig
+    callback: SessionCallback
+    module: LightningModule
+    model: nn.Module
+    data: LightningDataModule
+    folder: Path | None
+    trainer: Trainer
+    evaluator: Trainer
+
+
+def make_job(config: DictConfig) -> Job:
+    """Make what the config describes. A mistake in the config is an error before the model is loaded.
+
+    Raises:
+        CalibrationError: whatever is wrong with scheme, model or data; the checkpoint's folder is there.
+    """
+    for name in config.imports:
+        _import(name)
+    callback = make_callback(config)
+    folder = Path(config.export.folder) if config.export.folder else None
+    if folder is not None and folder.exists() and not config.export.overwrite:
+        raise CalibrationError(f"{folder} is already there", remedy="another export.folder, or export.overwrite=true.")
+    with step("loading the model"):
+        module: LightningModule = instantiate(config.model)
+    with step("reading the text"):
+        data: LightningDataModule = instantiate(config.data, tokenizer=getattr(module, "tokenizer", None))
+    model = find_module(module, config.module)
+    trainer, evaluator = instantiate(config.trainer, callbacks=[callback]), instantiate(config.trainer)
+    return Job(config, callback, module, model, data, folder, trainer, evaluator)
+
+
+def make_callback(config: DictConfig) -> SessionCallback:
+    """The callback that ``scheme``, ``kv_cache``, ``observer``, ``weight_observer`` and ``ignore`` describe."""
+    scheme = plain(config.scheme)
+    targets = scheme.pop("targets", None)
+    options = CalibrationOptions(
+        scheme.pop("preset", None) or scheme or None,
+        targets=targets,
+        ignore=[*plain(config.ignore), *_ignored_by_report(config.ignore_from)],
+        observers={"input": plain(config.observer), "weight": plain(config.weight_observer)},
+        kv_cache=plain(config.kv_cache) or None,
+        on_missing=config.on_missing,
+        reload=config.export.reload,
+        calibrate_all_experts=config.calibrate_all_experts,
+        fused_groups=plain(config.fused_groups),
+    )
+    of_callback = {"module": config.module, "token_mask": config.token_mask}
+    if config.task.name == "finetune":
+        return QuantizationAwareTraining(options, **plain(config.task.callback), **of_callback)
+    return CalibrationCallback(options, **of_callback)
+
+
+def plain(node: Any) -> Any:
+    """Hydra's containers as dict and list, interpolations resolved."""
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+
+
+def _import(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        raise CalibrationError(
+            f"imports: cannot import {name!r}",
+            got=str(error),
+            remedy="run from the folder that holds it, or set PYTHONPATH.",
+        ) from error
+
+
+def _ignored_by_report(path: str | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        return [str(name) for name in json.loads(Path(path).read_text())["ignore"]]
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CalibrationError(
+            f"ignore_from={path} is not the report.json of an earlier run", got=f"{type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,131 @@
+"""Checkpoints of experts: what transformers gives back, and the names that vLLM reads."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from lightning_obs import CalibrationSession, export_checkpoint, linearize_experts, quantized
+from lightning_obs.model.experts import GATE_UP_DOWN_MODEL_TYPES, W123_MODEL_TYPES
+from lightning_obs.schemes.config import preset_names
+from tests.moe_models import FAMILY, FP8_BLOCK, KINDS, W4A16_32, tiny_moe
+from tests.versions import dequantizes_activations_too
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(3, 128, (2, 16))
+
+
+def calibrated(folder, kind, scheme, reload, dtype=torch.bfloat16):
+    """A linearized model, loaded from disk as its users do, calibrated and exported."""
+    tiny_moe(kind, dtype).save_pretrained(folder / "original")
+    model = AutoModelForCausalLM.from_pretrained(folder / "original", dtype=dtype).eval()
+    linearize_experts(model)
+    linear_gates = {
+        "qwen2_moe": "re:.*shared_expert_gate",
+        "qwen3_next": "re:.*shared_expert_gate",
+        "phimoe": "re:.*router",
+    }
+    ignore = ["lm_head", *filter(None, [linear_gates.get(kind)])]
+    session = CalibrationSession(model, scheme, ignore=ignore, reload=reload, on_missing="siblings")
+    with session:
+        if session.needs_data:
+            model(torch.randint(3, 128, (8, 32)))
+    export_checkpoint(model, folder / "quantized")
+    return model
+
+
+def logits(model, tokens):
+    with torch.no_grad():
+        return model(tokens, use_cache=False).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reload", ["default", "dequantize"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_loads_weight_only_experts_with_the_same_logits(kind, reload, dtype, tokens, tmp_path):
+    model = calibrated(tmp_path, kind, W4A16_32, reload, dtype)
+    assert_reloads(model, tmp_path, reload, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAMILY)
+def test_transformers_loads_the_experts_of_related_architectures(kind, tokens, tmp_path):
+    model = calibrated(tmp_path, kind, W4A16_32, "default", torch.float32)
+    assert_reloads(model, tmp_path, "default", tokens)
+    assert {*KINDS, *FAMILY} == {*W123_MODEL_TYPES, *GATE_UP_DOWN_MODEL_TYPES}
+
+
+@pytest.mark.parametrize("reload", ["default", "dequantize"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_transformers_loads_fp8_weights_with_the_same_logits(kind, reload, tokens, tmp_path):
+    scheme = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    assert_reloads(calibrated(tmp_path, kind, scheme, reload), tmp_path, reload, tokens)
+
+
+@dequantizes_activations_too
+@pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+@pytest.mark.filterwarnings("ignore::lightning_obs.CalibrationWarning")
+def test_transformers_loads_fp8_experts_dequantized(kind, scheme, tokens, tmp_path):
+    model = calibrated(tmp_path, kind, scheme, "dequantize")
+    for module in model.modules():  # no activation is quantized in a dequantized model
+        if hasattr(module, "quantization_scheme"):
+            module.quantization_scheme.input_activations = None
+    assert_reloads(model, tmp_path, "dequantize", tokens)
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "MXFP8A16", FP8_BLOCK])
+@pytest.mark.parametrize("linear", [True, False])
+def test_transformers_loads_experts_in_full_precision_beside_8_bit_floats(linear, scheme, tokens, tmp_path):
+    model = tiny_moe("mixtral", torch.bfloat16)
+    model.save_pretrained(tmp_path / "original")
+    if linear:
+        linearize_experts(model)
+    with CalibrationSession(model, scheme, ignore=["lm_head", "re:.*experts.*"]):
+        pass
+    export_checkpoint(model, tmp_path / "quantized")
+    assert_reloads(model, tmp_path, "default", tokens)
+
+
+@pytest.mark.parametrize("reload", ["default", "dequantize"])
+@pytest.mark.parametrize("scheme", [name for name in ("MXFP4A16", "MXFP6A16") if name in preset_names()])
+def test_transformers_loads_microscaling_experts_with_the_same_logits(scheme, reload, tokens, tmp_path):
+    model = calibrated(tmp_path, "qwen3_moe", scheme, reload)
+    assert_reloads(model, tmp_path, reload, tokens)
+
+
+def assert_reloads(model, folder, reload, tokens):
+    arguments = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if reload == "dequantize" else {}
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "quantized", **arguments).eval()
+    loaded.set_experts_implementation("eager")
+    with quantized(model):
+        expected = logits(model, tokens)
+    assert torch.equal(logits(loaded, tokens), expected)
+    assert not torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder / "original"), tokens), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("qwen3_moe", "model.layers.0.mlp.experts.0.gate_proj.weight_packed"),
+        ("deepseek_v3", "model.layers.1.mlp.experts.3.down_proj.weight_scale"),
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.2.w1.weight_packed"),
+    ],
+)
+def test_checkpoints_have_the_names_that_vllm_reads(kind, name, tmp_path):
+    calibrated(tmp_path, kind, W4A16_32, "unchecked")
+    tensors = load_file(tmp_path / "quantized" / "model.safetensors")
+    assert name in tensors
+    assert not any(key.endswith(("experts.gate_up_proj", "experts.down_proj")) for key in tensors)
+
+
+def test_routers_are_listed_as_not_quantized(tmp_path):
+    calibrated(tmp_path, "qwen3_moe", W4A16_32, "default")
+    config = json.loads((tmp_path / "quantized" / "config.json").read_text())["quantization_config"]
+    assert set(config["ignore"]) == {"lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"}

@@ -1,0 +1,120 @@
+"""Options are checked where they are said: in the constructor of whoever takes them."""
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import nn
+
+from lightning_obs import (
+    CalibrationCallback,
+    CalibrationError,
+    CalibrationOptions,
+    CalibrationSession,
+    QuantizationAwareTraining,
+)
+
+
+def make_session(*args, **options):
+    return CalibrationSession(nn.Sequential(nn.Linear(16, 4)), *args, **options)
+
+
+TAKERS = [CalibrationOptions, CalibrationCallback, QuantizationAwareTraining, make_session]
+WRITTEN = {
+    "targets": ["Linear"],
+    "ignore": ["lm_head", "re:.*mlp"],
+    "observers": {"input": {"name": "minmax", "averaging_constant": 0.05}},
+    "on_missing": "siblings",
+    "reload": "unchecked",
+    "calibrate_all_experts": True,
+    "fused_groups": [["a_proj", "b_proj"]],
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_missing": "wran"}, r"on_missing\. Got 'wran', expected 'error', 'warn', 'siblings'"),
+        ({"on_missing": None}, r"on_missing\. Got None"),
+        ({"reload": "vllm"}, r"reload\. Got 'vllm', expected 'default', 'dequantize', 'unchecked'"),
+        ({"fused_groups": ["a_proj", "b_proj"]}, r"fused_groups\. Got .*expected a list of lists of names"),
+        ({"fused_groups": [["a_proj"]]}, r"a fused group is not a group"),
+        ({"observers": {"inputs": "minmax"}}, r"observers for 'inputs'\. Expected one of weight, input"),
+        ({"observers": {"input": "minmx"}}, r"unknown observer 'minmx'"),
+        ({"observers": {"input": {"name": "minmax", "c": 1}}}, r"no hyperparameter 'c'"),
+        ({"kv_cache": "FP9"}, r"kv_cache\. Got 'FP9', expected FP8, FP8_HEAD"),
+    ],
+)
+@pytest.mark.parametrize("taker", TAKERS)
+def test_a_typo_is_an_error_of_the_constructor(taker, options, message):
+    with pytest.raises(CalibrationError, match=message):
+        taker("FP8", **options)
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_an_unknown_option_is_named(taker):
+    with pytest.raises(TypeError, match="on_mising"):
+        taker("FP8", on_mising="warn")
+
+
+@pytest.mark.parametrize("taker", [CalibrationCallback, QuantizationAwareTraining])
+def test_options_given_whole_are_their_fields(taker):
+    options = CalibrationOptions("FP8", **WRITTEN)
+    assert taker("FP8", **WRITTEN).options == taker(options).options == options
+    assert taker(options).label == "FP8"
+    assert taker(options).ignore == ["lm_head", "re:.*mlp"]
+
+
+def test_a_session_takes_options_whole():
+    options = CalibrationOptions("INT8_STATIC", on_missing="warn", observers={"input": "minmax"})
+    session = make_session(options)
+    assert session.options is not None
+    assert session.options == options
+    assert type(session.observers["0", "input"]).__name__ == "MinMaxObserver"
+
+
+def test_options_stay_what_they_are():
+    options = CalibrationOptions("FP8", ignore=["a"])
+    with pytest.raises(FrozenInstanceError):
+        options.on_missing = "warn"
+    ignored = ["lm_head"]
+    kept = CalibrationOptions("FP8", ignore=ignored)
+    ignored.append("fc1")
+    assert kept.ignore == kept.config.ignore == ["lm_head"]
+
+
+def test_options_can_be_changed_into_others():
+    options = CalibrationOptions("FP8", ignore=["a"], on_missing="warn")
+    other = CalibrationOptions.of(options, ignore=["b"], kv_cache="FP8")
+    assert (other.scheme, other.on_missing, other.config.ignore) == ("FP8", "warn", ["b"])
+    assert other.label == "FP8 + float8 tensor kv cache"
+    assert (options.ignore, options.kv_cache) == (["a"], None)
+    assert CalibrationOptions.of(options) == options
+    with pytest.raises(CalibrationError, match="reload"):
+        CalibrationOptions.of(options, reload="never")
+    assert CalibrationCallback(options, reload="unchecked").options == CalibrationOptions.of(
+        options, reload="unchecked"
+    )
+
+
+@pytest.mark.parametrize("taker", [CalibrationCallback, QuantizationAwareTraining, CalibrationOptions])
+def test_containers_of_a_configuration_library_are_taken(taker):
+    name = "CalibrationOptions" if taker is CalibrationOptions else taker.__name__
+    scheme = {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": {"num_bits": 8}}
+    node = OmegaConf.create({"_target_": f"lightning_obs.{name}", "scheme": scheme, **WRITTEN})
+    made = instantiate(node)
+    options = made if taker is CalibrationOptions else made.options
+    assert options == CalibrationOptions(scheme, **WRITTEN)
+    assert type(options.scheme) is dict
+    assert type(options.ignore) is type(options.fused_groups[0]) is list
+
+
+def test_what_was_saved_with_a_callback_has_plain_containers():
+    callback = CalibrationCallback("INT8_STATIC", **OmegaConf.create({"ignore": ["1"]}))
+    session = CalibrationSession(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), callback.options)
+    with session:
+        session.model(torch.ones(2, 4))
+    assert type(session.plan.config.ignore) is list
+    assert session.result.modules == ["0"]

@@ -1,0 +1,108 @@
+"""Which modules a config reaches, and what engines fuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_obs.errors import CalibrationError, CalibrationWarning
+from tests.schemes.plans import FP8_WEIGHTS, names, plan
+
+LLAMA_LINEARS = 2 * 7
+
+
+@pytest.mark.parametrize(
+    ("scheme", "needed"),
+    [("W8A8", False), ("W4A16", False), ("FP8_DYNAMIC", False), ("FP8", True), ("NVFP4", True), ("NVFP4A16", False)],
+)
+def test_data_is_needed_for_static_activations_only(scheme, needed):
+    model = nn.Sequential(nn.Linear(128, 16, dtype=torch.bfloat16))
+    assert plan(model, scheme).needs_data is needed
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "expected"),
+    [
+        ("FP8", {}, ["fc1", "fc2"]),
+        ("FP8", {"targets": "fc1"}, ["fc1"]),
+        ("FP8", {"targets": ["re:fc[2-9]"]}, ["fc2"]),
+        ("FP8", {"ignore": "fc2"}, ["fc1"]),
+        ("FP8", {"ignore": ["re:.*1$"]}, ["fc2"]),
+        ("FP8", {"targets": ["fc1", "Linear"]}, ["fc1", "fc2"]),
+        ({"config_groups": {"FP8": ["Linear"]}, "ignore": ["fc1"]}, {}, ["fc2"]),
+    ],
+)
+def test_targets_and_ignore_choose_the_modules(mlp, scheme, options, expected):
+    assert names(mlp, scheme, **options) == expected
+
+
+def test_the_most_specific_target_decides(mlp):
+    found = plan(mlp, {"FP8": ["Linear"], "INT8_STATIC": ["fc2"]}).targets
+    assert [(t.name, t.scheme.weights.type) for t in found] == [("fc1", "float"), ("fc2", "int")]
+
+
+def test_a_subclass_is_its_class():
+    class Mine(nn.Linear):
+        pass
+
+    assert names(nn.Sequential(Mine(4, 4)), "FP8") == ["0"]
+
+
+def test_a_model_that_is_one_layer_is_a_target():
+    assert names(nn.Linear(4, 4), "FP8") == [""]
+
+
+def test_a_llama_is_planned_with_its_fused_groups(tiny_llama):
+    found = plan(tiny_llama(), "FP8", ignore=["lm_head"])
+    assert len(found.targets) == LLAMA_LINEARS
+    prefix = "model.layers.0"
+    assert found.fused[:2] == [
+        [f"{prefix}.self_attn.{n}_proj" for n in "qkv"],
+        [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"],
+    ]
+
+
+@pytest.mark.parametrize("target", ["re:fc3", "c1", "Conv2d", "re:c1"])
+def test_a_target_that_matches_nothing_is_refused(mlp, target):
+    with pytest.raises(CalibrationError, match=f"matches no module of MLP: {target}. .*or a class: Linear"):
+        plan(mlp, "FP8", targets=["fc1", target])
+
+
+def test_a_target_in_two_groups_is_refused(mlp):
+    with pytest.raises(CalibrationError, match="a target stands in two groups: Linear"):
+        plan(mlp, {"FP8": ["Linear"], "INT8_STATIC": ["Linear", "fc1"]})
+
+
+def test_an_ignore_that_matches_nothing_is_said(mlp):
+    with pytest.warns(CalibrationWarning, match="ignore matches no module of MLP: lm_head"):
+        assert names(mlp, "FP8", ignore=["lm_head", "fc1"]) == ["fc2"]
+
+
+def test_a_model_of_which_everything_is_ignored_is_refused(mlp):
+    with pytest.raises(
+        CalibrationError, match=r"nothing is left to quantize. Got targets \['Linear'\].*ignore \['re:fc"
+    ):
+        plan(mlp, "FP8", ignore=["re:fc"])
+
+
+def test_a_pattern_passes_over_containers_and_activations(tiny_llama):
+    found = names(tiny_llama(), "W8A8", targets="re:.*mlp.*")
+    assert {name.rpartition(".")[2] for name in found} == {"gate_proj", "up_proj", "down_proj"}
+
+
+def test_a_fused_group_with_two_schemes_is_refused(tiny_llama):
+    scheme = {"FP8": ["re:.*q_proj"], "INT8_STATIC": [r"re:.*layers.*(k|v|o|gate|up|down)_proj"]}
+    with pytest.raises(CalibrationError, match=r"different schemes: model.layers.0.self_attn.q_proj, .*k_proj"):
+        plan(tiny_llama(), scheme)
+
+
+def test_a_fused_group_with_one_scheme_in_two_groups_is_fine(tiny_llama):
+    scheme = {"a": {"targets": ["re:.*q_proj"], "weights": FP8_WEIGHTS}, "FP8": [r"re:.*layers.*mlp.*_proj"]}
+    scheme["b"] = {"targets": [r"re:.*(k|v)_proj"], "weights": {**FP8_WEIGHTS, "symmetric": True}}
+    assert len(plan(tiny_llama(), scheme).fused) == 4
+
+
+def test_a_fused_group_that_is_partly_ignored_is_said(tiny_llama):
+    with pytest.warns(CalibrationWarning, match=r"only a part is targeted: gate_proj/up_proj in model.layers.1.mlp$"):
+        plan(tiny_llama(), "FP8", ignore=["lm_head", "model.layers.1.mlp.up_proj"])

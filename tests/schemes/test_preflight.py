@@ -1,0 +1,136 @@
+"""Modules that cannot be quantized are refused before any data, with the way out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationStatus
+from torch import nn
+
+from lightning_obs.errors import CalibrationError, CalibrationWarning
+from tests.schemes.plans import FP8_WEIGHTS, names, plan
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        (
+            {"weights": {"num_bits": 4, "group_size": 24}},
+            "weight group size 24 .*columns: fc1. Got 16 columns.*size of 16, or",
+        ),
+        (
+            {"weights": FP8_WEIGHTS, "input_activations": {"strategy": "group", "group_size": 12, "dynamic": True}},
+            "input group size 12 .*: fc1. Got 16 columns, expected a multiple of 12. Remedy: list the modules",
+        ),
+    ],
+)
+def test_columns_that_the_group_size_does_not_divide_are_refused(mlp, scheme, message):
+    with pytest.raises(CalibrationError, match=message):
+        plan(mlp, scheme)
+
+
+def tied():
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 16), "lm_head": nn.Linear(16, 8, bias=False)})
+    model["lm_head"].weight = model["embed"].weight
+    return model
+
+
+def test_a_tied_weight_is_refused():
+    with pytest.raises(CalibrationError, match=r"shares its weight with embed \(tied\).*: lm_head.*or untie first"):
+        plan(tied(), "FP8")
+
+
+def test_a_tied_weight_that_both_sides_target_is_refused():
+    with pytest.raises(CalibrationError, match=r"shares its weight with lm_head \(tied\).*: embed, lm_head"):
+        plan(tied(), {"weights": FP8_WEIGHTS}, targets=["Linear", "Embedding"])
+
+
+def test_a_tied_weight_that_is_ignored_is_fine():
+    model = nn.ModuleDict({"tied": tied(), "fc": nn.Linear(4, 4)})
+    assert names(model, "FP8", ignore=["re:.*lm_head"]) == ["fc"]
+
+
+def already_compressed():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].quantization_status = QuantizationStatus.COMPRESSED
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "scheme", "options", "message"),
+    [
+        (
+            nn.Sequential(nn.Embedding(8, 4)),
+            "FP8",
+            {"targets": "Embedding"},
+            "an Embedding's input is token indices.*: 0",
+        ),
+        (
+            nn.TransformerEncoderLayer(8, 2),
+            "FP8",
+            {},
+            r"reads the weight of its out_proj without calling it.*: self_attn.out_proj.*`re:.\*out_proj\$`",
+        ),
+        (already_compressed(), "FP8", {}, r"already quantized, its weights are on another grid: 0"),
+        (
+            nn.Sequential(nn.LayerNorm(4)),
+            "W8A8",
+            {"targets": "LayerNorm"},
+            r"has no weight matrix to quantize: 0 \(LayerNorm\)",
+        ),
+        (
+            nn.Sequential(nn.ReLU(), nn.Linear(4, 4)),
+            "W8A8",
+            {"targets": "ReLU"},
+            r"has no weight matrix to quantize: 0 \(ReLU\).*target its input_activations only",
+        ),
+        (
+            nn.Sequential(nn.ConvTranspose2d(4, 4, 3, groups=2)),
+            "W8A8",
+            {"targets": "ConvTranspose2d"},
+            r"has no weight matrix to quantize: 0 \(ConvTranspose2d\)",
+        ),
+    ],
+    ids=["Embedding input", "out_proj", "compressed", "LayerNorm", "ReLU", "grouped ConvTranspose"],
+)
+def test_a_module_that_cannot_be_quantized_is_refused(model, scheme, options, message):
+    with pytest.raises(CalibrationError, match=message):
+        plan(model, scheme, **options)
+
+
+def test_an_integer_weight_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(CalibrationError, match="the weight is not floating point: 0"):
+        plan(model, "FP8")
+
+
+@pytest.mark.parametrize("target", ["Conv2d", "ReLU"])
+def test_a_module_that_compressed_tensors_cannot_hold_is_planned(target):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    scheme = {"input_activations": {"num_bits": 8}} | ({"weights": FP8_WEIGHTS} if target == "Conv2d" else {})
+    assert names(model, scheme, targets=target) == [str(int(target == "ReLU"))]
+
+
+def test_a_norm_that_a_pattern_matches_is_named(tiny_llama):
+    with pytest.raises(CalibrationError, match=r"no weight matrix.*input_layernorm \(LlamaRMSNorm\)"):
+        plan(tiny_llama(), "W8A8", targets="re:.*layers[.]0.*")
+
+
+def test_a_parametrized_weight_is_refused():
+    model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    with pytest.raises(CalibrationError, match=r"computed at each access.*: 0\..*remove_parametrizations"):
+        plan(model, "W8A8")
+
+
+def test_buffers_that_were_cast_are_named(tiny_llama):
+    plan(tiny_llama(torch.bfloat16), "FP8", ignore="lm_head")
+    with pytest.warns(CalibrationWarning, match=r"other logits: .*rotary_emb[.]inv_freq.*dtype=torch[.]bfloat16"):
+        plan(tiny_llama().to(torch.bfloat16), "FP8", ignore="lm_head")
+
+
+def test_adapters_have_to_be_merged_first(tiny_llama):
+    model = tiny_llama()
+    model.peft_config = {}  # what peft's models have
+    with pytest.raises(CalibrationError, match=r"adapters beside its weights.*merge_and_unload"):
+        plan(model, "FP8", ignore="lm_head")
