@@ -32,8 +32,8 @@ from lightning_obs.app.finetune import fine_tune, perplexity_of_checkpoint, shar
 from lightning_obs.callbacks.calibration import CalibrationCallback, find_module
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.fake_forward import quantized
 from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.model.quantized_forward import quantized
 from lightning_obs.report.layer_errors import LayerError, measure_layer_errors
 from lightning_obs.report.summary import folder_size, poor_layers, print_report, summary
 from lightning_obs.schemes.options import CalibrationOptions
