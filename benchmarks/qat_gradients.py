@@ -16,11 +16,11 @@ import copy
 import sys
 
 import torch
+from compressed_tensors.quantization import set_forward_quantized
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_obs import CalibrationSession
-from lightning_obs.model.fake_forward import quantize_forward
 from lightning_obs.model.qparams import calibrated_modules
 from lightning_obs.training.quantized_training import QuantizedTraining
 
@@ -63,7 +63,7 @@ def main() -> int:
                 QuantizedTraining(session).start()
             else:
                 for _, module in list(calibrated_modules(model)):
-                    quantize_forward(module)
+                    set_forward_quantized(module)
             _, end, still = train(model, tokens, options.steps)
             losses.append(end)
             print(f"{name:16s} {'ours' if ours else 'wrapper':8s} {end:.4f}  parameters never updated: {still}")

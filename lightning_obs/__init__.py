@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_obs.checkpoint.load import load_checkpoint
     from lightning_obs.errors import CalibrationError, CalibrationWarning
     from lightning_obs.model.experts import linearize_experts
-    from lightning_obs.model.fake_forward import quantized
+    from lightning_obs.model.quantized_forward import quantized
     from lightning_obs.observers import Observer
     from lightning_obs.schemes.options import CalibrationOptions
 
@@ -38,7 +38,7 @@ _HOME = {
     "export_checkpoint": "lightning_obs.checkpoint.export",
     "linearize_experts": "lightning_obs.model.experts",
     "load_checkpoint": "lightning_obs.checkpoint.load",
-    "quantized": "lightning_obs.model.fake_forward",
+    "quantized": "lightning_obs.model.quantized_forward",
 }
 
 __all__ = [

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 from lightning_obs.app.console import say, step
 from lightning_obs.app.job import Job
 from lightning_obs.calibration.result import CalibrationResult
-from lightning_obs.model.fake_forward import quantized
 from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.model.quantized_forward import quantized
 from lightning_obs.report.layer_errors import LayerError, measure_layer_errors
 
 

@@ -14,7 +14,7 @@ from lightning_obs.app import reload_check
 from lightning_obs.app.console import step
 from lightning_obs.app.job import Job
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.fake_forward import quantized
+from lightning_obs.model.quantized_forward import quantized
 
 _CHECK_TOKENS = 128
 

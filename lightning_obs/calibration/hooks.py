@@ -77,7 +77,7 @@ class ObserverHooks:
         with ExitStack() as stack:
             stack.enter_context(run_eagerly())
             states = {target.module: target.states for target in self._targets if target.states}
-            stack.enter_context(hooked_attention(self._model, states, quantize=False))
+            stack.enter_context(hooked_attention(self._model, states))
             self._experts.attach(stack)
             for target in self._targets:
                 for base_name in target.states:

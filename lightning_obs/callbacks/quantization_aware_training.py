@@ -1,6 +1,6 @@
 """Fine-tune through fake quantization, so that the checkpoint gives the numbers that validation saw.
 
-While fit runs, the forward of every planned module is replaced on the instance (``training_forward``). Three rules say
+While fit runs, the forward of every planned module is replaced on the instance (``quantized_forward``). Three rules say
 which ranges are in force, and make the promise hold:
 
 * A validation runs through what would be exported at that moment. Weights are observed anew before its first batch

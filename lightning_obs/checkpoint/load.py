@@ -18,9 +18,9 @@ from torch import nn
 
 from lightning_obs.checkpoint.compressed_rows import compressor_of
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.fake_forward import quantize_forward
 from lightning_obs.model.kinds import compressible_type
 from lightning_obs.model.qparams import write_qparams
+from lightning_obs.model.quantized_forward import quantize_forward
 
 WEIGHTS_FILE = "model.safetensors"
 QPARAMS_FILE = "qparams.safetensors"
@@ -72,7 +72,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
         for module, scheme, qparams in found.values():
             write_qparams(module, scheme, qparams)
             if compressible_type(module) is not None and scheme.weights is not None:
-                # The weight is on the grid already, compressed-tensors need not quantize it at each forward.
+                # The weight is on the grid already, it need not be quantized at each forward.
                 module.quantization_status = QuantizationStatus.DECOMPRESSED
             quantize_forward(module)
     return model

@@ -36,14 +36,14 @@ _ENABLED = "quantization_enabled"
 
 
 @contextmanager
-def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[str]], quantize: bool) -> Iterator[None]:
-    """Let states be observed (:func:`register_state_hook`) or quantized inside the ``with`` block.
+def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[str]]) -> Iterator[None]:
+    """Let states be observed (:func:`register_state_hook`) or changed (:func:`register_state_change`) inside the block.
+
+    compressed-tensors quantizes none of them meanwhile.
 
     Args:
         model: the transformers model that holds ``modules``.
         modules: attention modules, and which of q, k, v is wanted of each.
-        quantize: quantize them with the parameters on the modules. Otherwise nothing is quantized, unless somebody
-            else does meanwhile.
 
     Raises:
         CalibrationError: q of two models with different attention functions at one time.
@@ -55,7 +55,7 @@ def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[st
             stack.enter_context(_shared(_caches, module, partial(_hooked_cache, model, module)))
             if "q" in states:
                 stack.enter_context(_shared(_queries, module, partial(_hooked_query, model, module)))
-            stack.enter_context(_switched(module, quantize))
+            stack.enter_context(_switched_off(module))
         yield
 
 
@@ -86,13 +86,13 @@ def register_state_change(
     Args:
         module: inside :func:`hooked_attention`.
         base_name: q, k or v.
-        change: not called while somebody else quantizes the module's states, or if they were switched off before.
+        change: not called if the module's quantization was switched off before.
     """
 
     def replace(_: nn.Module, value: torch.Tensor) -> torch.Tensor:
-        _switch(module)  # whoever wrote other scales meanwhile has cleared it
-        _, quantizing, before = _users[module]
-        return value if quantizing or before is False else change(value)
+        setattr(module, _ENABLED, False)  # whoever wrote other scales meanwhile has cleared it
+        before = _users[module][1]
+        return value if before is False else change(value)
 
     return _REGISTER[base_name](module, replace)
 
@@ -132,8 +132,8 @@ _Open = weakref.WeakKeyDictionary[nn.Module, tuple[int, ExitStack]]
 _caches: _Open = weakref.WeakKeyDictionary()
 _queries: _Open = weakref.WeakKeyDictionary()
 _functions: _Open = weakref.WeakKeyDictionary()
-#: module -> [how many observe, how many quantize, what ``quantization_enabled`` was]
-_users: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+#: module -> (how many blocks it is in, what ``quantization_enabled`` was)
+_users: weakref.WeakKeyDictionary[nn.Module, tuple[int, Any]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -230,24 +230,18 @@ def _configs(model: Any) -> list[Any]:
 
 
 @contextmanager
-def _switched(module: nn.Module, quantize: bool) -> Iterator[None]:
+def _switched_off(module: nn.Module) -> Iterator[None]:
     """A module that was calibrated before would quantize while it is observed."""
-    users = _users.setdefault(module, [0, 0, vars(module).get(_ENABLED)])
-    users[quantize] += 1
-    _switch(module)
+    blocks, before = _users.get(module) or (0, vars(module).get(_ENABLED))
+    _users[module] = blocks + 1, before
+    setattr(module, _ENABLED, False)
     try:
         yield
     finally:
-        users[quantize] -= 1
-        _switch(module)
-        if not users[False] and not users[True]:
-            del _users[module]
-
-
-def _switch(module: nn.Module) -> None:
-    observing, quantizing, before = _users[module]
-    enabled = False if observing and not quantizing else before
-    if enabled is not None:
-        setattr(module, _ENABLED, enabled)
-    elif _ENABLED in vars(module):
-        delattr(module, _ENABLED)
+        blocks, before = _users.pop(module)
+        if blocks > 1:
+            _users[module] = blocks - 1, before
+        elif before is None:
+            vars(module).pop(_ENABLED, None)
+        else:
+            setattr(module, _ENABLED, before)

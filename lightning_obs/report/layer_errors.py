@@ -20,8 +20,8 @@ from torchmetrics.audio import SignalNoiseRatio
 
 from lightning_obs.model.calls import first_input
 from lightning_obs.model.compile_stance import run_eagerly
-from lightning_obs.model.fake_forward import fake_quantize, quantize_forward
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams
+from lightning_obs.model.quantized_forward import fake_quantize, quantize_forward
 
 
 @dataclass(frozen=True)

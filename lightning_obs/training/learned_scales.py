@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.model.quantized_forward import LearnedScale, set_learned_scale
 from lightning_obs.model.sharding import in_shards
-from lightning_obs.model.training_forward import LearnedScale, set_learned_scale
 from lightning_obs.model.weights import weight_matrix
 from lightning_obs.numerics.reshape import flatten_for_calibration
 from lightning_obs.observers.base import Key

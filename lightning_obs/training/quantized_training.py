@@ -20,7 +20,7 @@ from torch import nn
 from lightning_obs.calibration.saved_state import dump_observation, dump_statistics, load_observation, load_statistics
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.model.qparams import get_scheme, trained_since
-from lightning_obs.model.training_forward import Switch, has_range, quantize_training_forward, quantized_training_states
+from lightning_obs.model.quantized_forward import Switch, fake_quantized_states, has_range, quantize_training_forward
 from lightning_obs.numerics.reshape import ATTENTION
 from lightning_obs.observers.base import Key, Observer
 from lightning_obs.training.learned_scales import LearnedScales
@@ -80,7 +80,7 @@ class QuantizedTraining:
                 stack.callback(torch.compiler.reset)
             targets = self.session.plan.targets
             states = {target.module: tuple(target.states) for target in targets if target.states}
-            stack.enter_context(quantized_training_states(self.session.model, states, self.switch))
+            stack.enter_context(fake_quantized_states(self.session.model, states, self.switch))
             for target in targets:
                 if not target.states:
                     stack.callback(

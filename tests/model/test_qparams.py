@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from lightning_obs import CalibrationSession, quantized
 from lightning_obs.model.calls import first_input, replace_input
-from lightning_obs.model.fake_forward import fake_quantized_weight
 from lightning_obs.model.qparams import (
     calibrated_modules,
     clear_qparams,
@@ -19,6 +18,7 @@ from lightning_obs.model.qparams import (
     read_qparams,
     write_qparams,
 )
+from lightning_obs.model.quantized_forward import quantized_weight
 from lightning_obs.model.weights import weight_matrix
 
 INT8_STATIC = {
@@ -78,7 +78,7 @@ def test_each_output_channel_is_quantized_with_its_own_scale(kind):
     weight = module.weight.detach().movedim(axis, 0)
     scale = (weight.flatten(1).abs().amax(1) / 7.5).reshape(-1, *[1] * (weight.ndim - 1))
     expected = (weight / scale).round().clamp(-8, 7) * scale
-    torch.testing.assert_close(fake_quantized_weight(module), expected.movedim(0, axis))
+    torch.testing.assert_close(quantized_weight(module), expected.movedim(0, axis))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from lightning_obs import CalibrationSession, quantized
-from lightning_obs.model.training_forward import LearnedScale, Switch, quantize_training_forward, set_learned_scale
+from lightning_obs.model.quantized_forward import LearnedScale, Switch, quantize_training_forward, set_learned_scale
 
 INT8 = {"num_bits": 8, "strategy": "tensor"}
 SCHEMES = ["INT8_STATIC", "W8A8", "FP8", "FP8_DYNAMIC"]
