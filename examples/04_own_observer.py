@@ -29,4 +29,6 @@ for name in ("static_minmax", "two_sigma"):
     with CalibrationSession(model, "INT8_STATIC", observers={"input": name}) as session:
         for _ in range(8):
             model(torch.randn(64, 16))
-    print(name, {layer: f"[{low:.2f}, {high:.2f}]" for layer, (low, high) in session.result.input_ranges.items()})
+    print(
+        name, {layer: f"[{low:.2f}, {high:.2f}]" for layer, (low, high) in session.result.chosen_input_ranges.items()}
+    )

@@ -13,7 +13,7 @@ from compressed_tensors.registry import registry as ct_registry
 from hypothesis import settings
 from torch import nn
 
-from lightning_obs.model import compile_stance
+from lightning_obs.model.compile_stance import eager_blocks
 from lightning_obs.observers import Observer
 
 torch.set_num_threads(2)
@@ -31,9 +31,9 @@ def seeded():
 @pytest.fixture(autouse=True)
 def compiled_graphs_may_run_again():
     """A session that a test leaves attached would keep every later test from compiling, until it is collected."""
-    before = compile_stance._open
+    before = eager_blocks.running
     yield
-    assert compile_stance._open <= before, "a session was left attached, or quantized() was left open"
+    assert eager_blocks.running <= before, "a session was left attached, or quantized() was left open"
 
 
 @pytest.fixture

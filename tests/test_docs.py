@@ -84,7 +84,7 @@ def test_the_mergeable_observer_clips_at_k_times_the_mean_magnitude_of_everythin
     scale, session = calibrated(page, input={"name": "laplace", "k": k})
     reach = min(k * x.abs().mean(), max(-x.min(), x.max()))
     assert scale.item() == pytest.approx((reach / 127.5).item(), rel=1e-6)
-    low, high = session.result.input_ranges["0"]
+    low, high = session.result.chosen_input_ranges["0"]
     assert (low, high) == (
         pytest.approx(max(-reach, x.min()).item(), rel=1e-6),
         pytest.approx(min(reach, x.max()).item(), rel=1e-6),

@@ -1,7 +1,7 @@
 """Give observers what the modules of a plan read and write, while somebody runs the model.
 
-A hook never changes what it sees, and reads a tensor once however many modules share it (``shared_reads``). Padding is
-taken out here, before any observer: a masked token reaches none of them.
+A hook never changes what it sees, and reads a tensor once however many modules share it (:mod:`.measurement_cache`).
+Padding is taken out here, before any observer: a masked token reaches none of them.
 """
 
 from __future__ import annotations
@@ -143,6 +143,8 @@ class ObserverHooks:
             tokens = read.tokens
         if observer is not None:
             observer.observe_shared(tokens, read.measured)
+            if observer.base_name == "input":
+                observer.keep_input_extremes(tokens, read.measured)
         if for_weight is not None:
             for_weight.observe_inputs(tokens, read.measured)
 

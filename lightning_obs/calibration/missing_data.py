@@ -7,7 +7,6 @@ ranges is what an expert without tokens would be run with anyway. Its weights ne
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from copy import copy
 
 import torch
 
@@ -15,6 +14,7 @@ from lightning_obs.errors import CalibrationError, name_list, warn
 from lightning_obs.numerics.reshape import ATTENTION
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.min_max import StaticMinMaxObserver
+from lightning_obs.schemes.options import CalibrationOptions
 
 
 def borrow_ranges(
@@ -57,17 +57,6 @@ def borrow_ranges(
     return borrowed
 
 
-def observe_without_inputs(observer: Observer, weight: torch.Tensor) -> None:
-    """Observe a weight whose inputs no data reached: all columns count alike."""
-    if not observer.lacks_inputs or not hasattr(observer, "strict"):
-        observer(weight)
-        return
-    alone = copy(observer)
-    alone.strict = False
-    alone(weight)
-    observer.load_statistics(dict(zip(("min_vals", "max_vals"), alone.get_min_max(), strict=True)))
-
-
 def _siblings(name: str, containers: Mapping[str, int]) -> list[str]:
     """The same projection in the other experts of the innermost container that ``name`` is in."""
     for container in sorted(containers, key=len, reverse=True):
@@ -94,9 +83,8 @@ def check_coverage(
     observers: Mapping[Key, Observer],
     unreached: Collection[Key],
     fused: Sequence[Sequence[str]],
-    scheme: str,
+    options: CalibrationOptions,
     batches: int,
-    on_missing: str,
     experts: bool = False,
 ) -> set[str]:
     """Names of modules to leave in full precision, because no data reached them.
@@ -105,9 +93,8 @@ def check_coverage(
         observers: all of them.
         unreached: those that no data reached, on any rank; weights count only where their observer needs inputs.
         fused: names of modules that are quantized together or not at all.
-        scheme: its name, for the error.
+        options: with ``on_missing="warn"`` they are left out, else they are an error.
         batches: how many were seen, for the error.
-        on_missing: ``"warn"`` leaves them out, anything else is an error.
         experts: the model has some; the error says what can be done for them.
 
     Raises:
@@ -121,7 +108,7 @@ def check_coverage(
     if len(unreached) == len(needing):
         static = any(base != "weight" for _, base in needing)
         raise CalibrationError(
-            f"{scheme} has {'static activations' if static else 'weights that are observed with their inputs'} "
+            f"{options.label} has {'static activations' if static else 'weights that are observed with their inputs'} "
             "and saw no data",
             where=missing,
             got=f"{batches} batches",
@@ -134,7 +121,7 @@ def check_coverage(
             ),
         )
     # An attention module without scales would be loaded with uninitialized ones: there, nothing can be left out.
-    if on_missing != "warn" or any(base in ATTENTION for _, base in unreached):
+    if options.on_missing != "warn" or any(base in ATTENTION for _, base in unreached):
         raise CalibrationError(
             f"no data reached {len(unreached)} of {len(needing)} observers",
             where=missing,

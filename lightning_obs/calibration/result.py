@@ -1,4 +1,4 @@
-"""What a calibration found and did."""
+"""What a calibration did, for a person and for a report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class CalibrationResult:
         measurements: how often an activation was reduced; fewer than the observers' calls where modules share inputs.
         seconds: wall time from attaching to finishing, the user's forward passes included.
         qparams: ``{"layer.weight_scale": tensor, ...}`` on the CPU.
-        input_ranges: observed (min, max) of the inputs of each module, in the units of the activation.
+        input_ranges: smallest and largest input of each module that was observed, in the units of the activation.
+        chosen_input_ranges: the range that each module's input scale was computed from, in the same units: an observer
+            may choose less than what it observed, or more.
         skipped: modules left in full precision because no data reached them (``on_missing="warn"``).
         expert_tokens: how many tokens the router sent to each expert, by the name of what holds the experts. Without
             padding where there is a token mask, except in experts that are not of this package: which of the tokens
@@ -39,6 +41,7 @@ class CalibrationResult:
     seconds: float
     qparams: dict[str, torch.Tensor]
     input_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    chosen_input_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     expert_tokens: dict[str, list[int]] = field(default_factory=dict)
     fallback: list[str] = field(default_factory=list)

@@ -85,9 +85,9 @@ def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, An
     Raises:
         CalibrationError: a statistic is neither tensor, number nor string, so no checkpoint could hold it.
     """
-    found = {}
+    saved = {}
     for (name, base_name), observer in observers.items():
-        statistics = {key: getattr(observer, key) for key in observer.statistic_names()}
+        statistics = _statistics(observer)
         odd = [key for key, value in statistics.items() if not _is_plain(value)]
         if odd:
             raise CalibrationError(
@@ -96,8 +96,14 @@ def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, An
                 expected="tensors, numbers, strings, and lists and dicts of them",
             )
         if statistics:
-            found[f"{name}.{base_name}"] = copy.deepcopy(statistics)
-    return found
+            saved[f"{name}.{base_name}"] = copy.deepcopy(statistics)
+    return saved
+
+
+def _statistics(observer: Observer) -> dict[str, Any]:
+    statistics = {key: getattr(observer, key) for key in observer.statistic_names()}
+    extremes = observer.input_extremes
+    return statistics if extremes is None else {**statistics, "input_extremes": extremes}
 
 
 def load_statistics(observers: Mapping[Key, Observer], state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -126,7 +132,7 @@ def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives
         for key, observer in observers.items():
             if _merges_exactly(observer):
                 copies[key] = type(observer)(observer.base_name, observer.args)
-                copies[key].load_statistics({name: getattr(observer, name) for name in observer.statistic_names()})
+                copies[key].load_statistics(_statistics(observer))
     except Exception as error:  # the others are waiting
         failure = error
     every = sync_statistics(copies, collectives, failure=failure, note=apart).notes

@@ -17,22 +17,18 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_obs.calibration.checks import check_heads, check_scales
 from lightning_obs.calibration.expert_tokens import ExpertWatch
-from lightning_obs.calibration.finalize import Coverage, Merged, merge_ranks
-from lightning_obs.calibration.findings import input_ranges, kept_qparams, new_qparams
+from lightning_obs.calibration.finalize import Asked, Finalizer
 from lightning_obs.calibration.hooks import ObserverHooks
-from lightning_obs.calibration.missing_data import borrow_ranges, check_coverage
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import dump_state, load_state
 from lightning_obs.calibration.token_mask import require_mask
-from lightning_obs.distributed.sync import Collectives, Synced
+from lightning_obs.distributed.collectives import Collectives
 from lightning_obs.errors import CalibrationError, name_list, warn
 from lightning_obs.model.experts import LinearExperts
 from lightning_obs.model.kinds import is_transformers_model
-from lightning_obs.model.qparams import clear_qparams, get_scheme, qparams_home, read_qparams, write_qparams
-from lightning_obs.model.sharding import register_fsdp_units, reshard, unwrapped, without_wrappers
-from lightning_obs.model.weights import weight_checksums
+from lightning_obs.model.qparams import get_scheme, qparams_home, read_qparams, write_qparams
+from lightning_obs.model.sharding import register_fsdp_units, unwrapped, without_wrappers
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
 from lightning_obs.schemes.config import SchemeLike, make_observer
@@ -88,7 +84,7 @@ class CalibrationSession:
         with without_wrappers(self.model):
             self.plan: Plan = build_plan(self.model, self.options)
             self._experts = ExpertWatch(self.model, self.options.calibrate_all_experts)
-            self._together = [*self.plan.fused, *self._whole_layers()]
+            together = [*self.plan.fused, *self._whole_layers()]
         self.collectives = collectives or Collectives()
         self.observers: dict[Key, Observer] = {
             (target.name, base_name): make_observer(base_name, args)
@@ -108,10 +104,10 @@ class CalibrationSession:
         self.batches = 0
         self.result: CalibrationResult | None = None
         self._written: dict[str, torch.Tensor] = {}
-        #: modules left in full precision, because no data reached them
-        self.skipped: set[str] = set()
         self._started = 0.0
-        self._synced: Synced | None = None
+        self._finalizer = Finalizer(
+            self.model, self.plan, self.observers, self._experts, together, self.options, self.collectives
+        )
         self._hooks = ObserverHooks(self.model, self.plan.targets, self.observers, self._experts)
         self._token_mask = token_mask
         self._on_model: list[RemovableHandle] = []
@@ -149,7 +145,7 @@ class CalibrationSession:
         self.detach()
         for observer in self.observers.values():
             observer.reset()
-        self.batches, self.result, self._synced = 0, None, None
+        self.batches, self.result, self._finalizer.synced = 0, None, None
         self._started = time.perf_counter()
         self._hooks.attach()
         if count_calls:
@@ -213,82 +209,21 @@ class CalibrationSession:
                 weights. Nothing was written then.
         """
         self.detach()
-        with torch.inference_mode(False), torch.no_grad():
-            merged = self._merge_ranks(weights, activations)
-            self.skipped, borrowed = merged.coverage
-            asked = {
-                key: observer
-                for key, observer in {**self.observers, **borrowed}.items()
-                if (weights if key[1] == "weight" else activations)
-            }
-            fallback = sorted({name for name, _ in borrowed})
-            chosen = [target for target in self.plan.targets if target.name not in self.skipped]
-            kept = {target.name: kept_qparams(target, asked) for target in chosen}
-            qparams = {target.name: kept[target.name] | new_qparams(target, asked) for target in chosen}
-            check_scales(qparams)
-            check_heads(self.model, qparams)
-            # Weights that were not asked may have been trained on since their scale was found.
-            modules = [target.module for target in self.plan.targets]
-            old = [getattr(module, "calibrated_weight_checksum", None) for module in modules]
-            checksums = weight_checksums(modules) if weights else old
-            for target, checksum in zip(self.plan.targets, checksums, strict=True):
-                if target.name in qparams:
-                    write_qparams(target.module, target.scheme, qparams[target.name], checksum)
-                else:  # an earlier calibration's would pass for this one's
-                    clear_qparams(target.module)
-        self.result = CalibrationResult(
-            scheme=self.label,
-            modules=[target.name for target in chosen],
-            observers=len(self.observers),
-            batches=self.batches,
-            measurements=self._hooks.measurements,
-            ranks=merged.synced.ranks,
-            collectives=merged.collectives if merged.synced.ranks > 1 else 0,
-            seconds=time.perf_counter() - self._started,
-            qparams={
-                f"{t.name}.{key}": v.to("cpu", copy=True) for t in chosen for key, v in read_qparams(t.module).items()
-            },
-            input_ranges=input_ranges(self.observers),
-            skipped=sorted(self.skipped),
-            expert_tokens=merged.expert_tokens,
-            fallback=fallback,
-            fused=self._together,
-        )
+        asked = Asked(weights, activations)
+        self.result = self._finalizer.run(asked, self.batches, self._hooks.measurements, self._started)
         self._written = self.result.qparams
         self._say_if_data_was_not_needed()
-        if fallback:
+        if self.result.fallback:
             warn(
                 f"no token reached these modules; their activations have the range of the layer's other experts: "
-                f"{name_list(fallback)}"
+                f"{name_list(self.result.fallback)}"
             )
         return self.result
 
-    def _merge_ranks(self, weights: bool, activations: bool) -> Merged:
-        reshard(self.model)
-        told = {k: o for k, o in self.observers.items() if o.observes_data}
-        return merge_ranks(
-            self.observers,
-            told if activations and self._synced is None else {},
-            [t for t in self.plan.targets if weights and (t.name, "weight") in self.observers],
-            self.collectives,
-            self._cover if activations else lambda synced: Coverage(self.skipped, {}),
-            require_inputs=activations,
-            note=self._experts.tokens,
-        )
-
-    def _cover(self, synced: Synced) -> Coverage:
-        self._synced = self._synced or synced
-        borrowed = self._borrowed()
-        skipped = check_coverage(
-            self.observers,
-            set(self._synced.unreached) - set(borrowed),
-            self._together,
-            self.label,
-            self.batches,
-            self.options.on_missing,
-            experts=bool(self._experts.containers),
-        )
-        return Coverage(skipped, borrowed)
+    @property
+    def skipped(self) -> set[str]:
+        """Modules left in full precision, because no data reached them."""
+        return self._finalizer.skipped
 
     def _whole_layers(self) -> list[list[str]]:
         """The modules of each layer's experts: vLLM runs all of them quantized or none, transformers loads them so."""
@@ -299,12 +234,6 @@ class CalibrationSession:
             if ours or isinstance(self.model.get_submodule(name), LinearExperts)
         ]
         return [[t.name for t in self.plan.targets if t.name.startswith(f"{layer}.")] for layer in layers]
-
-    def _borrowed(self) -> dict[Key, Observer]:
-        if self.options.on_missing != "siblings":
-            return {}
-        sizes = {name: len(experts) for name, experts in self._experts.containers.items()}
-        return borrow_ranges(self.observers, sizes, self.plan.fused)
 
     def _say_if_data_was_not_needed(self) -> None:
         if self.batches and not self.needs_data:

@@ -3,7 +3,7 @@
 Method. FSDP2 shares out rows. A scale of a channel, a group or a block depends on its own rows only, so each rank
 observes the rows that it holds, with an observer of their own, and sends the ranges: no weight travels. Ranges of one
 scale that several ranks found (a whole tensor, a block across the edge of two shards) are joined by minimum and
-maximum, where the observer is an extreme.
+maximum, where the observer is an extreme. Whether it can be so is asked of the observer (``for_rows``, ``join``).
 
 A search for the least error stops when some candidates in a row improved no scale *of the whole tensor*. A shard cannot
 know that, so it visits the candidates after its own end too, and sends beside the ranges which candidates improved any
@@ -27,7 +27,6 @@ from itertools import zip_longest
 from typing import TypeAlias
 
 import torch
-from compressed_tensors.quantization import QuantizationStrategy
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -36,7 +35,7 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.model.sharding import by_unit, is_sharded, unit_of, whole_tensor, whole_unit
 from lightning_obs.model.weights import matrix_shape, rows_come_first, to_matrix, weight_matrix
 from lightning_obs.observers import Key, Observer
-from lightning_obs.observers.mse import MemorylessMSEObserver
+from lightning_obs.observers.rows import rows_per_scale
 
 #: first row and row after the last, on one rank
 Rows: TypeAlias = tuple[int, int]
@@ -62,21 +61,8 @@ def rows_by_rank(observer: Observer, module: nn.Module, collectives: Collectives
         return None
     each = -(-weight.shape[0] // len(ranks))
     rows = [(min(r * each, weight.shape[0]), min((r + 1) * each, weight.shape[0])) for r in range(len(ranks))]
-    kind = vars(type(observer)).get("rows_apart")  # not inherited
-    if kind is None:
-        return None
-    height = _height(observer)
-    if kind == "search" and (height is None or any(start % height for start, stop in rows if start < stop)):
-        return None
-    return rows
-
-
-def _height(observer: Observer) -> int | None:
-    """Rows of one scale; None: all of them."""
-    if observer.args.strategy == QuantizationStrategy.TENSOR:
-        return None
-    structure = observer.args.block_structure if observer.args.strategy == QuantizationStrategy.BLOCK else None
-    return 1 if structure is None else int(structure[0])
+    apart = all(observer.for_rows(start) is not None for start, stop in rows if start < stop)
+    return rows if apart else None
 
 
 @dataclass
@@ -136,11 +122,11 @@ class Weights:
             CalibrationError: on every rank alike, see :func:`~lightning_obs.distributed.sync.share_weights`.
         """
         whole = {key: self.observers[key] for key in keys if key not in self._rows}
-        shards = [shard for key in keys if key in self._rows for shard in self._shards(key)]
+        shards = {key: list(self._shards(key)) for key in keys if key in self._rows}
         gathered = self._observe_gathered(
             [key for key in whole if _lies_apart(self.modules[key])], owners, failure, observe
         )
-        parts = {shard.key: shard for shard in shards}
+        parts = {shard.key: shard for of_weight in shards.values() for shard in of_weight}
 
         def search(key: Key) -> None:
             if key in parts:
@@ -153,32 +139,24 @@ class Weights:
                 observe(key, self.observers[key], _matrix(self.modules[key]))
 
         shared = share_weights(
-            {**whole, **{shard.key: shard.observer for shard in shards}},
-            {**owners, **{shard.key: shard.rank for shard in shards}},
+            {**whole, **{part: shard.observer for part, shard in parts.items()}},
+            {**owners, **{part: shard.rank for part, shard in parts.items()}},
             search,
             self.collectives,
             failure,
         )
-        for key, found in _by_weight(shards).items():
-            _stop_as_one(found)
-            self.observers[key].load_statistics(_joined(found))
+        for key, of_weight in shards.items():
+            self.observers[key].join([(shard.start, shard.observer) for shard in of_weight])
         return shared.collectives
 
     # ------------------------------------------------------------------ rows of each rank
 
     def _shards(self, key: Key) -> Iterator[_Shard]:
         """One for each rank that has rows; every rank makes all of them, to receive their ranges."""
-        whole = self.observers[key]
         for rank, (start, stop) in enumerate(self._rows[key]):
-            if start == stop:
-                continue
-            observer = type(whole)(whole.base_name, whole.args)
-            for name in whole.input_statistics:  # all ranks have them by now
-                if hasattr(whole, name):
-                    setattr(observer, name, getattr(whole, name))
-            if isinstance(observer, MemorylessMSEObserver):
-                observer.looks_beyond = observer.may_stop_early
-            yield _Shard(key, rank, start, stop, observer)
+            observer = self.observers[key].for_rows(start) if start < stop else None
+            if observer is not None:
+                yield _Shard(key, rank, start, stop, observer)
 
     def _observe_rows(self, shard: _Shard, observe: Observe) -> None:
         rows = _matrix(self.modules[shard.weight])
@@ -189,7 +167,7 @@ class Weights:
                 got=f"{len(rows)} rows",
                 expected=f"rows {shard.start} to {shard.stop}",
             )
-        height = _height(shard.observer)
+        height = rows_per_scale(shard.observer.args)
         above = 0 if height is None else shard.start % height
         # Rows of the block that another rank holds are zeros here; a range has to contain zero anyway.
         rows = nn.functional.pad(rows, (0, 0, above, 0)) if above else rows
@@ -269,54 +247,6 @@ class _Shard:
     @property
     def key(self) -> Key:
         return self.weight[0], f"{self.weight[1]} rows {self.start} to {self.stop - 1}"
-
-
-def _by_weight(shards: Sequence[_Shard]) -> dict[Key, list[_Shard]]:
-    found: dict[Key, list[_Shard]] = {}
-    for shard in shards:
-        found.setdefault(shard.weight, []).append(shard)
-    return found
-
-
-def _stop_as_one(shards: Sequence[_Shard]) -> None:
-    """End the searches of a weight's shards where one search of the whole weight would have ended."""
-    searched = [shard.observer for shard in shards if isinstance(shard.observer, MemorylessMSEObserver)]
-    if not searched or not searched[0].looks_beyond:
-        return
-    improved = torch.stack([observer.improved.cpu() for observer in searched]).any(0)
-    stop = _visited(improved.tolist(), searched[0].idle_limit or 0)
-    for observer in searched:
-        observer.extend_search(stop)
-
-
-def _visited(improved: Sequence[bool], idle_limit: int) -> int:
-    """How many candidates a search visits that stops after so many in a row that improved nothing.
-
-    >>> _visited([True, False, True, False, False, True], idle_limit=2)
-    5
-    """
-    idle = 0
-    for number, one in enumerate(improved):
-        idle = 0 if one else idle + 1
-        if idle >= max(1, idle_limit):
-            return number + 1
-    return len(improved)
-
-
-def _joined(shards: Sequence[_Shard]) -> dict[str, torch.Tensor]:
-    """The range of the whole weight: rows below rows, and the wider of two where scales are shared."""
-    ranges = []
-    for shard in shards:
-        low, high = shard.observer.get_min_max()
-        height = _height(shard.observer)
-        ranges.append((0 if height is None else shard.start // height, low, high))
-    low, high = ranges[0][1:]
-    count = max(first + len(part) for first, part, _ in ranges)
-    lows, highs = low.new_full((count, *low.shape[1:]), torch.inf), high.new_full((count, *high.shape[1:]), -torch.inf)
-    for first, low, high in ranges:
-        part = slice(first, first + len(low))
-        lows[part], highs[part] = torch.minimum(lows[part], low), torch.maximum(highs[part], high)
-    return {"min_vals": lows, "max_vals": highs}
 
 
 def _lies_apart(module: nn.Module) -> bool:

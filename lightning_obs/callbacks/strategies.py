@@ -19,10 +19,10 @@ from torch import distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.distributed.sync import Collectives, Op, all_ranks_answer
+from lightning_obs.distributed.collectives import Collectives, Op
+from lightning_obs.distributed.failures import all_ranks_answer
 from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Observer
-from lightning_obs.observers.min_max import StaticMinMaxObserver
 
 
 def collectives_of(trainer: Trainer) -> Collectives:
@@ -102,7 +102,7 @@ def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
 
 def _is_extreme(observer: Observer) -> bool:
     one_scale = observer.args.strategy == QuantizationStrategy.TENSOR or observer.args.dynamic == "local"
-    return type(observer) is StaticMinMaxObserver and one_scale
+    return observer.merges_extremes_only and one_scale
 
 
 def repeated_samples(loader: Any) -> int:

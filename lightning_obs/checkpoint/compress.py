@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import distributed as dist
 from torch import nn
 
 from lightning_obs.checkpoint.compressed_rows import compress_rows, compressor_of, gather_rows, rows_per_scale
-from lightning_obs.distributed.agreement import sendable
-from lightning_obs.distributed.collectives import all_ranks_answer
+from lightning_obs.distributed.collectives import gather_objects
+from lightning_obs.distributed.failures import sendable
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.kinds import compressible_type
 from lightning_obs.model.qparams import get_scheme, quantized_states, read_qparams
@@ -131,10 +130,7 @@ def _compressed_rows(prefixes: Mapping[nn.Module, str]) -> dict[nn.Module, dict[
             failure = sendable(error, (prefix.rstrip("."), "weight"))
             failure.__cause__ = error
             break
-    failures: list[CalibrationError | None] = [None] * dist.get_world_size()
-    with all_ranks_answer():
-        dist.all_gather_object(failures, failure)
-    first = next((error for error in failures if error is not None), None)
+    first = next((error for error in gather_objects(failure) if error is not None), None)
     if first is not None:
         raise first from failure
     return found

@@ -28,7 +28,7 @@ from torch import nn
 
 from lightning_obs.checkpoint.compress import compressed_state_dict
 from lightning_obs.checkpoint.load import CONFIG_FILE, QPARAMS_FILE, WEIGHTS_FILE
-from lightning_obs.distributed.collectives import all_ranks_answer
+from lightning_obs.distributed.failures import all_ranks_answer
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.attention import marked_as_hooked
 from lightning_obs.model.experts import routers

@@ -18,6 +18,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
+from lightning_obs.distributed.failures import key_text
 from lightning_obs.distributed.packing import WIDE, can_be_sparse, occupied_blocks, union_of_blocks
 from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Key, Observer
@@ -51,6 +52,7 @@ class Description:
         unsendable: names of undeclared statistics that are neither these nor tensors.
         not_finite: what of an observer is NaN or infinite.
         occupied: which blocks of a sum of integers are not empty.
+        input_extremes: smallest and largest input, of observers that it is kept beside.
     """
 
     failure: CalibrationError | None = None
@@ -63,6 +65,7 @@ class Description:
     unsendable: dict[Key, list[str]] = field(default_factory=dict)
     not_finite: dict[Key, str] = field(default_factory=dict)
     occupied: dict[tuple[Key, str], bytes] = field(default_factory=dict)
+    input_extremes: dict[Key, list[float]] = field(default_factory=dict)
 
     def statistics(self, key: Key) -> tuple[Statistic, ...]:
         """Of one observer; none if this rank does not hold it."""
@@ -93,24 +96,23 @@ class Agreed(NamedTuple):
 # ---------------------------------------------------------------------- one rank's side
 
 
-def describe(observers: Mapping[Key, Observer], told: Iterable[Key], *, by_declaration: bool) -> Description:
-    """Describe what this rank holds, and of ``told`` also the statistics.
+def describe(observers: Mapping[Key, Observer], counted: set[Key], *, by_declaration: bool) -> Description:
+    """Describe what this rank holds, and of ``counted`` also the statistics.
 
     Args:
         observers: of this rank.
-        told: those whose statistics count.
+        counted: those whose statistics count.
         by_declaration: reduce as the observer declares; otherwise copy everything.
 
     Raises:
         CalibrationError: a declared reduction that cannot be made.
     """
-    told = set(told)
-    found = Description(held=dict.fromkeys(observers, 0), unreached=observers.keys() - told)
+    description = Description(held=dict.fromkeys(observers, 0), unreached=observers.keys() - counted)
     kinds: dict[tuple[Statistic, ...], int] = {(): 0}
     members: list[list[Key]] = [[]]  # of each kind
     declarations: dict[int, _Declaration] = {}  # by identity of the declaration, of which there are few
     for key, observer in observers.items():
-        if key not in told:
+        if key not in counted:
             continue
         declared = observer._act_sync_dict
         declaration = declarations.get(id(declared))
@@ -119,20 +121,27 @@ def describe(observers: Mapping[Key, Observer], told: Iterable[Key], *, by_decla
         statistics = declaration.statistics(key, observer)
         seen = observer.has_statistics
         if seen:
-            statistics += _undeclared(key, observer, declaration.ops, found)
+            statistics += _undeclared(key, observer, declaration.ops, description)
         if not seen and not observer.is_reached:
-            found.unreached.add(key)
-        kind = found.held[key] = kinds.setdefault(statistics, len(kinds))
+            description.unreached.add(key)
+        if observer.input_extremes is not None:
+            description.input_extremes[key] = observer.input_extremes.tolist()
+        kind = description.held[key] = kinds.setdefault(statistics, len(kinds))
         if kind == len(members):
             members.append([])
         members[kind].append(key)
-    found.kinds = list(kinds)
-    found.not_finite = _not_finite(observers, found.kinds, members)
-    for statistics, keys in zip(found.kinds, members, strict=True):
+    description.kinds = list(kinds)
+    description.not_finite = _not_finite(observers, description.kinds, members)
+    return description
+
+
+def add_occupied_blocks(description: Description, observers: Mapping[Key, Observer]) -> None:
+    """Describe also which blocks of counts are occupied: the others do not have to be sent."""
+    for number, statistics in enumerate(description.kinds):
         for name in [one.name for one in statistics if _is_sparse(one)]:
+            keys = [key for key, kind in description.held.items() if kind == number]
             blocks = occupied_blocks([getattr(observers[key], name) for key in keys])
-            found.occupied.update(zip([(key, name) for key in keys], blocks, strict=True))
-    return found
+            description.occupied.update(zip([(key, name) for key in keys], blocks, strict=True))
 
 
 class _Declaration:
@@ -171,7 +180,7 @@ class _Declaration:
                 problem = f"{op} of {value.dtype}"
             if problem:
                 what = f"the statistic {name} of {type(observer).__name__} cannot be reduced over ranks"
-                raise CalibrationError(what, where=[text(key)], got=problem, remedy=_REMEDY)
+                raise CalibrationError(what, where=[key_text(key)], got=problem, remedy=_REMEDY)
             assert isinstance(value, torch.Tensor)
             assert op is not None
             yield Statistic(name, op, tuple(value.shape), value.dtype)
@@ -188,7 +197,7 @@ def _undeclared(key: Key, observer: Observer, declared: Iterable[str], into: Des
     before = observer._before_observing
     if before is None:
         return ()
-    found = []
+    copies = []
     for name in observer.statistic_names():
         if name in declared:
             continue
@@ -196,12 +205,12 @@ def _undeclared(key: Key, observer: Observer, declared: Iterable[str], into: Des
         if _equal(before.get(name), value):
             continue
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            found.append(Statistic(name, "copy", tuple(value.shape), value.dtype))
+            copies.append(Statistic(name, "copy", tuple(value.shape), value.dtype))
         elif value is None or isinstance(value, (bool, int, float, str)):
             into.numbers.setdefault(key, {})[name] = value
         else:
             into.unsendable.setdefault(key, []).append(name)
-    return tuple(found)
+    return tuple(copies)
 
 
 def _equal(before: Any, now: Any) -> bool:
@@ -237,55 +246,10 @@ def _not_finite(
     return {key: bad for key in sorted(suspects) if (bad := observers[key].nonfinite_statistics())}
 
 
-def sendable(failure: Exception, key: Key | None = None) -> CalibrationError:
-    """A failure as an error that can be pickled, whatever it holds; ``key`` is where it happened."""
-    where = [] if key is None else [text(key)]
-    if isinstance(failure, CalibrationError):
-        got, expected = (None if x is None else str(x) for x in (failure.got, failure.expected))
-        where = [str(name) for name in failure.where] or where
-        return CalibrationError(failure.what, where=where, got=got, expected=expected, remedy=failure.remedy)
-    return CalibrationError(f"{type(failure).__name__}: {failure}", where=where)
-
-
-def text(key: Key, rank: int | None = None, more: str = "") -> str:
-    """A key for a person to read: ``layers.0.fc1 (input, rank 1: 3 of 8 min_vals not finite)``."""
-    name, base = key
-    return f"{name} ({base}{'' if rank is None else f', rank {rank}'}{more and ': ' + more})"
-
-
 # ---------------------------------------------------------------------- what follows, the same on every rank
 
 
-def require_no_failure(told: Sequence[Description]) -> None:
-    """Raise what went wrong on any rank.
-
-    Raises:
-        CalibrationError: a rank failed, or holds NaN or infinity.
-    """
-    failed = [(rank, d.failure) for rank, d in enumerate(told) if d.failure is not None]
-    if failed:
-        rank, first = failed[0]
-        others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-        what = first.what if len(told) == 1 else f"rank {rank}{others}: {first.what}"
-        raise CalibrationError(
-            what, where=first.where, got=first.got, expected=first.expected, remedy=first.remedy
-        ) from first
-    many = len(told) > 1
-    bad = [
-        text(key, rank if many else None, found)
-        for rank, d in enumerate(told)
-        for key, found in sorted(d.not_finite.items())
-    ]
-    if bad:
-        raise CalibrationError(
-            "what was observed is not finite",
-            where=bad,
-            expected="finite weights and activations",
-            remedy="find the NaN or infinity in these modules' weights or in the data; nothing was written.",
-        )
-
-
-def agree(told: Sequence[Description]) -> list[Agreed]:
+def agree(descriptions: Sequence[Description]) -> list[Agreed]:
     """The statistics to be made one, in the same order on every rank. What only one rank holds is not among them.
 
     Raises:
@@ -294,23 +258,25 @@ def agree(told: Sequence[Description]) -> list[Agreed]:
     agreed: list[Agreed] = []
     differing: list[tuple[Key, str]] = []
     alike: dict[tuple[int | None, ...], list[Key]] = {}  # by what each rank has of it; most observers are alike
-    kinds_of = [d.held.get for d in told]
-    for key in dict.fromkeys(chain.from_iterable(d.held for d in told)):
+    kinds_of = [d.held.get for d in descriptions]
+    for key in dict.fromkeys(chain.from_iterable(d.held for d in descriptions)):
         alike.setdefault(tuple([kind_of(key) for kind_of in kinds_of]), []).append(key)
     for kinds, keys in alike.items():
         if len(kinds) - kinds.count(None) < 2:
             continue
         for ranks, statistics in _union(
-            [() if kind is None else d.kinds[kind] for d, kind in zip(told, kinds, strict=True)]
+            [() if kind is None else d.kinds[kind] for d, kind in zip(descriptions, kinds, strict=True)]
         ):
             first = statistics[0]
             if any(other != first for other in statistics):
                 shown = [(rank, _shown(statistic)) for rank, statistic in zip(ranks, statistics, strict=True)]
-                differing += [(key, text(key, rank, what)) for key in keys for rank, what in shown]
+                differing += [(key, key_text(key, rank, what)) for key in keys for rank, what in shown]
                 continue
             blocks = None
             if _is_sparse(first):
-                blocks = [union_of_blocks([told[rank].occupied[key, first.name] for rank in ranks]) for key in keys]
+                blocks = [
+                    union_of_blocks([descriptions[rank].occupied[key, first.name] for rank in ranks]) for key in keys
+                ]
             agreed.append(Agreed(first, keys, ranks, blocks))
     if differing:
         raise CalibrationError(
@@ -319,20 +285,20 @@ def agree(told: Sequence[Description]) -> list[Agreed]:
             expected="the same shape, dtype and reduction on every rank",
             remedy="run the same model, observers and precision on all ranks.",
         )
-    _require_sendable(told)
+    _require_sendable(descriptions)
     return agreed
 
 
 def _union(by_rank: Sequence[Sequence[Statistic]]) -> list[tuple[list[int], list[Statistic]]]:
     """The statistics of one observer, in the order of their names, and the ranks whose values count."""
-    found: dict[str, tuple[list[int], list[Statistic]]] = {}
+    by_name: dict[str, tuple[list[int], list[Statistic]]] = {}
     for rank, statistics in enumerate(by_rank):
         for statistic in statistics:
-            ranks, those = found.setdefault(statistic.name, ([], []))
+            ranks, those = by_name.setdefault(statistic.name, ([], []))
             if not ranks or those[0].op != "copy":  # a copy is of the lowest rank that has it
                 ranks.append(rank)
                 those.append(statistic)
-    return [found[name] for name in sorted(found)]
+    return [by_name[name] for name in sorted(by_name)]
 
 
 def _is_sparse(statistic: Statistic) -> bool:
@@ -344,27 +310,35 @@ def _shown(statistic: Statistic) -> str:
     return f"{statistic.op} of {statistic.name} {shape} {str(statistic.dtype).removeprefix('torch.')}"
 
 
-def _require_sendable(told: Sequence[Description]) -> None:
+def _require_sendable(descriptions: Sequence[Description]) -> None:
     """A rank that saw nothing can take over tensors and numbers only."""
-    if not any(d.unsendable for d in told):
+    if not any(d.unsendable for d in descriptions):
         return
-    lacking = set[Key]().union(*(d.unreached for d in told))
-    bad = sorted({text(key, more=name) for d in told for key in lacking for name in d.unsendable.get(key, ())})
+    lacking = set[Key]().union(*(d.unreached for d in descriptions))
+    bad = sorted(
+        {key_text(key, more=name) for d in descriptions for key in lacking for name in d.unsendable.get(key, ())}
+    )
     if bad:
         what = "some ranks saw no data here, and the others' statistics cannot be sent to them"
         raise CalibrationError(what, where=bad, got="neither a tensor nor a number", remedy=_REMEDY)
 
 
-def unreached(told: Sequence[Description]) -> list[Key]:
+def unreached(descriptions: Sequence[Description]) -> list[Key]:
     """The observers that no rank has seen data for, ordered."""
-    candidates = set[Key]().union(*(d.unreached for d in told))
-    return sorted(key for key in candidates if all(key in d.unreached for d in told if key in d.held))
+    candidates = set[Key]().union(*(d.unreached for d in descriptions))
+    return sorted(key for key in candidates if all(key in d.unreached for d in descriptions if key in d.held))
 
 
-def numbers_of(told: Sequence[Description]) -> dict[Key, dict[str, Any]]:
-    """Undeclared numbers of the observers that several ranks hold: those of the lowest rank that has any."""
-    found: dict[Key, dict[str, Any]] = {}
-    for d in told:
+def without_reduction(descriptions: Sequence[Description]) -> dict[Key, dict[str, Any]]:
+    """Statistics that the descriptions hold already, of the observers that several ranks hold.
+
+    Undeclared numbers are those of the lowest rank that has any, input extremes those of all ranks.
+    """
+    values: dict[Key, dict[str, Any]] = {}
+    for d in descriptions:
         for key, numbers in d.numbers.items():
-            found.setdefault(key, numbers)
-    return {key: numbers for key, numbers in found.items() if sum(key in d.held for d in told) > 1}
+            values.setdefault(key, dict(numbers))
+    for key in {key for d in descriptions for key in d.input_extremes}:
+        lows, highs = zip(*(d.input_extremes[key] for d in descriptions if key in d.input_extremes), strict=True)
+        values.setdefault(key, {})["input_extremes"] = torch.tensor([min(lows), max(highs)], dtype=torch.float64)
+    return {key: held for key, held in values.items() if sum(key in d.held for d in descriptions) > 1}

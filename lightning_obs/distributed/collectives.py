@@ -1,16 +1,19 @@
-"""How one rank talks to the others: a reduction, and a gather of objects; nothing else is ever needed."""
+"""How one rank talks to the others: a reduction, and a gather of objects; nothing else is ever needed.
+
+Who holds parts of weights asks here too, so that torch.distributed is called in one place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import distributed as dist
 
-from lightning_obs.errors import CalibrationError
+from lightning_obs.distributed.failures import all_ranks_answer
 
 Op: TypeAlias = Literal["sum", "min"]
 
@@ -57,29 +60,22 @@ class Collectives:
                 dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MIN, group=group)
             return tensor
 
-        def gather_object(thing: Any) -> list[Any]:
-            found: list[Any] = [None] * dist.get_world_size(group)
-            with all_ranks_answer():
-                dist.all_gather_object(found, thing, group=group)
-            return found
-
-        return cls(reduce, gather_object, dist.get_rank(group), device, dist.get_world_size(group))
+        return cls(
+            reduce, partial(gather_objects, group=group), dist.get_rank(group), device, dist.get_world_size(group)
+        )
 
 
-@contextmanager
-def all_ranks_answer() -> Iterator[None]:
-    """Say, in place of a socket's error, that another rank has ended.
+def gather_objects(thing: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's object, in the order of the ranks."""
+    objects: list[Any] = [None] * dist.get_world_size(group)
+    with all_ranks_answer():
+        dist.all_gather_object(objects, thing, group=group)
+    return objects
 
-    Raises:
-        CalibrationError: a collective in the ``with`` block failed or did not end within the group's time limit.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # of gloo, NCCL and the store alike
-        raise CalibrationError(
-            "another rank ended, or did not answer in time",
-            got=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
-            remedy="look for the first error in the other ranks' output, then run again; nothing was written.",
-        ) from error
+
+def add_up(tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """Add the ranks' tensors up in place, in one group of ranks after the other."""
+    for group in groups:
+        with all_ranks_answer():
+            dist.all_reduce(tensor, group=group)
+    return tensor

@@ -74,8 +74,8 @@ def words(nbytes: int) -> int:
 
 def write_bytes(bucket: torch.Tensor, value: torch.Tensor) -> None:
     """Write the bytes of a tensor of any dtype to an int64 tensor of :func:`words` of them."""
-    found = value.contiguous().reshape(-1).view(torch.uint8)
-    bucket.view(torch.uint8)[: found.numel()] = found
+    given = value.contiguous().reshape(-1).view(torch.uint8)
+    bucket.view(torch.uint8)[: given.numel()] = given
 
 
 def read_bytes(bucket: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -95,9 +95,9 @@ def occupied_blocks(values: list[torch.Tensor]) -> list[bytes]:
         return []
     # One copy to the host for all of them.
     device = values[0].device
-    found = torch.cat([(value.reshape(-1, BLOCK) != 0).any(1).to(device) for value in values]).view(-1, _BITS)
-    place = 2 ** torch.arange(_BITS, device=found.device)
-    packed = bytes((found * place).sum(1).tolist())
+    occupied = torch.cat([(value.reshape(-1, BLOCK) != 0).any(1).to(device) for value in values]).view(-1, _BITS)
+    place = 2 ** torch.arange(_BITS, device=occupied.device)
+    packed = bytes((occupied * place).sum(1).tolist())
     ends = torch.tensor([0, *(value.numel() // (BLOCK * _BITS) for value in values)]).cumsum(0).tolist()
     return [packed[start:end] for start, end in pairwise(ends)]
 

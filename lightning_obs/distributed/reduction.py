@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_obs.distributed.agreement import Agreed, Statistic, text
+from lightning_obs.distributed.agreement import Agreed, Statistic
 from lightning_obs.distributed.collectives import Collectives
+from lightning_obs.distributed.failures import key_text
 from lightning_obs.distributed.packing import BLOCK, WIDE, extreme, ordered, read_bytes, unordered, words, write_bytes
 from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Key, Observer
@@ -138,11 +139,11 @@ def _read_integers(one: Agreed, key: Key, blocks: torch.Tensor | None, part: tor
         dense = part.new_zeros(one.numel // BLOCK, BLOCK)
         dense[blocks.to(part.device)] = part.view(-1, BLOCK)
         return dense.view(statistic.shape)
-    found = part.to(statistic.dtype, copy=True)
-    if (part != found).any():
+    narrow = part.to(statistic.dtype, copy=True)
+    if (part != narrow).any():
         raise CalibrationError(
             f"the sum of {statistic.name} over ranks does not fit into {statistic.dtype}",
-            where=[text(key)],
+            where=[key_text(key)],
             remedy="count in int64.",
         )
-    return found.view(statistic.shape)
+    return narrow.view(statistic.shape)

@@ -25,9 +25,7 @@ by then.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,14 +33,14 @@ import torch
 
 from lightning_obs.distributed.agreement import (
     Description,
+    add_occupied_blocks,
     agree,
     describe,
-    numbers_of,
-    require_no_failure,
-    sendable,
     unreached,
+    without_reduction,
 )
-from lightning_obs.distributed.collectives import Collectives, Op, all_ranks_answer
+from lightning_obs.distributed.collectives import Collectives, Op
+from lightning_obs.distributed.failures import require_finite, require_no_failure, sendable
 from lightning_obs.distributed.reduction import merge
 from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Key, Observer
@@ -52,7 +50,6 @@ __all__ = [
     "Collectives",
     "Op",
     "Synced",
-    "all_ranks_answer",
     "partition",
     "share_weights",
     "sync_statistics",
@@ -113,7 +110,8 @@ def sync_statistics(
     >>> sync_statistics({("fc1", "input"): observer}, Collectives())
     Synced(unreached=[('fc1', 'input')], owners={}, collectives=1, ranks=1, notes=[None])
     """
-    return _sync(observers, collectives, set(observers), dict(weights or {}), failure, by_declaration=True, note=note)
+    mine = Description(weights=dict(weights or {}), note=note)
+    return _sync(observers, collectives, set(observers), mine, failure, by_declaration=True)
 
 
 def share_weights(
@@ -145,7 +143,7 @@ def share_weights(
             failure = sendable(error, key)
             failure.__cause__ = error
             break
-    return _sync(observers, collectives, owned, {}, failure, by_declaration=False)
+    return _sync(observers, collectives, owned, Description(), failure, by_declaration=False)
 
 
 def partition(sizes: Sequence[int], ranks: int, holders: Sequence[Iterable[int]] | None = None) -> list[int]:
@@ -159,6 +157,8 @@ def partition(sizes: Sequence[int], ranks: int, holders: Sequence[Iterable[int]]
     >>> partition([4, 4, 6, 2], ranks=2)
     [1, 1, 0, 0]
     """
+    # compressed-tensors' greedy_bin_packing does the same where every rank can do every item; it knows no holders, and
+    # a rank may hold a part of the experts only.
     load = [0] * ranks
     owners = [0] * len(sizes)
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -171,47 +171,44 @@ def partition(sizes: Sequence[int], ranks: int, holders: Sequence[Iterable[int]]
 def _sync(
     observers: Mapping[Key, Observer],
     collectives: Collectives,
-    told: set[Key],
-    weights: dict[Key, int],
+    counted: set[Key],
+    mine: Description,
     failure: Exception | None,
     by_declaration: bool,
-    note: Any = None,
 ) -> Synced:
-    with torch.inference_mode(False), torch.no_grad(), _without_garbage_collection():
+    """Describe, agree, reduce, take over. ``mine`` is what this rank has to say beside of its observers."""
+    with torch.inference_mode(False), torch.no_grad():
         try:
-            description = describe(observers, told, by_declaration=by_declaration)
+            described = describe(observers, counted, by_declaration=by_declaration)
+            if collectives.size > 1:
+                add_occupied_blocks(described, observers)
         except Exception as error:  # the others are waiting for a description
-            description, failure = Description(), failure or error
-        description.failure = None if failure is None else sendable(failure)
-        description.weights, description.note = weights, note
-        every: list[Description] = collectives.gather_object(description)
+            described, failure = Description(), failure or error
+        described.failure = None if failure is None else sendable(failure)
+        described.weights, described.note = mine.weights, mine.note
+        every: list[Description] = collectives.gather_object(described)
         try:
-            require_no_failure(every)
+            require_no_failure([d.failure for d in every])
+            require_finite([d.not_finite for d in every])
         except CalibrationError as error:
             raise error from failure
-        merged, reductions = merge(agree(every), observers, collectives)
-        for key, numbers in numbers_of(every).items():
-            merged.setdefault(key, {}).update(numbers)
-        for key, statistics in merged.items():
-            if key in observers:
-                observers[key].load_statistics(statistics)
-    return Synced(unreached(every), _owners(every), 1 + reductions, len(every), [told_by.note for told_by in every])
+        reductions = _merge_into(observers, every, collectives) if len(every) > 1 else 0
+    return Synced(unreached(every), _owners(every), 1 + reductions, len(every), [d.note for d in every])
 
 
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Each rank collects at a moment of its own, and the others wait for it; a quarter of a sync's time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+def _merge_into(observers: Mapping[Key, Observer], every: Sequence[Description], collectives: Collectives) -> int:
+    """Give the observers what all ranks have of them; returns how many reductions that took."""
+    merged, reductions = merge(agree(every), observers, collectives)
+    for key, values in without_reduction(every).items():
+        merged.setdefault(key, {}).update(values)
+    for key, statistics in merged.items():
+        if key in observers:
+            observers[key].load_statistics(statistics)
+    return reductions
 
 
 def _owners(every: Sequence[Description]) -> dict[Key, int]:
-    keys = sorted({key for told in every for key in told.weights})
-    sizes = [max(told.weights.get(key, 0) for told in every) for key in keys]
-    holders = [[rank for rank, told in enumerate(every) if key in told.weights] for key in keys]
+    keys = sorted({key for d in every for key in d.weights})
+    sizes = [max(d.weights.get(key, 0) for d in every) for key in keys]
+    holders = [[rank for rank, d in enumerate(every) if key in d.weights] for key in keys]
     return dict(zip(keys, partition(sizes, len(every), holders), strict=True))

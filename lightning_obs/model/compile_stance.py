@@ -1,7 +1,8 @@
 """Run eagerly while hooks or forwards are replaced: a graph that was compiled before does not see them, in silence.
 
-torch's own block restores the stance that it found. Of two blocks that do not end in reverse order (a session that is
-detached inside ``quantized``), the last to end would restore the other's. Here the first sets and the last restores.
+torch has one stance for the whole process, and its own block restores the stance that it found. Of two blocks that do
+not end in reverse order (a session that is detached inside ``quantized``), the last to end would restore the other's.
+So all blocks share one object beside torch's stance: the first block of it sets the stance, the last restores it.
 """
 
 from __future__ import annotations
@@ -11,15 +12,12 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-_open = 0
-_stance = ExitStack()
 
+class EagerBlocks:
+    """Blocks that let no compiled graph run, and may end in any order.
 
-@contextmanager
-def run_eagerly() -> Iterator[None]:
-    """Let no compiled graph run inside the ``with`` block. Several may begin and end in any order.
-
-    >>> one, other = run_eagerly(), run_eagerly()
+    >>> blocks = EagerBlocks()
+    >>> one, other = blocks.run_eagerly(), blocks.run_eagerly()
     >>> for block in (one, other):
     ...     block.__enter__()
     >>> for block in (one, other):
@@ -27,13 +25,31 @@ def run_eagerly() -> Iterator[None]:
     >>> torch._dynamo.eval_frame._stance.stance
     'default'
     """
-    global _open
-    if not _open:
-        _stance.enter_context(torch.compiler.set_stance("force_eager"))
-    _open += 1
-    try:
-        yield
-    finally:
-        _open -= 1
-        if not _open:
-            _stance.close()
+
+    def __init__(self) -> None:
+        self._running: set[object] = set()
+        self._stance = ExitStack()
+
+    @property
+    def running(self) -> int:
+        """How many blocks have begun and not ended."""
+        return len(self._running)
+
+    @contextmanager
+    def run_eagerly(self) -> Iterator[None]:
+        """Let no compiled graph run inside the ``with`` block."""
+        block = object()
+        if not self._running:
+            self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+        self._running.add(block)
+        try:
+            yield
+        finally:
+            self._running.remove(block)
+            if not self._running:
+                self._stance.close()
+
+
+#: the blocks around torch's one stance
+eager_blocks = EagerBlocks()
+run_eagerly = eager_blocks.run_eagerly

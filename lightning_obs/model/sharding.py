@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
-from lightning_obs.distributed.collectives import all_ranks_answer
+from lightning_obs.distributed.failures import all_ranks_answer
 from lightning_obs.errors import CalibrationError
 
 _UNIT = "flat_unit"

@@ -9,7 +9,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_obs.distributed.collectives import all_ranks_answer
+from lightning_obs.distributed.collectives import add_up
 from lightning_obs.model.lora import adapters_of
 from lightning_obs.model.sharding import unit_of, whole_shape
 
@@ -91,10 +91,7 @@ def weight_checksums(modules: Sequence[nn.Module]) -> list[int | None]:
         home = modules[places[0]].weight
         assert isinstance(home, torch.Tensor)
         sums = torch.tensor([found[at] for at in places], device=home.device)
-        for group in groups:  # one reduction for all modules
-            with all_ranks_answer():
-                dist.all_reduce(sums, group=group)
-        for at, checksum in zip(places, sums.tolist(), strict=True):
+        for at, checksum in zip(places, add_up(sums, groups).tolist(), strict=True):  # one reduction for all modules
             found[at] = checksum
     return found
 

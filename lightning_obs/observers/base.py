@@ -25,6 +25,7 @@ from torch import distributed as dist
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.numerics.qparams import QParamsDict, compute_global_scale, compute_qparams
 from lightning_obs.numerics.reshape import BASE_NAMES, flatten_for_calibration
+from lightning_obs.observers.rows import join_ranges, rows_per_scale
 
 __all__ = ["Key", "MinMaxTuple", "Observer", "QParamsDict"]
 
@@ -65,18 +66,27 @@ class Observer(RegistryMixin):
     needs_inputs: ClassVar[bool] = False
 
     #: attributes that may change and are no statistics
-    _bookkeeping: ClassVar[tuple[str, ...]] = ("_before_observing", "_fused_observers")
+    _bookkeeping: ClassVar[tuple[str, ...]] = ("_before_observing", "_fused_observers", "input_extremes")
 
     #: statistics that ``observe_inputs`` sets
     input_statistics: ClassVar[tuple[str, ...]] = ()
 
-    #: how ranks that hold some rows of a weight each may observe them apart: ``"extremes"``, ranges of one scale are
-    #: joined by minimum and maximum; ``"search"``, each scale by itself. None: the weight is observed whole. Not
-    #: inherited: a subclass may look at more than its rows.
-    rows_apart: ClassVar[str | None] = None
+    #: whether a range depends on nothing but its own rows of a weight, see :meth:`for_rows`
+    by_rows: ClassVar[bool] = False
+
+    #: whether ``min_vals`` and ``max_vals`` are the smallest and the largest values of everything observed
+    keeps_extremes: ClassVar[bool] = False
 
     #: declared hyperparameters and their defaults; each becomes an attribute. None: takes anything.
     hyperparameters: ClassVar[dict[str, Any] | None] = None
+
+    #: smallest and largest value of all inputs, ``(2,)``, where they were kept beside (:meth:`keep_input_extremes`)
+    input_extremes: torch.Tensor | None = None
+
+    def __init_subclass__(cls, *, by_rows: bool = False, keeps_extremes: bool = False, **kwargs: Any) -> None:
+        """``class Mine(Observer, by_rows=True)``: each class says it of itself, as a subclass may observe otherwise."""
+        super().__init_subclass__(**kwargs)
+        cls.by_rows, cls.keeps_extremes = by_rows, keeps_extremes
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         if base_name not in BASE_NAMES:
@@ -163,6 +173,38 @@ class Observer(RegistryMixin):
             measured: measurements of this tensor, to take from and to add to (:meth:`observe_shared`).
         """
         raise NotImplementedError(f"{type(self).__name__} has needs_inputs but no observe_inputs")
+
+    def observe_without_inputs(self, weight: torch.Tensor) -> None:
+        """Observe a weight whose module no data reached, if that is possible."""
+        self(weight)
+
+    def keep_input_extremes(self, value: torch.Tensor, measured: dict[Hashable, Any]) -> None:
+        """Keep the smallest and largest value beside the statistics, unless they hold them already.
+
+        Args:
+            value: the input that is observed.
+            measured: measurements of this tensor, to take from and to add to (:meth:`observe_shared`).
+        """
+        if self.keeps_extremes or value.numel() == 0:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._remember_initial_state()
+            if "extremes" not in measured:
+                measured["extremes"] = torch.stack(torch.aminmax(value))
+            low, high = measured["extremes"]
+            if self.input_extremes is not None:
+                low, high = torch.minimum(low, self.input_extremes[0]), torch.maximum(high, self.input_extremes[1])
+            self.input_extremes = torch.stack([low, high])
+
+    @property
+    def observed_range(self) -> tuple[float, float] | None:
+        """Smallest and largest value of everything observed, where they are known."""
+        if self.keeps_extremes and self.has_statistics:
+            return float(self.min_vals.min()), float(self.max_vals.max())
+        if self.input_extremes is None:
+            return None
+        low, high = self.input_extremes.tolist()
+        return low, high
 
     @property
     def observes_data(self) -> bool:
@@ -263,6 +305,33 @@ class Observer(RegistryMixin):
             )
 
     # ------------------------------------------------------------------ groups and ranks
+
+    def for_rows(self, start: int) -> Observer | None:
+        """A new observer for a rank's rows of a weight, from row ``start`` on; None: it has to be observed whole.
+
+        The answer is the same on every rank. What the parts found comes together in :meth:`join`.
+        """
+        if not self.by_rows or not self._may_start_at(start):
+            return None
+        part = type(self)(self.base_name, self.args)
+        for name in self.input_statistics:
+            if hasattr(self, name):
+                setattr(part, name, getattr(self, name))
+        return part
+
+    def _may_start_at(self, row: int) -> bool:
+        height = rows_per_scale(self.args)
+        return height is not None and row % height == 0
+
+    def join(self, parts: Sequence[tuple[int, Any]]) -> None:
+        """Take over the weight's whole range from ``(first row, observer of :meth:`for_rows`)`` of all its rows."""
+        low, high = join_ranges([(row, *part.get_min_max()) for row, part in parts], rows_per_scale(self.args))
+        self.load_statistics({"min_vals": low, "max_vals": high})
+
+    @property
+    def merges_extremes_only(self) -> bool:
+        """Whether ranks that share data, or split its features, still have nothing but its extremes to merge."""
+        return self.keeps_extremes and set(self._act_sync_dict.values()) <= {dist.ReduceOp.MIN, dist.ReduceOp.MAX}
 
     @staticmethod
     def fuse(observers: Sequence[Observer]) -> None:

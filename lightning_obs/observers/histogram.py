@@ -101,7 +101,7 @@ class _Found(NamedTuple):
 
 
 @Observer.register("histogram")
-class HistogramObserver(CountingObserver):
+class HistogramObserver(CountingObserver, keeps_extremes=True):
     """The range that a criterion finds best on everything that was observed.
 
     - ``mse``: the range times ``1 - i / grid``, i up to ``maxshrink * grid``, with the least

@@ -18,7 +18,7 @@ from lightning_obs.observers.mse import MemorylessMSEObserver
 
 
 @Observer.register("imatrix_mse")
-class IMatrixMSEObserver(MemorylessMSEObserver):
+class IMatrixMSEObserver(MemorylessMSEObserver, by_rows=True):
     """``memoryless_mse`` with each column's error weighted by the mean square of the input it is multiplied with.
 
     ``argmin over p of sum(E[x_j ** 2] * |fake_quantize(w_j, p * expand * range) - w_j| ** norm)`` per scale, j the
@@ -55,7 +55,6 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         "norm": 3.0,
         "strict": True,
     }
-    rows_apart: ClassVar[str | None] = "search"
     strict: bool
     input_squares: torch.Tensor
     input_count: torch.Tensor
@@ -94,6 +93,16 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
     @override
     def lacks_inputs(self) -> bool:
         return self.strict and not self._saw_inputs()
+
+    @override
+    def observe_without_inputs(self, weight: torch.Tensor) -> None:
+        """All columns count alike where no data reached the module, even if ``strict``."""
+        self.load_statistics({})  # so that the change of `strict` is no statistic
+        strict, self.strict = self.strict, False
+        try:
+            self(weight)
+        finally:
+            self.strict = strict
 
     def importance(self) -> torch.Tensor | None:
         """``E[x ** 2]`` per input channel, ``(C,)`` in float32, divided by its mean; None if no input was seen.
@@ -160,7 +169,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
 
 
 @Observer.register("nvfp4_expanded_imatrix")
-class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
+class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver, by_rows=True):
     """``imatrix_mse`` with the candidates of ``nvfp4_expanded_mse``: for weights in NVFP4."""
 
     hyperparameters: ClassVar[dict[str, Any] | None] = {
@@ -170,4 +179,3 @@ class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
         "norm": 2.4,
         "expand": 1.8,
     }
-    rows_apart: ClassVar[str | None] = "search"

@@ -15,14 +15,13 @@ from lightning_obs.observers.moving_average import MovingAverageObserver
 
 
 @Observer.register("memoryless_minmax")
-class MemorylessMinMaxObserver(Observer):
+class MemorylessMinMaxObserver(Observer, by_rows=True):
     """The range of the last observed tensor. The default for weights, which are observed once.
 
     Observes ``(N, *Q, G)``: N observations, Q the shape of the scales, G values per scale. Ranges are ``(*Q,)``.
     """
 
     hyperparameters: ClassVar[dict[str, Any] | None] = {}
-    rows_apart: ClassVar[str | None] = "extremes"
 
     @property
     @override
@@ -37,14 +36,17 @@ class MemorylessMinMaxObserver(Observer):
     def merge(self, measured: MinMaxTuple) -> None:
         self.min_vals, self.max_vals = measured
 
+    @override
+    def _may_start_at(self, row: int) -> bool:
+        return True  # the wider of two ranges of one scale is the range of both
+
 
 @Observer.register("static_minmax")
-class StaticMinMaxObserver(MemorylessMinMaxObserver):
+class StaticMinMaxObserver(MemorylessMinMaxObserver, by_rows=True, keeps_extremes=True):
     """The range of everything observed: exact, whatever the batches, their order and the ranks."""
 
     _act_sync_dict: ClassVar[dict[str, Any]] = {"min_vals": dist.ReduceOp.MIN, "max_vals": dist.ReduceOp.MAX}
     hyperparameters: ClassVar[dict[str, Any] | None] = {}
-    rows_apart: ClassVar[str | None] = "extremes"
 
     @override
     def merge(self, measured: MinMaxTuple) -> None:
@@ -57,7 +59,7 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
 
 
 @Observer.register("minmax")
-class MinMaxObserver(MovingAverageObserver, MemorylessMinMaxObserver):
+class MinMaxObserver(MovingAverageObserver, MemorylessMinMaxObserver, by_rows=True):
     """A moving average of each tensor's smallest and largest value. The default for activations.
 
     Args:
@@ -68,4 +70,3 @@ class MinMaxObserver(MovingAverageObserver, MemorylessMinMaxObserver):
     """
 
     hyperparameters: ClassVar[dict[str, Any] | None] = {}
-    rows_apart: ClassVar[str | None] = "extremes"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from lightning_obs.observers.moving_average import MovingAverageObserver
 
 
 @Observer.register("memoryless_mse")
-class MemorylessMSEObserver(Observer):
+class MemorylessMSEObserver(Observer, by_rows=True):
     """The range of the last observed tensor, shrunk to where its quantization error is least.
 
     ``argmin over p of sum(|fake_quantize(x, p * expand * range) - x| ** norm)`` per scale, p = 1, 1 - 1/grid, ...,
@@ -58,7 +58,6 @@ class MemorylessMSEObserver(Observer):
     norm: float
     expand: float
     compile: Compile
-    rows_apart: ClassVar[str | None] = "search"
     #: whether to keep apart what candidates after the early stop improve: for a search that sees some rows of a tensor
     looks_beyond: bool = False
     improved: torch.Tensor  # (candidates,), bool
@@ -122,14 +121,14 @@ class MemorylessMSEObserver(Observer):
         options: dict[str, Any] = {name: getattr(self, name) for name in ("norm", "expand", "compile")}
         options |= {"patience": self.idle_limit, "beyond": beyond}
         if in_blocks:
-            found = search_block_range(observed, self.args, factors, **options)
+            chosen = search_block_range(observed, self.args, factors, **options)
         else:
-            found = search_range(observed, self.args, factors, importance=importance, **options)
+            chosen = search_range(observed, self.args, factors, importance=importance, **options)
         if beyond is not None:
             self.improved = torch.tensor(beyond.improved)
             self.later = torch.stack([beyond.numbers, beyond.rows])
             self.later_range = torch.stack([beyond.low, beyond.high])
-        return found
+        return chosen
 
     def extend_search(self, stop: int) -> None:
         """Go on to the first ``stop`` candidates with a search that :attr:`looks_beyond`."""
@@ -141,12 +140,30 @@ class MemorylessMSEObserver(Observer):
         self.load_statistics({"min_vals": low.view_as(self.min_vals), "max_vals": high.view_as(self.max_vals)})
 
     @override
+    def for_rows(self, start: int) -> Observer | None:
+        part = super().for_rows(start)
+        if isinstance(part, MemorylessMSEObserver):
+            part.looks_beyond = part.may_stop_early
+        return part
+
+    @override
+    def join(self, parts: Sequence[tuple[int, MemorylessMSEObserver]]) -> None:
+        """End the parts' searches where one search of the whole weight would have ended, then join their ranges."""
+        searches = [part for _, part in parts]
+        if searches[0].looks_beyond:
+            improved = torch.stack([search.improved.cpu() for search in searches]).any(0)
+            stop = _visited(improved.tolist(), self.idle_limit or 0)
+            for search in searches:
+                search.extend_search(stop)
+        super().join(parts)
+
+    @override
     def merge(self, measured: MinMaxTuple) -> None:
         self.min_vals, self.max_vals = measured
 
 
 @Observer.register("mse")
-class MovingAverageMSEObserver(MovingAverageObserver, MemorylessMSEObserver):
+class MovingAverageMSEObserver(MovingAverageObserver, MemorylessMSEObserver, by_rows=True):
     """A moving average of the range that loses least of each tensor.
 
     Args:
@@ -155,11 +172,10 @@ class MovingAverageMSEObserver(MovingAverageObserver, MemorylessMSEObserver):
     """
 
     hyperparameters: ClassVar[dict[str, Any] | None] = {}
-    rows_apart: ClassVar[str | None] = "search"
 
 
 @Observer.register("nvfp4_expanded_mse")
-class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
+class NVFP4ExpandedMSEObserver(MemorylessMSEObserver, by_rows=True):
     """``memoryless_mse`` from 1.8 down to 0.8 times the range, in steps of 1/200 of that: for weights in NVFP4.
 
     Between 4 and 6, FP4 has no number. A range wider than the values moves the largest of them to 4, and the others to
@@ -172,7 +188,20 @@ class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
         "grid": 200.0,
         "expand": 1.8,
     }
-    rows_apart: ClassVar[str | None] = "search"
+
+
+def _visited(improved: Sequence[bool], idle_limit: int) -> int:
+    """How many candidates a search visits that stops after so many in a row that improved nothing.
+
+    >>> _visited([True, False, True, False, False, True], idle_limit=2)
+    5
+    """
+    idle = 0
+    for number, one in enumerate(improved):
+        idle = 0 if one else idle + 1
+        if idle >= max(1, idle_limit):
+            return number + 1
+    return len(improved)
 
 
 def _in_whole_blocks(value: torch.Tensor, args: QuantizationArgs) -> bool:

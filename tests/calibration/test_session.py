@@ -128,7 +128,8 @@ def test_observers_and_their_hyperparameters_are_used(mlp):
         for x in batches:
             mlp(x)
     low, high = (torch.stack([f(x) for x in batches]).mean() for f in (torch.min, torch.max))
-    assert session.result.input_ranges["fc1"] == pytest.approx((low.item(), high.item()))
+    assert session.result.chosen_input_ranges["fc1"] == pytest.approx((low.item(), high.item()))
+    assert session.result.input_ranges["fc1"] == (batches.min().item(), batches.max().item())
 
 
 @pytest.mark.parametrize("name", ["on_missing", "reload"])
@@ -283,7 +284,7 @@ def test_an_observer_of_one_s_own_is_not_given_another_s_measurement():
     model = Shared()
     with CalibrationSession(model, STATIC, observers={"input": "clipped"}) as session:
         model(torch.randn(4, 16) * 10)
-    assert set(session.result.input_ranges.values()) == {(-1, 1)}
+    assert set(session.result.chosen_input_ranges.values()) == {(-1, 1)}
 
 
 # ---------------------------------------------------------------------- nothing is left behind
