@@ -35,6 +35,7 @@ from lightning_obs.distributed.sync import Collectives, share_weights
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.sharding import by_unit, is_sharded, unit_of, whole_tensor, whole_unit
 from lightning_obs.model.weights import matrix_shape, rows_come_first, to_matrix, weight_matrix
+from lightning_obs.numerics.patience import visited
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.mse import MemorylessMSEObserver
 
@@ -284,23 +285,9 @@ def _stop_as_one(shards: Sequence[_Shard]) -> None:
     if not searched or not searched[0].looks_beyond:
         return
     improved = torch.stack([observer.improved.cpu() for observer in searched]).any(0)
-    stop = _visited(improved.tolist(), searched[0].idle_limit or 0)
+    stop = visited(improved.tolist(), searched[0].idle_limit)
     for observer in searched:
         observer.extend_search(stop)
-
-
-def _visited(improved: Sequence[bool], idle_limit: int) -> int:
-    """How many candidates a search visits that stops after so many in a row that improved nothing.
-
-    >>> _visited([True, False, True, False, False, True], idle_limit=2)
-    5
-    """
-    idle = 0
-    for number, one in enumerate(improved):
-        idle = 0 if one else idle + 1
-        if idle >= max(1, idle_limit):
-            return number + 1
-    return len(improved)
 
 
 def _joined(shards: Sequence[_Shard]) -> dict[str, torch.Tensor]:
