@@ -29,9 +29,9 @@ from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp,
 from torch import nn
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.numerics.formats import FLOATS, Levels, round_to_grid
 
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
-_FLOAT_GRIDS = {8: (448.0, 16.0), 6: (7.5, 0.25), 4: (6.0, 1.0)}  #: bits -> last level, half of the last step
 
 
 def fake_quantize(
@@ -86,7 +86,7 @@ def fake_quantize(
         inside = _ungroup(_on_grid(value, scale, zero_point, args, global_scale), value.shape, args)
         return _StraightThrough.apply(value, quantized.detach(), inside)
     inside = _on_grid(value, scale, zero_point, args, global_scale)
-    factor = (value.numel() / observations / scale.numel() * _grid(args)[1]) ** -0.5
+    factor = (value.numel() / observations / scale.numel() * Levels.of(args).high) ** -0.5
     learned = _LearnedStep.apply(
         _group(value, args), _broadcastable(scale, args), _group(quantized, args).detach(), inside, factor
     )
@@ -123,32 +123,6 @@ def fake_quantize_dynamic(
     if not torch.is_grad_enabled() or not value.requires_grad:
         return quantized
     return _StraightThrough.apply(value, quantized.detach(), None)
-
-
-def forward_fake_quantize(
-    module: nn.Module, value: torch.Tensor, base_name: str, args: QuantizationArgs
-) -> torch.Tensor:
-    """Quantize and dequantize one tensor with the parameters on a module, so that gradients pass.
-
-    Takes the place of compressed-tensors' ``forward_quantize`` in training.
-
-    Args:
-        module: has ``{base_name}_scale`` and, where the format has them, ``_zero_point`` and ``_global_scale``.
-        value: in the shape that compressed-tensors expects for ``base_name``.
-        base_name: weight, input, output, q, k or v.
-        args: of this tensor; dynamic ones need no scale on the module.
-    """
-    global_scale = getattr(module, f"{base_name}_global_scale", None)
-    if args.dynamic:
-        return fake_quantize_dynamic(value, args, global_scale=global_scale)
-    scale, zero_point = getattr(module, f"{base_name}_scale"), getattr(module, f"{base_name}_zero_point", None)
-    if base_name == "weight" or value.numel() == 0:
-        observations = 1
-    elif base_name in ("input", "output"):
-        observations = value.numel() // value.shape[-1]
-    else:  # q, k, v: (batch, heads, sequence, head_dim)
-        observations = value.shape[0] * value.shape[2]
-    return fake_quantize(value, scale, zero_point, args, global_scale=global_scale, observations=observations)
 
 
 def learned_scale(calibrated: torch.Tensor, log_factor: torch.Tensor) -> torch.Tensor:
@@ -231,14 +205,14 @@ def _forward(
     args: QuantizationArgs,
     global_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    if args.type == QuantizationType.INT or args.num_bits != 4 or value.device.type != "cpu":
+    wide = torch.promote_types(value.dtype, scale.dtype) == torch.float64
+    if args.type == QuantizationType.INT or args.num_bits != 4 or value.device.type != "cpu" or wide:
         return exact_fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
     step = _broadcastable(scale if global_scale is None else scale / global_scale, args)
     zero = 0.0 if zero_point is None else _broadcastable(zero_point, args).to(value.dtype)
-    level = (_group(value, args) / step).add_(zero).clamp_(-6, 6)
-    size = level.abs()
-    gap = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).to(level.dtype)  # between levels of E2M1
-    level = level.div_(gap).round_().mul_(gap).to(step.dtype)
+    level = (_group(value, args) / step).add_(zero)
+    near = round_to_grid(level.float(), *Levels.of(args)[:2], *FLOATS[4].rounding)
+    level = near.copysign_(level).to(step.dtype)  # compressed-tensors keeps the sign of a zero
     if zero_point is not None:
         level = level - _broadcastable(zero_point, args).to(step.dtype)
     quantized = _ungroup(level * step, value.shape, args)
@@ -254,23 +228,15 @@ def _on_grid(
     global_scale: torch.Tensor | None,
 ) -> torch.Tensor:
     """Which values were not clipped, in the layout of :func:`_group`."""
-    low, high, half_step = _grid(args)
+    low, high, last_step = Levels.of(args)
     eps = max(torch.finfo(value.dtype).eps, torch.finfo(scale.dtype).eps)
-    slack = half_step + eps * (high - low)
+    slack = last_step / 2 + eps * (high - low)
     step = scale.float() if global_scale is None else scale / global_scale
     zero = 0.0 if zero_point is None else zero_point.float()
     lower = _broadcastable((low - slack - zero) * step, args)
     upper = _broadcastable((high + slack - zero) * step, args)
     grouped = _group(value, args)
     return (grouped >= lower).logical_and_(grouped <= upper)
-
-
-def _grid(args: QuantizationArgs) -> tuple[float, float, float]:
-    """First level, last level, half of the step at the end."""
-    if args.type == QuantizationType.INT:
-        return -(2.0 ** (args.num_bits - 1)), 2.0 ** (args.num_bits - 1) - 1, 0.5
-    high, half_step = _FLOAT_GRIDS[args.num_bits]
-    return -high, high, half_step
 
 
 # ---------------------------------------------------------------------- layouts in which a scale broadcasts

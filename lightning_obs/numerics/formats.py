@@ -9,14 +9,62 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
-from compressed_tensors.quantization.utils import calculate_qparams, calculate_range
+from compressed_tensors.quantization.quant_args import FP4_E2M1_DATA, FP6_E2M3_DATA, FP8_E4M3_DATA, FloatArgs
+from compressed_tensors.quantization.utils import calculate_qparams
 
-# float formats: bits -> (mantissa bits, exponent of the smallest normal number)
-_FLOATS = {8: (3, -6), 6: (3, 0), 4: (1, 0)}
+
+class FloatFormat(NamedTuple):
+    """A sign, an exponent and a mantissa, with subnormal numbers; no infinity."""
+
+    last: float  # the largest number
+    last_step: float  # from the number before it
+    mantissa: int  # bits
+    smallest: int  # exponent of the smallest normal number
+
+    @classmethod
+    def of(cls, data: type[FloatArgs]) -> FloatFormat:
+        """The format that compressed-tensors describes.
+
+        >>> FloatFormat.of(FP8_E4M3_DATA)
+        FloatFormat(last=448.0, last_step=32.0, mantissa=3, smallest=-6)
+        """
+        assert data.max is not None
+        last_step = 2.0 ** (math.floor(math.log2(data.max)) - data.mantissa)
+        return cls(data.max, last_step, data.mantissa, 2 - 2 ** (data.exponent - 1))
+
+    @property
+    def rounding(self) -> tuple[float, float]:
+        """Smallest normal number, and what times a power of two leaves only the format's bits when it is added."""
+        return 2.0**self.smallest, 1.5 * 2.0 ** (23 - self.mantissa)
+
+
+#: bits -> format
+FLOATS = {data.bits: FloatFormat.of(data) for data in (FP8_E4M3_DATA, FP6_E2M3_DATA, FP4_E2M1_DATA)}
+
+
+class Levels(NamedTuple):
+    """The ends of what a format can hold, in units of the scale, zero point not subtracted."""
+
+    low: float
+    high: float
+    last_step: float  # distance of the two outermost levels
+
+    @classmethod
+    def of(cls, args: QuantizationArgs) -> Levels:
+        """Of a format.
+
+        >>> Levels.of(QuantizationArgs(num_bits=4))
+        Levels(low=-8.0, high=7.0, last_step=1.0)
+        """
+        if args.type == QuantizationType.INT:
+            half = 2.0 ** (args.num_bits - 1)
+            return cls(-half, half - 1, 1.0)
+        number = FLOATS[args.num_bits]
+        return cls(-number.last, number.last, number.last_step)
 
 
 @dataclass(frozen=True)
@@ -29,54 +77,55 @@ class NumberGrid:
 
     args: QuantizationArgs = field(compare=False)  # how a range becomes a scale
     symmetric: bool
-    low: float
-    high: float
-    mantissa: int | None  # None: integers
-    smallest: int
+    levels: Levels
+    number: FloatFormat | None  # None: integers
 
     @classmethod
     def of(cls, args: QuantizationArgs) -> NumberGrid:
         """The grid of a format. The scales of a tensor_group are not rounded: their global scale is not known yet."""
         if args.strategy == QuantizationStrategy.TENSOR_GROUP and args.scale_dtype is not None:
             args = args.model_copy(update={"scale_dtype": None})
-        low, high = (bound.item() for bound in calculate_range(args, "cpu"))
-        mantissa, smallest = _FLOATS[args.num_bits] if args.type == QuantizationType.FLOAT else (None, 0)
-        return cls(args, bool(args.symmetric), float(low), float(high), mantissa, smallest)
+        number = FLOATS[args.num_bits] if args.type == QuantizationType.FLOAT else None
+        return cls(args, bool(args.symmetric), Levels.of(args), number)
+
+    @property
+    def low(self) -> float:
+        """The smallest number."""
+        return self.levels.low
+
+    @property
+    def high(self) -> float:
+        """The largest number."""
+        return self.levels.high
 
     @property
     def steps(self) -> float:
         """How many steps the largest magnitude is: what float32's rounding of ``x / scale`` is multiplied by."""
-        return self.high + 1 if self.mantissa is None else float(2 ** (self.mantissa + 2))
+        return self.high + 1 if self.number is None else float(2 ** (self.number.mantissa + 2))
 
     @property
     def usual_error(self) -> float:
         """Largest rounding error of a value at a tenth of the range, where most values of a weight are."""
-        if self.mantissa is None:
+        if self.number is None:
             return 0.5
-        return 2.0 ** (max(math.floor(math.log2(self.high / 10)), self.smallest) - self.mantissa - 1)
+        return 2.0 ** (max(math.floor(math.log2(self.high / 10)), self.number.smallest) - self.number.mantissa - 1)
 
     @property
     def largest_error(self) -> float:
         """Largest rounding error of a value inside the range."""
-        return 0.5 if self.mantissa is None else 2.0 ** (math.floor(math.log2(self.high)) - self.mantissa - 1)
+        return self.levels.last_step / 2
 
     def qparams(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scale and zero point (None if symmetric) as float32, rounded as compressed-tensors stores them."""
         scale, zero_point = calculate_qparams(low, high, self.args)
         return scale.float(), None if self.symmetric else zero_point.float()
 
-    def round(self, value: torch.Tensor) -> torch.Tensor:
-        """The nearest numbers of the format (ties to even) to a float32 tensor, as a new tensor."""
-        if self.mantissa is None:
-            return round_to_grid(value, self.low, self.high)
-        return round_to_grid(value, self.low, self.high, *self.rounding)
-
-    @property
-    def rounding(self) -> tuple[float, float]:
-        """Smallest normal number, and what times a power of two leaves only the format's bits when it is added."""
-        if self.mantissa is None:
-            return 0.0, 0.0
-        return 2.0**self.smallest, 1.5 * 2.0 ** (23 - self.mantissa)
+    def round(
+        self, value: torch.Tensor, *, out: torch.Tensor | None = None, scratch: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The nearest numbers of the format (ties to even) to a float32 tensor; see :func:`round_to_grid`."""
+        rounding = () if self.number is None else self.number.rounding
+        return round_to_grid(value, self.low, self.high, *rounding, out=out, scratch=scratch)
 
 
 def round_to_grid(
@@ -85,12 +134,26 @@ def round_to_grid(
     high: Any,
     normal: Any = None,
     magic: Any = None,
+    *,
+    out: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:meth:`NumberGrid.round` by its numbers, floats or tensors; without the last two, to integers."""
-    near = value.clamp(low, high)
+    """:meth:`NumberGrid.round` by its numbers, floats or tensors; without the last two, to integers.
+
+    Args:
+        value: float32.
+        low: the smallest number.
+        high: the largest.
+        normal: see :attr:`FloatFormat.rounding`.
+        magic: see :attr:`FloatFormat.rounding`.
+        out: where the result goes, perhaps ``value`` itself; None: into fresh memory, as for ``scratch``.
+        scratch: memory of the same shape to write over.
+    """
+    near = torch.clamp(value, low, high, out=out)
     if magic is None:
         return near.round_()
     # float32 rounds to even when the power of two, times 1.5 * 2**(23 - mantissa), is added.
-    power = (near.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=normal)
-    power = power.mul_(magic)
+    bits = None if scratch is None else scratch.view(torch.int32)
+    power = torch.bitwise_and(near.view(torch.int32), 0x7F800000, out=bits).view(torch.float32)
+    power = torch.clamp(power, min=normal, out=scratch).mul_(magic)
     return near.add_(power).sub_(power)

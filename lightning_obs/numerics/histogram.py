@@ -26,11 +26,11 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization.lifecycle import fake_quantize
-from compressed_tensors.quantization.quant_args import round_to_quantized_type_args
-from compressed_tensors.quantization.utils import calculate_range
 
+from lightning_obs.numerics.formats import NumberGrid
+from lightning_obs.numerics.patience import Patience
 from lightning_obs.numerics.qparams import compute_qparams
 
 BINS = 1 << 16
@@ -144,7 +144,7 @@ def candidate_errors(
     # Products of float32 suffice: rounding x / scale has already cost as much.
     weights = found.counts.float()
     unit = found.values.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
-    limits = [float(bound) for bound in calculate_range(args, "cpu")]
+    grid = NumberGrid.of(args)
     qparams = compute_qparams(lows, highs, args)
     each = max(1, _CELLS // len(found.values))
     buffers = torch.empty(3, min(each, len(lows)), len(found.values), device=found.values.device)
@@ -154,7 +154,7 @@ def candidate_errors(
         torch.div(found.values, scale.unsqueeze(-1), out=steps)
         if not args.symmetric:
             steps.add_(zero_point.unsqueeze(-1))
-        _round_to_format(torch.clamp(steps, *limits, out=levels), args, scratch)
+        grid.round(steps, out=levels, scratch=scratch)
         # The zero point cancels. In units of the largest magnitude, no power leaves float32.
         distance = steps.sub_(levels).mul_((scale / unit).unsqueeze(-1)).abs_()
         errors.append(_power_(distance, norm) @ weights)
@@ -215,16 +215,12 @@ def select_candidate(errors: torch.Tensor, patience: int | None = None) -> torch
         return errors.nan_to_num(nan=torch.inf, posinf=torch.inf).argmin(0)
     best = torch.full_like(errors[0], torch.inf)
     index = torch.zeros_like(best, dtype=torch.long)
-    waited = 0
+    count = Patience(patience)
     for i, error in enumerate(errors):
         improved = error < best
-        if bool(improved.any()):
-            best, index = torch.where(improved, error, best), index.masked_fill(improved, i)
-            waited = 0
-        else:
-            waited += 1
-            if waited >= patience:
-                break
+        best, index = torch.where(improved, error, best), index.masked_fill(improved, i)
+        if count.ends(bool(improved.any())):
+            break
     return index
 
 
@@ -241,20 +237,6 @@ def _quantized_with_each(
         rows = values.expand(len(scale), -1)
         shift = None if args.symmetric else zero_point
         yield fake_quantize(rows, scale, shift, one_scale_per_row), low, high
-
-
-def _round_to_format(clamped: torch.Tensor, args: QuantizationArgs, scratch: torch.Tensor) -> None:
-    """Replace numbers in units of the scale by the nearest that the format holds, ties to even."""
-    if args.type == QuantizationType.INT:
-        clamped.round_()
-    elif args.num_bits == 8:
-        # 2^20 times a number's power of two leaves no bits of it below the third of the mantissa (nor below the
-        # smallest subnormal), and float32 rounds to even. Faster than a cast there and back, with its result.
-        torch.bitwise_and(clamped.view(torch.int32), 0x7F800000, out=scratch.view(torch.int32))
-        scratch.clamp_(min=2.0**-6).mul_(1.5 * 2.0**20)
-        clamped.add_(scratch).sub_(scratch)
-    else:
-        clamped.copy_(round_to_quantized_type_args(clamped, args, *calculate_range(args, clamped.device)))
 
 
 def _power_(value: torch.Tensor, norm: float) -> torch.Tensor:

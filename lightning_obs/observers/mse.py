@@ -11,6 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.numerics.patience import visited
 from lightning_obs.numerics.range_search.compiled import Compile
 from lightning_obs.numerics.range_search.search import Beyond, search_block_range, search_range, shrink_factors
 from lightning_obs.observers.base import MinMaxTuple, Observer
@@ -152,7 +153,7 @@ class MemorylessMSEObserver(Observer, by_rows=True):
         searches = [part for _, part in parts]
         if searches[0].looks_beyond:
             improved = torch.stack([search.improved.cpu() for search in searches]).any(0)
-            stop = _visited(improved.tolist(), self.idle_limit or 0)
+            stop = visited(improved.tolist(), self.idle_limit)
             for search in searches:
                 search.extend_search(stop)
         super().join(parts)
@@ -188,20 +189,6 @@ class NVFP4ExpandedMSEObserver(MemorylessMSEObserver, by_rows=True):
         "grid": 200.0,
         "expand": 1.8,
     }
-
-
-def _visited(improved: Sequence[bool], idle_limit: int) -> int:
-    """How many candidates a search visits that stops after so many in a row that improved nothing.
-
-    >>> _visited([True, False, True, False, False, True], idle_limit=2)
-    5
-    """
-    idle = 0
-    for number, one in enumerate(improved):
-        idle = 0 if one else idle + 1
-        if idle >= max(1, idle_limit):
-            return number + 1
-    return len(improved)
 
 
 def _in_whole_blocks(value: torch.Tensor, args: QuantizationArgs) -> bool:

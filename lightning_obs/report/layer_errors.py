@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 from torchmetrics import MeanMetric
 from torchmetrics.audio import SignalNoiseRatio
@@ -22,6 +21,7 @@ from lightning_obs.model.calls import first_input
 from lightning_obs.model.compile_stance import run_eagerly
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.quantized_forward import fake_quantize, quantize_forward
+from lightning_obs.numerics.formats import Levels
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _Probe:
         scheme = get_scheme(module)
         args = scheme.input_activations if scheme is not None else None
         self.static = args is not None and args.dynamic is False
-        self.widest_step = _widest_step(args)
+        self.last_step = Levels.of(args).last_step if args is not None else 1.0
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         value = first_input(args, kwargs)
@@ -92,7 +92,7 @@ class _Probe:
         if self.static:
             # Outside by more than half a step of the outermost code: rounding alone would not move it that far.
             error = (fake_quantize(module, value, "input") - value).abs()
-            step = read_qparams(module)["input_scale"].max() * self.widest_step
+            step = read_qparams(module)["input_scale"].max() * self.last_step
             self.clipped.update(100.0 * (error > 0.5 * step * (1 + 1e-3)).float().mean())
 
     def result(self) -> LayerError:
@@ -103,13 +103,6 @@ class _Probe:
             self.low,
             self.high,
         )
-
-
-def _widest_step(args: QuantizationArgs | None) -> float:
-    """Distance of the two outermost codes, in units of the scale."""
-    if args is None or args.type == "int":
-        return 1.0
-    return {8: 32.0, 6: 0.5, 4: 2.0}[args.num_bits]  # e4m3: 448 - 416; e2m3: 7.5 - 7; e2m1: 6 - 4
 
 
 def _run_quantized(module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:

@@ -74,14 +74,14 @@ class Numbers(NamedTuple):
         narrowest, most = min(factors) * expand, grid.largest_error
         if 0 < narrowest < 1:
             span = grid.high if grid.symmetric else grid.high - grid.low
-            rounded = 0.5 if grid.mantissa is None else 0.0
+            rounded = 0.5 if grid.number is None else 0.0
             most = max(most, (span + rounded) * 1.01 / narrowest - span + (0.0 if grid.symmetric else 0.5))
         fit = fit_power(norm, min(most, _REACH * grid.usual_error), grid.usual_error)
         spread = max(factors) / min(factors) if min(factors) > 0 else math.inf
         return cls(
             grid.low,
             grid.high,
-            *grid.rounding,
+            *((0.0, 0.0) if grid.number is None else grid.number.rounding),
             steps=grid.steps,
             norm=norm,
             expand=expand,
@@ -119,7 +119,7 @@ class FastErrors:
     @classmethod
     def of(cls, grid: NumberGrid, norm: float, weighted: bool) -> FastErrors:
         """For a format and a norm."""
-        return cls(grid.mantissa is None, int(norm) if norm in (1, 2, 3) else None, halves_of(norm), weighted)
+        return cls(grid.number is None, int(norm) if norm in (1, 2, 3) else None, halves_of(norm), weighted)
 
     def measure(
         self,
@@ -167,8 +167,7 @@ class FastErrors:
             scaled = values * inverse[number].unsqueeze(-1)
             if zero_point is not None:
                 scaled = scaled.add_(zero_point[number].unsqueeze(-1))
-            rounding = () if self.integers else (numbers.normal, numbers.magic)
-            near = round_to_grid(scaled, numbers.low, numbers.high, *rounding)
+            near = self._round(scaled, numbers)
             error = self._power(scaled.sub_(near).abs_(), numbers)
             if importance is not None:
                 error = error.mul_(importance)
@@ -185,23 +184,27 @@ class FastErrors:
     ) -> torch.Tensor:
         """:meth:`sums`, one operation after another, without fresh memory for each: that costs a third of the time."""
         total = torch.empty_like(inverse)
-        scaled, near, power = torch.empty((3, *values.shape), device=values.device)
+        scaled, near, scratch = torch.empty((3, *values.shape), device=values.device)
         for number in range(len(inverse)):
             torch.mul(values, inverse[number].unsqueeze(-1), out=scaled)
             if zero_point is not None:
                 scaled.add_(zero_point[number].unsqueeze(-1))
-            torch.clamp(scaled, numbers.low, numbers.high, out=near)
-            if self.integers:
-                near.round_()
-            else:  # as round_to_grid
-                torch.bitwise_and(near.view(torch.int32), 0x7F800000, out=power.view(torch.int32))
-                power.clamp_(min=numbers.normal).mul_(numbers.magic)
-                near.add_(power).sub_(power)
+            near = self._round(scaled, numbers, near, scratch)
             error = self._power(scaled.sub_(near).abs_(), numbers)
             if importance is not None:
                 error.mul_(importance)
             torch.sum(error, -1, out=total[number])
         return total
+
+    def _round(
+        self,
+        scaled: torch.Tensor,
+        numbers: Numbers,
+        out: torch.Tensor | None = None,
+        scratch: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        rounding = () if self.integers else (numbers.normal, numbers.magic)
+        return round_to_grid(scaled, numbers.low, numbers.high, *rounding, out=out, scratch=scratch)
 
     def _power(self, error: torch.Tensor, numbers: Numbers) -> torch.Tensor:
         if self.whole is not None:

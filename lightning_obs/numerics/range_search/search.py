@@ -29,6 +29,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from lightning_obs.numerics.formats import NumberGrid
+from lightning_obs.numerics.patience import Patience
 from lightning_obs.numerics.range_search.compiled import Compile, compiled_errors
 from lightning_obs.numerics.range_search.fast_errors import AT_ONCE, FastErrors, Measured, Numbers
 from lightning_obs.numerics.range_search.rows import Part, Range, Rows, rows_of_blocks, rows_of_counts, rows_of_observed
@@ -215,16 +216,12 @@ class _Search:
 
     def run(self, patience: int | None) -> list[bool]:
         """Visit factors until ``patience`` of them in a row improved nothing; say of each if it improved any."""
-        start, idle = 0, 0
-        visited: list[bool] = []
-        while start < len(self.factors):
-            ahead = 2 * AT_ONCE if patience is None else min(2 * AT_ONCE, max(1, patience - idle))
-            for improved in self._visit(range(start, min(start + ahead, len(self.factors)))):
-                idle = 0 if improved else idle + 1
+        count, visited = Patience(patience), list[bool]()
+        while count.left and len(visited) < len(self.factors):
+            ahead = len(visited) + min(2 * AT_ONCE, count.left)
+            for improved in self._visit(range(len(visited), min(ahead, len(self.factors)))):
+                count.ends(improved)
                 visited.append(improved)
-            if patience is not None and idle >= max(1, patience):
-                break
-            start += ahead
         return visited
 
     def run_on(self, improved: list[bool], into: Beyond) -> None:

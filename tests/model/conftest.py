@@ -1,0 +1,8 @@
+import pytest
+
+from tests.model.quantized_modules import calibrated_everything
+
+
+@pytest.fixture
+def everything():
+    return calibrated_everything()
