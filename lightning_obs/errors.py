@@ -10,7 +10,7 @@ _NAMES_SHOWN = 8
 #: top-level packages through which a user's call reaches the place of a warning
 _ON_THE_WAY = {
     "lightning_obs", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torch", "hydra",
-    "jsonargparse", "transformers", "contextlib", "dataclasses", "functools",
+    "jsonargparse", "compressed_tensors", "transformers", "contextlib", "dataclasses", "functools",
 }  # fmt: skip
 
 

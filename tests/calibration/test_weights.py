@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -119,12 +120,20 @@ def on_each(rank, ranks, cases, dtype):
     return found
 
 
+@cache
+def on_one_device(dtype):
+    cases = [(strategy, observer) for strategy in STRATEGIES for observer in OBSERVERS]
+    # It is memoryless_mse with so many candidates that it took half of this file's time; it is made for one format.
+    slow = [case for case in cases if case[1] == "nvfp4_expanded_mse" and case[0] not in ("tensor_group", "tensor")]
+    cases = [case for case in cases if case not in slow]
+    return {case: calibrate(Layers(dtype), [x.to(dtype) for x in data()], **options(*case)) for case in cases}
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sharded_weights_get_the_scales_of_one_device(ranks, dtype):
-    cases = [(strategy, observer) for strategy in STRATEGIES for observer in OBSERVERS]
-    expected = {case: calibrate(Layers(dtype), [x.to(dtype) for x in data()], **options(*case)) for case in cases}
-    for results in run_ranks(on_each, ranks, ranks, cases, dtype, timeout=120):
+    expected = on_one_device(dtype)
+    for results in run_ranks(on_each, ranks, ranks, list(expected), dtype, timeout=120):
         for case, (qparams, gathered) in results.items():
             assert same(qparams, expected[case], case)
             strategy, observer = case
@@ -159,7 +168,7 @@ def on_impatient(rank, ranks, cases):
 
 def impatient(strategy, name, patience):
     """Steps so fine that the error goes up and down on its way to the least."""
-    kwargs = {"patience": patience, "maxshrink": 0.9, "grid": 200.0}
+    kwargs = {"patience": patience, "maxshrink": 0.9, "grid": 100.0}
     return {**options(strategy, name), "observers": {"weight": {"name": name, **kwargs}}}
 
 

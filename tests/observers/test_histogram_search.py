@@ -1,0 +1,212 @@
+"""Which range a histogram observer finds, and how often it looks for it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+
+import pytest
+import torch
+
+from lightning_obs.numerics.qparams import compute_qparams
+from tests.observers.histograms import INT4, INT8, every_format, make, same
+
+# ---------------------------------------------------------------------- the range of the least error
+
+
+def errors_of_the_data(x, args, factors, norm):
+    """Float64, on the data themselves."""
+    lows = torch.stack([x.min() * p for p in factors])
+    highs = torch.stack([x.max() * p for p in factors])
+    qparams = compute_qparams(lows, highs, args)
+    errors = []
+    for scale, zero in zip(qparams["scale"].double(), qparams["zero_point"].double(), strict=True):
+        steps = x.double() / scale + zero
+        if args.type == "int":
+            half = 2 ** (args.num_bits - 1)
+            levels = steps.clamp(-half, half - 1).round()
+        else:
+            levels = steps.clamp(-448, 448).to(torch.float8_e4m3fn).double()
+        errors.append((((levels - zero) * scale) - x.double()).abs().pow(norm).sum().item())
+    return lows, highs, errors
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("power", [1, 3])
+def test_mse_takes_the_candidate_with_the_least_error_on_all_the_data(args, dtype, power):
+    x = (torch.randn(64, 128) ** power).to(dtype)
+    observer = make("histogram", args=args, maxshrink=0.9, norm=2.4)
+    for part in x.chunk(4):
+        observer(part)
+    low, high = observer.get_min_max()
+    lows, highs, errors = errors_of_the_data(x, args, [1 - i / 100 for i in range(90)], 2.4)
+    chosen = [i for i in range(90) if lows[i] == low and highs[i] == high]
+    tolerance = 1e-5 if dtype == torch.bfloat16 else 1e-2  # fp32 is counted in bfloat16
+    assert errors[chosen[0]] <= min(errors) * (1 + tolerance)
+    assert low.dtype == dtype
+
+
+def test_mse_stops_where_the_search_through_the_data_stops():
+    x = torch.cat([torch.randn(4000), torch.tensor([12.0])]).bfloat16()
+    _, highs, errors = errors_of_the_data(x, INT8, [1 - i / 100 for i in range(90)], 2.4)
+    best = waited = 0
+    for i, error in enumerate(errors[1:], start=1):
+        best, waited = (i, 0) if error < errors[best] else (best, waited + 1)
+        if waited == 2:
+            break
+    assert make("histogram", maxshrink=0.9, patience=2, norm=2.4)(x[None]).get_min_max()[1] == highs[best]
+
+
+def test_mse_by_default_finds_the_least_squared_error_far_below_an_outlier():
+    x = torch.cat([torch.randn(20_000), torch.tensor([25.0])]).bfloat16()
+    lows, highs, errors = errors_of_the_data(x, INT4, [1 - i / 100 for i in range(95)], 2.0)
+    best = errors.index(min(errors))
+    assert best > 50
+    assert make("histogram", args=INT4)(x[None]).get_min_max() == (lows[best], highs[best])
+
+
+def test_mse_by_default_gives_up_no_more_than_95_percent():
+    x = torch.cat([torch.randn(100_000), torch.tensor([100.0])]).bfloat16()
+    low, high = make("histogram", args=INT4, norm=0.5)(x[None]).get_min_max()
+    assert high == torch.tensor(100.0).bfloat16() * (1 - 94 / 100)
+    assert low == x.min() * (1 - 94 / 100)
+
+
+def test_a_search_without_steps_is_the_exact_range():
+    x = torch.randn(5, 40)
+    assert make("histogram", maxshrink=0)(x).get_min_max() == (x.min(), x.max())
+
+
+# ---------------------------------------------------------------------- one search for the same statistics
+
+SEARCHED = torch.randn(50, 40, generator=torch.Generator().manual_seed(0)) ** 3
+
+
+def searched(monkeypatch, **kwargs):
+    """An observer that has been asked for its range, and a list that grows with every further search."""
+    observer = make("histogram", **kwargs)(SEARCHED)
+    observer.get_min_max()
+    searches, search = [], type(observer)._search
+    monkeypatch.setattr(type(observer), "_search", lambda self: searches.append(self) or search(self))
+    return observer, searches
+
+
+def test_the_same_statistics_are_searched_once(monkeypatch):
+    observer, searches = searched(monkeypatch)
+    expected = make("histogram")(SEARCHED).get_qparams()["scale"]
+    searches.clear()
+    observer.get_min_max()
+    assert torch.equal(observer.get_qparams()["scale"], expected)
+    assert searches == []
+
+
+def after_new_data(observer):
+    observer(SEARCHED * 7)
+
+
+def after_reset(observer):
+    observer.reset()
+    observer(SEARCHED * 7)
+
+
+def after_a_reduction_that_replaces(observer):
+    other = make("histogram")(SEARCHED * 7)
+    observer.counts = observer.counts + other.counts
+    observer.min_vals, observer.max_vals = other.min_vals, other.max_vals
+
+
+def after_a_reduction_in_place(observer):
+    # .data writes without raising a tensor's version, as torch.distributed does.
+    other = make("histogram")(SEARCHED * 7)
+    observer.counts.data.add_(other.counts)
+    observer.min_vals.data.copy_(other.min_vals)
+    observer.max_vals.data.copy_(other.max_vals)
+
+
+def after_a_reduction_of_the_ends_in_place(observer):
+    observer.max_vals.data.mul_(3)
+
+
+def after_counts_were_moved_in_place(observer):
+    observer.counts.copy_(observer.counts.flip(-1))
+
+
+def after_another_norm(observer):
+    observer.norm = 4.0
+
+
+def after_another_format(observer):
+    observer.args.num_bits = 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        after_new_data,
+        after_reset,
+        after_a_reduction_that_replaces,
+        after_a_reduction_in_place,
+        after_a_reduction_of_the_ends_in_place,
+        after_counts_were_moved_in_place,
+        after_another_norm,
+        after_another_format,
+    ],
+    ids=lambda change: change.__name__,
+)
+def test_a_range_is_found_anew(change):
+    # What was never asked before has nothing to remember.
+    asked, fresh = make("histogram")(SEARCHED), make("histogram")(SEARCHED)
+    before = asked.get_min_max()
+    change(asked)
+    change(fresh)
+    assert same(asked.get_min_max(), fresh.get_min_max())
+    assert not same(asked.get_min_max(), before)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_finds_its_own_range(duplicate):
+    observer = make("histogram")(SEARCHED)
+    observer.counts.add_(0)  # raises the version, which a copy starts anew
+    observer.get_min_max()
+    copied, fresh = duplicate(observer), make("histogram")(SEARCHED)
+    for each in (copied, fresh):
+        each.counts = each.counts.clone()
+        after_counts_were_moved_in_place(each)
+    assert same(copied.get_min_max(), fresh.get_min_max())
+
+
+def test_changing_what_was_returned_does_not_change_the_answer():
+    observer = make("histogram")(SEARCHED)
+    low, high = observer.get_min_max()
+    expected = low.clone(), high.clone()
+    low.zero_(), high.zero_()
+    assert same(observer.get_min_max(), expected)
+
+
+def test_statistics_of_inference_mode_are_searched_each_time(monkeypatch):
+    observer, searches = searched(monkeypatch)
+    with torch.inference_mode():
+        observer.counts = observer.counts * 1
+    observer.get_min_max()
+    observer.get_min_max()
+    assert len(searches) == 2
+
+
+def test_new_data_lets_go_of_the_old_counts():
+    observer = make("histogram")(SEARCHED)
+    observer.get_min_max()
+    old = weakref.ref(observer.counts)
+    observer(SEARCHED)
+    assert old() is None
+
+
+# ---------------------------------------------------------------------- entropy
+
+
+def test_entropy_clips_an_outlier_and_keeps_a_uniform_range():
+    uniform = torch.rand(20_000) * 2 - 1
+    assert make("histogram", criterion="entropy")(uniform[None]).get_min_max()[1] > 0.95
+    normal = torch.cat([torch.randn(20_000), torch.tensor([40.0])])
+    assert make("histogram", criterion="entropy")(normal[None]).get_min_max()[1] < 10
