@@ -44,6 +44,7 @@ def in_this_process(command, **_):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_every_recipe_prints_its_four_perplexities(tiny, tmp_path):
     done = recovery(tmp_path, tiny, "trainer.max_steps=24", "model.learning_rate=1e-3")
     assert done.returncode == 0, done.stderr
@@ -63,6 +64,7 @@ def test_every_recipe_prints_its_four_perplexities(tiny, tmp_path):
         assert float(minutes) < 10
 
 
+@pytest.mark.slow
 def test_a_recipe_that_brings_nothing_back_fails(tiny, tmp_path):
     nothing = ("trainer.max_steps=1", "model.learning_rate=0")
     done = recovery(tmp_path, tiny, "--scheme", "w4a16", *nothing, new_process=True)
@@ -70,6 +72,7 @@ def test_a_recipe_that_brings_nothing_back_fails(tiny, tmp_path):
     assert "qat_w4a16: brought back 0%, less than half" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_control_trains_in_full_precision(tiny, tmp_path):
     small = ("trainer.max_steps=24", "model.learning_rate=1e-3", "scheme.weights.num_bits=2", "export=none")
     done = recovery(tmp_path, tiny, "--scheme", "w4a16", "--control", *small)

@@ -53,7 +53,10 @@ def text(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith("make")])
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=[pytest.mark.slow] * ("ddp" in c)) for c in COMMANDS if not c.startswith("make")],
+)
 def test_the_command_runs(command, tiny, text, tmp_path):
     command = command.replace("<folder or hub name>", str(tiny)).replace("<text, jsonl or dataset folder>", str(text))
     words = shlex.split(command)

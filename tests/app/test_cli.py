@@ -50,7 +50,8 @@ def test_multirun_prints_one_table(command_line, tmp_path):
     assert (tmp_path / "sweep" / "1" / "report.json").is_file()
 
 
-@pytest.mark.parametrize("scheme", ["int8_static", pytest.param("w8a8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int8_static", "w8a8"])
 def test_two_ranks_of_ddp_print_and_write_once_and_give_the_scales_of_one(command_line, tmp_path, scheme):
     common = [f"scheme={scheme}", "weight_observer=memoryless_mse", "export.verify=false"]
     if scheme == "int8_static":
@@ -73,6 +74,7 @@ def test_two_ranks_of_ddp_print_and_write_once_and_give_the_scales_of_one(comman
             assert torch.equal(value, files[1][name]), name
 
 
+@pytest.mark.slow
 def test_two_ranks_of_ddp_fine_tune_and_measure_the_reloaded_checkpoint(command_line, tmp_path):
     done = command_line(
         "task=finetune", "scheme=w4a16", "scheme.weights.group_size=32", "trainer.devices=2", "trainer.strategy=ddp",

@@ -98,7 +98,7 @@ def test_a_module_that_cannot_be_imported_is_named(composed):
         run(composed("imports=[no_such_module]"))
 
 
-def test_fine_tuning_prints_four_perplexities_of_which_the_last_two_are_one(composed, tmp_path, capsys):
+def test_fine_tuning_prints_four_perplexities_of_which_the_last_two_are_one(composed, tmp_path, capsys, verified_here):
     row = run(
         composed(
             "task=finetune",
