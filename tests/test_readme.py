@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
+from tests.in_process import run_command_line
 from tests.tiny_model import save_tiny_llama
 
 ROOT = Path(__file__).parents[1]
@@ -52,20 +53,25 @@ def text(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith("make")])
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=[pytest.mark.slow] * ("ddp" in c)) for c in COMMANDS if not c.startswith("make")],
+)
 def test_the_command_runs(command, tiny, text, tmp_path):
     command = command.replace("<folder or hub name>", str(tiny)).replace("<text, jsonl or dataset folder>", str(text))
     words = shlex.split(command)
     assert words[:3] == ["python", "-m", "lightning_obs"]
     own = [word for word in words[3:] if not word.startswith("--")]
     flags = [word for word in words[3:] if word.startswith("--")]
+    new_process = not own or "trainer.strategy=ddp" in own
     small = ["trainer.enable_progress_bar=false", "data.tokens=16", "data.eval_batches=1"]
     small += [] if "data.batches" in command else ["data.batches=1"]
     small += [] if "model.path" in command else [f"model.path={tiny}"]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "lightning_obs", *flags, *own, *small],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    if new_process:
+        line = [sys.executable, "-W", "ignore", "-m", "lightning_obs", *flags, *own, *small]
+        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    else:
+        done = run_command_line(*flags, *own, *small, *([] if flags else ["export.verify=false"]), folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
 from lightning_obs.__main__ import config_dir
+from tests.in_process import run_command_line, run_script
 from tests.tiny_model import save_tiny_llama
 
 
@@ -44,17 +46,24 @@ def composed(tiny_overrides, tmp_path):
 def command_line(tiny_overrides, tmp_path):
     """Run ``python -m lightning_obs`` in an empty folder: ``command_line("scheme=fp8")``."""
 
-    def run(*arguments, tiny=True):
+    def run(*arguments, tiny=True, new_process=False):
         flags = [argument for argument in arguments if argument.startswith("--")]
         own = [argument for argument in arguments if argument not in flags]
-        overrides = [*(tiny_overrides if tiny else ()), *own]
-        return subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "lightning_obs", *flags, *overrides],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        words = [*flags, *(tiny_overrides if tiny else ()), *own]
+        if not new_process:
+            return run_command_line(*words, folder=tmp_path)
+        command = [sys.executable, "-W", "ignore", "-m", "lightning_obs", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
 
     return run
+
+
+@pytest.fixture
+def verified_here(monkeypatch):
+    """Load the checkpoint back in the test's process, where what is tested is not that it is a new one."""
+
+    def run(command, **kwargs):
+        assert command[0] == sys.executable
+        return run_script(Path(command[1]), *command[2:], folder=Path.cwd())
+
+    monkeypatch.setattr("lightning_obs.app.main.subprocess.run", run)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_help_lists_groups_and_examples(command_line):
-    done = command_line("--help", tiny=False)
+    done = command_line("--help", tiny=False, new_process=True)
     assert done.returncode == 0
     assert "scheme: fp8, " in done.stdout
     assert "python -m lightning_obs --multirun" in done.stdout
@@ -31,7 +31,7 @@ def test_help_lists_groups_and_examples(command_line):
     ],
 )
 def test_a_typo_gets_one_message_with_the_valid_options(command_line, argument, expected):
-    done = command_line(argument)
+    done = command_line(argument, new_process=argument == "scheme=fp9")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     for text in expected:
@@ -50,12 +50,14 @@ def test_multirun_prints_one_table(command_line, tmp_path):
     assert (tmp_path / "sweep" / "1" / "report.json").is_file()
 
 
-@pytest.mark.parametrize("scheme", ["int8_static", pytest.param("w8a8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int8_static", "w8a8"])
 def test_two_ranks_of_ddp_print_and_write_once_and_give_the_scales_of_one(command_line, tmp_path, scheme):
     common = [f"scheme={scheme}", "weight_observer=memoryless_mse", "export.verify=false"]
     if scheme == "int8_static":
         common.append("observer=static_minmax")
-    ranks = command_line(*common, "trainer.devices=2", "trainer.strategy=ddp", "export.folder=two", "output_dir=run")
+    two = ["trainer.devices=2", "trainer.strategy=ddp", "export.folder=two", "output_dir=run"]
+    ranks = command_line(*common, *two, new_process=True)
     assert ranks.returncode == 0, ranks.stderr
     assert ranks.stdout.count("· calibrating") == 1
     assert ranks.stdout.count("wrote two") == 1
@@ -72,10 +74,12 @@ def test_two_ranks_of_ddp_print_and_write_once_and_give_the_scales_of_one(comman
             assert torch.equal(value, files[1][name]), name
 
 
+@pytest.mark.slow
 def test_two_ranks_of_ddp_fine_tune_and_measure_the_reloaded_checkpoint(command_line, tmp_path):
     done = command_line(
         "task=finetune", "scheme=w4a16", "scheme.weights.group_size=32", "trainer.devices=2", "trainer.strategy=ddp",
         "trainer.max_steps=4", "data.train_batches=8", "export.folder=two", "export.verify=false", "output_dir=run",
+        new_process=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("wrote two") == 1

@@ -1,20 +1,17 @@
 """The numbers of the README, on the real default model and text."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+
+from tests.in_process import run_command_line
 
 pytestmark = pytest.mark.slow
 
 
 def run(folder, *overrides):
-    command = [sys.executable, "-m", "lightning_obs", "trainer.enable_progress_bar=false"]
-    done = subprocess.run(
-        [*command, f"hydra.run.dir={folder}", *overrides],
-        cwd=folder.parent, capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
+    quiet = ("trainer.enable_progress_bar=false", f"hydra.run.dir={folder}")
+    done = run_command_line(*quiet, *overrides, folder=folder.parent)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "report.json").read_text()), done.stdout
 

@@ -63,19 +63,19 @@ def test_what_cannot_be_loaded_back_is_refused_before_anything_is_written(compos
     assert not (tmp_path / "run" / "checkpoint").exists()
 
 
-def test_a_kv_cache_alone_is_verified(composed, capsys):
+def test_a_kv_cache_alone_is_verified(composed, capsys, verified_here):
     run(composed("scheme=none", "kv_cache=fp8", "evaluate=false"))
     output = capsys.readouterr().out
     assert "float8 tensor kv cache · 2 modules · 4 observers · 2 batches" in output
     assert "largest difference of logits 0.0" in output
 
 
-def test_nvfp4_in_bfloat16_is_verified(composed, capsys):
+def test_nvfp4_in_bfloat16_is_verified(composed, capsys, verified_here):
     run(composed("scheme=nvfp4", "model.dtype=bfloat16", "evaluate=false"))
     assert "largest difference of logits 0.0" in capsys.readouterr().out
 
 
-def test_a_checkpoint_with_other_logits_is_an_error(composed, tmp_path, monkeypatch):
+def test_a_checkpoint_with_other_logits_is_an_error(composed, tmp_path, monkeypatch, verified_here):
     from safetensors.torch import load_file, save_file
 
     from lightning_obs import CalibrationCallback
@@ -98,7 +98,7 @@ def test_a_module_that_cannot_be_imported_is_named(composed):
         run(composed("imports=[no_such_module]"))
 
 
-def test_fine_tuning_prints_four_perplexities_of_which_the_last_two_are_one(composed, tmp_path, capsys):
+def test_fine_tuning_prints_four_perplexities_of_which_the_last_two_are_one(composed, tmp_path, capsys, verified_here):
     row = run(
         composed(
             "task=finetune",
