@@ -120,8 +120,10 @@ def test_activation_checkpointing_gives_the_same_gradients(reentrant, everything
 def test_an_observer_does_not_see_what_activation_checkpointing_computes_again(mlp):
     session = CalibrationSession(mlp, {"targets": ["Linear"], "input_activations": INT8}, observers={"input": "minmax"})
     session.attach()
-    checkpoint(mlp.fc1, torch.ones(2, 16, requires_grad=True), use_reentrant=False).sum().backward()
-    assert session._hooks.measurements == 1
+    output = checkpoint(mlp.fc1, torch.ones(2, 16, requires_grad=True), use_reentrant=False)
+    seen = session._hooks.measurements
+    output.sum().backward()
+    assert session._hooks.measurements == seen > 0
     session.detach()
 
 
