@@ -77,7 +77,9 @@ class NumberGrid:
 
     args: QuantizationArgs = field(compare=False)  # how a range becomes a scale
     symmetric: bool
-    levels: Levels
+    low: float
+    high: float
+    last_step: float
     number: FloatFormat | None  # None: integers
 
     @classmethod
@@ -86,17 +88,7 @@ class NumberGrid:
         if args.strategy == QuantizationStrategy.TENSOR_GROUP and args.scale_dtype is not None:
             args = args.model_copy(update={"scale_dtype": None})
         number = FLOATS[args.num_bits] if args.type == QuantizationType.FLOAT else None
-        return cls(args, bool(args.symmetric), Levels.of(args), number)
-
-    @property
-    def low(self) -> float:
-        """The smallest number."""
-        return self.levels.low
-
-    @property
-    def high(self) -> float:
-        """The largest number."""
-        return self.levels.high
+        return cls(args, bool(args.symmetric), *Levels.of(args), number)
 
     @property
     def steps(self) -> float:
@@ -113,7 +105,7 @@ class NumberGrid:
     @property
     def largest_error(self) -> float:
         """Largest rounding error of a value inside the range."""
-        return self.levels.last_step / 2
+        return self.last_step / 2
 
     def qparams(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scale and zero point (None if symmetric) as float32, rounded as compressed-tensors stores them."""
@@ -142,12 +134,9 @@ def round_to_grid(
 
     Args:
         value: float32.
-        low: the smallest number.
-        high: the largest.
-        normal: see :attr:`FloatFormat.rounding`.
-        magic: see :attr:`FloatFormat.rounding`.
-        out: where the result goes, perhaps ``value`` itself; None: into fresh memory, as for ``scratch``.
-        scratch: memory of the same shape to write over.
+        low, high: the smallest and the largest number.
+        normal, magic: see :attr:`FloatFormat.rounding`.
+        out, scratch: memory for the result (perhaps ``value``), and to write over; None: fresh memory.
     """
     near = torch.clamp(value, low, high, out=out)
     if magic is None:

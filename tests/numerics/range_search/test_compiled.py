@@ -29,17 +29,26 @@ def assert_equal(found, expected):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
+#: what is compiled apart: integers, zero points and floats, two kinds of power, two dtypes
+CASES = {
+    **{name: (name, torch.float32, [{}, {"patience": 3}, {"patience": None, "expand": 1.3}]) for name in FORMATS},
+    "squares": ("int4 asymmetric", torch.float32, [{"norm": 2.0}]),
+    "bfloat16": ("fp8", torch.bfloat16, [{}, {"patience": 3}]),
+    "bfloat16 with zero points": ("int4 asymmetric", torch.bfloat16, [{}, {"patience": None, "expand": 1.3}]),
+}
+
+
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_and_eager_choose_the_same_ranges(dtype):
-    """Every format in one process, because formats share their compiled code."""
-    for args in FORMATS.values():
-        for shape in ((1, 200, 3, 64), (1, 7, 1, 500), (1, 1, 1, 300), (1, 40, 1, 1)):
-            observed = (torch.randn(shape) * torch.rand(shape[1], 1, 1)).to(dtype)
-            for options in ({}, {"patience": 3}, {"patience": None, "expand": 1.3}, {"norm": 2.0}):
-                expected = search_range(observed, args, FACTORS, compile=False, **options)
-                assert_equal(search_range(observed, args, FACTORS, compile=True, **options), expected)
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_and_eager_choose_the_same_ranges(case):
+    """In one process, because formats share their compiled code."""
+    name, dtype, searches = CASES[case]
+    for shape in ((1, 200, 3, 64), (1, 7, 1, 500), (1, 1, 1, 300), (1, 40, 1, 1)):
+        observed = (torch.randn(shape) * torch.rand(shape[1], 1, 1)).to(dtype)
+        for options in searches:
+            expected = search_range(observed, FORMATS[name], FACTORS, compile=False, **options)
+            assert_equal(search_range(observed, FORMATS[name], FACTORS, compile=True, **options), expected)
 
 
 @pytest.mark.slow
@@ -82,16 +91,44 @@ args = QuantizationArgs(num_bits=4)
 """
 
 
-def test_without_a_compiler_auto_runs_eagerly_and_true_says_what_is_missing():
-    code = f"""{SEARCH}
+@pytest.fixture(scope="module")
+def said_without_a_compiler():
+    """What one process says that imports the package, searches little, then much, and then has to compile."""
+    return python(
+        f"""
+import os, sys, torch, torch._dynamo.config as dynamo, torch._inductor.config as inductor
+def settings():
+    return (dynamo.save_config_portable(), inductor.save_config_portable(), torch.get_num_threads(),
+            torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_float32_matmul_precision())
+before = settings()
+import lightning_obs.calibration.session
+from lightning_obs.observers import Observer
+print("unchanged", settings() == before)
+from compressed_tensors.quantization import QuantizationArgs
+Observer.load_from_registry("memoryless_mse", base_name="weight", args=QuantizationArgs(num_bits=8))(torch.randn(8, 8))
+print("loaded", "torch._inductor.compile_fx" in sys.modules)
+{SEARCH}
+os.environ["CXX"] = "/nowhere/c++"
 one = search_range(x, args, [1.0, 0.9], compile="auto")
 two = search_range(x, args, [1.0, 0.9], compile=False)
 print("same", torch.equal(one[0], two[0]))
 search_range(x, args, [1.0, 0.9], compile=True)
 """
-    said = python(code, CXX="/nowhere/c++")
-    assert "same True" in said
-    assert "CalibrationError: the range search cannot be compiled. Got no C++ compiler '/nowhere/c++'" in said
+    )
+
+
+def test_importing_changes_no_setting_of_torch(said_without_a_compiler):
+    assert "unchanged True" in said_without_a_compiler
+
+
+def test_a_small_search_does_not_load_the_compiler(said_without_a_compiler):
+    assert "loaded False" in said_without_a_compiler
+
+
+def test_without_a_compiler_auto_runs_eagerly_and_true_says_what_is_missing(said_without_a_compiler):
+    assert "same True" in said_without_a_compiler
+    expected = "CalibrationError: the range search cannot be compiled. Got no C++ compiler '/nowhere/c++'"
+    assert expected in said_without_a_compiler
 
 
 @pytest.mark.slow
@@ -112,30 +149,6 @@ search_range(x, args, [1.0, 0.9], compile=True)
     assert "told ['the range search runs uncompiled: ']" in said
     assert "same True" in said
     assert "CalibrationError: the range search could not be compiled" in said
-
-
-def test_a_small_search_does_not_load_the_compiler():
-    code = """
-import sys, torch
-from lightning_obs.observers import Observer
-from compressed_tensors.quantization import QuantizationArgs
-Observer.load_from_registry("memoryless_mse", base_name="weight", args=QuantizationArgs(num_bits=8))(torch.randn(8, 8))
-print("loaded", "torch._inductor.compile_fx" in sys.modules)
-"""
-    assert "loaded False" in python(code)
-
-
-def test_importing_changes_no_setting_of_torch():
-    code = """
-import torch, torch._dynamo.config as dynamo, torch._inductor.config as inductor
-def settings():
-    return (dynamo.save_config_portable(), inductor.save_config_portable(), torch.get_num_threads(),
-            torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_float32_matmul_precision())
-before = settings()
-import lightning_obs.observers, lightning_obs.calibration.session
-print("unchanged", settings() == before)
-"""
-    assert "unchanged True" in python(code)
 
 
 @pytest.mark.parametrize("norm", [0.5, 0.7, 1.5, 2.4, 2.7, 4.0])
