@@ -1,7 +1,7 @@
 """Fine-tune through fake quantization, so that the checkpoint gives the numbers that validation saw.
 
-While fit runs, the forward of every planned module is replaced on the instance (``quantized_forward``). Three rules say
-which ranges are in force, and make the promise hold:
+While fit runs, the forward of every planned module is replaced on the instance
+(:mod:`~lightning_obs.model.quantized_forward`). Three rules say which ranges are in force, and make the promise hold:
 
 * A validation runs through what would be exported at that moment. Weights are observed anew before its first batch
   (after weight averaging has swapped the weights in), and nothing changes until it has ended.
