@@ -9,15 +9,9 @@ from collections.abc import Sequence
 _NAMES_SHOWN = 8
 #: packages through which a user's call reaches us
 _ON_THE_WAY = (
-    "lightning_obs",
-    "lightning",
-    "lightning_fabric",
-    "pytorch_lightning",
-    "torch",
-    "hydra",
-    "contextlib",
+    "lightning_obs", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "hydra", "contextlib",
     "compressed_tensors",
-)
+)  # fmt: skip
 
 
 class CalibrationError(ValueError):
