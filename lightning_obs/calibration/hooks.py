@@ -95,8 +95,7 @@ class ObserverHooks:
 
     def _hooks(self, target: Target) -> list[tuple[Any, Any]]:
         """``(how to register it, hook)`` of one module."""
-        found = {base: self._observers.get((target.name, base)) for base in ("weight", "input", "output")}
-        inputs, output, weight = found["input"], found["output"], found["weight"]
+        inputs, output, weight = (self._observers.get((target.name, base)) for base in ("input", "output", "weight"))
         for_weight = weight if weight is not None and weight.needs_inputs else None
         hooks: list[tuple[Any, Any]] = []
         if inputs is not None or for_weight is not None:

@@ -28,11 +28,10 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
 from lightning_obs.distributed.sync import Collectives, share_weights
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.sharding import by_unit, is_sharded, unit_of, whole_tensor, whole_unit
+from lightning_obs.model.sharding import by_unit, groups_of_shards, rows_of_ranks, unit_of, whole_tensor, whole_unit
 from lightning_obs.model.weights import matrix_shape, rows_come_first, to_matrix, weight_matrix
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.rows import rows_per_scale
@@ -51,16 +50,9 @@ def rows_by_rank(observer: Observer, module: nn.Module, collectives: Collectives
         module: its weight is sharded.
         collectives: the ranks.
     """
-    weight = module.weight
-    if not isinstance(weight, DTensor):
+    rows = rows_of_ranks(module.weight)
+    if rows is None or not rows_come_first(module) or len(rows) != collectives.size:
         return None
-    ranks = weight.device_mesh.mesh.flatten().tolist()
-    # A strided shard (tensor parallelism below FSDP) is a subclass and holds other rows.
-    by_rows = len(weight.placements) == 1 and type(weight.placements[0]) is Shard and weight.placements[0].dim == 0
-    if not by_rows or not rows_come_first(module) or len(ranks) != collectives.size or ranks != sorted(ranks):
-        return None
-    each = -(-weight.shape[0] // len(ranks))
-    rows = [(min(r * each, weight.shape[0]), min((r + 1) * each, weight.shape[0])) for r in range(len(ranks))]
     apart = all(observer.for_rows(start) is not None for start, stop in rows if start < stop)
     return rows if apart else None
 
@@ -82,7 +74,7 @@ class Weights:
 
     def __post_init__(self) -> None:
         for key, module in self.modules.items():
-            if not _lies_apart(module):
+            if not groups_of_shards(module):
                 continue
             if self.collectives.size == 1:
                 raise CalibrationError(
@@ -124,7 +116,7 @@ class Weights:
         whole = {key: self.observers[key] for key in keys if key not in self._rows}
         shards = {key: list(self._shards(key)) for key in keys if key in self._rows}
         gathered = self._observe_gathered(
-            [key for key in whole if _lies_apart(self.modules[key])], owners, failure, observe
+            [key for key in whole if groups_of_shards(self.modules[key])], owners, failure, observe
         )
         parts = {shard.key: shard for of_weight in shards.values() for shard in of_weight}
 
@@ -247,12 +239,6 @@ class _Shard:
     @property
     def key(self) -> Key:
         return self.weight[0], f"{self.weight[1]} rows {self.start} to {self.stop - 1}"
-
-
-def _lies_apart(module: nn.Module) -> bool:
-    """Whether no rank has the whole weight."""
-    unit = unit_of(module)
-    return is_sharded(_weight(module)) or (unit is not None and "weight" in unit.shapes[module])
 
 
 def _weight(module: nn.Module) -> torch.Tensor:

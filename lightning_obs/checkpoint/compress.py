@@ -94,8 +94,8 @@ def _compressed(module: nn.Module, own: dict[str, torch.Tensor], sharded: bool) 
     own = own | read_qparams(module)
     if scheme.weights is not None:
         own = compressor_of(scheme.format).compress(own, scheme)
-    found = {key: value.contiguous() for key, value in own.items() if value is not None}
-    return {key: value.to("cpu", copy=True) for key, value in found.items()} if sharded else found
+    entries = {key: value.contiguous() for key, value in own.items() if value is not None}
+    return {key: value.to("cpu", copy=True) for key, value in entries.items()} if sharded else entries
 
 
 def _on_host(
@@ -122,10 +122,10 @@ def _compressed_rows(prefixes: Mapping[nn.Module, str]) -> dict[nn.Module, dict[
     if not by_rows:
         return {}
     failure: CalibrationError | None = None
-    found: dict[nn.Module, dict[str, torch.Tensor]] = {}
+    compressed: dict[nn.Module, dict[str, torch.Tensor]] = {}
     for module, prefix in by_rows.items():
         try:
-            found[module] = compress_rows(module)
+            compressed[module] = compress_rows(module)
         except Exception as error:  # the other ranks wait for this one
             failure = sendable(error, (prefix.rstrip("."), "weight"))
             failure.__cause__ = error
@@ -133,4 +133,4 @@ def _compressed_rows(prefixes: Mapping[nn.Module, str]) -> dict[nn.Module, dict[
     first = next((error for error in gather_objects(failure) if error is not None), None)
     if first is not None:
         raise first from failure
-    return found
+    return compressed

@@ -14,11 +14,11 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationStrategy
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from lightning_obs.model.kinds import compressible_type
 from lightning_obs.model.qparams import get_scheme, read_qparams
-from lightning_obs.model.sharding import whole_tensor
+from lightning_obs.model.sharding import rows_of_ranks, whole_tensor
 
 _ONE_SCALE_A_ROW = (QuantizationStrategy.CHANNEL, QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
@@ -34,10 +34,10 @@ def rows_per_scale(module: nn.Module) -> int | None:
     The answer is the same on every rank. 0: all rows, of all ranks.
     """
     scheme, weight = get_scheme(module), getattr(module, "weight", None)
-    if scheme is None or scheme.weights is None or compressible_type(module) is None or not isinstance(weight, DTensor):
+    if scheme is None or scheme.weights is None or compressible_type(module) is None:
         return None
-    # A strided shard (tensor parallelism below FSDP) is a subclass and holds other rows.
-    if len(weight.placements) != 1 or type(weight.placements[0]) is not Shard or weight.placements[0].dim != 0:
+    rows = rows_of_ranks(weight)
+    if rows is None:
         return None
     args = scheme.weights
     if args.strategy in _ONE_SCALE_A_ROW:
@@ -46,7 +46,7 @@ def rows_per_scale(module: nn.Module) -> int | None:
     if args.strategy == QuantizationStrategy.BLOCK:
         assert args.block_structure is not None
         height = int(args.block_structure[0])
-        return None if _rows_of_a_rank(weight) % height else height
+        return None if any(start % height for start, stop in rows if start < stop) else height
     return 0 if args.strategy == QuantizationStrategy.TENSOR else None
 
 
@@ -65,23 +65,24 @@ def compress_rows(module: nn.Module) -> dict[str, torch.Tensor]:
     assert scheme is not None
     assert height is not None
     rows = weight.to_local().detach()
-    start = min(weight.device_mesh.get_local_rank() * _rows_of_a_rank(weight), len(weight))
+    start, _ = (rows_of_ranks(weight) or [])[weight.device_mesh.get_local_rank()]
     own = read_qparams(module)
     # A rank without rows compresses a block of zeros, and keeps nothing of it: shapes and dtypes are then right.
     empty = len(rows) == 0
     if empty:
         start, rows = 0, rows.new_zeros(max(1, height), *rows.shape[1:])
-    found: dict[str, torch.Tensor] = {"weight": rows}
+    entries: dict[str, torch.Tensor] = {"weight": rows}
     for name, value in own.items():
         has_rows = height > 0 and name in ("weight_scale", "weight_zero_point")
-        found[name] = value[start // height : -(-(start + len(rows)) // height)] if has_rows else value
-    found = compressor_of(scheme.format).compress(found, scheme)
-    if "weight_shape" in found:
-        found["weight_shape"] = torch.tensor(weight.shape, dtype=found["weight_shape"].dtype, device=rows.device)
+        entries[name] = value[start // height : -(-(start + len(rows)) // height)] if has_rows else value
+    entries = compressor_of(scheme.format).compress(entries, scheme)
+    if "weight_shape" in entries:
+        dtype = entries["weight_shape"].dtype
+        entries["weight_shape"] = torch.tensor(weight.shape, dtype=dtype, device=rows.device)
     heights = {"weight": 1, "weight_packed": 1, "weight_scale": height, "weight_zero_point": height}
     return {
         name: _sharded(value[:0] if empty else value, weight, heights[name]) if heights.get(name) else value
-        for name, value in found.items()
+        for name, value in entries.items()
         if value is not None
     }
 
@@ -94,11 +95,6 @@ def gather_rows(entry: torch.Tensor) -> torch.Tensor:
     if rows.itemsize > 1:
         return whole_tensor(entry)
     return whole_tensor(_sharded(rows.view(torch.uint8), entry, 1)).view(rows.dtype)  # gloo knows no float8
-
-
-def _rows_of_a_rank(weight: DTensor) -> int:
-    """Of every rank but the last ones, as torch.chunk shares them out."""
-    return -(-len(weight) // weight.device_mesh.size())
 
 
 def _sharded(rows: torch.Tensor, weight: DTensor, height: int) -> DTensor:

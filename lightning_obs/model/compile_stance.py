@@ -27,26 +27,20 @@ class EagerBlocks:
     """
 
     def __init__(self) -> None:
-        self._running: set[object] = set()
+        self.running = 0  # blocks that have begun and not ended
         self._stance = ExitStack()
-
-    @property
-    def running(self) -> int:
-        """How many blocks have begun and not ended."""
-        return len(self._running)
 
     @contextmanager
     def run_eagerly(self) -> Iterator[None]:
         """Let no compiled graph run inside the ``with`` block."""
-        block = object()
-        if not self._running:
+        if not self.running:
             self._stance.enter_context(torch.compiler.set_stance("force_eager"))
-        self._running.add(block)
+        self.running += 1
         try:
             yield
         finally:
-            self._running.remove(block)
-            if not self._running:
+            self.running -= 1
+            if not self.running:
                 self._stance.close()
 
 

@@ -4,7 +4,7 @@ FSDP1 joins the parameters of a unit (what one wrapper holds, without the wrappe
 cuts that into equal lengths, wherever a weight begins or ends. Outside of a forward a module has a one-dimensional
 piece of its weight, on many ranks an empty one. Neither its shape nor the unit that would gather it can be found from
 there: the wrapper stands above the module, often above the model that is calibrated. So while the outermost wrapper is
-at hand, every module is told its unit (:func:`register_fsdp_units`); the rest of the package asks the module.
+at hand, every module gets its unit (:func:`register_fsdp_units`); the rest of the package asks the module.
 
 Wrappers also stand in names (``layers.0._fsdp_wrapped_module.fc1``). Whoever reads names, or wants a ``state_dict``
 that gathers nothing, does it :func:`without_wrappers`.
@@ -23,7 +23,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_obs.distributed.failures import all_ranks_answer
 from lightning_obs.errors import CalibrationError
@@ -57,7 +57,7 @@ def register_fsdp_units(root: nn.Module) -> None:
     """Tell every module under ``root`` which unit of FSDP1 its parameters are in. Without FSDP1 this does nothing.
 
     Args:
-        root: the outermost wrapper, or a module that holds all of them. A model inside of it, once they were told.
+        root: the outermost wrapper, or a module that holds all of them. A model inside of it, once that was called.
 
     Raises:
         CalibrationError: parameters that cannot be read (``use_orig_params=False``), that lie on the CPU, or whose
@@ -149,10 +149,10 @@ def whole_unit(module: nn.Module) -> Iterator[None]:
 
 def by_unit(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
     """Modules that are made whole together, in the order of their first; without a unit each stands alone."""
-    found: dict[object, list[nn.Module]] = {}
+    units: dict[object, list[nn.Module]] = {}
     for module in modules:
-        found.setdefault(unit_of(module) or module, []).append(module)
-    return list(found.values())
+        units.setdefault(unit_of(module) or module, []).append(module)
+    return list(units.values())
 
 
 # ---------------------------------------------------------------------- wrappers
@@ -193,6 +193,27 @@ def in_shards(module: nn.Module) -> bool:
 def is_sharded(value: torch.Tensor) -> bool:
     """Whether a DTensor is sharded. What FSDP1 shards are plain tensors: ask :func:`in_shards`."""
     return isinstance(value, DTensor) and any(not placement.is_replicate() for placement in value.placements)
+
+
+def groups_of_shards(module: nn.Module) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks over which the parts of a weight add up to all of it; none if this rank has it whole."""
+    weight, unit = getattr(module, "weight", None), unit_of(module)
+    if isinstance(weight, DTensor):
+        mesh, placements = weight.device_mesh, weight.placements
+        return tuple(mesh.get_group(dim) for dim, placed in enumerate(placements) if not placed.is_replicate())
+    return (unit.group,) if unit is not None and "weight" in unit.shapes[module] else ()
+
+
+def rows_of_ranks(weight: Any) -> list[tuple[int, int]] | None:
+    """First row, and row after the last, of each rank, where ranks have whole rows of a weight in order; else None."""
+    if not isinstance(weight, DTensor) or len(weight.placements) != 1:
+        return None
+    placed, ranks = weight.placements[0], weight.device_mesh.mesh.flatten().tolist()
+    # A strided shard (tensor parallelism below FSDP) is a subclass and holds other rows.
+    if type(placed) is not Shard or placed.dim != 0 or ranks != sorted(ranks):
+        return None
+    each = -(-len(weight) // len(ranks))
+    return [(min(rank * each, len(weight)), min((rank + 1) * each, len(weight))) for rank in range(len(ranks))]
 
 
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:

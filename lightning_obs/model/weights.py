@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_obs.distributed.collectives import add_up
 from lightning_obs.model.lora import adapters_of
-from lightning_obs.model.sharding import unit_of, whole_shape
+from lightning_obs.model.sharding import groups_of_shards, unit_of, whole_shape
 
 
 def weight_matrix(module: nn.Module) -> torch.Tensor | None:
@@ -81,28 +81,19 @@ def weight_checksum(module: nn.Module) -> int | None:
 
 def weight_checksums(modules: Sequence[nn.Module]) -> list[int | None]:
     """:func:`weight_checksum` of several. Of a sharded weight, that of the whole: all ranks must call this alike."""
-    found = [_local_checksum(module) for module in modules]
+    checksums = [_local_checksum(module) for module in modules]
     sharded: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for at, module in enumerate(modules):
-        groups = _groups_of_shards(module)
-        if groups and found[at] is not None:
+        groups = groups_of_shards(module)
+        if groups and checksums[at] is not None:
             sharded.setdefault(groups, []).append(at)
     for groups, places in sharded.items():
         home = modules[places[0]].weight
         assert isinstance(home, torch.Tensor)
-        sums = torch.tensor([found[at] for at in places], device=home.device)
+        sums = torch.tensor([checksums[at] for at in places], device=home.device)
         for at, checksum in zip(places, add_up(sums, groups).tolist(), strict=True):  # one reduction for all modules
-            found[at] = checksum
-    return found
-
-
-def _groups_of_shards(module: nn.Module) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks over which the parts of a weight add up to all of it; none if this rank has it whole."""
-    weight, unit = getattr(module, "weight", None), unit_of(module)
-    if isinstance(weight, DTensor):
-        mesh, placements = weight.device_mesh, weight.placements
-        return tuple(mesh.get_group(dim) for dim, placed in enumerate(placements) if not placed.is_replicate())
-    return (unit.group,) if unit is not None and "weight" in unit.shapes[module] else ()
+            checksums[at] = checksum
+    return checksums
 
 
 def _local_checksum(module: nn.Module) -> int | None:

@@ -280,15 +280,15 @@ class Observer(RegistryMixin):
 
     def nonfinite_statistics(self) -> str | None:
         """Say how many values of which statistic are NaN or infinite; None if all are finite."""
-        found = []
+        bad = []
         for name in self.statistic_names():
             value = getattr(self, name)
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 wide = value.float() if value.itemsize == 1 else value  # torch does not ask it of float8
                 count = int((~torch.isfinite(wide)).sum())
                 if count:
-                    found.append(f"{count} of {value.numel()} {name.lstrip('_')} not finite")
-        return ", ".join(found) or None
+                    bad.append(f"{count} of {value.numel()} {name.lstrip('_')} not finite")
+        return ", ".join(bad) or None
 
     def statistic_names(self) -> list[str]:
         """Attributes that observing has set."""
