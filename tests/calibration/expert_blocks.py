@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_obs import linearize_experts
-from tests.moe_models import HIDDEN, ListBlock, StackedBlock, by_hand
+from tests.moe_models import ListBlock, StackedBlock, by_hand
 
 #: expert 3 gets no token, expert 2 one
 
@@ -25,11 +25,6 @@ def list_block() -> nn.Module:
 
 
 BLOCKS = pytest.mark.parametrize("make", [linear_block, list_block], ids=["linearized", "ModuleList"])
-
-
-@pytest.fixture
-def x():
-    return torch.randn(2, 4, HIDDEN)
 
 
 def routed(index: torch.Tensor, expert: int) -> torch.Tensor:

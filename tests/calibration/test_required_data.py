@@ -134,8 +134,12 @@ def test_a_weight_on_the_meta_device_is_refused():
 
 def test_data_for_w8a8_is_answered_with_the_static_preset(mlp):
     message = r"W8A8 needs no data.*: 2 batches were run.*use scheme='INT8_STATIC'"
+    session = CalibrationSession(mlp, "W8A8")
+    session.attach()
+    for x in torch.randn(2, 4, 16):
+        mlp(x)
     with pytest.warns(CalibrationWarning, match=message) as said:
-        calibrate(mlp, "W8A8", *torch.randn(2, 4, 16))
+        session.finalize()
     assert said[0].filename == __file__
 
 
