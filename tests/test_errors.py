@@ -66,6 +66,7 @@ def test_a_warning_points_at_the_users_line(run, message):
     assert all(w.lineno > run.__code__.co_firstlineno for w in given)
 
 
+@pytest.mark.slow
 def test_a_script_of_the_users_is_named(tmp_path):
     script = tmp_path / "mine.py"
     script.write_text(

@@ -85,7 +85,6 @@ class CalibrationSession:
             self.plan: Plan = build_plan(self.model, self.options)
             self._experts = ExpertWatch(self.model, self.options.calibrate_all_experts)
             together = [*self.plan.fused, *self._whole_layers()]
-        self.collectives = collectives or Collectives()
         self.observers: dict[Key, Observer] = {
             (target.name, base_name): make_observer(base_name, args)
             for target in self.plan.targets
@@ -106,7 +105,7 @@ class CalibrationSession:
         self._written: dict[str, torch.Tensor] = {}
         self._started = 0.0
         self._finalizer = Finalizer(
-            self.model, self.plan, self.observers, self._experts, together, self.options, self.collectives
+            self.model, self.plan, self.observers, self._experts, together, self.options, collectives or Collectives()
         )
         self._hooks = ObserverHooks(self.model, self.plan.targets, self.observers, self._experts)
         self._token_mask = token_mask
@@ -219,6 +218,15 @@ class CalibrationSession:
                 f"{name_list(self.result.fallback)}"
             )
         return self.result
+
+    @property
+    def collectives(self) -> Collectives:
+        """How to talk to the other ranks. A Trainer knows it only when it has started them."""
+        return self._finalizer.collectives
+
+    @collectives.setter
+    def collectives(self, collectives: Collectives) -> None:
+        self._finalizer.collectives = collectives
 
     @property
     def skipped(self) -> set[str]:

@@ -30,6 +30,7 @@ def moe_run(moe_folder, composed, tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_experts_are_quantized_and_the_checkpoint_gives_the_same_logits(moe_run, tmp_path, capsys):
     moe_run("scheme=w4a16", f"export.folder={tmp_path / 'out'}")
     assert "largest difference of logits 0.0" in capsys.readouterr().out

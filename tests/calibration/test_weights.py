@@ -129,7 +129,7 @@ def on_one_device(dtype):
     return {case: calibrate(Layers(dtype), [x.to(dtype) for x in data()], **options(*case)) for case in cases}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sharded_weights_get_the_scales_of_one_device(ranks, dtype):
     expected = on_one_device(dtype)
@@ -172,6 +172,7 @@ def impatient(strategy, name, patience):
     return {**options(strategy, name), "observers": {"weight": {"name": name, **kwargs}}}
 
 
+@pytest.mark.slow
 def test_a_search_stops_where_one_device_would_and_not_where_a_shard_would():
     cases = [(s, n, p) for s in ("channel4", "group") for n in ("memoryless_mse", "imatrix_mse") for p in (0, 1, 5)]
     expected = {case: calibrate(Layers(), data(), **impatient(*case)) for case in cases}

@@ -63,6 +63,7 @@ def expected():
     return callback.result.qparams
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["lightning", "torchrun", "two nodes"])
 def test_every_launcher_gives_the_qparams_of_one_device_and_one_checkpoint(how, tmp_path, expected):
     for code, output in launch(how, tmp_path):
@@ -75,6 +76,7 @@ def test_every_launcher_gives_the_qparams_of_one_device_and_one_checkpoint(how, 
     load_checkpoint(Net(), tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["lightning", "torchrun"])
 def test_an_unreached_expert_ends_every_process_with_the_error(how, tmp_path):
     ((code, output),) = launch(how, tmp_path, "--unreached")

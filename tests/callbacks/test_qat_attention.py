@@ -205,6 +205,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(step, tiny_llama, 
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("scheme", [None, attention()], ids=["kv", "q, k, v"])
 def test_a_compiled_model_trains_as_an_eager_one(scheme, tiny_llama, batches):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import lightning as L
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
@@ -52,6 +53,7 @@ class Language(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+@pytest.mark.slow
 def test_a_new_process_with_transformers_alone_gets_the_logits_of_the_last_validation(tiny_llama, batches, tmp_path):
     folders = {}
     for scheme, dtype in RUNS:

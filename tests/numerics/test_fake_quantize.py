@@ -88,6 +88,7 @@ def compiled(run, backend="aot_eager"):
     return torch.compile(run, backend=backend, fullgraph=True)
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("learn", [False, True], ids=["fixed", "learned"])
 @pytest.mark.parametrize("args", [SOME[0], SOME[2]])
