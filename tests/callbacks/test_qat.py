@@ -258,9 +258,10 @@ def test_nothing_happens_in_the_sanity_check_unless_asked_for():
     assert torch.equal(plain["out"], plain["expected"])
 
 
-def test_validate_before_fit_calibrates_and_fit_starts_with_its_ranges():
+@pytest.mark.parametrize("calibration_batches", [0, 2])
+def test_validate_before_fit_calibrates_and_fit_starts_with_its_ranges(calibration_batches):
     module, watch = Regression(), Watch()
-    callback = QuantizationAwareTraining("INT8_STATIC", observe="none", calibration_batches=0)
+    callback = QuantizationAwareTraining("INT8_STATIC", observe="none", calibration_batches=calibration_batches)
     trainer(callback).validate(module, loader(), verbose=False)
     scale = float(module.net[0].input_scale)
     trainer(callback, watch).fit(module, loader(), loader(seed=2))
