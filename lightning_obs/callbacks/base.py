@@ -111,7 +111,7 @@ class SessionCallback(Callback):
 
     def _tokenizer(self) -> Any:
         candidates = (getattr(self._owner, name, None) for name in ("tokenizer", "processor"))
-        return next((found for found in candidates if hasattr(found, "save_pretrained")), None)
+        return next((one for one in candidates if hasattr(one, "save_pretrained")), None)
 
     # ------------------------------------------------------------------ the session
 
@@ -223,13 +223,13 @@ def find_module(pl_module: nn.Module, path: str | None = None) -> nn.Module:
     """
     if path is not None:
         try:
-            found = pl_module.get_submodule(path)
+            module = pl_module.get_submodule(path)
         except AttributeError as error:
             children = ", ".join(name for name, _ in pl_module.named_children()) or "none"
             raise CalibrationError(
                 f"{type(pl_module).__name__} has no module {path!r}", expected=f"one of its modules: {children}"
             ) from error
-        return _innermost(found)
+        return _innermost(module)
     children_inside = {name: _innermost(child) for name, child in pl_module.named_children()}
     models = {name: child for name, child in children_inside.items() if is_transformers_model(child)}
     if len(models) > 1:

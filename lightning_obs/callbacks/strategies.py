@@ -45,10 +45,10 @@ def collectives_of(trainer: Trainer) -> Collectives:
         return reduced
 
     def gather_object(thing: Any) -> list[Any]:
-        found: list[Any] = [None] * trainer.world_size
+        things: list[Any] = [None] * trainer.world_size
         with all_ranks_answer():
-            dist.all_gather_object(found, thing)
-        return found
+            dist.all_gather_object(things, thing)
+        return things
 
     return Collectives(reduce, gather_object, trainer.global_rank, strategy.root_device, trainer.world_size)
 

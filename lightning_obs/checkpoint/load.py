@@ -50,7 +50,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
                 f"{folder} has no {name}", remedy="give the folder that export_checkpoint wrote for a plain module."
             )
     state = load_file(folder / WEIGHTS_FILE)
-    found = _compressible_qparams(model, folder, state) | _own_qparams(model, folder)
+    quantized_modules = _compressible_qparams(model, folder, state) | _own_qparams(model, folder)
     keys = set(model.state_dict())
     missing, unexpected = sorted(keys - set(state)), sorted(set(state) - keys)
     if missing or unexpected:
@@ -69,7 +69,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
         )
     with torch.inference_mode(False), torch.no_grad():
         model.load_state_dict(state)
-        for module, scheme, qparams in found.values():
+        for module, scheme, qparams in quantized_modules.values():
             write_qparams(module, scheme, qparams)
             if compressible_type(module) is not None and scheme.weights is not None:
                 # The weight is on the grid already, it need not be quantized at each forward.
@@ -78,10 +78,10 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
     return model
 
 
-_Found = dict[str, tuple[nn.Module, QuantizationScheme, dict[str, torch.Tensor]]]
+_QuantizedModules = dict[str, tuple[nn.Module, QuantizationScheme, dict[str, torch.Tensor]]]
 
 
-def _compressible_qparams(model: nn.Module, folder: Path, state: dict[str, torch.Tensor]) -> _Found:
+def _compressible_qparams(model: nn.Module, folder: Path, state: dict[str, torch.Tensor]) -> _QuantizedModules:
     """Take the compressed entries out of ``state``, put the dequantized weights in, return the qparams."""
     raw = json.loads((folder / CONFIG_FILE).read_text()).get("quantization_config")
     if raw is None:
@@ -95,7 +95,7 @@ def _compressible_qparams(model: nn.Module, folder: Path, state: dict[str, torch
         raise CalibrationError(
             "the checkpoint has a quantized kv cache, which transformers loads", remedy="from_pretrained(folder)."
         )
-    found: _Found = {}
+    by_name: _QuantizedModules = {}
     matched = {id(m) for _, m in match_named_modules(model, list(by_target), config.ignore)}
     for name, module in model.named_modules(remove_duplicate=False):
         if id(module) not in matched or compressible_type(module) is None:
@@ -118,11 +118,11 @@ def _compressible_qparams(model: nn.Module, folder: Path, state: dict[str, torch
             dtype = getattr(module, key).dtype
             state[prefix + key] = local[key].to(dtype)
         qparams = {k: v for k, v in local.items() if k not in keep and k.endswith(("scale", "zero_point"))}
-        found[name] = (module, scheme, qparams)
-    return found
+        by_name[name] = (module, scheme, qparams)
+    return by_name
 
 
-def _own_qparams(model: nn.Module, folder: Path) -> _Found:
+def _own_qparams(model: nn.Module, folder: Path) -> _QuantizedModules:
     path = folder / QPARAMS_FILE
     if not path.is_file():
         return {}

@@ -72,8 +72,8 @@ def qparams_home(module: nn.Module) -> torch.Tensor | None:
 def calibrated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every calibrated module under its first name."""
     with without_wrappers(model):
-        found = [(name, module) for name, module in model.named_modules() if get_scheme(module) is not None]
-    yield from found
+        named = [(name, module) for name, module in model.named_modules() if get_scheme(module) is not None]
+    yield from named
 
 
 def write_qparams(
@@ -122,9 +122,9 @@ def read_qparams(module: nn.Module) -> dict[str, torch.Tensor]:
     ``model.to(device)`` does not take plain attributes along, so they are moved when they are read.
     """
     names = (f"{base}_{suffix}" for base in (*_ARGS, *ATTENTION) for suffix in SUFFIXES)
-    found = {name: getattr(module, name) for name in names if isinstance(getattr(module, name, None), torch.Tensor)}
-    home = qparams_home(module) if found else None
-    return found if home is None else {n: v.to(home.device) for n, v in found.items()}
+    qparams = {name: getattr(module, name) for name in names if isinstance(getattr(module, name, None), torch.Tensor)}
+    home = qparams_home(module) if qparams else None
+    return qparams if home is None else {n: v.to(home.device) for n, v in qparams.items()}
 
 
 def clear_qparams(module: nn.Module) -> None:

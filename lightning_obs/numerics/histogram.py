@@ -65,10 +65,10 @@ def count_values(observed: torch.Tensor) -> Histogram:
 
     A NaN makes ``low`` and ``high`` NaN, an infinity makes one of them infinite: neither can be overlooked.
     """
-    found = [_count_flat(observed[:, q].reshape(-1)) for q in range(observed.shape[1])]
-    if len(found) == 1:  # half a megabyte that need not be copied
-        return Histogram(*(part.unsqueeze(0) for part in found[0]))
-    counts, low, high = (torch.stack(parts) for parts in zip(*found, strict=True))
+    parts = [_count_flat(observed[:, q].reshape(-1)) for q in range(observed.shape[1])]
+    if len(parts) == 1:  # half a megabyte that need not be copied
+        return Histogram(*(part.unsqueeze(0) for part in parts[0]))
+    counts, low, high = (torch.stack(each) for each in zip(*parts, strict=True))
     return Histogram(counts, low, high)
 
 
@@ -256,8 +256,8 @@ def _count_flat(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     for part in values.split(tile):
         rounded = part if lossless else patterns[: len(part)].copy_(part)
         # Unsigned, because a bin is no negative number; widened, because bincount takes no uint16.
-        found = torch.bincount(codes[: len(part)].copy_(rounded.view(torch.uint16)), minlength=BINS)
-        counts = found if counts is None else counts.add_(found)
+        counted = torch.bincount(codes[: len(part)].copy_(rounded.view(torch.uint16)), minlength=BINS)
+        counts = counted if counts is None else counts.add_(counted)
     assert counts is not None
     if not lossless or len(values) <= _TILE_CPU:  # reading few values again is faster than looking through the bins
         return counts, *torch.aminmax(values)

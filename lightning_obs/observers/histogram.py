@@ -74,8 +74,8 @@ class CountingObserver(Observer):
     @override
     def measure(self, observed: torch.Tensor) -> Histogram:
         scales = observed.shape[1:-1]
-        found = count_values(observed.flatten(1, -2))
-        return Histogram(found.counts.unflatten(0, scales), found.low.reshape(scales), found.high.reshape(scales))
+        counted = count_values(observed.flatten(1, -2))
+        return Histogram(counted.counts.unflatten(0, scales), counted.low.reshape(scales), counted.high.reshape(scales))
 
     @override
     def merge(self, measured: Histogram) -> None:
@@ -88,12 +88,12 @@ class CountingObserver(Observer):
     @override
     def nonfinite_statistics(self) -> str | None:
         nan = count_nan(self.counts) if self.has_statistics else 0
-        found = [super().nonfinite_statistics(), f"{nan} of {int(self.counts.sum())} values NaN" if nan else None]
-        return ", ".join(filter(None, found)) or None
+        problems = [super().nonfinite_statistics(), f"{nan} of {int(self.counts.sum())} values NaN" if nan else None]
+        return ", ".join(filter(None, problems)) or None
 
 
-class _Found(NamedTuple):
-    """A range, and what it was found from."""
+class _Choice(NamedTuple):
+    """A range, and what it was chosen from."""
 
     statistics: tuple[torch.Tensor, ...]
     state: Hashable
@@ -134,7 +134,7 @@ class HistogramObserver(CountingObserver, keeps_extremes=True):
         "grid": 100.0,
         "norm": 2.0,
     }
-    _bookkeeping: ClassVar[tuple[str, ...]] = (*CountingObserver._bookkeeping, "_found")
+    _bookkeeping: ClassVar[tuple[str, ...]] = (*CountingObserver._bookkeeping, "_choice")
     criterion: str
     percentile: float
     maxshrink: float
@@ -144,7 +144,7 @@ class HistogramObserver(CountingObserver, keeps_extremes=True):
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        self._found: _Found | None = None
+        self._choice: _Choice | None = None
         if self.criterion not in CRITERIA:
             raise CalibrationError("criterion", got=repr(self.criterion), expected=f"one of {', '.join(CRITERIA)}")
         require_percentile(self.percentile)
@@ -163,24 +163,24 @@ class HistogramObserver(CountingObserver, keeps_extremes=True):
         """
         self._require_statistics()
         statistics, state = (self.counts, self.min_vals, self.max_vals), self._state()
-        found = self._found
+        chosen = self._choice
         if (
-            found is None
-            or found.state != state
-            or any(a is not b for a, b in zip(found.statistics, statistics, strict=True))
+            chosen is None
+            or chosen.state != state
+            or any(a is not b for a, b in zip(chosen.statistics, statistics, strict=True))
         ):
-            found = _Found(statistics, state, self._search())
-            self._found = None if state is None else found
-        low, high = found.range
+            chosen = _Choice(statistics, state, self._search())
+            self._choice = None if state is None else chosen
+        low, high = chosen.range
         return low.clone(), high.clone()
 
     @override
     def merge(self, measured: Histogram) -> None:
-        self._found = None  # it would keep the old counts
+        self._choice = None  # it would keep the old counts
         super().merge(measured)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_found": None}  # a copy's tensors count their changes anew
+        return {**vars(self), "_choice": None}  # a copy's tensors count their changes anew
 
     def _state(self) -> Hashable:
         """Changes when a statistic is written to in place, or a hyperparameter changes. None: cannot be told."""
@@ -208,10 +208,10 @@ class HistogramObserver(CountingObserver, keeps_extremes=True):
         return low, high
 
     def _costs(self, q: int, lows: torch.Tensor, highs: torch.Tensor) -> torch.Tensor:
-        found = self._support(q)
+        counted = self._support(q)
         if self.criterion == "entropy":
-            return candidate_divergences(found, lows, highs, self.args)
-        return candidate_errors(found, lows, highs, self.args, self.norm)
+            return candidate_divergences(counted, lows, highs, self.args)
+        return candidate_errors(counted, lows, highs, self.args, self.norm)
 
     def _support(self, q: int) -> Support:
         counts = self.counts.flatten(0, -2)[q]
