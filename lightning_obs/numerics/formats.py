@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
-from compressed_tensors.quantization.quant_args import FP4_E2M1_DATA, FP6_E2M3_DATA, FP8_E4M3_DATA, FloatArgs
+from compressed_tensors.quantization.quant_args import FP4_E2M1_DATA, FP8_E4M3_DATA, FloatArgs
 from compressed_tensors.quantization.utils import calculate_qparams
 
 
@@ -42,8 +42,8 @@ class FloatFormat(NamedTuple):
         return 2.0**self.smallest, 1.5 * 2.0 ** (23 - self.mantissa)
 
 
-#: bits -> format
-FLOATS = {data.bits: FloatFormat.of(data) for data in (FP8_E4M3_DATA, FP6_E2M3_DATA, FP4_E2M1_DATA)}
+#: bits -> format; compressed-tensors 0.19 does not describe the one of 6 bits, E2M3
+FLOATS = {8: FloatFormat.of(FP8_E4M3_DATA), 6: FloatFormat(7.5, 0.5, 3, 0), 4: FloatFormat.of(FP4_E2M1_DATA)}
 
 
 class Levels(NamedTuple):
