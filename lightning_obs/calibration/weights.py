@@ -6,9 +6,9 @@ scale that several ranks found (a whole tensor, a block across the edge of two s
 maximum, where the observer is an extreme. Whether it can be so is asked of the observer (``for_rows``, ``join``).
 
 A search for the least error stops when some candidates in a row improved no scale *of the whole tensor*. A shard cannot
-know that, so it visits the candidates after its own end too, and sends beside the ranges which candidates improved any
-of its rows, and the few ranges that changed after its end. From all shards' notes each rank derives where one device
-would have stopped. So the range found is one device's, at the price of the early stop.
+know that, so it visits all candidates, and sends beside the ranges which of them improved any of its rows. From all
+shards' notes each rank derives where one device would have stopped; if a later candidate was better for some scale, the
+shards search once more, that far. So the range found is one device's (``agree``).
 
 What cannot be decided row by row (a search over a whole tensor or over a block across two shards, a histogram, an
 observer of the user's) sees the whole weight, on one rank: weights are gathered one at a time, in an order that is the
@@ -130,16 +130,20 @@ class Weights:
             else:
                 observe(key, self.observers[key], _matrix(self.modules[key]))
 
-        shared = share_weights(
-            {**whole, **{part: shard.observer for part, shard in parts.items()}},
-            {**owners, **{part: shard.rank for part, shard in parts.items()}},
-            search,
-            self.collectives,
-            failure,
-        )
+        ranks = {part: shard.rank for part, shard in parts.items()}
+        together = {**whole, **{part: shard.observer for part, shard in parts.items()}}
+        collectives = share_weights(together, {**owners, **ranks}, search, self.collectives, failure).collectives
+        again = {
+            shard.key: shard.observer
+            for key, of_weight in shards.items()
+            if self.observers[key].agree([shard.observer for shard in of_weight])
+            for shard in of_weight
+        }
+        if again:
+            collectives += share_weights(again, ranks, search, self.collectives).collectives
         for key, of_weight in shards.items():
             self.observers[key].join([(shard.start, shard.observer) for shard in of_weight])
-        return shared.collectives
+        return collectives
 
     # ------------------------------------------------------------------ rows of each rank
 

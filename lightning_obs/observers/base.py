@@ -323,6 +323,10 @@ class Observer(RegistryMixin):
         height = rows_per_scale(self.args)
         return height is not None and row % height == 0
 
+    def agree(self, parts: Sequence[Any]) -> bool:
+        """Let observers of :meth:`for_rows`, of all rows, decide together; whether they have to observe once more."""
+        return False
+
     def join(self, parts: Sequence[tuple[int, Any]]) -> None:
         """Take over the weight's whole range from ``(first row, observer of :meth:`for_rows`)`` of all its rows."""
         low, high = join_ranges([(row, *part.get_min_max()) for row, part in parts], rows_per_scale(self.args))

@@ -34,7 +34,6 @@ class IMatrixMSEObserver(MemorylessMSEObserver, by_rows=True):
         grid: steps per unit of p.
         norm: exponent of the error.
         expand: factor on the range before the search, at least 1.
-        compile: see :class:`~lightning_obs.observers.MemorylessMSEObserver`.
         strict: a weight whose inputs were not seen is an error. Off: it is searched with equal weights.
 
     Raises:

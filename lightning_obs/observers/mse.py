@@ -12,8 +12,7 @@ from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.patience import visited
-from lightning_obs.numerics.range_search.compiled import Compile
-from lightning_obs.numerics.range_search.search import Beyond, search_block_range, search_range, shrink_factors
+from lightning_obs.numerics.range_search.search import search_block_range, search_range, shrink_factors
 from lightning_obs.observers.base import MinMaxTuple, Observer
 from lightning_obs.observers.moving_average import MovingAverageObserver
 
@@ -34,11 +33,9 @@ class MemorylessMSEObserver(Observer, by_rows=True):
         grid: steps per unit of p.
         norm: exponent of the error; 2 is the mean squared error, more fears large errors more.
         expand: factor on the range before the search, at least 1.
-        compile: whether to compile the inner loop: True, False, or "auto": where there is a compiler and so much work
-            that it pays. The range is the same.
 
     Raises:
-        CalibrationError: a value outside of these; ``compile`` is True and there is no compiler, or it failed.
+        CalibrationError: a value outside of these; ``compile``, which earlier versions took.
 
     Reference:
         The grid search of llm-compressor's ``memoryless_mse``; its norm of 2.4 is that of GPTQ's reference code
@@ -51,21 +48,25 @@ class MemorylessMSEObserver(Observer, by_rows=True):
         "grid": 100.0,
         "norm": 2.4,
         "expand": 1.0,
-        "compile": "auto",
     }
     maxshrink: float
     patience: int
     grid: float
     norm: float
     expand: float
-    compile: Compile
-    #: whether to keep apart what candidates after the early stop improve: for a search that sees some rows of a tensor
-    looks_beyond: bool = False
-    improved: torch.Tensor  # (candidates,), bool
-    later: torch.Tensor  # (2, K): number of a candidate after the end, ascending; scale that it improved
-    later_range: torch.Tensor  # (2, K): smallest and largest value there
+    #: whether other observers search other rows of the same weight: then all of them decide where the search ends
+    is_part: bool = False
+    #: that end, once it is decided: so many candidates are visited
+    stop: int | None = None
+    improved: torch.Tensor  # (candidates,), bool: those that improved a scale of this part
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
+        if "compile" in {**(args.observer_kwargs or {}), **observer_kwargs}:
+            raise CalibrationError(
+                "the range search is not compiled by torch any more, and is as fast without",
+                got="compile",
+                remedy="remove it from the observer's hyperparameters.",
+            )
         super().__init__(base_name, args, **observer_kwargs)
         for name, least, most, expected in (
             ("maxshrink", 0.0, 1.0, "a value in [0, 1]"),
@@ -77,9 +78,6 @@ class MemorylessMSEObserver(Observer, by_rows=True):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not least <= value <= most:
                 raise CalibrationError(name, got=repr(value), expected=expected)
-        if self.compile not in (True, False, "auto"):
-            raise CalibrationError("compile", got=repr(self.compile), expected="'auto', True or False")
-        self.compile = "auto" if self.compile == "auto" else bool(self.compile)
 
     @override
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
@@ -118,45 +116,40 @@ class MemorylessMSEObserver(Observer, by_rows=True):
     def _search(
         self, observed: torch.Tensor, importance: torch.Tensor | None = None, in_blocks: bool = False
     ) -> MinMaxTuple:
-        factors, beyond = self.candidates(), Beyond() if self.looks_beyond else None
-        options: dict[str, Any] = {name: getattr(self, name) for name in ("norm", "expand", "compile")}
-        options |= {"patience": self.idle_limit, "beyond": beyond}
+        options: dict[str, Any] = {"norm": self.norm, "expand": self.expand, "patience": self.idle_limit}
+        factors = self.candidates()
+        if self.stop is not None:
+            factors, options["patience"] = factors[: self.stop], None
+        options["part"] = self.is_part and self.stop is None
         if in_blocks:
-            chosen = search_block_range(observed, self.args, factors, **options)
+            low, high, improved = search_block_range(observed, self.args, factors, **options)
         else:
-            chosen = search_range(observed, self.args, factors, importance=importance, **options)
-        if beyond is not None:
-            self.improved = torch.tensor(beyond.improved)
-            self.later = torch.stack([beyond.numbers, beyond.rows])
-            self.later_range = torch.stack([beyond.low, beyond.high])
-        return chosen
-
-    def extend_search(self, stop: int) -> None:
-        """Go on to the first ``stop`` candidates with a search that :attr:`looks_beyond`."""
-        low, high = self.min_vals.flatten().clone(), self.max_vals.flatten().clone()
-        numbers, scales = self.later
-        for number in numbers[numbers < stop].unique():  # ascending: the last that improved a scale is the best
-            which = numbers == number
-            low[scales[which]], high[scales[which]] = self.later_range[:, which]
-        self.load_statistics({"min_vals": low.view_as(self.min_vals), "max_vals": high.view_as(self.max_vals)})
+            low, high, improved = search_range(observed, self.args, factors, importance=importance, **options)
+        if self.is_part:
+            self.improved = torch.tensor(improved)
+        return low, high
 
     @override
     def for_rows(self, start: int) -> Observer | None:
         part = super().for_rows(start)
         if isinstance(part, MemorylessMSEObserver):
-            part.looks_beyond = part.may_stop_early
+            part.is_part = part.may_stop_early
         return part
 
     @override
-    def join(self, parts: Sequence[tuple[int, MemorylessMSEObserver]]) -> None:
-        """End the parts' searches where one search of the whole weight would have ended, then join their ranges."""
-        searches = [part for _, part in parts]
-        if searches[0].looks_beyond:
-            improved = torch.stack([search.improved.cpu() for search in searches]).any(0)
-            stop = visited(improved.tolist(), self.idle_limit)
-            for search in searches:
-                search.extend_search(stop)
-        super().join(parts)
+    def agree(self, parts: Sequence[Observer]) -> bool:
+        """End where one search of the whole weight would have ended: search once more if that is sooner."""
+        searches = [part for part in parts if isinstance(part, MemorylessMSEObserver) and part.is_part]
+        if not searches:
+            return False
+        improved = torch.stack([search.improved.cpu() for search in searches]).any(0).tolist()
+        stop = visited(improved, self.idle_limit)
+        if not any(improved[stop:]):  # no scale was chosen after the end
+            return False
+        for search in searches:
+            search.reset()
+            search.stop = stop
+        return True
 
     @override
     def merge(self, measured: MinMaxTuple) -> None:
@@ -169,7 +162,7 @@ class MovingAverageMSEObserver(MovingAverageObserver, MemorylessMSEObserver, by_
 
     Args:
         averaging_constant: the weight of the newest tensor, in (0, 1]. 1 keeps the newest only.
-        maxshrink, patience, grid, norm, expand, compile: see :class:`MemorylessMSEObserver`.
+        maxshrink, patience, grid, norm, expand: see :class:`MemorylessMSEObserver`.
     """
 
     hyperparameters: ClassVar[dict[str, Any] | None] = {}

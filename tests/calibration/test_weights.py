@@ -147,22 +147,22 @@ def test_sharded_weights_get_the_scales_of_one_device(ranks, dtype):
 
 def on_impatient(rank, ranks, cases):
     model = shard(Layers())
-    found, went_on, extend = {}, [], MemorylessMSEObserver.extend_search
+    found, again, agree = {}, [], MemorylessMSEObserver.agree
 
-    def counting(self, stop):
-        went_on.append(int((self.later[0] < stop).sum()))
-        extend(self, stop)
+    def counting(self, parts):
+        again.append(agree(self, parts))
+        return again[-1]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(MemorylessMSEObserver, "extend_search", counting)
+        patched.setattr(MemorylessMSEObserver, "agree", counting)
         for strategy, name, patience in cases:
             given = impatient(strategy, name, patience)
             session = CalibrationSession(model, given.pop("scheme"), collectives=Collectives.of_group(), **given)
-            went_on.clear()
+            again.clear()
             with session:
                 for x in data()[rank::ranks] if session.needs_data else ():
                     model(x)
-            found[strategy, name, patience] = session.result.qparams, session.result.collectives, sum(went_on)
+            found[strategy, name, patience] = session.result.qparams, session.result.collectives, sum(again)
     return found
 
 
@@ -178,9 +178,9 @@ def test_a_search_stops_where_one_device_would_and_not_where_a_shard_would():
     expected = {case: calibrate(Layers(), data(), **impatient(*case)) for case in cases}
     for results in run_ranks(on_impatient, 4, 4, cases):
         assert all(same(qparams, expected[case], case) for case, (qparams, *_) in results.items())
-        assert {case: took for case, (_, took, _) in results.items() if took > 6} == {}
-        # The rule mattered: some scales changed after the end of their shard's own search.
-        assert sum(went_on > 0 for _, _, went_on in results.values()) >= 3
+        assert {case: took for case, (_, took, again) in results.items() if took > (10 if again else 6)} == {}
+        # The rule mattered: some weights were searched once more, and not as far as the first time.
+        assert any(again for *_, again in results.values())
 
 
 def on_counting(rank):
@@ -200,8 +200,8 @@ def on_counting(rank):
 def test_each_rank_searches_at_most_its_share_of_the_elements():
     total = 32 * (65 + 33)
     searched = run_ranks(on_counting, 2)
-    assert sum(searched) == total
-    assert max(searched) <= 0.55 * total
+    assert sum(searched) in (total, 2 * total)  # twice where a candidate after the common end was better for a scale
+    assert max(searched) <= 0.55 * sum(searched)
 
 
 # ---------------------------------------------------------------------- what else looks at weights

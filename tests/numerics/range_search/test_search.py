@@ -8,12 +8,15 @@ from compressed_tensors.quantization import QuantizationArgs, preset_name_to_sch
 from compressed_tensors.quantization.lifecycle import fake_quantize
 from compressed_tensors.quantization.quant_args import round_to_quantized_type_args
 from compressed_tensors.quantization.utils import calculate_qparams, calculate_range
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.range_search.search import observed_range, search_range, shrink_factors
+from lightning_obs.numerics.patience import visited
+from lightning_obs.numerics.range_search import on_cpu, plain, search
+from lightning_obs.numerics.range_search.rows import rows_of_observed
+from lightning_obs.numerics.range_search.search import observed_range, search_block_range, shrink_factors
 from lightning_obs.numerics.reshape import flatten_for_calibration
 
 FACTORS = shrink_factors(maxshrink=0.2, grid=100.0)
@@ -35,6 +38,19 @@ STRATEGIES = {
     "block": {"strategy": "block", "block_structure": [8, 24]},
 }
 every_format = pytest.mark.parametrize("args", FORMATS.values(), ids=FORMATS)
+
+
+@pytest.fixture(params=["loops", "plain"], autouse=True)
+def execution(request, monkeypatch):
+    """Every test holds for both executions."""
+    if request.param == "plain":
+        monkeypatch.setattr(on_cpu, "can_search", lambda *_: False)
+    return request.param
+
+
+def search_range(*args, **kwargs):
+    """The chosen range."""
+    return search.search_range(*args, **kwargs)[:2]
 
 
 def brute_force(observed, args, factors, patience=5, norm=2.4, expand=1.0, importance=None):
@@ -134,19 +150,35 @@ def test_no_visited_candidate_has_less_error_in_float64(args, dtype):
 @pytest.mark.parametrize("tile", [1, 7, 64, 100, 1000])
 @pytest.mark.parametrize("shape", [(1, 12, 1, 64), (9, 4, 16), (9, 1, 33)])
 def test_the_tile_changes_nothing_but_rounding(shape, tile):
-    observed = torch.randn(shape)
-    whole = search_range(observed, FORMATS["int4"], FACTORS)
-    tiled = search_range(observed, FORMATS["int4"], FACTORS, tile=tile)
-    ours, theirs = (error_at(observed, FORMATS["int4"], found) for found in (tiled, whole))
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    observed, factors = torch.randn(shape), torch.tensor(FACTORS, dtype=torch.float64)
+    grid, rows = NumberGrid.of(FORMATS["int4"]), rows_of_observed(observed)
+    results = [plain.visit(rows, factors, grid, 2.4, 1.0, tile=tile) for tile in (0, tile)]
+    ends = [(found.low.reshape(shape[1:-1]), found.high.reshape(shape[1:-1])) for found in results]
+    whole, tiled = (error_at(observed, FORMATS["int4"], found) for found in ends)
+    torch.testing.assert_close(tiled, whole, rtol=1e-5, atol=0)
 
 
-def test_a_tile_is_not_stopped_by_its_own_patience():
-    """Rows that improve late keep the search going for the rows of every tile."""
+def test_a_search_of_rows_ends_where_the_last_row_ends():
+    """Rows that improve late keep the search going for all rows."""
     observed = torch.randn(1, 64, 1, 32)
     observed[:, 32:] *= 3
     expected, _ = brute_force(observed, FORMATS["int8"], FACTORS, patience=2)
-    assert_same(search_range(observed, FORMATS["int8"], FACTORS, patience=2, tile=64), expected)
+    assert_same(search_range(observed, FORMATS["int8"], FACTORS, patience=2), expected)
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "fp8", "mxfp4"])
+@pytest.mark.parametrize("patience", [1, 2, 5])
+def test_parts_that_join_what_improved_end_where_the_whole_ends(name, patience):
+    observed = torch.randn(1, 6, 64)
+    whole = search.search_range(observed, FORMATS[name], FACTORS, patience=patience)
+    halves = [
+        search.search_range(part, FORMATS[name], FACTORS, patience=patience, part=True) for part in observed.chunk(2, 1)
+    ]
+    improved = [any(each) for each in zip(*(half.improved for half in halves), strict=True)]
+    stop = visited(improved, patience)
+    assert improved[:stop] == whole.improved
+    again = [search_range(part, FORMATS[name], FACTORS[:stop], patience=None) for part in observed.chunk(2, 1)]
+    assert_same([torch.cat(ends) for ends in zip(*again, strict=True)], whole[:2])
 
 
 EDGES = {
@@ -204,7 +236,7 @@ numbers = st.one_of(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), rows=st.integers(1, 4), group=st.integers(1, 9), name=st.sampled_from(sorted(FORMATS)))
 def test_any_values_give_the_brute_force_range(data, rows, group, name):
     values = data.draw(st.lists(numbers, min_size=rows * group, max_size=rows * group))
@@ -225,11 +257,10 @@ def test_uniform_importance_changes_nothing():
 
 
 @pytest.mark.parametrize("shape", [(16,), (4, 16), (1, 1, 16), (8, 4, 16), (8, 1, 16)])
-@pytest.mark.parametrize("tile", [None, 48, 7])
-def test_importance_weighs_every_value(shape, tile):
+def test_importance_weighs_every_value(shape):
     observed, importance = torch.randn(1, 8, 4, 16), torch.rand(shape) ** 4
     expected, _ = brute_force(observed, FORMATS["int4"], FACTORS, patience=None, importance=importance)
-    found = search_range(observed, FORMATS["int4"], FACTORS, patience=None, importance=importance, tile=tile)
+    found = search_range(observed, FORMATS["int4"], FACTORS, patience=None, importance=importance)
     assert_same(found, expected)
     assert not torch.equal(found[0], search_range(observed, FORMATS["int4"], FACTORS, patience=None)[0])
 
@@ -261,3 +292,41 @@ def test_factors_count_down_to_but_not_including_the_end():
 def test_without_factors_the_range_is_the_observed_one():
     observed = torch.randn(1, 4, 8)
     assert_same(search_range(observed, FORMATS["int4"], []), observed_range(observed))
+
+
+# ---------------------------------------------------------------------- layouts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["fp8", "int4", "int8 asymmetric"])
+def test_blocks_are_searched_where_they_are_as_they_would_be_when_copied(dtype, name):
+    kwargs = FORMATS[name].model_dump(include={"num_bits", "type", "symmetric"})
+    args = QuantizationArgs(**kwargs, strategy="block", block_structure=[8, 16])
+    weight = (torch.randn(32, 80) * torch.rand(32, 1)).to(dtype)
+    blocks = weight.reshape(4, 8, 5, 16).transpose(1, 2).flatten(-2).unsqueeze(0)
+    assert_same(search_block_range(weight, args, FACTORS)[:2], search_range(blocks, args, FACTORS))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_tensor_need_not_be_contiguous(name):
+    observed = torch.randn(16, 6, 20)
+    for view in (observed.transpose(1, 2), observed[:, ::2], observed[..., ::3], observed[:, :1].expand(-1, 4, -1)):
+        assert_same(search_range(view, FORMATS[name], FACTORS), search_range(view.clone(), FORMATS[name], FACTORS))
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "int4 asymmetric", "fp8"])
+def test_counted_values_give_the_least_error_in_float64(name):
+    """2**18 bfloat16 values of one scale are counted; the oracle measures each of them."""
+    args = FORMATS[name]
+    observed = torch.distributions.StudentT(5.0).sample((1, 1, 1 << 18)).bfloat16()
+    low, high = search_range(observed, args, FACTORS, patience=None)
+    ends = observed.amin((0, -1)), observed.amax((0, -1))
+    every = torch.stack([error_at(observed, args, (ends[0] * p, ends[1] * p)) for p in FACTORS])
+    assert low.dtype == torch.bfloat16
+    assert error_at(observed, args, (low, high)) <= every.amin(0) * (1 + 1e-6)
+
+
+def test_values_that_are_not_finite_are_not_counted():
+    observed = torch.randn(1, 1, 1 << 18).bfloat16()
+    observed[0, 0, 3] = float("nan")
+    assert search_range(observed, FORMATS["int8"], FACTORS)[0].isnan().all()

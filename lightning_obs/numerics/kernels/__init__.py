@@ -1,0 +1,144 @@
+"""Loops over tensors in a CPU's memory, compiled by numba: what torch's own operations do in many passes, in one.
+
+Nothing here imports numba before a loop is needed, and where there is no numba the callers' plain torch runs instead.
+The loops see flat memory, ``(elements,)`` of uint32 or uint16, and find their values by strides: nothing is copied or
+widened before. They hold no lock of Python's, so rows are split over as many threads of Python as torch uses; who adds
+up what does not depend on their number. No thread outlives a call, so a process may fork at any time.
+
+Compiled once per machine: numba keeps the result beside the source, else in its own cache folder; where neither can be
+written to, each process compiles anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from lightning_obs.errors import warn
+
+#: dtypes that the loops read -> how they tell them apart
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+# Values that one thread reads at least.
+_PART = 1 << 17
+
+_ready: set[tuple[object, str]] = set()
+_compiling = threading.Lock()
+
+
+def can_read(value: torch.Tensor) -> bool:
+    """Whether the loops can run on this tensor. Where only numba is missing, a warning says so once."""
+    return value.device.type == "cpu" and value.dtype in KINDS and value.layout == torch.strided and _has_numba()
+
+
+@functools.cache
+def _has_numba() -> bool:
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:
+        warn(f"numba cannot be imported ({error}): statistics and range searches run without it, ten times slower")
+        return False
+    return True
+
+
+def memory(value: torch.Tensor) -> Any:
+    """The memory of a tensor from its first element to its last, as flat uint32 or uint16."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    bits = value.detach().as_strided((span,), (1,)).view(torch.int32 if value.itemsize == 4 else torch.int16)
+    return bits.numpy().view("uint32" if value.itemsize == 4 else "uint16")
+
+
+def run(loop: Any, *arguments: Any) -> Any:
+    """Call a loop; while it is compiled, or read from the cache, a terminal says what takes so long."""
+    kind = (loop, str(getattr(arguments[0], "dtype", "")))
+    if kind in _ready:
+        return loop(*arguments)
+    with _compiling:
+        from rich.console import Console
+
+        logging.getLogger(__name__).debug("compiling %s", loop)
+        with Console(stderr=True).status("compiling a loop for this machine (once, some seconds)"):
+            result = loop(*arguments)
+        _ready.add(kind)
+    return result
+
+
+def in_threads(parts: int, work: Callable[[int], object]) -> None:
+    """Do all parts of some work that does not hold Python's lock, in as many threads as torch uses."""
+    threads = min(torch.get_num_threads(), parts)
+    if threads <= 1:
+        for part in range(parts):
+            work(part)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, range(parts)))
+
+
+def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest value of each row of ``(A, B, N, G)``, ``(A, B)`` each; NaN where a row has one."""
+    from lightning_obs.numerics.kernels import loops
+
+    if view.shape[:3].numel() == 1 and view.shape[3] > _PART:  # pieces, to share out
+        whole = view.shape[3] // _PART * _PART
+        pieces = [view[..., :whole].unflatten(-1, (-1, _PART))[0], view[..., whole:]]
+        lows, highs = zip(*(extremes(piece) for piece in pieces if piece.numel()), strict=True)
+        return torch.stack(lows).amin(0), torch.stack(highs).amax(0)
+    axis = 0 if view.shape[0] >= view.shape[2] else 2
+    parts = view.chunk(1 if view.numel() <= _PART else torch.get_num_threads(), axis)
+    mask = torch.iinfo(torch.int32 if view.itemsize == 4 else torch.int16).max
+    ends = [torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32).view(2, 1, 1).repeat(1, *p.shape[:2]) for p in parts]
+
+    def work(number: int) -> None:
+        part, (low, high) = parts[number], ends[number].numpy()
+        bits = memory(part)
+        run(
+            loops.extremes,
+            bits.view(bits.dtype.str.replace("u", "i")),
+            part.stride(),
+            tuple(part.shape),
+            mask,
+            low,
+            high,
+        )
+
+    in_threads(len(parts), work)
+    low, high = (torch.cat([e[i] for e in ends]) if axis == 0 else torch.stack([e[i] for e in ends]) for i in (0, 1))
+    if axis == 2:
+        low, high = low.amin(0), high.amax(0)
+    infinity = torch.tensor(torch.inf, dtype=view.dtype).view(torch.int32 if mask > 0x7FFF else torch.int16).int()
+    bad = (high > infinity) | (low < ~infinity)
+
+    def value(key: torch.Tensor) -> torch.Tensor:
+        pattern = key ^ ((key >> 31) & mask)
+        return (pattern if mask > 0x7FFF else pattern.short()).view(view.dtype).masked_fill(bad, torch.nan)
+
+    return value(low), value(high)
+
+
+def count_values(values: torch.Tensor, counts: torch.Tensor) -> None:
+    """Add how often each bfloat16 pattern occurs in flat ``values``, rounded to it, to ``(65536,)`` in int64."""
+    from lightning_obs.numerics.kernels import loops
+
+    run(loops.count, memory(values), KINDS[values.dtype], counts.numpy())
+
+
+def channel_squares(rows: torch.Tensor) -> torch.Tensor:
+    """Sum of squares per column of ``(T, C)``, ``(C,)`` in float64."""
+    from lightning_obs.numerics.kernels import loops
+
+    parts = rows.chunk(1 if rows.numel() <= _PART else torch.get_num_threads(), 1)
+    sums = torch.zeros(rows.shape[1], dtype=torch.float64)
+    each = sums.split([part.shape[1] for part in parts])
+
+    def work(number: int) -> None:
+        part = parts[number]
+        run(loops.squares, memory(part), KINDS[part.dtype], part.shape[1], part.stride(0), each[number].numpy())
+
+    in_threads(len(parts), work)
+    return sums

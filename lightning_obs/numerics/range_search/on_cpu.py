@@ -1,0 +1,257 @@
+"""The search by compiled loops: what the loops are told, and what the plain execution decides after them.
+
+A row of up to ``_ROW`` values meets all candidates in one visit, tile by tile, the tiles shared out over threads. A
+longer one is added up in pieces, some candidates at a time, since its tensor has few scales, and the search may end
+early.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from compressed_tensors.quantization.utils import calculate_qparams, should_generate_mx_scales
+
+from lightning_obs.numerics import kernels
+from lightning_obs.numerics.formats import NumberGrid
+from lightning_obs.numerics.patience import Patience
+from lightning_obs.numerics.range_search import plain
+from lightning_obs.numerics.range_search.plain import Visited, shrink
+from lightning_obs.numerics.range_search.power_fit import fit_power
+from lightning_obs.numerics.range_search.rows import Rows
+
+# Values of the longest row that is visited as a whole; of a tile; of what the plain execution gets at once.
+_ROW, _TILE, _GATHERED = 1 << 16, 1 << 17, 1 << 15
+# Rows of which the best candidates are kept until the plain execution has decided among them.
+_SLAB = 1 << 15
+#: dtype of ranges and scales -> (mantissa bits, exponent of the smallest normal number, largest number)
+_STORED = {torch.bfloat16: (7, -126, 3.39e38), torch.float16: (10, -14, 65504.0), torch.float8_e4m3fn: (3, -6, 448.0)}
+
+
+def can_search(rows: Rows, grid: NumberGrid, norm: float) -> bool:
+    """Whether the loops know these values, this format and norm."""
+    args = grid.args
+    scale = args.scale_dtype in (None, rows.dtype, torch.float8_e4m3fn) or should_generate_mx_scales(args)
+    integers = grid.number is None and args.zp_dtype in (None, torch.int8)
+    return norm >= 1 and scale and (grid.symmetric or integers) and kernels.can_read(rows.view)
+
+
+def visit(
+    rows: Rows, factors: Sequence[float], grid: NumberGrid, norm: float, expand: float, patience: int | None
+) -> Visited:
+    """As :func:`.plain.visit`; rows longer than ``_ROW`` may have met fewer candidates than there are."""
+    search = _Search(rows, factors, grid, norm, expand)
+    return search.long_rows(patience) if rows.size > _ROW else search.all_rows()
+
+
+class _Search:
+    def __init__(self, rows: Rows, factors: Sequence[float], grid: NumberGrid, norm: float, expand: float) -> None:
+        from lightning_obs.numerics.range_search import kernel
+
+        self.kernel: Any = kernel
+        self.rows, self.grid, self.norm, self.expand = rows, grid, norm, expand
+        self.factors = torch.tensor(factors, dtype=torch.float64)
+        self.form, distance = _format(grid, rows.dtype, factors, expand)
+        self.power = fit_power(norm, distance, grid.usual_error)
+        self.bits, self.kind = kernels.memory(rows.view), kernels.KINDS[rows.view.dtype]
+        self.weights: Any = None if rows.importance is None else kernels.memory(rows.importance.contiguous())
+
+    # ------------------------------------------------------------------ rows that a tile holds
+
+    def all_rows(self) -> Visited:
+        rows, count = self.rows, len(self.factors)
+        low, high = (torch.empty(rows.count, dtype=rows.dtype) for _ in range(2))
+        index = plain.index_of(rows.count, count)
+        side = self.kernel.LANES // self.kernel.lanes_of(rows.size)  # rows of a block: none is cut by a tile
+        step = max(side, _TILE // rows.size // side * side)
+        slab = max(step, _SLAB // step * step)
+        improved = unsure = torch.zeros(count, dtype=torch.int64)
+        for start in range(0, rows.count, slab):
+            stop = min(start + slab, rows.count)
+            ends, chosen = np.empty((2, stop - start), np.float32), np.empty((2, stop - start), np.int32)
+            parts = range(start, stop, step)
+            flags = np.zeros((len(parts), 2, count), np.int64)
+
+            def work(
+                number: int,
+                parts: range = parts,
+                ends: Any = ends,
+                chosen: Any = chosen,
+                flags: Any = flags,
+                stop: int = stop,
+            ) -> None:
+                first = parts[number]
+                here = slice(first - parts.start, min(first + step, stop) - parts.start)
+                self._search(first, here.stop - here.start, *ends[:, here], *chosen[:, here], *flags[number])
+
+            kernels.in_threads(len(parts), work)
+            added = torch.from_numpy(flags.sum(0))
+            part = slice(start, stop)
+            low[part], high[part] = (torch.from_numpy(end) for end in ends)
+            best = torch.from_numpy(chosen[0]).long()
+            settled = self._settle(start, low[part], high[part], best, torch.from_numpy(chosen[1]))
+            index[part] = best
+            improved, unsure = improved + added[0] + settled, unsure + added[1]
+        return Visited(low, high, index, improved > 0, (unsure > 0) & (improved == 0))
+
+    def _search(
+        self, first: int, count: int, low: Any, high: Any, index: Any, rival: Any, sure: Any, maybe: Any
+    ) -> None:
+        (_, columns, *shape), strides = self.rows.view.shape, self.rows.view.stride()
+        tile = self._load(self.bits, self.kind, first, count, columns, strides, shape)
+        weights = tile[:0]
+        if self.rows.importance is not None:
+            repeats, size = self.rows.importance.shape
+            weights = self._load(self.weights, 0, first, count, repeats, (0, size, 0, 1), shape)
+        factors, expand = self.factors.numpy().astype(np.float32), np.float32(self.expand)
+        kernels.run(
+            self.kernel.search,
+            *(tile, weights, count, self.rows.size, factors, expand, self.form, self.power),
+            *(low, high, index, rival, sure, maybe),
+        )
+
+    def _settle(
+        self, start: int, low: torch.Tensor, high: torch.Tensor, best: torch.Tensor, rival: torch.Tensor
+    ) -> torch.Tensor:
+        """Write the chosen range over the observed one; where the loops left it open, the plain execution decides."""
+        improved = torch.zeros(len(self.factors), dtype=torch.int64)
+
+        def some_of(which: torch.Tensor) -> Iterator[torch.Tensor]:
+            index = which.nonzero().squeeze(-1)
+            return (some for some in index.split(max(1, _GATHERED // self.rows.size)) if len(some))
+
+        for some in some_of(rival >= 0):
+            pair = torch.stack([best[some], rival[some].long()]).sort(0).values  # the first of equals wins
+            lows, highs = (shrink(end[some], self.factors[pair]) for end in (low, high))
+            only = self.rows.only(some + start)
+            errors = plain.measure(only, slice(0, only.count), lows, highs, self.grid, self.norm)
+            best[some] = torch.where(errors[1] < errors[0], pair[1], pair[0])
+        low.copy_(shrink(low, self.factors[best]))
+        high.copy_(shrink(high, self.factors[best]))
+        for some in some_of(rival == self.kernel.ALL):
+            every = plain.visit(self.rows.only(some + start), self.factors, self.grid, self.norm, self.expand)
+            low[some], high[some], best[some] = every.low, every.high, every.best.long()
+            improved = improved + every.improved
+        return improved
+
+    # ------------------------------------------------------------------ longer rows
+
+    def long_rows(self, patience: int | None) -> Visited:
+        rows, count = self.rows, len(self.factors)
+        low, high = rows.observed_range()
+        size = torch.maximum(-low, high).float().numpy()
+        if self.expand != 1:
+            low, high = low.mul_(self.expand), high.mul_(self.expand)
+        lows, highs = shrink(low, self.factors.unsqueeze(-1)), shrink(high, self.factors.unsqueeze(-1))
+        scales, zero_points = self.grid.qparams(lows, highs)
+        scale: Any = scales.numpy()
+        zeros: Any = np.zeros_like(scale) if zero_points is None else zero_points.numpy()
+        improved, patient, best = list[bool](), Patience(patience), np.full(rows.count, -1)
+        errors = np.full((count + 2, rows.count), np.inf)  # beside them, sums of weighed squares and of weights
+        exact: dict[tuple[int, int], float] = {}
+
+        def is_less(k: int, best: int, r: int) -> bool:
+            for one in {k, best} - {one for one, row in exact if row == r}:
+                at = slice(one, one + 1), slice(r, r + 1)
+                exact[one, r] = float(plain.measure(rows, at[1], lows[at], highs[at], self.grid, self.norm))
+            return exact[k, r] < exact[best, r]
+
+        while patient.left and len(improved) < count:
+            some = slice(len(improved), min(count, len(improved) + min(8, patient.left)))
+            errors[[*range(count)[some], -2, -1]] = self._sum_errors(scale[some], zeros[some], scale[0])
+            for k in range(count)[some]:
+                better = False
+                for r, b in enumerate(best):
+                    if b >= 0 and scale[k, r] == scale[b, r] and zeros[k, r] == zeros[b, r]:
+                        continue
+                    least = errors[[k, b], r].min() if b >= 0 else errors[k, r]
+                    sums: Any = (np.float32(one) for one in (least, 1 / scale[0, r], size[r], *errors[-2:, r]))
+                    off = self.kernel.doubt(*sums, self.kernel.STEPS, self.form, self.power)
+                    if off < 0:
+                        return plain.visit(rows, self.factors, self.grid, self.norm, self.expand)
+                    gain = -1.0 if b < 0 else errors[k, r] / errors[b, r] - 1 if errors[b, r] else 0.0
+                    if gain < -off or (gain < off and is_less(k, int(b), r)):
+                        best[r], better = k, True
+                patient.ends(better)
+                improved.append(better)
+        at = torch.from_numpy(best).unsqueeze(0)
+        flags = torch.tensor(improved)
+        return Visited(lows.gather(0, at)[0], highs.gather(0, at)[0], at[0], flags, torch.zeros_like(flags))
+
+    def _sum_errors(self, scale: Any, zeros: Any, unit: Any) -> Any:
+        """Errors of candidates ``(c, R)`` in units of ``unit (R,)``; sums of weighed squares and of weights below."""
+        _, columns, high, wide = self.rows.view.shape
+        strides = self.rows.view.stride()
+        sums = np.empty((len(scale) + 2, self.rows.count))
+        # Some whole pieces, or a part of one that is long by itself.
+        across = max(1, _TILE // wide)
+        starts = [(n, g) for n in range(0, high, across) for g in range(0, wide, _TILE)]
+        for r in range(self.rows.count):
+            parts = np.zeros((len(starts), len(sums)))
+            row = (r // columns) * strides[0] + (r % columns) * strides[1]
+
+            def work(number: int, r: int = r, row: int = row, parts: Any = parts) -> None:
+                n, g = starts[number]
+                shape = min(across, high - n), min(_TILE, wide - g)
+                at = row + n * strides[2] + g * strides[3]
+                tile = self._load(self.bits[at:], self.kind, 0, 1, 1, (0, 0, *strides[2:]), shape)[0]
+                weights = tile[:0]
+                if self.rows.importance is not None:
+                    at = (r % len(self.rows.importance)) * wide + g
+                    weights = self._load(self.weights[at:], 0, 0, 1, 1, (0, 0, 0, 1), shape)[0]
+                search = self.kernel.sum_errors
+                kernels.run(
+                    search, tile, weights, scale[:, r], zeros[:, r], unit[r], self.form, self.power, parts[number]
+                )
+
+            kernels.in_threads(len(starts), work)
+            sums[:, r] = parts.sum(0)
+        return sums
+
+    # ------------------------------------------------------------------ both
+
+    def _load(self, bits: Any, kind: int, first: int, count: int, columns: int, strides: Any, shape: Any) -> Any:
+        """Rows as a tile, or their weights."""
+        size = shape[0] * shape[1]
+        lanes = self.kernel.lanes_of(size)
+        side = self.kernel.LANES // lanes
+        tile = np.empty((-(-count // side), -(-size // lanes), self.kernel.LANES), np.float32)
+        kernels.run(self.kernel.load, bits, kind, first, count, columns, strides, *shape, tile)
+        return tile
+
+
+def _format(grid: NumberGrid, dtype: torch.dtype, factors: Sequence[float], expand: float) -> tuple[Any, float]:
+    """What the loops are told of a format, and how far a value may be from its number, in units of the first scale."""
+    from lightning_obs.numerics.range_search.kernel import Format
+
+    args, mx, half = grid.args, should_generate_mx_scales(grid.args), dtype != torch.float32
+    rounded = args.scale_dtype not in (None, dtype) and not mx
+    # A scale may be narrower than its range asks for: of 2, 3 or 7 bits.
+    slack = 2.0 if mx else 1.07 if rounded else 1.01
+    span = (grid.high - grid.low) / (2 if grid.symmetric else 1)
+    most, narrowest = span * slack / (expand * factors[0]), min(factors) / factors[0]
+    distance = max(grid.last_step * max(factors) / factors[0], most - (span - 1) * narrowest / slack + 1)
+    normal, magic, _ = _bits(*((0, 0) if grid.number is None else (grid.number.mantissa, grid.number.smallest)))
+    zero = torch.zeros(1, dtype=dtype)
+    form = Format(
+        *(np.float32(grid.low), np.float32(grid.high), grid.number is not None, normal, magic, grid.symmetric),
+        divisor=np.float32(span),
+        exact=half or rounded or mx or not grid.symmetric,
+        range=_bits(*_STORED[dtype]) if half else _bits(),
+        scale=_bits(*_STORED[args.scale_dtype]) if rounded else _bits(),
+        mx_round=np.int32((1 << (19 if args.num_bits == 6 else 21)) if mx else 0),
+        mx_offset=np.int32(math.floor(math.log2(grid.high)) << 23),
+        eps=np.float32(calculate_qparams(zero, zero, args)[0].item()),
+        least=np.float32(2.0**-13 if mx and dtype == torch.float16 else 2.0**-100),
+        most=np.float32(most * 1.01),
+    )
+    return form, distance
+
+
+def _bits(mantissa: int = 0, smallest: int = 0, most: float = 0.0) -> tuple[Any, Any, Any]:
+    """``normal`` and ``magic`` of a floating format, and its largest number; all zero: none."""
+    magic = ((23 - mantissa) << 23) + (1 << 22) if mantissa else 0
+    return np.int32((smallest + 127) << 23), np.int32(magic), np.float32(most)
