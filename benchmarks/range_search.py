@@ -3,7 +3,6 @@
     python benchmarks/range_search.py                      # 1024x4096, one thread
     python benchmarks/range_search.py --rows 4096          # 4096x4096
     python benchmarks/range_search.py --case "channel int8" --repeat 5
-    python benchmarks/range_search.py --compile            # the inner loop compiled (the first run is not timed)
     python benchmarks/range_search.py --memory --rows 4096 # instead: what is allocated beside the weight
     python benchmarks/range_search.py --model default      # instead: all Linear weights of the default model, in int4
 
@@ -15,7 +14,7 @@ degrees of freedom: tails heavier than a normal distribution's, as weights have)
 - bfloat16, where the peer searches in bfloat16 arithmetic: ``error`` is ours over the peer's, in float64, of the scales
   as they would be stored. At most 1.
 
-Times are medians of alternating runs. Exit code 1 if a bound of the above is broken.
+Times are CPU time (other load matters less then), medians of alternating runs. Exit code 1 if a bound is broken.
 """
 
 from __future__ import annotations
@@ -57,6 +56,7 @@ CASES = {
     "block128 fp8": ("memoryless_mse", QuantizationArgs(**BLOCK, **FP8)),
     "tensor_group fp4": ("memoryless_mse", NVFP4),
     "tensor_group fp4 expanded": ("nvfp4_expanded_mse", NVFP4),
+    "imatrix group128 int4": ("imatrix_mse", QuantizationArgs(group_size=128, **INT4)),
     "tensor int8": ("memoryless_mse", QuantizationArgs(strategy="tensor", **INT8)),
     "tensor fp8": ("memoryless_mse", QuantizationArgs(strategy="tensor", **FP8)),
 }
@@ -71,7 +71,6 @@ def main() -> int:
     parser.add_argument("--case", nargs="+", default=list(CASES), choices=list(CASES), metavar="CASE")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--model", choices=["default"])
     options = parser.parse_args()
@@ -79,17 +78,17 @@ def main() -> int:
     warnings.simplefilter("ignore")
 
     if options.model:
-        return compare_on_model(options.compile)
+        return compare_on_model()
     if options.memory:
         return show_memory(options)
     shape = f"{options.rows}x{options.columns}"
-    title = f"{shape}, {options.threads} thread(s), torch {torch.__version__}, compile={options.compile}"
+    title = f"{shape}, {options.threads} thread(s), torch {torch.__version__}"
     table = Table("dtype", "case", "scales", "equal", "error", "ours [ms]", "peer [ms]", "ratio", title=title)
     failed = False
     for dtype in options.dtype:
         for case in options.case:
             weight = make_weight(options.rows, options.columns).to(getattr(torch, dtype))
-            row, is_right = compare(case, weight, options.repeat, options.compile)
+            row, is_right = compare(case, weight, options.repeat)
             failed |= not is_right
             print(dtype, case, *row, file=sys.stderr, flush=True)  # the table comes at the end
             table.add_row(dtype, case, *row, style=None if is_right else "red")
@@ -105,20 +104,28 @@ def make_weight(rows: int, columns: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def compare(case: str, weight: torch.Tensor, repeat: int, compile: bool) -> tuple[list[str], bool]:
+def compare(case: str, weight: torch.Tensor, repeat: int) -> tuple[list[str], bool]:
     """One line of the table, and whether the bounds hold."""
     name, args = CASES[case]
+    squares = torch.rand(weight.shape[1], generator=torch.Generator().manual_seed(1)) * 9  # of the inputs, for imatrix
 
     def ours() -> Observer:
-        return Observer.load_from_registry(name, base_name="weight", args=args, compile=compile)(weight)
+        observer = Observer.load_from_registry(name, base_name="weight", args=args)
+        if observer.needs_inputs:
+            observer.load_statistics({"input_squares": squares.double(), "input_count": torch.tensor([9])})
+        return observer(weight)
 
     def theirs() -> PeerObserver:
         peer_args = args.model_copy(deep=True)  # the peer writes into it
-        return PeerObserver.load_from_registry(name, base_name="weight", args=peer_args)(weight)
+        observer = PeerObserver.load_from_registry(name, base_name="weight", args=peer_args)
+        if hasattr(observer, "_imatrix_sum"):
+            observer._imatrix_sum, observer._imatrix_count = squares, torch.tensor(9)
+        return observer(weight)
 
     own, peer = ours(), theirs()
     same = (own.min_vals == peer.min_vals) & (own.max_vals == peer.max_vals)
-    errors = [error(weight, args, found.min_vals, found.max_vals) for found in (own, peer)]
+    weights = squares if name == "imatrix_mse" else torch.ones_like(squares)
+    errors = [error(weight, args, found.min_vals, found.max_vals, own.norm, weights) for found in (own, peer)]
     ratio = (errors[0].sum() / errors[1].sum()).item()
     if weight.dtype == torch.float32:
         few = (~same).sum().item() <= MOST_UNEQUAL * same.numel()
@@ -132,7 +139,7 @@ def compare(case: str, weight: torch.Tensor, repeat: int, compile: bool) -> tupl
 
 
 @torch.no_grad()
-def compare_on_model(compile: bool) -> int:
+def compare_on_model() -> int:
     """All Linear weights of the default model, int4 in groups of 64, one after the other."""
     from lightning_obs.app.causal_lm import load_causal_lm
 
@@ -143,16 +150,13 @@ def compare_on_model(compile: bool) -> int:
     for weight in weights:
         found = []
         for number, make in enumerate((Observer, PeerObserver)):
-            kwargs = {"compile": compile} if make is Observer else {}
-            start = time.perf_counter()
-            observer = make.load_from_registry(
-                "memoryless_mse", base_name="weight", args=args.model_copy(deep=True), **kwargs
-            )
+            start = time.process_time()
+            observer = make.load_from_registry("memoryless_mse", base_name="weight", args=args.model_copy(deep=True))
             found.append(observer(weight).min_vals)
-            seconds[number] += time.perf_counter() - start
+            seconds[number] += time.process_time() - start
         differ += (found[0] != found[1]).sum().item()
     count = sum(weight.numel() for weight in weights)
-    print(f"{len(weights)} weights, {count / 1e6:.1f} million values, {weights[0].dtype}, compile={compile}")
+    print(f"{len(weights)} weights, {count / 1e6:.1f} million values, {weights[0].dtype}")
     print(f"ours {seconds[0]:.1f} s, peer {seconds[1]:.1f} s, {seconds[1] / seconds[0]:.1f}x; {differ} ranges differ")
     return 0
 
@@ -163,7 +167,7 @@ def show_memory(options: argparse.Namespace) -> int:
         weight = make_weight(options.rows, options.columns).to(getattr(torch, dtype))
         for case in options.case:
             name, args = CASES[case]
-            own = partial(observe_anew, Observer, name, args, weight, compile=options.compile)
+            own = partial(observe_anew, Observer, name, args, weight)
             theirs = partial(observe_anew, PeerObserver, name, args, weight)
             most = [peak(own), peak(theirs)]
             print(f"{dtype:9} {case:26} ours {most[0] / 2**20:7.1f} MiB, peer {most[1] / 2**20:7.1f} MiB", flush=True)
@@ -188,16 +192,24 @@ def peak(function: Callable[[], object]) -> int:
     return most
 
 
-def error(weight: torch.Tensor, args: QuantizationArgs, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Quantization error per scale in float64, norm 2.4, with the scale of the range as it would be stored."""
+def error(
+    weight: torch.Tensor,
+    args: QuantizationArgs,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    norm: float,
+    importance: torch.Tensor,
+) -> torch.Tensor:
+    """Quantization error per scale in float64, with the scale of the range as it would be stored."""
     if args.strategy == "tensor_group":
         args = args.model_copy(update={"scale_dtype": None})
     scale, zero_point = calculate_qparams(low, high, args)
-    observed = flatten_for_calibration(weight, "weight", args)
+    observed, weights = (flatten_for_calibration(x, "weight", args) for x in (weight, importance.expand(weight.shape)))
     found = []
-    for values, s, z in zip(observed.squeeze(0), scale, zero_point, strict=True):  # by rows: float64 is large
+    # By rows: float64 is large.
+    for values, w, s, z in zip(observed.squeeze(0), weights.squeeze(0), scale, zero_point, strict=True):
         x, s, z = values.double(), s.double().unsqueeze(-1), z.double().unsqueeze(-1)
-        found.append((((nearest(x / s + z, args) - z) * s) - x).abs().pow(2.4).sum(-1))
+        found.append((((nearest(x / s + z, args) - z) * s) - x).abs().pow(norm).mul(w).sum(-1))
     return torch.stack(found)
 
 
@@ -217,9 +229,9 @@ def alternate(*functions: Callable[[], object], repeat: int) -> list[float]:
     seconds: list[list[float]] = [[] for _ in functions]
     for _ in range(repeat):
         for function, kept in zip(functions, seconds, strict=True):
-            start = time.perf_counter()
+            start = time.process_time()
             function()
-            kept.append(time.perf_counter() - start)
+            kept.append(time.process_time() - start)
     return [statistics.median(kept) for kept in seconds]
 
 

@@ -29,14 +29,13 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization.lifecycle import fake_quantize
 
+from lightning_obs.numerics import kernels
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.patience import Patience
 from lightning_obs.numerics.qparams import compute_qparams
 
 BINS = 1 << 16
-# bincount allocates and adds all bins per tile, and the tile's codes should stay in cache: best of 2^16 to 2^20.
-_TILE_CPU = 1 << 20
-_TILE_GPU = 1 << 24
+_TILE = 1 << 22  # values whose codes lie beside them at once
 _CELLS = 1 << 16  # candidates x bins that a criterion looks at together: 512 KiB in float64
 
 _NAN_FROM = 0x7F81  # patterns above infinity, of either sign
@@ -247,24 +246,22 @@ def _power_(value: torch.Tensor, norm: float) -> torch.Tensor:
 
 def _count_flat(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Counts ``(65536,)``, smallest and largest of a flat tensor."""
-    tile = min(len(values), _TILE_CPU if values.device.type == "cpu" else _TILE_GPU)
-    lossless = values.dtype == torch.bfloat16
-    # Written over by each tile: fresh memory would cost as much as the counting.
-    patterns = torch.empty(0 if lossless else tile, dtype=torch.bfloat16, device=values.device)
-    codes = torch.empty(tile, dtype=torch.int32, device=values.device)
-    counts: torch.Tensor | None = None
-    for part in values.split(tile):
-        rounded = part if lossless else patterns[: len(part)].copy_(part)
-        # Unsigned, because a bin is no negative number; widened, because bincount takes no uint16.
-        counted = torch.bincount(codes[: len(part)].copy_(rounded.view(torch.uint16)), minlength=BINS)
-        counts = counted if counts is None else counts.add_(counted)
-    assert counts is not None
-    if not lossless or len(values) <= _TILE_CPU:  # reading few values again is faster than looking through the bins
+    counts = kernels.count_values(values) if kernels.can_read(values) else _count_plainly(values)
+    # Reading few values again is faster than looking through the bins.
+    if values.dtype != torch.bfloat16 or len(values) <= _TILE:
         return counts, *torch.aminmax(values)
     low, high = _value_of(_ascending(counts)[[0, -1]])
     if count_nan(counts):
         low = high = torch.full_like(low, torch.nan)
     return counts, low, high
+
+
+def _count_plainly(values: torch.Tensor) -> torch.Tensor:
+    counts = torch.zeros(BINS, dtype=torch.int64, device=values.device)
+    for part in values.split(_TILE):
+        # Unsigned, because a bin is no negative number; widened, because bincount takes no uint16.
+        counts += torch.bincount(part.bfloat16().view(torch.uint16).int(), minlength=BINS)
+    return counts
 
 
 def _ascending(counts: torch.Tensor) -> torch.Tensor:

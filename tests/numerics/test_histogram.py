@@ -130,11 +130,12 @@ def test_each_scale_has_a_histogram_of_its_own(n, scales, width):
         assert same((counts[q], low[q], high[q]), one_scale(x[:, q].reshape(-1)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_size_of_a_tile_changes_nothing(dtype, monkeypatch):
-    x = torch.randn(1, 1, 1000).to(dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_without_compiled_loops_and_in_any_tile_the_counts_are_the_same(dtype, monkeypatch):
+    x = torch.cat([torch.randn(999), torch.tensor([1e-40, -1e-6, 0.0, -0.0, 3e4])]).to(dtype).reshape(1, 1, -1)
     whole = count_values(x)
-    monkeypatch.setattr(module, "_TILE_CPU", 7)
+    monkeypatch.setattr(module.kernels, "can_read", lambda _: False)
+    monkeypatch.setattr(module, "_TILE", 7)
     assert same(count_values(x), whole)
 
 

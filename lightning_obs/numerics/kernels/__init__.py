@@ -1,7 +1,7 @@
 """Loops over tensors in a CPU's memory, compiled by numba: what torch's own operations do in many passes, in one.
 
 Nothing here imports numba before a loop is needed, and where there is no numba the callers' plain torch runs instead.
-The loops see flat memory, ``(elements,)`` of uint32 or uint16, and find their values by strides: nothing is copied or
+The loops see flat memory as integers, and find their values by strides: nothing is copied or
 widened before. They hold no lock of Python's, so rows are split over as many threads of Python as torch uses; who adds
 up what does not depend on their number. No thread outlives a call, so a process may fork at any time.
 
@@ -22,8 +22,8 @@ import torch
 
 from lightning_obs.errors import warn
 
-#: dtypes that the loops read -> how they tell them apart
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: dtypes that the loops read -> the integers of their bit patterns, by which the loops tell them apart
+_PATTERNS = {torch.float32: "uint32", torch.bfloat16: "uint16", torch.float16: "int16"}
 
 # Values that one thread reads at least.
 _PART = 1 << 17
@@ -34,7 +34,7 @@ _compiling = threading.Lock()
 
 def can_read(value: torch.Tensor) -> bool:
     """Whether the loops can run on this tensor. Where only numba is missing, a warning says so once."""
-    return value.device.type == "cpu" and value.dtype in KINDS and value.layout == torch.strided and _has_numba()
+    return value.device.type == "cpu" and value.dtype in _PATTERNS and value.layout == torch.strided and _has_numba()
 
 
 @functools.cache
@@ -48,10 +48,10 @@ def _has_numba() -> bool:
 
 
 def memory(value: torch.Tensor) -> Any:
-    """The memory of a tensor from its first element to its last, as flat uint32 or uint16."""
+    """The memory of a tensor from its first element to its last, as flat bit patterns."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     bits = value.detach().as_strided((span,), (1,)).view(torch.int32 if value.itemsize == 4 else torch.int16)
-    return bits.numpy().view("uint32" if value.itemsize == 4 else "uint16")
+    return bits.numpy().view(_PATTERNS[value.dtype])
 
 
 def run(loop: Any, *arguments: Any) -> Any:
@@ -99,7 +99,7 @@ def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         bits = memory(part)
         run(
             loops.extremes,
-            bits.view(bits.dtype.str.replace("u", "i")),
+            bits.view(f"int{8 * bits.itemsize}"),
             part.stride(),
             tuple(part.shape),
             mask,
@@ -121,11 +121,19 @@ def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return value(low), value(high)
 
 
-def count_values(values: torch.Tensor, counts: torch.Tensor) -> None:
-    """Add how often each bfloat16 pattern occurs in flat ``values``, rounded to it, to ``(65536,)`` in int64."""
+def count_values(values: torch.Tensor) -> torch.Tensor:
+    """How often each bfloat16 pattern occurs in flat ``values``, rounded to it: ``(65536,)`` in int64."""
     from lightning_obs.numerics.kernels import loops
 
-    run(loops.count, memory(values), KINDS[values.dtype], counts.numpy())
+    parts = values.contiguous().chunk(1 if len(values) <= 8 * _PART else torch.get_num_threads())
+    counts = torch.zeros(len(parts), 1 << 16, dtype=torch.int64)
+
+    def work(number: int) -> None:
+        loop = loops.count if values.dtype == torch.bfloat16 else loops.count_rounded
+        run(loop, memory(parts[number]), counts[number].numpy())
+
+    in_threads(len(parts), work)
+    return counts.sum(0) if len(parts) > 1 else counts[0]
 
 
 def channel_squares(rows: torch.Tensor) -> torch.Tensor:
@@ -138,7 +146,7 @@ def channel_squares(rows: torch.Tensor) -> torch.Tensor:
 
     def work(number: int) -> None:
         part = parts[number]
-        run(loops.squares, memory(part), KINDS[part.dtype], part.shape[1], part.stride(0), each[number].numpy())
+        run(loops.squares, memory(part), part.shape[1], part.stride(0), each[number].numpy())
 
     in_threads(len(parts), work)
     return sums

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import numba
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -24,16 +26,28 @@ def jit(*fastmath: str) -> Callable[[Function], Function]:
     return compiled
 
 
-@jit()
-def value_of(bits: Any, kind: int) -> Any:
-    """The float32 of a bit pattern; ``kind`` is one of :data:`~lightning_obs.numerics.kernels.KINDS`."""
-    if kind == 0:
-        return np.uint32(bits).view(np.float32)
-    if kind == 1:
-        return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
-    # Exponents of float16 are 112 less; what was infinity or NaN has to be so again.
-    size = np.uint32(np.uint32(bits) & np.uint32(0x7FFF))
-    magnitude = np.uint32(size << np.uint32(13)).view(np.float32) * np.float32(2.0**112)
-    if size >= np.uint32(0x7C00):
-        magnitude = np.uint32(np.uint32(size << np.uint32(13)) | np.uint32(0x7F800000)).view(np.float32)
-    return -magnitude if bits & 0x8000 else magnitude
+def value_of(bits: Any) -> Any:
+    """The float32 of a bit pattern, by its type: uint32, uint16 (bfloat16) or int16 (float16)."""
+    raise NotImplementedError
+
+
+@overload(value_of)  # type: ignore[untyped-decorator]
+def _value_of(bits: Any) -> Any:
+    return {types.uint32: _of_float32, types.uint16: _of_bfloat16}.get(bits, _of_float16)
+
+
+def _of_float32(bits: Any) -> Any:
+    return np.uint32(bits).view(np.float32)
+
+
+def _of_bfloat16(bits: Any) -> Any:
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+def _of_float16(bits: Any) -> Any:
+    # Exponents are 112 less than those of float32; what was infinity or NaN has to be so again.
+    sign = np.uint32(np.uint32(np.uint16(bits) & np.uint16(0x8000)) << np.uint32(16))
+    size = np.uint32(np.uint16(bits) & np.uint16(0x7FFF))
+    special = np.uint32(0x7F800000) if size >= np.uint32(0x7C00) else np.uint32(0)
+    scaled = np.float32(np.uint32(size << np.uint32(13)).view(np.float32) * np.float32(2.0**112))
+    return np.uint32(np.uint32(scaled.view(np.uint32) | sign) | special).view(np.float32)

@@ -8,6 +8,8 @@ import numpy as np
 
 from lightning_obs.numerics.kernels.jit import jit, value_of
 
+_CODES = 4096  # values rounded at once
+
 
 @jit()
 def extremes(bits: Any, strides: Any, shape: Any, mask: int, low: Any, high: Any) -> None:
@@ -23,15 +25,18 @@ def extremes(bits: Any, strides: Any, shape: Any, mask: int, low: Any, high: Any
         for n in range(shape[2]):  # in the order of memory
             for b in range(shape[1]):
                 at = a * strides[0] + b * strides[1] + n * strides[2]
+                piece = bits[at : at + (shape[3] - 1) * strides[3] + 1]  # indexed from 0, or nothing is vectorised
                 least, most = low[a, b], high[a, b]
                 if strides[3] == 1:
-                    for g in range(shape[3]):
-                        key = key_of(bits[at + g], mask)
-                        least, most = np.int32(min(least, key)), np.int32(max(most, key))
+                    for g in range(piece.size):
+                        key = key_of(piece[g], mask)
+                        least = key if key < least else least
+                        most = key if key > most else most
                 else:
                     for g in range(shape[3]):
-                        key = key_of(bits[at + g * strides[3]], mask)
-                        least, most = np.int32(min(least, key)), np.int32(max(most, key))
+                        key = key_of(piece[g * strides[3]], mask)
+                        least = key if key < least else least
+                        most = key if key > most else most
                 low[a, b], high[a, b] = least, most
 
 
@@ -43,44 +48,54 @@ def key_of(bits: Any, mask: int) -> Any:
 
 
 @jit()
-def count(bits: Any, kind: int, counts: Any) -> None:
-    """Add how often each bfloat16 pattern occurs, values rounded to it, to ``(65536,)``.
-
-    Two tables, so that of two equal neighbours none waits for the other.
-    """
-    even, odd = np.zeros((2, 65536), np.uint32)
-    half = bits.size // 2
-    if kind == 1:
-        for i in range(half):
-            even[bits[2 * i]] += np.uint32(1)
-            odd[bits[2 * i + 1]] += np.uint32(1)
-        for i in range(2 * half, bits.size):
-            even[bits[i]] += np.uint32(1)
-    else:
-        for i in range(half):
-            even[pattern_of(bits[2 * i], kind)] += np.uint32(1)
-            odd[pattern_of(bits[2 * i + 1], kind)] += np.uint32(1)
-        for i in range(2 * half, bits.size):
-            even[pattern_of(bits[i], kind)] += np.uint32(1)
+def count_rounded(bits: Any, counts: Any) -> None:
+    """:func:`count` of values that are rounded to bfloat16."""
+    even, odd = np.zeros(65536, np.uint32), np.zeros(65536, np.uint32)
+    codes = np.empty(_CODES, np.uint16)
+    for start in range(0, bits.size, _CODES):
+        piece = bits[start : start + _CODES]
+        for i in range(piece.size):
+            codes[i] = pattern_of(piece[i])
+        count_codes(codes[: piece.size], even, odd)
     for code in range(65536):
         counts[code] += np.int64(even[code]) + np.int64(odd[code])
 
 
 @jit()
-def pattern_of(bits: Any, kind: int) -> Any:
+def count(bits: Any, counts: Any) -> None:
+    """Add how often each bfloat16 pattern occurs to ``(65536,)``."""
+    even, odd = np.zeros(65536, np.uint32), np.zeros(65536, np.uint32)
+    count_codes(bits, even, odd)
+    for code in range(65536):
+        counts[code] += np.int64(even[code]) + np.int64(odd[code])
+
+
+@jit()
+def count_codes(codes: Any, even: Any, odd: Any) -> None:
+    """Two tables, so that of two equal neighbours none waits for the other."""
+    half = codes.size // 2
+    for i in range(half):
+        even[codes[2 * i]] += np.uint32(1)
+        odd[codes[2 * i + 1]] += np.uint32(1)
+    if codes.size % 2:
+        even[codes[codes.size - 1]] += np.uint32(1)
+
+
+@jit()
+def pattern_of(bits: Any) -> Any:
     """The bfloat16 pattern of a value rounded to nearest, ties to even; any NaN's is torch's one."""
-    wide = value_of(bits, kind).view(np.uint32)
-    if np.uint32(wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-        return np.uint32(0x7FC0)
-    return np.uint32(np.uint32(wide + np.uint32(0x7FFF) + np.uint32(np.uint32(wide >> 16) & np.uint32(1))) >> 16)
+    wide = np.float32(value_of(bits)).view(np.uint32)
+    near = np.uint32(np.uint32(wide + np.uint32(0x7FFF)) + np.uint32(np.uint32(wide >> np.uint32(16)) & np.uint32(1)))
+    is_nan = np.uint32(wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.uint16(0x7FC0) if is_nan else np.uint16(np.uint32(near >> np.uint32(16)))
 
 
 @jit("contract")
-def squares(bits: Any, kind: int, columns: int, stride: int, sums: Any) -> None:
+def squares(bits: Any, columns: int, stride: int, sums: Any) -> None:
     """Add the square of each value of ``(rows, columns)`` to ``(columns,)`` in float64; ``stride`` is that of a row."""
     rows = (bits.size - columns) // stride + 1
     for row in range(rows):
-        at = row * stride
+        piece = bits[row * stride : row * stride + columns]
         for c in range(columns):
-            value = np.float64(value_of(bits[at + c], kind))
+            value = np.float64(value_of(piece[c]))
             sums[c] += value * value

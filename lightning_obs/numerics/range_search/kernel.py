@@ -162,14 +162,11 @@ def doubt(best: Any, unit: Any, size: Any, squares: Any, weight: Any, steps: int
 
 
 @jit()
-def load(
-    bits: Any, kind: int, first: int, count: int, columns: int, strides: Any, pieces: int, size: int, tile: Any
-) -> None:
+def load(bits: Any, first: int, count: int, columns: int, strides: Any, pieces: int, size: int, tile: Any) -> None:
     """Copy rows into a tile ``(blocks, steps, LANES)``: value e of row r of a block is its number ``e * side + r``.
 
     Args:
         bits: memory of a tensor ``(A, columns, pieces, size)``, whose first two dimensions number the rows.
-        kind: its dtype.
         first, count: which rows.
         columns, pieces, size: see ``bits``.
         strides: of all four dimensions.
@@ -185,12 +182,14 @@ def load(
         to = (q // side) * room + q % side
         for n in range(pieces):
             at = start + n * strides[2]
+            # Slices are indexed from 0, or nothing is vectorised.
+            values, lanes = bits[at : at + (size - 1) * strides[3] + 1], flat[to : to + size * side]
             if side == 1 and strides[3] == 1:
                 for g in range(size):
-                    flat[to + g] = value_of(bits[at + g], kind)
+                    lanes[g] = value_of(values[g])
             else:
                 for g in range(size):
-                    flat[to + g * side] = value_of(bits[at + g * strides[3]], kind)
+                    lanes[g * side] = value_of(values[g * strides[3]])
             to += size * side
 
 

@@ -56,7 +56,7 @@ class _Search:
         self.factors = torch.tensor(factors, dtype=torch.float64)
         self.form, distance = _format(grid, rows.dtype, factors, expand)
         self.power = fit_power(norm, distance, grid.usual_error)
-        self.bits, self.kind = kernels.memory(rows.view), kernels.KINDS[rows.view.dtype]
+        self.bits = kernels.memory(rows.view)
         self.weights: Any = None if rows.importance is None else kernels.memory(rows.importance.contiguous())
 
     # ------------------------------------------------------------------ rows that a tile holds
@@ -101,11 +101,11 @@ class _Search:
         self, first: int, count: int, low: Any, high: Any, index: Any, rival: Any, sure: Any, maybe: Any
     ) -> None:
         (_, columns, *shape), strides = self.rows.view.shape, self.rows.view.stride()
-        tile = self._load(self.bits, self.kind, first, count, columns, strides, shape)
+        tile = self._load(self.bits, first, count, columns, strides, shape)
         weights = tile[:0]
         if self.rows.importance is not None:
             repeats, size = self.rows.importance.shape
-            weights = self._load(self.weights, 0, first, count, repeats, (0, size, 0, 1), shape)
+            weights = self._load(self.weights, first, count, repeats, (0, size, 0, 1), shape)
         factors, expand = self.factors.numpy().astype(np.float32), np.float32(self.expand)
         kernels.run(
             self.kernel.search,
@@ -197,11 +197,11 @@ class _Search:
                 n, g = starts[number]
                 shape = min(across, high - n), min(_TILE, wide - g)
                 at = row + n * strides[2] + g * strides[3]
-                tile = self._load(self.bits[at:], self.kind, 0, 1, 1, (0, 0, *strides[2:]), shape)[0]
+                tile = self._load(self.bits[at:], 0, 1, 1, (0, 0, *strides[2:]), shape)[0]
                 weights = tile[:0]
                 if self.rows.importance is not None:
                     at = (r % len(self.rows.importance)) * wide + g
-                    weights = self._load(self.weights[at:], 0, 0, 1, 1, (0, 0, 0, 1), shape)[0]
+                    weights = self._load(self.weights[at:], 0, 1, 1, (0, 0, 0, 1), shape)[0]
                 search = self.kernel.sum_errors
                 kernels.run(
                     search, tile, weights, scale[:, r], zeros[:, r], unit[r], self.form, self.power, parts[number]
@@ -213,13 +213,13 @@ class _Search:
 
     # ------------------------------------------------------------------ both
 
-    def _load(self, bits: Any, kind: int, first: int, count: int, columns: int, strides: Any, shape: Any) -> Any:
+    def _load(self, bits: Any, first: int, count: int, columns: int, strides: Any, shape: Any) -> Any:
         """Rows as a tile, or their weights."""
         size = shape[0] * shape[1]
         lanes = self.kernel.lanes_of(size)
         side = self.kernel.LANES // lanes
         tile = np.empty((-(-count // side), -(-size // lanes), self.kernel.LANES), np.float32)
-        kernels.run(self.kernel.load, bits, kind, first, count, columns, strides, *shape, tile)
+        kernels.run(self.kernel.load, bits, first, count, columns, strides, *shape, tile)
         return tile
 
 

@@ -1,0 +1,80 @@
+"""Loops that read a tensor once, against torch's own operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_obs.numerics import kernels
+from lightning_obs.numerics.moments import channel_squares
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def views(dtype):
+    """``(A, B, N, G)`` in every layout that is read."""
+    x = torch.randn(24, 10, 64).to(dtype)
+    yield x.reshape(-1, 1, 1, 64)  # a weight by groups
+    yield x.reshape(1, 1, 1, -1)  # a tensor
+    yield x.transpose(0, 1).unsqueeze(0)  # an activation by groups
+    yield x.reshape(6, 4, 5, 128).transpose(1, 2)  # blocks
+    yield x.permute(1, 2, 0).unsqueeze(2)  # the last dimension not contiguous
+    yield x[:, :1].expand(-1, 3, -1).unsqueeze(2)  # one value read as several
+    yield torch.randn(3 * (1 << 17) + 5).to(dtype).view(1, 1, 1, -1)  # in pieces
+    yield torch.randn(1 << 10, 1 << 9).to(dtype).view(1 << 10, 1, 1, -1)  # shared out
+
+
+@every_dtype
+def test_extremes_are_those_of_torch_in_every_layout(dtype):
+    for view in views(dtype):
+        low, high = kernels.extremes(view)
+        same(low, view.float().amin((2, 3)).to(dtype))
+        same(high, view.float().amax((2, 3)).to(dtype))
+
+
+numbers = st.floats(width=16) | st.sampled_from([0.0, -0.0, float("nan"), -float("nan"), float("inf"), float("-inf")])
+
+
+@settings(deadline=None)
+@given(values=st.lists(numbers, min_size=1, max_size=40), dtype=st.sampled_from(DTYPES))
+def test_extremes_of_any_values_are_those_of_torch(values, dtype):
+    view = torch.tensor(values).to(dtype).view(1, 1, 1, -1)
+    low, high = kernels.extremes(view)
+    same(low, view.float().amin((2, 3)).to(dtype))
+    same(high, view.float().amax((2, 3)).to(dtype))
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [(7, 5), (2, 300, 33), (4, 5000, 64)])
+def test_squares_are_added_up_in_float64(shape, dtype):
+    x = torch.randn(shape).to(dtype)
+    squares, count = channel_squares(x)
+    torch.testing.assert_close(squares, x.double().square().flatten(0, -2).sum(0), rtol=1e-12, atol=0)
+    assert squares.dtype == torch.float64
+    assert count.item() == x[..., 0].numel()
+    sliced = torch.cat([x, x], -1)[..., : shape[-1]]
+    same(channel_squares(sliced)[0], squares)
+
+
+@every_dtype
+def test_every_pattern_of_a_half_is_counted_once(dtype):
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    if dtype == torch.bfloat16:
+        assert kernels.count_values(patterns).eq(1).all()
+        return
+    finite = patterns[patterns.isfinite() & (patterns.float() == patterns.to(dtype).float())]
+    counts = kernels.count_values(finite.to(dtype))
+    assert counts.sum() == len(finite)
+    assert (counts[finite.view(torch.uint16).int()] == 1).all()
+
+
+def test_counts_of_a_large_tensor_are_the_sum_over_its_parts():
+    x = torch.randn((1 << 20) + 3)
+    same(kernels.count_values(x), sum(kernels.count_values(part) for part in x.split(70_001)))
