@@ -28,7 +28,7 @@ _PATTERNS = {torch.float32: "uint32", torch.bfloat16: "uint16", torch.float16: "
 # Values that one thread reads at least.
 _PART = 1 << 17
 
-_ready: set[tuple[object, str]] = set()
+_ready: set[tuple[object, object]] = set()
 _compiling = threading.Lock()
 
 
@@ -56,7 +56,7 @@ def memory(value: torch.Tensor) -> Any:
 
 def run(loop: Any, *arguments: Any) -> Any:
     """Call a loop; while it is compiled, or read from the cache, a terminal says what takes so long."""
-    kind = (loop, str(getattr(arguments[0], "dtype", "")))
+    kind = loop, arguments[0].dtype
     if kind in _ready:
         return loop(*arguments)
     with _compiling:

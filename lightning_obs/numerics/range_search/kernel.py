@@ -187,6 +187,9 @@ def load(bits: Any, first: int, count: int, columns: int, strides: Any, pieces: 
             if side == 1 and strides[3] == 1:
                 for g in range(size):
                     lanes[g] = value_of(values[g])
+            elif strides[3] == 1:
+                for g in range(size):
+                    lanes[g * side] = value_of(values[g])
             else:
                 for g in range(size):
                     lanes[g * side] = value_of(values[g * strides[3]])
@@ -315,17 +318,23 @@ def search(
             low[first + r], high[first + r] = below[r], above[r]
 
         for k in range(candidates):
-            for r in range(side):
-                if form.exact or k == 0:
+            if form.exact or k == 0:
+                for r in range(side):
                     factor = factors[k]
                     scale, zero[r] = qparams(stored(below[r] * factor, form), stored(above[r] * factor, form), form)
                     inverse[r] = f32(1) / scale
                     if k == 0:
                         unit[r] = inverse[r]
                     ratio[r] = scale * unit[r]
-                else:
-                    ratio[r] = factors[k] / factors[0]
-                    inverse[r] = unit[r] * (factors[0] / factors[k])
+                spread(inverse, side)
+                spread(ratio, side)
+                spread(zero, side)
+                if k == 0:
+                    spread(unit, side)
+            else:
+                narrower, wider = factors[k] / factors[0], factors[0] / factors[k]
+                for i in range(LANES):
+                    ratio[i], inverse[i] = narrower, unit[i] * wider
             hopeless = few and k > 0 and weight.shape[0] == 0
             for r in range(rows if hopeless else 0):  # what the largest and the smallest value lose
                 cut = max(most[r] * inverse[r] + zero[r] - form.high, form.low - zero[r] - least[r] * inverse[r])
@@ -333,9 +342,6 @@ def search(
             if hopeless:
                 errors[k] = np.inf
                 continue
-            spread(inverse, side)
-            spread(ratio, side)
-            spread(zero, side)
             total[:] = f32(0)
             s = 0
             while s < steps and not hopeless:

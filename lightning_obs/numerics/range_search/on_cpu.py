@@ -24,7 +24,7 @@ from lightning_obs.numerics.range_search.power_fit import fit_power
 from lightning_obs.numerics.range_search.rows import Rows
 
 # Values of the longest row that is visited as a whole; of a tile; of what the plain execution gets at once.
-_ROW, _TILE, _GATHERED = 1 << 16, 1 << 17, 1 << 15
+_ROW, _TILE, _GATHERED = 1 << 16, 1 << 17, 1 << 18
 # Rows of which the best candidates are kept until the plain execution has decided among them.
 _SLAB = 1 << 15
 #: dtype of ranges and scales -> (mantissa bits, exponent of the smallest normal number, largest number)

@@ -87,11 +87,10 @@ def measure(
     scale, zero_point = grid.qparams(lows, highs)
     total = torch.zeros(scale.shape, dtype=torch.float64 if rows.size > tile else torch.float32, device=scale.device)
     for values, importance in rows.pieces(part, tile):
-        serial = _SERIAL if rows.device.type == "cpu" else tile
-        for some in torch.arange(len(scale)).split(max(1, serial // values.numel())):
+        for some in torch.arange(len(scale)).split(max(1, tile // values.numel())):
             by = scale[some].unsqueeze(-1)
-            # pow rounds otherwise in a scalar loop, which is where the last elements of a tensor end up: two candidates
-            # of one scale would no longer tie. So there are more elements behind the last.
+            # pow rounds otherwise in a scalar loop, which is where the last elements of a thread's share end up: two
+            # candidates of one scale would no longer tie. So there are more elements behind the last, and one thread.
             count = len(some) * values.numel()
             padded = values.new_zeros(count + -count % 64)
             error = padded[:count].view(len(some), *values.shape)
@@ -101,7 +100,8 @@ def measure(
                 shift = zero_point[some].unsqueeze(-1)
                 torch.mul(grid.round((values / by).add_(shift)).sub_(shift), by, out=error)
             error.sub_(values).abs_()
-            padded.pow_(norm)
+            for some_values in padded.split(_SERIAL):
+                some_values.pow_(norm)
             if importance is not None:
                 error.mul_(importance)
             total[some] += error.sum(-1)
