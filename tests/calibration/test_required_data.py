@@ -146,3 +146,15 @@ def test_data_for_w8a8_is_answered_with_the_static_preset(mlp):
 def test_data_for_a_weight_only_scheme_is_said_not_to_be_needed(mlp):
     with pytest.warns(CalibrationWarning, match=r"FP8_DYNAMIC needs no data.*not used\.$"):
         calibrate(mlp, "FP8_DYNAMIC", torch.randn(4, 16))
+
+
+def test_a_scale_that_is_zero_in_the_dtype_it_is_stored_in_is_refused(mlp):
+    mlp.half()
+    before = attributes(mlp)
+    with (
+        pytest.raises(CalibrationError, match=r"not finite and positive: fc1.input_scale \(float16\)\. .*bfloat16"),
+        CalibrationSession(mlp, STATIC, ignore=["fc2"]),
+        torch.autocast("cpu", torch.bfloat16),  # inputs of another dtype than the weights
+    ):
+        mlp(1e-6 * torch.randn(4, 16))
+    assert attributes(mlp) == before

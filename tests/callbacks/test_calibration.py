@@ -7,8 +7,8 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM
 
-from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession, quantized
-from lightning_obs.model.qparams import read_qparams
+from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession, load_checkpoint, quantized
+from lightning_obs.model.qparams import get_scheme, read_qparams
 from tests.callbacks.calibration_modules import Language, Late, Plain, bare, hooks_on, loader, trainer
 
 # ---------------------------------------------------------------------- validate
@@ -272,3 +272,27 @@ def test_a_resumed_run_has_the_scales_of_the_kv_cache(tiny_llama, batches, tmp_p
     before, after = (read_qparams(m.model.model.layers[1].self_attn) for m in (module, resumed))
     assert set(before) == set(after) == {"k_scale", "v_scale"}
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_two_callbacks_on_one_model_export_each_its_own(tmp_path):
+    module = Plain()
+    first, second = CalibrationCallback("INT8_STATIC"), CalibrationCallback("FP8", ignore=["net.2"])
+    trainer(first, second).validate(module, loader(), verbose=False)
+    for callback, kinds in ((first, ("int", "int")), (second, ("float", None))):
+        callback.export(tmp_path / callback.label)
+        reloaded = load_checkpoint(Plain(), tmp_path / callback.label)
+        schemes = (get_scheme(reloaded.net[0]), get_scheme(reloaded.net[2]))
+        assert tuple(scheme and scheme.weights.type for scheme in schemes) == kinds
+        scales = {f"{n}.input_scale": m.input_scale for n, m in reloaded.named_modules() if hasattr(m, "input_scale")}
+        assert scales
+        assert all(torch.equal(value, callback.result.qparams[name]) for name, value in scales.items())
+    assert get_scheme(module.net[0]).weights.type == "float"  # the last one's is in force, as before
+
+
+def test_a_callback_that_has_not_calibrated_does_not_export_what_another_has(tmp_path):
+    module, idle = Plain(), CalibrationCallback("INT8_STATIC")
+    trainer(CalibrationCallback("FP8")).validate(module, loader(), verbose=False)
+    tr = trainer(idle, limit_val_batches=0, max_epochs=1)
+    tr.fit(module, loader(), loader())
+    with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
+        idle.export(tmp_path / "out")
