@@ -68,7 +68,7 @@ class ObserverHooks:
             mask: ``(batch, tokens)``, nonzero for a token that counts.
         """
         self._mask = self._experts.mask = mask
-        self._read = LastRead(self._read.count)
+        self._read.forget()
 
     def attach(self) -> None:
         """Register all hooks."""
@@ -91,7 +91,8 @@ class ObserverHooks:
         if self._attached is not None:
             self._attached.close()
             self._attached = None
-        self._read, self._mask = LastRead(self._read.count), None
+        self._read.forget()
+        self._mask = None
 
     def _hooks(self, target: Target) -> list[tuple[Any, Any]]:
         """``(how to register it, hook)`` of one module."""
@@ -131,7 +132,8 @@ class ObserverHooks:
             value = value.to_local()
         if not isinstance(value, torch.Tensor) or self._experts.is_deaf(name) or self.paused or _in_backward():
             return
-        read = self._read.of(value)
+        readers = [reader for reader in (observer, for_weight) if reader is not None]
+        read = self._read.of(value, measured_fast=all(reader.measures_fast for reader in readers))
         tokens = value.detach()
         if self._mask is not None:
             if read.tokens is None:

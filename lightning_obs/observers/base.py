@@ -77,6 +77,9 @@ class Observer(RegistryMixin):
     #: whether ``min_vals`` and ``max_vals`` are the smallest and the largest values of everything observed
     keeps_extremes: ClassVar[bool] = False
 
+    #: whether :meth:`measure` takes hardly longer than reading the tensor
+    measures_fast: ClassVar[bool] = False
+
     #: declared hyperparameters and their defaults; each becomes an attribute. None: takes anything.
     hyperparameters: ClassVar[dict[str, Any] | None] = None
 

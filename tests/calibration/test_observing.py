@@ -123,16 +123,46 @@ def test_a_llama_is_calibrated_by_its_own_keyword_forward(tiny_llama, batches):
 # ---------------------------------------------------------------------- one measurement of one tensor
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_modules_that_read_one_tensor_measure_it_once(mode):
+@pytest.mark.parametrize(
+    ("mode", "observer"),
+    [(torch.no_grad, "static_minmax"), (torch.no_grad, "mse"), (torch.inference_mode, "mse")],
+)
+def test_modules_that_read_one_tensor_measure_it_once(mode, observer):
     model, x = Shared(), torch.randn(4, 16)
-    with mode(), CalibrationSession(model, STATIC) as session:
+    options = {"averaging_constant": 1.0, "maxshrink": 0.0} if observer == "mse" else {}
+    observers = {"input": {"name": observer, **options}}
+    with mode(), CalibrationSession(model, STATIC, observers=observers) as session:
         model(x)
         model(x * 2)
-    assert session.result.measurements == 2
+    assert session.result.measurements == (4 if observer == "mse" else 2)  # of a search, the extremes too
     assert session.result.input_ranges.keys() == {"q_proj", "k_proj", "v_proj"}
     assert len({tuple(r) for r in session.result.input_ranges.values()}) == 1
     assert torch.equal(model.v_proj.input_scale, input_scale(x * 2))
+
+
+@pytest.mark.parametrize("observer", ["static_minmax", "percentile", "mse"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("columns", [slice(16, None), slice(None, None, 2), slice(17, 18)])
+def test_no_change_in_place_between_two_readers_is_missed(mode, observer, columns):
+    class TwoReaders(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 4), nn.Linear(32, 4)
+
+        def forward(self, x):
+            y = self.first(x)
+            x[..., columns] *= 100
+            return y + self.second(x)
+
+    model, other = TwoReaders(), TwoReaders()
+    x = torch.randn(4, 64, 32)
+    for each, mode_of_each in ((model, mode), (other, torch.no_grad)):
+        session = CalibrationSession(each, STATIC, observers={"input": observer})
+        with mode_of_each(), session:
+            each(x.clone())
+    assert torch.equal(model.first.input_scale, other.first.input_scale)
+    assert torch.equal(model.second.input_scale, other.second.input_scale)
+    assert model.second.input_scale > 20 * model.first.input_scale
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -141,7 +171,7 @@ def test_a_tensor_that_was_changed_in_place_is_measured_again(mode):
     with mode(), CalibrationSession(model, STATIC) as session:
         x = torch.randn(4, 16)
         model(x)
-    assert session.result.measurements == 2
+    assert session.result.measurements == (2 if mode is torch.no_grad else 3)
     assert torch.equal(model.v_proj.input_scale, input_scale(x))
     assert torch.equal(model.q_proj.input_scale * 3, input_scale(x))
 

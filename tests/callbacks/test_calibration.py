@@ -50,11 +50,11 @@ def test_outputs_metrics_and_state_dict_are_what_they_were(tiny_llama, batches):
     assert torch.equal(module.model(**batches[0]).logits, outputs)
 
 
-def test_inputs_read_by_q_k_v_and_gate_up_are_reduced_once_in_validate(tiny_llama, batches):
-    callback = CalibrationCallback("FP8", ignore=["lm_head"])
+def test_inputs_read_by_q_k_v_and_gate_up_are_searched_once_in_validate(tiny_llama, batches):
+    callback = CalibrationCallback("FP8", ignore=["lm_head"], observers={"input": "mse"})
     trainer(callback).validate(Language(tiny_llama()), DataLoader(batches, batch_size=None), verbose=False)
     layers, reads_per_layer = 2, 4  # qkv, o, gate and up, down
-    assert callback.result.measurements == len(batches) * layers * reads_per_layer
+    assert callback.result.measurements == len(batches) * layers * reads_per_layer * 2  # the extremes too
 
 
 def test_export_gives_the_calibrated_models_logits(tiny_llama, batches, tmp_path):

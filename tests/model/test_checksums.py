@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
-from lightning_obs.model.checksums import _Sums, changed_since, checksums
+from lightning_obs.model.checksums import changed_since, checksums
+from lightning_obs.numerics.checksum import Checksums
 
 
 def checksum(value):
@@ -54,8 +55,8 @@ def test_no_small_step_of_training_goes_unnoticed():
 @pytest.mark.parametrize("cuts", [[0, 7, 7, 500, 300_001], [0, 1, 262_144, 262_147, 300_001]])
 def test_parts_cut_anywhere_add_up_to_the_whole(dtype, cuts):
     value = torch.randn(300_001).to(dtype)
-    sums = _Sums(torch.device("cpu"))
-    parts = [sums.add(value[a:b], a) for a, b in pairwise(cuts)]
+    sums = Checksums(torch.device("cpu"))
+    parts = [sums.of(value[a:b], a) for a, b in pairwise(cuts)]
     assert int(sum(parts)) == checksum(value)
 
 
