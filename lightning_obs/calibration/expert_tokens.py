@@ -18,6 +18,7 @@ from lightning_obs.calibration.token_mask import select_tokens
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.calls import first_input
 from lightning_obs.model.experts import LinearExperts, expert_containers
+from lightning_obs.model.quantized_forward import is_inside_quantized
 
 
 class ExpertWatch:
@@ -90,7 +91,7 @@ class ExpertWatch:
 
     def _counter(self, name: str, index: int) -> Any:
         def count(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._forcing:
+            if self._forcing or is_inside_quantized(module):
                 return
             value = first_input(args, kwargs)
             given = [x for x in (*args, *kwargs.values()) if x is not None]
@@ -118,6 +119,8 @@ class ExpertWatch:
 
     def _runner(self, name: str) -> Any:
         def run_all(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if is_inside_quantized(module):
+                return
             tokens = first_input(args, kwargs)
             calls, self._calls[name] = self._calls[name], []
             wrong = sorted({call for call in calls if call})

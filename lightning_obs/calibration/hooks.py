@@ -21,6 +21,7 @@ from lightning_obs.calibration.token_mask import select_tokens
 from lightning_obs.model.attention import hooked_attention, register_state_hook
 from lightning_obs.model.calls import first_input
 from lightning_obs.model.compile_stance import run_eagerly
+from lightning_obs.model.quantized_forward import is_inside_quantized
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
 from lightning_obs.schemes.target import Target
@@ -102,13 +103,13 @@ class ObserverHooks:
         if inputs is not None or for_weight is not None:
 
             def observe_input(module: nn.Module, args: Any, kwargs: Any) -> None:
-                self._observe(target.name, first_input(args, kwargs), inputs, for_weight)
+                self._observe(target, first_input(args, kwargs), inputs, for_weight)
 
             hooks.append((target.module.register_forward_pre_hook, observe_input))
         if output is not None:
 
             def observe_output(module: nn.Module, args: Any, kwargs: Any, value: Any) -> None:
-                self._observe(target.name, value, output)
+                self._observe(target, value, output)
 
             # In training a hook of ours quantizes the output; the observer has to see it before that.
             hooks.append((partial(target.module.register_forward_hook, prepend=True), observe_output))
@@ -116,11 +117,11 @@ class ObserverHooks:
 
     def _state(self, target: Target, base_name: str) -> Callable[[torch.Tensor], None]:
         observer = self._observers[target.name, base_name]
-        return lambda value: self._observe(target.name, value, observer, heads=True)
+        return lambda value: self._observe(target, value, observer, heads=True)
 
     def _observe(
         self,
-        name: str,
+        target: Target,
         value: Any,
         observer: Observer | None,
         for_weight: Observer | None = None,
@@ -130,7 +131,8 @@ class ObserverHooks:
             value = next((x for x in value if isinstance(x, torch.Tensor)), None)
         if isinstance(value, DTensor):
             value = value.to_local()
-        if not isinstance(value, torch.Tensor) or self._experts.is_deaf(name) or self.paused or _in_backward():
+        deaf = self.paused or self._experts.is_deaf(target.name) or is_inside_quantized(target.module) or _in_backward()
+        if deaf or not isinstance(value, torch.Tensor):
             return
         readers = [reader for reader in (observer, for_weight) if reader is not None]
         read = self._read.of(value, measured_fast=all(reader.measures_fast for reader in readers))
@@ -138,9 +140,9 @@ class ObserverHooks:
         if self._mask is not None:
             if read.tokens is None:
                 if heads:
-                    read.tokens = select_tokens(tokens, self._mask, name, heads)
+                    read.tokens = select_tokens(tokens, self._mask, target.name, heads)
                 else:
-                    read.tokens = self._experts.select(tokens, self._mask, name)
+                    read.tokens = self._experts.select(tokens, self._mask, target.name)
             tokens = read.tokens
         if observer is not None:
             observer.observe_shared(tokens, read.measured)

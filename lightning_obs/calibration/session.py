@@ -38,6 +38,7 @@ from lightning_obs.model.qparams import (
     read_qparams,
     write_qparams,
 )
+from lightning_obs.model.quantized_forward import is_inside_quantized
 from lightning_obs.model.sharding import register_fsdp_units, unwrapped, without_wrappers
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
@@ -192,9 +193,11 @@ class CalibrationSession:
         self._hooks.mask_tokens(None if mask is None else require_mask(mask, "mask_tokens"))
 
     def _count(self, module: nn.Module, args: Any) -> None:
-        self.batches += 1
+        self.batches += not is_inside_quantized(module)
 
     def _find_mask(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if is_inside_quantized(module):
+            return
         given = inspect.signature(module.forward).bind_partial(*args, **kwargs)
         mask = {**given.arguments, **given.kwargs}.get(str(self._token_mask))
         if mask is None:

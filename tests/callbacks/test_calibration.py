@@ -1,5 +1,7 @@
 """CalibrationCallback in Lightning's own loops."""
 
+import warnings
+
 import lightning as L
 import pytest
 import torch
@@ -296,3 +298,47 @@ def test_a_callback_that_has_not_calibrated_does_not_export_what_another_has(tmp
     tr.fit(module, loader(), loader())
     with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
         idle.export(tmp_path / "out")
+
+
+@pytest.mark.parametrize("observer", ["static_minmax", "minmax"])
+def test_a_quantized_metric_in_validation_step_is_not_observed(observer):
+    class Measuring(Plain):
+        def validation_step(self, batch, batch_idx):
+            self(batch[0])
+            with quantized(self.net):
+                self.log("quantized", self.net(3 * batch[0]).pow(2).mean())
+
+    torch.manual_seed(0)
+    alone, measuring = Plain(), Measuring()
+    measuring.load_state_dict(alone.state_dict())
+    results = []
+    for module in (alone, measuring):
+        callback = CalibrationCallback("INT8_STATIC", observers={"input": observer})
+        with CalibrationSession(module, "W8A8"):
+            pass
+        trainer(callback).validate(module, loader(), verbose=False)
+        results.append(callback.result)
+    assert results[0].input_ranges == results[1].input_ranges
+    assert results[0].measurements == results[1].measurements
+    assert all(torch.equal(v, results[1].qparams[name]) for name, v in results[0].qparams.items())
+
+
+def test_quantized_attention_in_validation_step_is_not_observed(tiny_llama, batches):
+    class Measuring(Language):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            with quantized(self.model):
+                self.model(**{**batch, "input_ids": batch["input_ids"].flip(0) * 0})
+
+    results = []
+    for kind in (Language, Measuring):
+        callback = CalibrationCallback("FP8", ignore=["lm_head"], kv_cache="FP8")
+        module, data = kind(tiny_llama()), DataLoader(batches, batch_size=None)
+        for _ in range(2):  # calibrated in the first
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="quantized.. runs")
+                trainer(callback).validate(module, data, verbose=False)
+        results.append(callback.result)
+    assert results[0].measurements == results[1].measurements
+    assert any("k_scale" in name for name in results[0].qparams)
+    assert all(torch.equal(v, results[1].qparams[name]) for name, v in results[0].qparams.items())
