@@ -19,6 +19,7 @@ from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.missing_data import borrow_ranges, check_coverage
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.weights import Weights
+from lightning_obs.distributed.failures import sendable
 from lightning_obs.distributed.sync import Collectives, Synced, sync_statistics
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.checksums import remember
@@ -123,7 +124,7 @@ class Finalizer:
             note=self.experts.tokens,
         )
         self.borrowed = {}
-        failure = self._cover(synced, batches) if asked.activations else None
+        failure = (self._cover(synced, batches) or self._try_activations()) if asked.activations else None
         searched = [key for key in held.modules if key[0] not in self.skipped]
 
         def observe(key: Key, observer: Observer, rows: torch.Tensor) -> None:
@@ -168,6 +169,18 @@ class Finalizer:
             )
         except CalibrationError as error:
             return error
+        return None
+
+    def _try_activations(self) -> CalibrationError | None:
+        """What goes wrong with qparams on this rank alone, in time to be raised on all, before weights are searched."""
+        for key, observer in {**self.observers, **self.borrowed}.items():
+            if key[1] != "weight" and key[0] not in self.skipped:
+                try:
+                    observer.get_qparams()
+                except Exception as error:
+                    failure = sendable(error, key)
+                    failure.__cause__ = error
+                    return failure
         return None
 
     # ------------------------------------------------------------------ qparams

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.measurement_cache import LastRead
 from lightning_obs.calibration.token_mask import select_tokens
+from lightning_obs.errors import CalibrationError
 from lightning_obs.model.attention import hooked_attention, register_state_hook
 from lightning_obs.model.calls import first_input
 from lightning_obs.model.compile_stance import run_eagerly
@@ -134,6 +135,14 @@ class ObserverHooks:
         deaf = self.paused or self._experts.is_deaf(target.name) or is_inside_quantized(target.module) or _in_backward()
         if deaf or not isinstance(value, torch.Tensor):
             return
+        if not value.is_floating_point() or value.itemsize == 1:
+            raise CalibrationError(
+                "only floating point values can be observed",
+                where=[target.name],
+                got=str(value.dtype).removeprefix("torch."),
+                expected="float64, float32, float16 or bfloat16",
+                remedy="list the module in `ignore`, or quantize only its weight.",
+            )
         readers = [reader for reader in (observer, for_weight) if reader is not None]
         read = self._read.of(value, measured_fast=all(reader.measures_fast for reader in readers))
         tokens = value.detach()

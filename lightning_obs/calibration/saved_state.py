@@ -13,6 +13,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from lightning_obs.distributed.agreement import is_plain
 from lightning_obs.distributed.sync import Collectives, sync_statistics
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.checksums import CHECKSUMS
@@ -96,7 +97,7 @@ def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, An
     saved = {}
     for (name, base_name), observer in observers.items():
         statistics = _statistics(observer)
-        odd = [key for key, value in statistics.items() if not _is_plain(value)]
+        odd = [key for key, value in statistics.items() if not is_plain(value)]
         if odd:
             raise CalibrationError(
                 f"{type(observer).__name__} keeps statistics that cannot be saved in a checkpoint",
@@ -175,14 +176,6 @@ def _merges_exactly(observer: Observer) -> bool:
 
     declared = observer._act_sync_dict
     return all(exact(name) for name in observer.statistic_names())
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(_is_plain(x) for x in (*value.keys(), *value.values()))
-    if isinstance(value, (list, tuple, set)):
-        return all(_is_plain(x) for x in value)
-    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype))
 
 
 def _scale_fits(target: Target, qparams: dict[str, torch.Tensor]) -> bool:

@@ -158,3 +158,17 @@ def test_a_scale_that_is_zero_in_the_dtype_it_is_stored_in_is_refused(mlp):
     ):
         mlp(1e-6 * torch.randn(4, 16))
     assert attributes(mlp) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_inputs_that_are_not_floating_point_are_refused_and_named(dtype):
+    class Takes(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.real.float())
+
+    model = nn.Sequential(Takes(4, 4))
+    with (
+        pytest.raises(CalibrationError, match=rf"only floating point .*: 0\. Got {str(dtype).removeprefix('torch.')},"),
+        CalibrationSession(model, "FP8"),
+    ):
+        model(torch.ones(2, 4).to(dtype))

@@ -275,8 +275,8 @@ def test_quantized_blocks_nest(cnn, scheme, target):
 def test_a_model_that_was_not_calibrated_runs_as_it_is_and_that_is_said(mlp):
     x = torch.randn(4, 16)
     expected = mlp(x)
+    block = ExitStack()
     with pytest.warns(CalibrationWarning, match="runs MLP in full precision: it was not calibrated"):
-        block = ExitStack()
         block.enter_context(quantized(mlp))
     with block:
         assert torch.equal(mlp(x), expected)
