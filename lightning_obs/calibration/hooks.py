@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.measurement_cache import LastRead
-from lightning_obs.calibration.token_mask import select_tokens
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.attention import hooked_attention, register_state_hook
 from lightning_obs.model.calls import first_input
@@ -148,10 +147,8 @@ class ObserverHooks:
         tokens = value.detach()
         if self._mask is not None:
             if read.tokens is None:
-                if heads:
-                    read.tokens = select_tokens(tokens, self._mask, target.name, heads)
-                else:
-                    read.tokens = self._experts.select(tokens, self._mask, target.name)
+                select = self._experts.select_state if heads else self._experts.select
+                read.tokens = select(tokens, self._mask, target.name)
             tokens = read.tokens
         if observer is not None:
             observer.observe_shared(tokens, read.measured)

@@ -170,7 +170,7 @@ class SessionCallback(Callback):
         mask = None if self.token_mask is None else find_mask(batch, self.token_mask)
         samples = repeated_in_batch(_loaders(trainer)[dataloader_idx], batch_idx) if trainer.world_size > 1 else None
         if samples is not None:
-            mask = samples if mask is None else mask * samples.unsqueeze(-1).to(mask.device, mask.dtype)
+            mask = samples if mask is None else (mask.T * samples.to(mask.device, mask.dtype)).T
         self.session.mask_tokens(mask)
 
     @override

@@ -59,7 +59,7 @@ class Observer(RegistryMixin):
     tensor([0.0235])
     """
 
-    #: statistic attribute -> reduction over ranks. All ranks take a statistic not named here from the lowest that has it.
+    #: statistic attribute -> reduction over ranks. One that is not named here is that of the lowest rank that has it.
     _act_sync_dict: ClassVar[dict[str, Any]] = {}
 
     #: a weight's observer that also wants what the module reads: whoever attaches it calls ``observe_inputs``

@@ -322,3 +322,74 @@ def test_a_mask_of_four_dimensions_is_refused(mlp):
     session = CalibrationSession(mlp, "INT8_STATIC")
     with pytest.raises(CalibrationError, match=r"not a token mask.*\(2, 1, 3, 3\)"), session:
         session.mask_tokens(torch.ones(2, 1, 3, 3))
+
+
+class Layout(nn.Module):
+    """Linear modules that read a batch ``(B, T, C)`` in another layout."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.fc, self.change = nn.Linear(8, 8), change
+
+    def forward(self, x):
+        return self.fc(self.change(x))
+
+
+UNCERTAIN = {
+    "time first": lambda x: x.transpose(0, 1),
+    "time first, flattened": lambda x: x.transpose(0, 1).flatten(0, 1),
+    "flattened": lambda x: x.flatten(0, 1),
+    "routed rows, twice the batch": lambda x: x.flatten(0, 1)[torch.tensor([9, 1, 2, 3, 4, 5, 6, 7])],
+}
+
+
+@pytest.mark.parametrize("layout", UNCERTAIN)
+@pytest.mark.parametrize(
+    "mask",
+    [torch.tensor([True, True, True, False]), torch.tensor([[1, 1, 1, 1]] * 3 + [[1, 1, 1, 0]])],
+    ids=["B", "BT"],
+)
+def test_rows_of_which_the_shape_does_not_say_whose_they_are_are_an_error(layout, mask):
+    model = Layout(UNCERTAIN[layout])
+    session = CalibrationSession(model, "INT8_STATIC", observers={"input": "percentile"})
+    session.attach()
+    session.mask_tokens(mask)
+    with pytest.raises(CalibrationError, match=r"cannot be told from the shape: fc\. Got an activation"):
+        model(torch.randn(4, 4, 8))
+    session.detach()
+
+
+@pytest.mark.parametrize("layout", UNCERTAIN)
+def test_any_layout_is_observed_whole_where_all_samples_count(layout):
+    x, model = torch.randn(4, 4, 8), Layout(UNCERTAIN[layout])
+    session = CalibrationSession(model, "INT8_STATIC")
+    with session:
+        session.mask_tokens(torch.ones(4))
+        model(x)
+    assert torch.equal(model.fc.input_scale, input_scale(model.change(x)))
+
+
+def test_as_many_samples_as_tokens_are_told_apart_by_an_earlier_batch():
+    x, mask = torch.randn(4, 4, 8), torch.ones(4, 4)
+    mask[1, 2:] = 0
+    x[mask == 0] = 1e6
+    model = Layout(lambda x: x)
+    session = CalibrationSession(model, "INT8_STATIC")
+    with session:
+        session.mask_tokens(torch.ones(2, 4))
+        model(x[2:])
+        session.mask_tokens(mask)
+        model(x)
+    assert torch.equal(model.fc.input_scale, input_scale(x[mask.bool()]))
+
+
+def test_rows_that_were_not_one_for_each_sample_before_are_not_taken_for_samples():
+    model = Layout(lambda x: x.flatten(0, 1)[: 4 if len(x) == 4 else 3])
+    session = CalibrationSession(model, "INT8_STATIC")
+    session.attach()
+    session.mask_tokens(torch.ones(2))
+    model(torch.randn(2, 4, 8))
+    session.mask_tokens(torch.tensor([1, 1, 1, 0]))
+    with pytest.raises(CalibrationError, match="repeated cannot be told"):
+        model(torch.randn(4, 4, 8))
+    session.detach()
