@@ -1,4 +1,4 @@
-"""A checksum of a tensor's bits, in order, at about the speed of reading them.
+"""A checksum of a tensor's bits, in order, in one pass over memory.
 
 Method. The tensor's bytes are words of 64 bits, in tiles of 2**17. With pseudorandom odd multipliers, ``a`` for each
 tile, ``b`` and ``c`` for each place in a tile, the checksum is ``sum a * (b * word + c * (word >> 32))`` modulo 2**64.
@@ -9,8 +9,7 @@ So two different tensors have one checksum by chance only, whatever differs: the
 Each position has its own, so rows that swap places show. (Without ``c``, two changes in the highest bit would cancel.)
 
 A sum needs no order of its terms, so parts add up, and every device gives the same. A tile and its scratch stay in
-cache: it takes two to four times as long as finding the extremes (a sum of integers of two bytes, which torch widens
-first, takes twenty times as long).
+cache. On two cores of a CPU 2 to 4 GB a second were measured, where finding the extremes reads 10 to 16.
 """
 
 from __future__ import annotations
