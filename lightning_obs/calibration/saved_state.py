@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch import nn
 
+from lightning_obs.distributed.agreement import is_plain
 from lightning_obs.distributed.sync import Collectives, sync_statistics
 from lightning_obs.errors import CalibrationError
+from lightning_obs.model.checksums import CHECKSUMS
 from lightning_obs.model.qparams import write_qparams
+from lightning_obs.model.sharding import without_wrappers
 from lightning_obs.model.weights import matrix_shape
 from lightning_obs.numerics.reshape import flatten_for_calibration
 from lightning_obs.observers import Observer
@@ -22,26 +26,29 @@ from lightning_obs.observers.base import Key
 from lightning_obs.schemes.attention import count_heads
 from lightning_obs.schemes.target import Plan, Target
 
-_FORMAT = 1
+_FORMAT = 2
 
 
-def dump_state(plan: Plan, qparams: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def dump_state(
+    plan: Plan, qparams: Mapping[str, torch.Tensor], checksums: Mapping[str, Mapping[str, int]]
+) -> dict[str, Any]:
     """Everything a resumed run needs to have the same qparams: tensors, strings and numbers only.
 
     Args:
         plan: what was calibrated.
         qparams: ``{"layer.weight_scale": tensor, ...}``.
+        checksums: of what was calibrated, ``{"layer": {"weight": ..., "bias": ...}}``.
     """
     return {
         "format": _FORMAT,
         "config": plan.config.model_dump_json(),
         "qparams": {name: value.clone() for name, value in qparams.items()},
-        "checksums": {t.name: getattr(t.module, "calibrated_weight_checksum", None) for t in plan.targets},
+        "checksums": {name: dict(of_module) for name, of_module in checksums.items()},
     }
 
 
-def load_state(plan: Plan, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Write the qparams of a :func:`dump_state` to the plan's modules, and return them.
+def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Write the qparams of a :func:`dump_state` to the plan's modules of ``model``, and return them.
 
     Raises:
         CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
@@ -74,8 +81,10 @@ def load_state(plan: Plan, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     with torch.inference_mode(False), torch.no_grad():
         for target in plan.targets:
             if target.name in by_module:
-                checksum = state["checksums"].get(target.name)
-                write_qparams(target.module, target.scheme, by_module[target.name], checksum)
+                write_qparams(target.module, target.scheme, by_module[target.name])
+        with without_wrappers(model):
+            for name, module in model.named_modules():
+                vars(module)[CHECKSUMS] = dict(state["checksums"].get(name, {}))
     return dict(state["qparams"])
 
 
@@ -88,7 +97,7 @@ def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, An
     saved = {}
     for (name, base_name), observer in observers.items():
         statistics = _statistics(observer)
-        odd = [key for key, value in statistics.items() if not _is_plain(value)]
+        odd = [key for key, value in statistics.items() if not is_plain(value)]
         if odd:
             raise CalibrationError(
                 f"{type(observer).__name__} keeps statistics that cannot be saved in a checkpoint",
@@ -167,14 +176,6 @@ def _merges_exactly(observer: Observer) -> bool:
 
     declared = observer._act_sync_dict
     return all(exact(name) for name in observer.statistic_names())
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(_is_plain(x) for x in (*value.keys(), *value.values()))
-    if isinstance(value, (list, tuple, set)):
-        return all(_is_plain(x) for x in value)
-    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype))
 
 
 def _scale_fits(target: Target, qparams: dict[str, torch.Tensor]) -> bool:

@@ -66,7 +66,8 @@ class QuantizationAwareTraining(SessionCallback):
         start_step: ...and this many optimizer steps.
         freeze_after: from this epoch on the ranges of activations stay what they are; None: never.
         learn_scales: train the scales (learned step size) from where calibration put them. They join the first
-            parameter group of the optimizer, and are observed no more. (Those of q, k and v are, as ever.)
+            parameter group of the optimizer that trains their module, and are observed no more. (Those of q, k and v
+            are, as ever.)
         distill: weight of the divergence of the quantized model's logits from the teacher's, added to the loss that
             ``training_step`` returns; 0: none. It costs one more forward per step.
         teacher: takes the calls that the quantized model takes. None: the model itself, unquantized.
@@ -147,7 +148,7 @@ class QuantizationAwareTraining(SessionCallback):
         session = self.prepare(trainer, pl_module)
         with ExitStack() as stack:
             if self._training is not None and self._training.learned is not None and trainer.optimizers:
-                self._training.learned.join(trainer.optimizers[0])
+                self._training.learned.join(trainer.optimizers)
             if self.distill:
                 if self.teacher is not None:
                     self.teacher.to(pl_module.device)

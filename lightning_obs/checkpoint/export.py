@@ -31,10 +31,11 @@ from lightning_obs.checkpoint.load import CONFIG_FILE, QPARAMS_FILE, WEIGHTS_FIL
 from lightning_obs.distributed.failures import all_ranks_answer
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.attention import marked_as_hooked
+from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.experts import routers
 from lightning_obs.model.kinds import compressible_type, is_transformers_model
 from lightning_obs.model.lora import refuse_unmerged
-from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, trained_since
+from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.sharding import in_shards, register_fsdp_units, unwrapped, without_wrappers
 
 
@@ -58,7 +59,7 @@ def export_checkpoint(
 
     Raises:
         CalibrationError: the model was not calibrated; ``folder`` is not empty and ``overwrite`` is off; a weight is
-            computed from others (pruning), or was trained on since its scale was found.
+            computed from others (pruning); a weight, bias, norm... was trained on since the last calibration.
     """
     register_fsdp_units(model)
     model = unwrapped(model)
@@ -78,11 +79,11 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> 
         remedy="make it permanent first: torch.nn.utils.prune.remove(module, 'weight').",
     )
     refuse_unmerged(model, "a checkpoint")
-    stale = trained_since(model)
+    stale = changed_since(model)
     refuse(
         stale,
-        f"{len(stale)} weights have changed since they were calibrated",
-        remedy="calibrate the weights as they are now (trainer.validate with the callback), then export.",
+        f"{len(stale)} parameters and buffers have changed since the model was calibrated",
+        remedy="calibrate the model as it is now (trainer.validate with the callback), then export.",
     )
     sharded = any(map(in_shards, model.modules()))
     _require_free(folder, overwrite, sharded)

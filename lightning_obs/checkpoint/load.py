@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_obs.checkpoint.compressed_rows import compressor_of
 from lightning_obs.errors import CalibrationError
+from lightning_obs.model.checksums import remember
 from lightning_obs.model.kinds import compressible_type
 from lightning_obs.model.qparams import write_qparams
 from lightning_obs.model.quantized_forward import quantize_forward
@@ -75,6 +76,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
                 # The weight is on the grid already, it need not be quantized at each forward.
                 module.quantization_status = QuantizationStatus.DECOMPRESSED
             quantize_forward(module)
+        remember(model)
     return model
 
 

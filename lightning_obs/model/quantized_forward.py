@@ -32,8 +32,10 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_obs.errors import name_list, warn
 from lightning_obs.model.attention import find_owner, hooked_attention, register_state_change
 from lightning_obs.model.calls import replace_input
+from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.compile_stance import run_eagerly
 from lightning_obs.model.lora import adapters_of, refuse_unmerged
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
@@ -43,6 +45,7 @@ from lightning_obs.numerics.fake_quantize import fake_quantize_dynamic, learned_
 from lightning_obs.numerics.reshape import ATTENTION
 
 _STATE = "quantized_forward"
+_INSIDE = "inside_quantized"
 #: of modules whose weight holds numbers of the format already
 _ON_THE_GRID = (QuantizationStatus.COMPRESSED, QuantizationStatus.DECOMPRESSED)
 
@@ -96,7 +99,12 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
 
     Weights and activations of calibrated modules are quantized and dequantized at each forward, to the numbers of
     compressed-tensors' own functions, so what comes out is what the exported checkpoint gives. Weights are not changed.
-    Blocks nest; the forward of every module is back as it was afterwards, also after an exception.
+    Blocks nest; the forward of every module is back as it was afterwards, also after an exception. No calibration
+    observes what runs inside, so ``validation_step`` can log a metric of the quantized model.
+
+    A :class:`CalibrationWarning` says that nothing was calibrated, so that the model runs in full precision, or which
+    parameters have changed since, so that these are not the numbers of a checkpoint. Where weights are sharded, all
+    ranks must enter the block.
 
     >>> from lightning_obs import CalibrationSession
     >>> model = nn.Sequential(nn.Linear(4, 4, bias=False))
@@ -107,7 +115,16 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
     ...     _ = model(torch.ones(1, 4))
     """
     refuse_unmerged(model, "quantized()")
+    if next(calibrated_modules(model), None) is None:
+        warn(f"quantized() runs {type(model).__name__} in full precision: it was not calibrated")
+    elif changed := changed_since(model):
+        warn(
+            f"quantized() runs {type(model).__name__} with scales that are older than {len(changed)} of its parameters "
+            f"and buffers: {name_list(changed)}. Calibrate the model as it is now."
+        )
     with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(_set(module, **{_INSIDE: True}))
         attention: dict[nn.Module, dict[nn.Module, tuple[str, ...]]] = {}
         for _, module in list(calibrated_modules(model)):
             if states := quantized_states(module):
@@ -119,6 +136,11 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
             stack.enter_context(fake_quantized_states(owner, modules, Switch()))
         stack.enter_context(run_eagerly())
         yield model
+
+
+def is_inside_quantized(module: nn.Module) -> bool:
+    """Whether the module is run by a :func:`quantized` block, which nothing observes."""
+    return _INSIDE in vars(module)
 
 
 def quantize_forward(module: nn.Module) -> Callable[[], None]:

@@ -59,7 +59,7 @@ class Observer(RegistryMixin):
     tensor([0.0235])
     """
 
-    #: statistic attribute -> reduction over ranks. Statistics not named here are each rank's own.
+    #: statistic attribute -> reduction over ranks. One that is not named here is that of the lowest rank that has it.
     _act_sync_dict: ClassVar[dict[str, Any]] = {}
 
     #: a weight's observer that also wants what the module reads: whoever attaches it calls ``observe_inputs``
@@ -76,6 +76,9 @@ class Observer(RegistryMixin):
 
     #: whether ``min_vals`` and ``max_vals`` are the smallest and the largest values of everything observed
     keeps_extremes: ClassVar[bool] = False
+
+    #: whether :meth:`measure` takes hardly longer than reading the tensor
+    measures_fast: ClassVar[bool] = False
 
     #: declared hyperparameters and their defaults; each becomes an attribute. None: takes anything.
     hyperparameters: ClassVar[dict[str, Any] | None] = None

@@ -75,5 +75,5 @@ def test_a_state_of_another_shape_or_format_is_refused(mlp):
     with pytest.raises(CalibrationError, match="weights with other shapes: fc1"):
         other.load_state_dict(session.state_dict())
     with pytest.raises(CalibrationError, match="a format that this version does not know"):
-        session.load_state_dict({**session.state_dict(), "format": 2})
+        session.load_state_dict({**session.state_dict(), "format": 3})
     assert not hasattr(other.model.fc1, "weight_scale")
