@@ -318,10 +318,19 @@ class QuantizationAwareTraining(SessionCallback):
     @override
     def take_state(self, session: CalibrationSession, state: Mapping[str, Any]) -> None:
         """Write the ranges of a checkpoint, and take training up where it stood."""
+        try:  # first, as it writes nothing to the model
+            training = state.get("training", {})
+            self._training_of(session).load_state_dict(training)
+            self._validated = training.get("validated", self._validated)
+        except CalibrationError:
+            raise
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise CalibrationError(
+                "the saved state of the training is damaged",
+                got=f"{type(error).__name__}: {error}",
+                remedy="resume from another checkpoint.",
+            ) from error
         super().take_state(session, state)
-        training = state.get("training", {})
-        self._training_of(session).load_state_dict(training)
-        self._validated = training.get("validated", self._validated)
 
     def _training_of(self, session: CalibrationSession) -> QuantizedTraining:
         """What runs this session's model; a session made anew for the same model goes on with what there is."""

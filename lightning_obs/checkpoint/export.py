@@ -35,6 +35,8 @@ from lightning_obs.model.kinds import compressible_type, is_transformers_model
 from lightning_obs.model.lora import refuse_unmerged
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, trained_since
 from lightning_obs.model.sharding import in_shards, register_fsdp_units, unwrapped, without_wrappers
+from lightning_obs.schemes.stored_qparams import find_misfits
+from lightning_obs.schemes.target import Target
 
 
 def export_checkpoint(
@@ -78,6 +80,16 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> 
         remedy="make it permanent first: torch.nn.utils.prune.remove(module, 'weight').",
     )
     refuse_unmerged(model, "a checkpoint")
+    refuse(
+        [
+            misfit
+            for name, module in calibrated_modules(model)
+            if not quantized_states(module) and (scheme := get_scheme(module)) is not None
+            for misfit in find_misfits(Target(name, module, scheme), read_qparams(module))
+        ],
+        "the quantization parameters are not those that the scheme asks for",
+        remedy="calibrate again, with data.",
+    )
     stale = trained_since(model)
     refuse(
         stale,

@@ -1,7 +1,7 @@
 """A folder that appears under its name whole or not at all, and takes nobody else's place.
 
 It is written beside its final name and renamed. It lists its own files, so that what replaces it later knows what may
-go: anything else that lies there stops the replacement.
+go (anything else that lies there stops the replacement), and who loads it sees what is missing or was damaged.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from safetensors import SafetensorError
 
 from lightning_obs.errors import CalibrationError, refuse
 
-#: what the folder holds, itself too: ``{"files": [relative path, ...]}``
+#: what the folder holds: ``{"files": {relative path: CRC-32 of the file, null of a folder}}``
 CONTENTS_FILE = "lightning_obs.json"
+_DAMAGED = "copy or export the checkpoint again."
 
 
 def require_free(folder: Path, overwrite: bool) -> None:
@@ -100,9 +102,38 @@ def _rename(partial: Path, target: Path, folder: Path, overwrite: bool) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def refuse_damage(folder: Path, names: Collection[str]) -> None:
+    """Refuse files that are not as they were written, as far as the folder says what it holds.
+
+    Raises:
+        CalibrationError: a file is missing, or its bytes have changed.
+    """
+    if not (folder / CONTENTS_FILE).exists():
+        return
+    written = _contents(folder)
+    refuse(
+        [name for name in names if name in written and not (folder / name).is_file()],
+        f"files of {folder} are missing",
+        remedy=_DAMAGED,
+    )
+    refuse(
+        [name for name in names if name in written and written[name] != _checksum(folder / name)],
+        f"files of {folder} have changed since they were written",
+        remedy=f"{_DAMAGED} If you changed them on purpose, delete {CONTENTS_FILE}.",
+    )
+
+
+def _contents(folder: Path) -> dict[str, int | None]:
+    try:
+        return dict(json.loads((folder / CONTENTS_FILE).read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CalibrationError(f"{folder / CONTENTS_FILE} cannot be read", got=str(error), remedy=_DAMAGED) from error
+
+
 def _finish(partial: Path) -> None:
-    names = sorted(path.relative_to(partial).as_posix() for path in partial.rglob("*"))
-    (partial / CONTENTS_FILE).write_text(json.dumps({"files": [*names, CONTENTS_FILE]}, indent=1) + "\n")
+    paths = sorted(partial.rglob("*"))
+    files = {path.relative_to(partial).as_posix(): _checksum(path) if path.is_file() else None for path in paths}
+    (partial / CONTENTS_FILE).write_text(json.dumps({"files": files}, indent=1) + "\n")
     partial.chmod(0o777 & ~_umask())
     for path in partial.rglob("*"):
         if path.is_file():
@@ -110,10 +141,18 @@ def _finish(partial: Path) -> None:
                 os.fsync(file.fileno())
 
 
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
 def _refuse_foreign(folder: Path, target: Path) -> None:
     try:
-        own = set(json.loads((target / CONTENTS_FILE).read_text())["files"])
-    except (OSError, ValueError, KeyError, TypeError):
+        own = {*_contents(target), CONTENTS_FILE}
+    except CalibrationError:
         own = set()
     refuse(
         sorted(name for path in target.rglob("*") if (name := path.relative_to(target).as_posix()) not in own),
