@@ -119,6 +119,10 @@ def _decompressed(target: Target, state: dict[str, torch.Tensor]) -> dict[str, t
     local = {key[len(prefix) :]: state[key] for key in state if key.rpartition(".")[0] == target.name}
     _require_entries(target, own, local)
     if scheme.weights is not None:
+        packed = local.get("weight_zero_point")
+        if packed is not None and len(packed) == 1:
+            # compressed-tensors 0.20 views the transpose as bytes, for which its last stride has to be 1.
+            local["weight_zero_point"] = packed.reshape(-1, 1).t()
         local = compressor_of(scheme.format).decompress(local, scheme)
     for key in [key for key in state if key.rpartition(".")[0] == target.name]:
         del state[key]

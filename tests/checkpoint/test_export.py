@@ -209,6 +209,18 @@ def test_a_plain_module_is_loaded_with_the_same_outputs(name, dtype, tmp_path):
             assert torch.equal(read_qparams(module)[key], value), (module_name, key)
 
 
+@pytest.mark.parametrize("rows", [1, 8, 9])
+@pytest.mark.parametrize("bits", [3, 4])
+def test_a_narrow_head_with_zero_points_of_groups_is_loaded(rows, bits, tmp_path):
+    model, x = nn.Sequential(nn.Linear(64, rows)), torch.randn(3, 64)
+    weights = {"num_bits": bits, "group_size": 16, "symmetric": False}
+    with CalibrationSession(model, {"head": {"targets": ["Linear"], "weights": weights}}):
+        pass
+    loaded = load_checkpoint(nn.Sequential(nn.Linear(64, rows)), export_checkpoint(model, tmp_path / "out"))
+    with torch.no_grad(), quantized(model):
+        assert torch.equal(loaded(x), model(x))
+
+
 def test_what_compressed_tensors_cannot_hold_has_its_qparams_in_a_file_of_its_own(cnn, tmp_path):
     with CalibrationSession(cnn, "INT8_STATIC", targets=["Linear", "Conv2d"]):
         cnn(torch.randn(2, 3, 8, 8))

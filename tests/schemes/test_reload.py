@@ -78,6 +78,20 @@ def test_several_schemes_cannot_be_dequantized(tiny_llama, reload, refused):
         plan(tiny_llama(), scheme, reload)
 
 
+@pytest.mark.parametrize(("rows", "group_size"), [(8, 64), (9, 64), (8, 128)])
+def test_zero_points_in_one_packed_row_cannot_be_dequantized(tiny_llama, rows, group_size):
+    model = tiny_llama()
+    model.score = nn.Linear(128, rows)
+    weights = {"num_bits": 4, "group_size": group_size, "symmetric": False}
+    scheme = {"head": {"targets": ["score"], "weights": weights}}
+    assert plan(model, scheme, "unchecked").targets
+    if (rows, group_size) != (8, 64):
+        assert plan(model, scheme, "dequantize").targets
+        return
+    with pytest.raises(CalibrationError, match=r"cannot unpack 4-bit zero points.*at most 8 output rows: score"):
+        plan(model, scheme, "dequantize")
+
+
 def test_one_scheme_in_two_groups_can_be_dequantized(tiny_llama):
     one, two = {"num_bits": 8, "strategy": "channel"}, {"num_bits": 8, "strategy": "channel", "type": "int"}
     scheme = {"a": {"targets": ["re:.*mlp.*_proj"], "weights": one}, "b": {"targets": ["re:.*o_proj"], "weights": two}}
