@@ -43,6 +43,7 @@ def check_reload(model: nn.Module, targets: list[Target], reload: Reload) -> Non
         return
     in_transformers = is_transformers_model(model)
     if in_transformers:
+        _check_compressible(targets)
         _check_experts(model, targets, reload)
     if reload == "dequantize":
         _check_dequantized(targets, in_transformers)
@@ -52,6 +53,16 @@ def check_reload(model: nn.Module, targets: list[Target], reload: Reload) -> Non
             _check_float(target, target.scheme.weights, in_transformers)
             if in_transformers:
                 _check_packed(target, target.scheme.weights)
+
+
+def _check_compressible(targets: list[Target]) -> None:
+    """Refuse what compressed-tensors cannot store (GPT-2's Conv1D, convolutions): ``from_pretrained`` would give the
+    model unquantized, without a word."""
+    refuse(
+        [f"{t.name} ({type(t.module).__name__})" for t in targets if not t.states and not compressible_type(t.module)],
+        "transformers loads quantized Linear and Embedding modules only, and would leave these in full precision",
+        remedy='list them in `ignore`, or set reload="unchecked" and load the checkpoint with load_checkpoint.',
+    )
 
 
 def _check_dequantized(targets: list[Target], in_transformers: bool) -> None:

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, GPT2Config, GPT2LMHeadModel
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, load_checkpoint, quantized
 from lightning_obs.checkpoint import export
@@ -207,6 +207,22 @@ def test_a_plain_module_is_loaded_with_the_same_outputs(name, dtype, tmp_path):
         module = loaded.get_submodule(module_name)
         for key, value in read_qparams(model.get_submodule(module_name)).items():
             assert torch.equal(read_qparams(module)[key], value), (module_name, key)
+
+
+def test_gpt2_with_its_conv1d_and_tied_head_is_loaded(tmp_path):
+    def build():
+        return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)).eval()
+
+    model, ids = build(), torch.randint(0, 64, (2, 8))
+    with CalibrationSession(model, "INT8_STATIC", targets=["Conv1D"], reload="unchecked"):
+        model(ids)
+    with torch.no_grad(), quantized(model):
+        expected = model(ids).logits
+    loaded = load_checkpoint(build(), export_checkpoint(model, tmp_path / "out"))
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, expected)
+        assert not torch.equal(model(ids).logits, expected)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_obs.errors import CalibrationError
 from tests.schemes.plans import FP8_WEIGHTS, names, plan
@@ -76,6 +77,14 @@ def test_several_schemes_cannot_be_dequantized(tiny_llama, reload, refused):
         CalibrationError, match=r"several schemes. Remedy: reload=\"default\", or set reload=\"unchecked\""
     ):
         plan(tiny_llama(), scheme, reload)
+
+
+@pytest.mark.parametrize("reload", ["default", "dequantize"])
+@pytest.mark.parametrize("scheme", ["W8A8", {"inputs": {"targets": ["Conv1D"], "input_activations": {"num_bits": 8}}}])
+def test_what_compressed_tensors_cannot_store_is_refused_in_a_transformers_model(scheme, reload):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2))
+    with pytest.raises(CalibrationError, match=r"modules only.*c_attn \(Conv1D\).*load_checkpoint"):
+        plan(model, scheme, reload, **({"targets": "Conv1D"} if scheme == "W8A8" else {}))
 
 
 @pytest.mark.parametrize(("rows", "group_size"), [(8, 64), (9, 64), (8, 128)])
