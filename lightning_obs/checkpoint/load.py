@@ -38,7 +38,8 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
     """Load a checkpoint of :func:`export_checkpoint` into a module of the same architecture.
 
     The weights become the dequantized ones, and the forward quantizes activations, so outputs equal those of the
-    calibrated model under :func:`~lightning_obs.quantized`. For transformers models use ``from_pretrained``.
+    calibrated model under :func:`~lightning_obs.quantized`, also in copies. Quantized weights cannot be
+    trained: a gradient for one is a CalibrationError. For transformers models use ``from_pretrained``.
 
     Args:
         model: a freshly built, unquantized module; changed in place.
@@ -69,7 +70,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
             if target not in own and target.scheme.weights is not None:
                 # The weight is on the grid already, it need not be quantized at each forward.
                 target.module.quantization_status = QuantizationStatus.DECOMPRESSED
-            quantize_forward(target.module)
+            quantize_forward(target.module, trainable=target.scheme.weights is None)
     return model
 
 

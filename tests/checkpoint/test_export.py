@@ -1,7 +1,9 @@
 """Checkpoints: what transformers and load_checkpoint give back."""
 
+import copy
 import errno
 import json
+import pickle
 
 import pytest
 import torch
@@ -248,6 +250,41 @@ def test_what_compressed_tensors_cannot_hold_has_its_qparams_in_a_file_of_its_ow
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(stored["conv.weight"], cnn.conv.weight)
     assert stored["head.weight"].dtype is torch.int8
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_what_was_loaded_runs_quantized_by_itself(cnn, tmp_path, copied):
+    with CalibrationSession(cnn, "INT8_STATIC", targets=["Linear", "Conv2d"]):
+        cnn(torch.randn(2, 3, 8, 8))
+    loaded = load_checkpoint(type(cnn)(), export_checkpoint(cnn, tmp_path / "out"))
+    image = torch.randn(1, 3, 8, 8)
+    with torch.no_grad():
+        expected = loaded(image)
+        other = copied(loaded)
+        for value in (*loaded.parameters(), *loaded.buffers()):
+            value.zero_()
+        assert torch.equal(other(image), expected)
+        assert not torch.equal(other(image * 10), expected)
+        with quantized(other):
+            assert torch.equal(other(image), expected)
+        assert torch.equal(other(image), expected)
+
+
+def test_what_was_loaded_cannot_be_trained(cnn, tmp_path):
+    with CalibrationSession(cnn, "INT8_STATIC", targets=["Linear", "Conv2d"]):
+        cnn(torch.randn(2, 3, 8, 8))
+    loaded = load_checkpoint(type(cnn)(), export_checkpoint(cnn, tmp_path / "out"))
+    image = torch.randn(1, 3, 8, 8, requires_grad=True)
+    for module in (loaded, copy.deepcopy(loaded), loaded.conv):
+        with pytest.raises(CalibrationError, match="QuantizationAwareTraining"):
+            module(image).sum().backward()
+    with quantized(loaded), pytest.raises(CalibrationError, match="QuantizationAwareTraining"):
+        loaded(image).sum().backward()
+    assert torch.autograd.grad(loaded(image).sum(), image)[0].any()  # inputs have gradients
+    loaded.conv.requires_grad_(False)
+    loaded.head.weight.requires_grad_(False)
+    loaded(image).sum().backward()
+    assert loaded.head.bias.grad is not None
 
 
 def test_only_a_convolution_is_a_checkpoint_too(cnn, tmp_path):
