@@ -6,6 +6,7 @@ Nothing is written to the model before all of the state was found to fit it.
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -35,8 +36,17 @@ def dump_state(plan: Plan, qparams: Mapping[str, torch.Tensor]) -> dict[str, Any
         "format": _FORMAT,
         "config": plan.config.model_dump_json(),
         "qparams": {name: value.clone() for name, value in qparams.items()},
+        "crc": _crc(qparams),
         "checksums": {t.name: getattr(t.module, "calibrated_weight_checksum", None) for t in plan.targets},
     }
+
+
+def _crc(qparams: Mapping[str, torch.Tensor]) -> int:
+    """CRC-32 of all values, in the order of their names."""
+    crc = 0
+    for name in sorted(qparams):
+        crc = zlib.crc32(qparams[name].cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(), crc)
+    return crc
 
 
 def load_state(plan: Plan, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -75,6 +85,9 @@ def load_state(plan: Plan, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         "the saved calibration has modules that this model has not",
     )
     refuse(list(_misfits(plan, by_module, state["checksums"])), "the saved calibration does not fit", remedy=_REMEDY)
+    crc = _crc(state["qparams"])
+    if state.get("crc", crc) != crc:  # earlier versions wrote none
+        raise CalibrationError("the saved calibration has other values than were saved", remedy=_REMEDY)
     with torch.inference_mode(False), torch.no_grad():
         for target in plan.targets:
             if target.name in by_module:

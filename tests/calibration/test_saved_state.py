@@ -105,6 +105,8 @@ DAMAGES = {
         lambda s: s["qparams"].update({"fc1.input_zero_point": torch.tensor([200])}),
         "input_zero_point is not from -128 to 127",
     ),
+    "other values": (lambda s: s["qparams"]["fc1.weight_scale"][3].mul_(2), "has other values than were saved"),
+    "no values": (lambda s: s["qparams"].clear(), "has other values than were saved"),
     "no tensor": (lambda s: s["qparams"].update({"fc1.input_scale": 0.5}), "input_scale is no tensor but float"),
     "a method": (
         lambda s: s["qparams"].update({"fc1.forward": torch.ones(1)}),
