@@ -72,6 +72,8 @@ def whole_or_not_at_all(folder: Path, overwrite: bool) -> Iterator[Path]:
             _finish(partial)
             _rename(partial, target, folder, overwrite)
         finally:
+            if not partial.exists():  # Ctrl-C may have come while what was replaced was deleted
+                shutil.rmtree(partial.with_suffix(".old"), ignore_errors=True)
             shutil.rmtree(partial, ignore_errors=True)
 
 

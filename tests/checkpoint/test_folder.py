@@ -163,3 +163,20 @@ def test_whatever_ends_it_between_two_renames_one_whole_checkpoint_is_there(
     assert os.listdir(tmp_path) == ["out"]
     replaced = (out / "model.safetensors").stat().st_ino != before
     assert replaced == (at == 2 and after)
+
+
+def test_an_interrupt_while_the_replaced_one_is_deleted_leaves_nothing(model, tmp_path, monkeypatch):
+    out = export_checkpoint(model, tmp_path / "out")
+    delete, calls = shutil.rmtree, []
+
+    def interrupted(path, **options):
+        calls.append(path)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        delete(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export_checkpoint(model, out, overwrite=True)
+    assert loads(out)
+    assert os.listdir(tmp_path) == ["out"]
