@@ -80,16 +80,6 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> 
         remedy="make it permanent first: torch.nn.utils.prune.remove(module, 'weight').",
     )
     refuse_unmerged(model, "a checkpoint")
-    refuse(
-        [
-            misfit
-            for name, module in calibrated_modules(model)
-            if not quantized_states(module) and (scheme := get_scheme(module)) is not None
-            for misfit in find_misfits(Target(name, module, scheme), read_qparams(module))
-        ],
-        "the quantization parameters are not those that the scheme asks for",
-        remedy="calibrate again, with data.",
-    )
     stale = trained_since(model)
     refuse(
         stale,
@@ -98,7 +88,7 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> 
     )
     sharded = any(map(in_shards, model.modules()))
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
-        partial = _open(stack, folder, overwrite, sharded)
+        partial = _open(stack, model, folder, overwrite, sharded)
         tensors = compressed_state_dict(model, partial is not None)
         if partial is not None:
             require_room(partial, sum(value.nbytes for value in tensors.values()))
@@ -106,10 +96,20 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> 
     return folder
 
 
-def _open(stack: ExitStack, folder: Path, overwrite: bool, sharded: bool) -> Path | None:
-    """What to write into, before any work, on the rank that writes; where ranks gather together, all fail with it."""
+def _open(stack: ExitStack, model: nn.Module, folder: Path, overwrite: bool, sharded: bool) -> Path | None:
+    """What to write into, before any work, on the rank that writes; where ranks gather together, all fail with one."""
     partial, failure = None, None
     try:
+        refuse(
+            [
+                misfit
+                for name, module in calibrated_modules(model)
+                if not quantized_states(module) and (scheme := get_scheme(module)) is not None
+                for misfit in find_misfits(Target(name, module, scheme), read_qparams(module))
+            ],
+            "the quantization parameters are not those that the scheme asks for",
+            remedy="calibrate again, with data.",
+        )
         if not sharded or dist.get_rank() == 0:
             partial = stack.enter_context(whole_or_not_at_all(folder, overwrite))
     except CalibrationError as error:

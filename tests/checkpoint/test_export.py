@@ -422,6 +422,22 @@ def test_no_uncalibrated_scale_can_be_exported(mlp, tmp_path):
         export_checkpoint(mlp, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda fc1: delattr(fc1, "input_scale"), r"fc1\.input_scale is missing"),
+        (lambda fc1: fc1.weight_scale.fill_(float("nan")), r"fc1\.weight_scale is not finite and positive"),
+    ],
+)
+def test_qparams_that_are_not_whole_are_not_exported(mlp, tmp_path, damage, message):
+    with CalibrationSession(mlp, "INT8_STATIC"):
+        mlp(torch.randn(4, 16))
+    damage(mlp.fc1)
+    with pytest.raises(CalibrationError, match=message):
+        export_checkpoint(mlp, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_pruned_weight_has_to_be_made_permanent_first(mlp, tmp_path):
     from torch.nn.utils import prune
 
