@@ -36,17 +36,22 @@ def dump_state(plan: Plan, qparams: Mapping[str, torch.Tensor]) -> dict[str, Any
         "format": _FORMAT,
         "config": plan.config.model_dump_json(),
         "qparams": {name: value.clone() for name, value in qparams.items()},
-        "crc": _crc(qparams),
+        "crc": state_checksum(qparams),
         "checksums": {t.name: getattr(t.module, "calibrated_weight_checksum", None) for t in plan.targets},
     }
 
 
-def _crc(qparams: Mapping[str, torch.Tensor]) -> int:
-    """CRC-32 of all values, in the order of their names."""
-    crc = 0
-    for name in sorted(qparams):
-        crc = zlib.crc32(qparams[name].cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(), crc)
-    return crc
+def state_checksum(value: Any, crc: int = 0) -> int:
+    """CRC-32 of tensors, numbers and strings, and of lists and dicts of them in any order of their keys."""
+    if isinstance(value, torch.Tensor):
+        return zlib.crc32(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(), crc)
+    if isinstance(value, Mapping):
+        value = [part for key in sorted(value, key=repr) for part in (key, value[key])]
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            crc = state_checksum(part, crc)
+        return crc
+    return zlib.crc32(repr(value).encode(), crc)
 
 
 def load_state(plan: Plan, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -85,7 +90,7 @@ def load_state(plan: Plan, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         "the saved calibration has modules that this model has not",
     )
     refuse(list(_misfits(plan, by_module, state["checksums"])), "the saved calibration does not fit", remedy=_REMEDY)
-    crc = _crc(state["qparams"])
+    crc = state_checksum(state["qparams"])
     if state.get("crc", crc) != crc:  # earlier versions wrote none
         raise CalibrationError("the saved calibration has other values than were saved", remedy=_REMEDY)
     with torch.inference_mode(False), torch.no_grad():
