@@ -93,10 +93,10 @@ class SessionCallback(Callback):
         Args:
             folder: written whole or not at all.
             tokenizer: saved beside it; default: the LightningModule's ``tokenizer`` or ``processor``, if it has one.
-            overwrite: replace ``folder`` if it is there.
+            overwrite: replace the checkpoint in ``folder``. What no export wrote is never deleted.
 
         Raises:
-            CalibrationError: no validation has calibrated the model yet, or ``folder`` is there.
+            CalibrationError: no validation has calibrated the model yet; ``folder`` cannot be written or is taken.
         """
         if self.session is None or not self.session.has_written:
             raise CalibrationError(

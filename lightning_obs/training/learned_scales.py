@@ -149,6 +149,16 @@ class LearnedScales:
                 "the checkpoint has learned scales of other modules",
                 where=sorted(set(state["log_factors"]) ^ {_join(key) for key in self._factors}),
             )
+        saved = [(_join(key), parameter.shape) for key, parameter in self._factors.items()]
+        refuse(
+            [
+                name
+                for values in (state["log_factors"], state["calibrated"])
+                for name, shape in saved
+                if name in values and (values[name].shape != shape or not torch.isfinite(values[name]).all())
+            ],
+            "learned scales of the checkpoint have other shapes, or are not finite",
+        )
         with torch.inference_mode(False), torch.no_grad():
             for key, parameter in self._factors.items():
                 parameter.copy_(state["log_factors"][_join(key)])
