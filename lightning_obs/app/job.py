@@ -20,6 +20,7 @@ from lightning_obs.app.console import step
 from lightning_obs.callbacks.base import SessionCallback, find_module
 from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
+from lightning_obs.checkpoint.folder import require_free
 from lightning_obs.errors import CalibrationError
 from lightning_obs.schemes.options import CalibrationOptions
 
@@ -55,8 +56,8 @@ def make_job(config: DictConfig) -> Job:
         _import(name)
     callback = make_callback(config)
     folder = Path(config.export.folder) if config.export.folder else None
-    if folder is not None and folder.exists() and not config.export.overwrite:
-        raise CalibrationError(f"{folder} is already there", remedy="another export.folder, or export.overwrite=true.")
+    if folder is not None:
+        require_free(folder, config.export.overwrite)
     with step("loading the model"):
         module: LightningModule = instantiate(config.model)
     with step("reading the text"):

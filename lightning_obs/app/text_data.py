@@ -6,9 +6,12 @@ own documentation of its topics (``pydoc_data.topics``, in the standard library)
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
 
-_TEXT_SUFFIXES = (".txt", ".md", ".rst")
+_SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".json", ".csv", ".parquet")
 
 
 class TextData(LightningDataModule):
@@ -27,20 +30,22 @@ class TextData(LightningDataModule):
 
     Args:
         tokenizer: a transformers tokenizer.
-        path: a text file (documents are paragraphs), a ``.jsonl`` file (an object with ``text_field`` on each line), a
-            folder of such files, or a folder saved by ``datasets``. None: the default text.
+        path: a text file in UTF-8 (documents are paragraphs); a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file,
+            whose objects or rows have ``text_field``; a folder of such files, or one saved by ``datasets``. None: the
+            default text.
         batches: calibration batches.
         batch_size: blocks per batch.
         tokens: tokens per block.
         eval_batches: batches to measure perplexity on.
-        text_field: the field of jsonl and datasets that holds the text.
+        text_field: the field or column that holds the text.
         num_workers: of the DataLoaders.
         train_batches: batches to train on: other blocks of the half that is not held out; 0 for none.
         eval_path: another text to measure perplexity on, of any kind that ``path`` takes. Then all of ``path`` is there
             to calibrate and train on. None: every second document of ``path``.
 
     Raises:
-        CalibrationError: numbers that are not positive; no such file; less text than asked for.
+        CalibrationError: numbers that are not positive; a file that is not there or cannot be read; less text than
+            asked for.
     """
 
     def __init__(
@@ -111,7 +116,7 @@ def read_documents(
     """Documents of a file or folder (see :class:`TextData`), in a fixed order. ``option`` is what errors call it.
 
     Raises:
-        CalibrationError: no such file, a kind that is not read, a line without ``text_field``.
+        CalibrationError: no such file; what cannot be read, by file and line; an object without ``text_field``.
     """
     if path is None:
         from pydoc_data.topics import topics
@@ -125,31 +130,98 @@ def read_documents(
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
             yield from _saved_dataset(path, text_field, option)
             return
-        files = [file for file in sorted(path.rglob("*")) if file.suffix in (*_TEXT_SUFFIXES, ".jsonl")]
+        files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in _SUFFIXES and file.is_file()]
         if not files:
             raise CalibrationError(
-                f"{option}={path} holds nothing to read",
-                expected=f"files ending in {', '.join(_TEXT_SUFFIXES)}, .jsonl",
+                f"{option}={path} holds nothing to read", expected=f"files ending in {', '.join(_SUFFIXES)}"
             )
         for file in files:
             yield from read_documents(file, text_field, option)
-    elif path.suffix == ".jsonl":
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if line.strip():
-                yield _field(path, number, line, text_field)
+        return
+    readers = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+    suffix = path.suffix.lower()
+    if suffix in readers:
+        for place, row in readers[suffix](path):
+            yield _field(place, row, text_field)
     else:
-        text = path.read_text(encoding="utf-8")
-        yield from (paragraph for paragraph in text.split("\n\n") if paragraph.strip())
+        yield from (paragraph for paragraph in _decoded(path).split("\n\n") if paragraph.strip())
 
 
-def _field(path: Path, number: int, line: str, text_field: str) -> str:
+def _decoded(path: Path) -> str:
+    data = path.read_bytes().removeprefix(BOM_UTF8)
     try:
-        value = json.loads(line)[text_field]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        text = data.decode("utf-8")
+        bad = data.find(b"\0")  # which decodes, and is in no text
+    except UnicodeDecodeError as error:
+        bad = error.start
+    if bad >= 0:
         raise CalibrationError(
-            f"{path}:{number} has no field {text_field!r}", got=line[:80], remedy="name the field: data.text_field=..."
+            f"{path}:{data.count(10, 0, bad) + 1} is no text in UTF-8",
+            got=f"byte 0x{data[bad]:02x}",
+            remedy="convert it (iconv -f latin1 -t utf-8), or give a text, jsonl, json, csv or parquet file.",
+        )
+    return text.replace("\r\n", "\n")
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(_decoded(path).split("\n"), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise _unreadable(f"{path}:{number}", "JSON", error) from error
+            yield f"{path}:{number}", row
+
+
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
+    """A list of objects, or lines of them as many call it too."""
+    text = _decoded(path)
+    if not text.lstrip().startswith("["):
+        yield from _json_lines(path)
+        return
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(f"{path}:{getattr(error, 'lineno', 1)}", "JSON", error) from error
+    yield from ((f"{path}[{index}]", row) for index, row in enumerate(rows))
+
+
+def _csv(path: Path) -> Iterator[tuple[str, Any]]:
+    rows = csv.DictReader(StringIO(_decoded(path), newline=""), strict=True)
+    try:
+        for row in rows:
+            yield f"{path}:{rows.line_num}", row
+    except csv.Error as error:
+        raise _unreadable(f"{path}:{rows.reader.line_num}", "CSV", error) from error
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        from pyarrow import parquet  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise CalibrationError(
+            f"{path} is read by the package pyarrow, which is not installed", remedy="pip install pyarrow"
         ) from error
-    return str(value)
+    try:
+        rows = (row for batch in parquet.ParquetFile(path).iter_batches() for row in batch.to_pylist())
+        yield from ((f"{path}[{index}]", row) for index, row in enumerate(rows))
+    except (OSError, ValueError) as error:  # what pyarrow raises is one of them
+        raise _unreadable(str(path), "Parquet", error) from error
+
+
+def _unreadable(place: str, kind: str, error: Exception) -> CalibrationError:
+    return CalibrationError(f"{place} is no {kind}", got=str(error)[:200], remedy="mend the file, or leave it out.")
+
+
+def _field(place: str, row: Any, text_field: str) -> str:
+    value = row.get(text_field) if isinstance(row, dict) else None
+    if not isinstance(value, str):
+        raise CalibrationError(
+            f"{place} has no text in the field {text_field!r}",
+            got=repr(row)[:80],
+            remedy="name the field: data.text_field=...",
+        )
+    return value
 
 
 def _saved_dataset(path: Path, text_field: str, option: str) -> Iterator[str]:
@@ -168,7 +240,7 @@ def _saved_dataset(path: Path, text_field: str, option: str) -> Iterator[str]:
                 expected=", ".join(part.column_names),
                 remedy="data.text_field=...",
             )
-        yield from (str(text) for text in part[text_field])
+        yield from (_field(f"{path}[{index}]", row, text_field) for index, row in enumerate(part))
 
 
 def _blocks(tokenizer: Any, documents: list[str], count: int, tokens: int, what: str, option: str) -> TokenBlocks:

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_obs.calibration.token_mask import select_tokens
+from lightning_obs.calibration.token_mask import TokenSelection
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.calls import first_input
 from lightning_obs.model.experts import LinearExperts, expert_containers
+from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.model.quantized_forward import is_inside_quantized
 
 
 class ExpertWatch:
@@ -43,6 +45,8 @@ class ExpertWatch:
         self._counts: dict[str, list[Any]] = {}
         self._calls: dict[str, list[str]] = {}
         self._forcing = False
+        self._flattened = False
+        self._selection = TokenSelection()
         self.mask: torch.Tensor | None = None
         if all_experts and not self.containers:
             raise CalibrationError(
@@ -62,6 +66,7 @@ class ExpertWatch:
         self._counts = {name: [0] * len(experts) for name, experts in self.containers.items()}
         self._calls = {name: [] for name in self.containers}
         self._forcing, self.mask = False, None
+        self._selection = TokenSelection(batch_first=is_transformers_model(self._model))
         for name, experts in self.containers.items():
             for index, expert in enumerate(experts):
                 hook = expert.register_forward_pre_hook(self._counter(name, index), with_kwargs=True)
@@ -75,12 +80,18 @@ class ExpertWatch:
         return self._all and not self._forcing and name in self._of
 
     def select(self, value: torch.Tensor, mask: torch.Tensor, name: str) -> torch.Tensor:
-        """:func:`select_tokens`, also inside experts that got only some tokens."""
+        """The rows that count, also inside experts that got only some tokens (:class:`TokenSelection`)."""
         rows, total = self._rows(self._of.get(name))
-        mask = _of_tokens(mask, total)
-        if rows is None or total != mask.numel():
-            return select_tokens(value, mask, name)
-        return value[mask.to(value.device).flatten()[rows].bool()]
+        of_tokens = _of_tokens(mask, total)
+        if rows is None or total != of_tokens.numel():
+            forced = name in self._of and self._forcing
+            routed = name in self._of and not self._forcing
+            return self._selection.of(value, mask, name, routed=routed, flattened=forced and self._flattened)
+        return value[of_tokens.to(value.device).flatten()[rows].bool()]
+
+    def select_state(self, value: torch.Tensor, mask: torch.Tensor, name: str) -> torch.Tensor:
+        """The tokens of an attention state that count."""
+        return self._selection.of(value, mask, name, heads=True)
 
     # ------------------------------------------------------------------ hooks
 
@@ -90,7 +101,7 @@ class ExpertWatch:
 
     def _counter(self, name: str, index: int) -> Any:
         def count(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._forcing:
+            if self._forcing or is_inside_quantized(module):
                 return
             value = first_input(args, kwargs)
             given = [x for x in (*args, *kwargs.values()) if x is not None]
@@ -118,6 +129,8 @@ class ExpertWatch:
 
     def _runner(self, name: str) -> Any:
         def run_all(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if is_inside_quantized(module):
+                return
             tokens = first_input(args, kwargs)
             calls, self._calls[name] = self._calls[name], []
             wrong = sorted({call for call in calls if call})
@@ -127,6 +140,9 @@ class ExpertWatch:
                 wrong.append(f"{type(module).__name__} ran without calling any of them")
             if wrong or tokens is None:
                 raise _cannot(name, wrong)
+            # Of rows that were flattened already, or of as many samples as tokens, only transformers' order is known.
+            apart = tokens.ndim > 2 and tokens.shape[0] != tokens.shape[1]
+            self._flattened = apart or isinstance(module, LinearExperts)
             if tokens.numel():
                 self._run_all(name, tokens.detach().reshape(-1, tokens.shape[-1]))
 

@@ -19,11 +19,12 @@ from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.missing_data import borrow_ranges, check_coverage
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.weights import Weights
+from lightning_obs.distributed.failures import sendable
 from lightning_obs.distributed.sync import Collectives, Synced, sync_statistics
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.qparams import clear_qparams, read_qparams, write_qparams
+from lightning_obs.model.checksums import remember
+from lightning_obs.model.qparams import as_stored, clear_qparams, read_qparams, write_qparams
 from lightning_obs.model.sharding import reshard
-from lightning_obs.model.weights import weight_checksums
 from lightning_obs.numerics.reshape import ATTENTION
 from lightning_obs.observers import Key, Observer
 from lightning_obs.schemes.attention import count_heads
@@ -123,7 +124,7 @@ class Finalizer:
             note=self.experts.tokens,
         )
         self.borrowed = {}
-        failure = self._cover(synced, batches) if asked.activations else None
+        failure = (self._cover(synced, batches) or self._try_activations()) if asked.activations else None
         searched = [key for key in held.modules if key[0] not in self.skipped]
 
         def observe(key: Key, observer: Observer, rows: torch.Tensor) -> None:
@@ -170,24 +171,37 @@ class Finalizer:
             return error
         return None
 
+    def _try_activations(self) -> CalibrationError | None:
+        """What goes wrong with qparams on this rank alone, in time to be raised on all, before weights are searched."""
+        for key, observer in {**self.observers, **self.borrowed}.items():
+            if key[1] != "weight" and key[0] not in self.skipped:
+                try:
+                    observer.get_qparams()
+                except Exception as error:
+                    failure = sendable(error, key)
+                    failure.__cause__ = error
+                    return failure
+        return None
+
     # ------------------------------------------------------------------ qparams
 
     def _qparams(self, asked: Asked) -> dict[str, dict[str, torch.Tensor]]:
-        """The qparams of every module that is quantized: ``{"fc1": {"weight_scale": ...}}``."""
+        """The qparams of every module that is quantized, as stored: ``{"fc1": {"weight_scale": ...}}``."""
         anew = {key: observer for key, observer in {**self.observers, **self.borrowed}.items() if asked.has(key)}
         chosen = [target for target in self.plan.targets if target.name not in self.skipped]
-        return {target.name: _kept_qparams(target, anew) | _new_qparams(target, anew) for target in chosen}
+        return {
+            target.name: as_stored(target.module, _kept_qparams(target, anew) | _new_qparams(target, anew))
+            for target in chosen
+        }
 
     def _write(self, qparams: Mapping[str, dict[str, torch.Tensor]], asked: Asked) -> None:
-        # Weights that were not asked may have been trained on since their scale was chosen.
-        modules = [target.module for target in self.plan.targets]
-        old = [getattr(module, "calibrated_weight_checksum", None) for module in modules]
-        checksums = weight_checksums(modules) if asked.weights else old
-        for target, checksum in zip(self.plan.targets, checksums, strict=True):
+        for target in self.plan.targets:
             if target.name in qparams:
-                write_qparams(target.module, target.scheme, qparams[target.name], checksum)
+                write_qparams(target.module, target.scheme, qparams[target.name])
             else:  # an earlier calibration's would pass for this one's
                 clear_qparams(target.module)
+        if asked.weights:  # else they may have been trained on since their scale was chosen
+            remember(self.model)
 
 
 def _new_qparams(target: Target, asked: Mapping[Key, Observer]) -> dict[str, torch.Tensor]:
@@ -218,9 +232,13 @@ def _kept_qparams(target: Target, asked: Collection[Key]) -> dict[str, torch.Ten
 
 
 def check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Raise a CalibrationError that names every scale (by module and parameter) that is not finite and positive."""
+    """Raise a CalibrationError that names every scale (by module and parameter) that is not finite and positive.
+
+    Args:
+        qparams: as they are stored: what is positive in float32 may be zero in float16.
+    """
     bad = [
-        f"{name}.{key}"
+        f"{name}.{key} ({str(value.dtype).removeprefix('torch.')})"
         for name, values in qparams.items()
         for key, value in values.items()
         if key.endswith("scale") and not bool((torch.isfinite(value) & (value > 0)).all())
@@ -229,7 +247,8 @@ def check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         raise CalibrationError(
             "scales are not finite and positive",
             where=bad,
-            remedy="look at the observer's range; the values may not fit the scale's dtype.",
+            remedy="look at the observer's range. Scales are stored in the weight's dtype; where it is too narrow, "
+            "load the model in bfloat16 or float32, or list these modules in `ignore`.",
         )
 
 

@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.measurement_cache import LastRead
-from lightning_obs.calibration.token_mask import select_tokens
+from lightning_obs.errors import CalibrationError
 from lightning_obs.model.attention import hooked_attention, register_state_hook
 from lightning_obs.model.calls import first_input
 from lightning_obs.model.compile_stance import run_eagerly
+from lightning_obs.model.quantized_forward import is_inside_quantized
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
 from lightning_obs.schemes.target import Target
@@ -68,7 +69,7 @@ class ObserverHooks:
             mask: ``(batch, tokens)``, nonzero for a token that counts.
         """
         self._mask = self._experts.mask = mask
-        self._read = LastRead(self._read.count)
+        self._read.forget()
 
     def attach(self) -> None:
         """Register all hooks."""
@@ -91,7 +92,8 @@ class ObserverHooks:
         if self._attached is not None:
             self._attached.close()
             self._attached = None
-        self._read, self._mask = LastRead(self._read.count), None
+        self._read.forget()
+        self._mask = None
 
     def _hooks(self, target: Target) -> list[tuple[Any, Any]]:
         """``(how to register it, hook)`` of one module."""
@@ -101,13 +103,13 @@ class ObserverHooks:
         if inputs is not None or for_weight is not None:
 
             def observe_input(module: nn.Module, args: Any, kwargs: Any) -> None:
-                self._observe(target.name, first_input(args, kwargs), inputs, for_weight)
+                self._observe(target, first_input(args, kwargs), inputs, for_weight)
 
             hooks.append((target.module.register_forward_pre_hook, observe_input))
         if output is not None:
 
             def observe_output(module: nn.Module, args: Any, kwargs: Any, value: Any) -> None:
-                self._observe(target.name, value, output)
+                self._observe(target, value, output)
 
             # In training a hook of ours quantizes the output; the observer has to see it before that.
             hooks.append((partial(target.module.register_forward_hook, prepend=True), observe_output))
@@ -115,11 +117,11 @@ class ObserverHooks:
 
     def _state(self, target: Target, base_name: str) -> Callable[[torch.Tensor], None]:
         observer = self._observers[target.name, base_name]
-        return lambda value: self._observe(target.name, value, observer, heads=True)
+        return lambda value: self._observe(target, value, observer, heads=True)
 
     def _observe(
         self,
-        name: str,
+        target: Target,
         value: Any,
         observer: Observer | None,
         for_weight: Observer | None = None,
@@ -129,16 +131,24 @@ class ObserverHooks:
             value = next((x for x in value if isinstance(x, torch.Tensor)), None)
         if isinstance(value, DTensor):
             value = value.to_local()
-        if not isinstance(value, torch.Tensor) or self._experts.is_deaf(name) or self.paused or _in_backward():
+        deaf = self.paused or self._experts.is_deaf(target.name) or is_inside_quantized(target.module) or _in_backward()
+        if deaf or not isinstance(value, torch.Tensor):
             return
-        read = self._read.of(value)
+        if not value.is_floating_point() or value.itemsize == 1:
+            raise CalibrationError(
+                "only floating point values can be observed",
+                where=[target.name],
+                got=str(value.dtype).removeprefix("torch."),
+                expected="float64, float32, float16 or bfloat16",
+                remedy="list the module in `ignore`, or quantize only its weight.",
+            )
+        readers = [reader for reader in (observer, for_weight) if reader is not None]
+        read = self._read.of(value, measured_fast=all(reader.measures_fast for reader in readers))
         tokens = value.detach()
         if self._mask is not None:
             if read.tokens is None:
-                if heads:
-                    read.tokens = select_tokens(tokens, self._mask, name, heads)
-                else:
-                    read.tokens = self._experts.select(tokens, self._mask, name)
+                select = self._experts.select_state if heads else self._experts.select
+                read.tokens = select(tokens, self._mask, target.name)
             tokens = read.tokens
         if observer is not None:
             observer.observe_shared(tokens, read.measured)

@@ -1,9 +1,9 @@
 """Measure a tensor once, however many modules read it.
 
-Modules that read one tensor (q, k, v; gate, up) share one measurement of it. That it still is the same tensor is
-known from its identity and version counter. Inference tensors have no version; on the CPU 64 of their values are
-compared instead (an in-place change between two readers that misses all 64 is not seen), elsewhere they are measured
-again.
+Modules that read one tensor (q, k, v; gate, up) share one measurement of it, where it certainly is the same tensor: it
+has the same identity, and the version counter that every change in place raises. Inference tensors, which Lightning
+validates with, have no version. There all of the tensor is checked (:mod:`lightning_obs.numerics.checksum`) if that is
+faster than to measure it again; extremes and counts are as fast, so they are simply measured again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-_SAMPLES = 64
+from lightning_obs.numerics.checksum import Checksums
 
 
 @dataclass
@@ -29,18 +29,28 @@ class Read:
 class LastRead:
     """The measurements of the tensor that was read last, while it lives and was not changed."""
 
-    def __init__(self, count: int = 0) -> None:
-        self._earlier = count
+    def __init__(self) -> None:
+        self._earlier = 0
         self._tensor: Any = None
         self._stamp: Hashable = None
         self._read = Read()
+        self._checksums: dict[torch.device, Checksums] = {}
 
-    def of(self, value: torch.Tensor) -> Read:
-        """Where to look for, and leave, what was measured of ``value``; empty if it was not the last one read."""
-        stamp = _stamp(value)
+    def forget(self) -> None:
+        """Take the next tensor for another, whatever it is."""
+        self._earlier, self._tensor, self._read = self.count, None, Read()
+
+    def of(self, value: torch.Tensor, *, measured_fast: bool) -> Read:
+        """Where to look for, and leave, what was measured of ``value``; empty if it was not the last one read.
+
+        Args:
+            value: the tensor, in strided layout.
+            measured_fast: measuring it again takes no longer than checking all of it.
+        """
+        stamp = value._version if not value.is_inference() else None if measured_fast else self._checksum(value)
         if stamp is None or self._tensor is None or self._tensor() is not value or stamp != self._stamp:
-            self._earlier += len(self._read.measured)
-            self._tensor, self._stamp, self._read = weakref.ref(value), stamp, Read()
+            self.forget()
+            self._tensor, self._stamp = weakref.ref(value), stamp
         return self._read
 
     @property
@@ -48,10 +58,8 @@ class LastRead:
         """How many measurements were made."""
         return self._earlier + len(self._read.measured)
 
-
-def _stamp(value: torch.Tensor) -> Hashable:
-    if not value.is_inference():
-        return value._version
-    if value.device.type != "cpu" or not value.is_contiguous():
-        return None
-    return tuple(value.view(-1)[:: max(1, value.numel() // _SAMPLES)].tolist())
+    def _checksum(self, value: torch.Tensor) -> Hashable:
+        with torch.inference_mode(False), torch.no_grad():  # the scratch is written to in other modes, too
+            if value.device not in self._checksums:
+                self._checksums[value.device] = Checksums(value.device)
+            return value.shape, int(self._checksums[value.device].of(value))

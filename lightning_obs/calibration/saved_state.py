@@ -6,50 +6,72 @@ Nothing is written to the model before all of the state was found to fit it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch import nn
 
+from lightning_obs.distributed.agreement import is_plain
 from lightning_obs.distributed.sync import Collectives, sync_statistics
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.model.checksums import CHECKSUMS
 from lightning_obs.model.qparams import write_qparams
-from lightning_obs.model.weights import matrix_shape
-from lightning_obs.numerics.reshape import flatten_for_calibration
+from lightning_obs.model.sharding import without_wrappers
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
-from lightning_obs.schemes.attention import count_heads
-from lightning_obs.schemes.target import Plan, Target
+from lightning_obs.schemes.stored_qparams import find_misfits
+from lightning_obs.schemes.target import Plan
 
-_FORMAT = 1
+_FORMAT = 2
+_REMEDY = "load the checkpoint of this model, or calibrate again."
 
 
-def dump_state(plan: Plan, qparams: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def dump_state(
+    plan: Plan, qparams: Mapping[str, torch.Tensor], checksums: Mapping[str, Mapping[str, int]]
+) -> dict[str, Any]:
     """Everything a resumed run needs to have the same qparams: tensors, strings and numbers only.
 
     Args:
         plan: what was calibrated.
         qparams: ``{"layer.weight_scale": tensor, ...}``.
+        checksums: of what was calibrated, ``{"layer": {"weight": ..., "bias": ...}}``.
     """
     return {
         "format": _FORMAT,
         "config": plan.config.model_dump_json(),
         "qparams": {name: value.clone() for name, value in qparams.items()},
-        "checksums": {t.name: getattr(t.module, "calibrated_weight_checksum", None) for t in plan.targets},
+        "crc": state_checksum(qparams),
+        "checksums": {name: dict(of_module) for name, of_module in checksums.items()},
     }
 
 
-def load_state(plan: Plan, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Write the qparams of a :func:`dump_state` to the plan's modules, and return them.
+def state_checksum(value: Any, crc: int = 0) -> int:
+    """CRC-32 of tensors, numbers and strings, and of lists and dicts of them in any order of their keys."""
+    if isinstance(value, torch.Tensor):
+        return zlib.crc32(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(), crc)
+    if isinstance(value, Mapping):
+        value = [part for key in sorted(value, key=repr) for part in (key, value[key])]
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            crc = state_checksum(part, crc)
+        return crc
+    return zlib.crc32(repr(value).encode(), crc)
+
+
+def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Write the qparams of a :func:`dump_state` to the plan's modules of ``model``, and return them.
 
     Raises:
         CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
     """
-    if state.get("format") != _FORMAT:
+    found = state.get("format") if isinstance(state, Mapping) else type(state).__name__
+    if found != _FORMAT:
         raise CalibrationError(
             "the saved calibration has a format that this version does not know",
-            got=state.get("format"),
+            got=found,
             expected=_FORMAT,
             remedy="load it with the version of lightning_obs that wrote it, or calibrate again.",
         )
@@ -61,21 +83,30 @@ def load_state(plan: Plan, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             expected=config,
             remedy="use the configuration that the checkpoint was calibrated with, or calibrate again.",
         )
-    by_module: dict[str, dict[str, torch.Tensor]] = {}
+    refuse(
+        [key for key in ("qparams", "checksums") if not isinstance(state.get(key), Mapping)],
+        "the saved calibration has lost a part",
+        remedy=_REMEDY,
+    )
+    by_module: dict[str, dict[str, Any]] = {}
     for key, value in state["qparams"].items():
-        name, _, key = key.rpartition(".")
+        name, _, key = str(key).rpartition(".")
         by_module.setdefault(name, {})[key] = value
-    unknown = sorted(set(by_module) - {target.name for target in plan.targets})
-    if unknown:
-        raise CalibrationError("the saved calibration has modules that this model has not", where=unknown)
-    wrong = [t.name for t in plan.targets if not _scale_fits(t, by_module.get(t.name, {}))]
-    if wrong:
-        raise CalibrationError("the saved calibration is of weights with other shapes", where=wrong)
+    refuse(
+        sorted(set(by_module) - {target.name for target in plan.targets}),
+        "the saved calibration has modules that this model has not",
+    )
+    refuse(list(_misfits(plan, by_module, state["checksums"])), "the saved calibration does not fit", remedy=_REMEDY)
+    crc = state_checksum(state["qparams"])
+    if state.get("crc", crc) != crc:  # earlier versions wrote none
+        raise CalibrationError("the saved calibration has other values than were saved", remedy=_REMEDY)
     with torch.inference_mode(False), torch.no_grad():
         for target in plan.targets:
             if target.name in by_module:
-                checksum = state["checksums"].get(target.name)
-                write_qparams(target.module, target.scheme, by_module[target.name], checksum)
+                write_qparams(target.module, target.scheme, by_module[target.name])
+        with without_wrappers(model):
+            for name, module in model.named_modules():
+                vars(module)[CHECKSUMS] = dict(state["checksums"].get(name, {}))
     return dict(state["qparams"])
 
 
@@ -88,7 +119,7 @@ def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, An
     saved = {}
     for (name, base_name), observer in observers.items():
         statistics = _statistics(observer)
-        odd = [key for key, value in statistics.items() if not _is_plain(value)]
+        odd = [key for key, value in statistics.items() if not is_plain(value)]
         if odd:
             raise CalibrationError(
                 f"{type(observer).__name__} keeps statistics that cannot be saved in a checkpoint",
@@ -169,20 +200,11 @@ def _merges_exactly(observer: Observer) -> bool:
     return all(exact(name) for name in observer.statistic_names())
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(_is_plain(x) for x in (*value.keys(), *value.values()))
-    if isinstance(value, (list, tuple, set)):
-        return all(_is_plain(x) for x in value)
-    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype))
-
-
-def _scale_fits(target: Target, qparams: dict[str, torch.Tensor]) -> bool:
-    per_head = {base: value for base in target.states if (value := qparams.get(f"{base}_scale")) is not None}
-    if any(value.ndim == 3 and len(value) != count_heads(target.module)[base] for base, value in per_head.items()):
-        return False
-    args, scale, shape = target.scheme.weights, qparams.get("weight_scale"), matrix_shape(target.module)
-    if args is None or scale is None or shape is None:
-        return True
-    weight = torch.empty(shape, device="meta")
-    return bool(scale.shape == flatten_for_calibration(weight, "weight", args).shape[1:-1])
+def _misfits(plan: Plan, by_module: Mapping[str, dict[str, Any]], checksums: Mapping[str, Any]) -> Iterator[str]:
+    # What data have to say may not be known yet, then of no module. Modules that no data reached have nothing.
+    known = {"weight"} | {key.partition("_")[0] for qparams in by_module.values() for key in qparams}
+    for target in plan.targets if by_module else ():
+        if target.name in by_module:
+            yield from find_misfits(target, by_module[target.name], known)
+            if target.scheme.weights is not None and not checksums.get(target.name):
+                yield f"the checksum of {target.name} is missing"

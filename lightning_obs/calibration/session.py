@@ -25,9 +25,20 @@ from lightning_obs.calibration.saved_state import dump_state, load_state
 from lightning_obs.calibration.token_mask import require_mask
 from lightning_obs.distributed.collectives import Collectives
 from lightning_obs.errors import CalibrationError, name_list, warn
+from lightning_obs.model.checksums import CHECKSUMS, remember
 from lightning_obs.model.experts import LinearExperts
 from lightning_obs.model.kinds import is_transformers_model
-from lightning_obs.model.qparams import get_scheme, qparams_home, read_qparams, write_qparams
+from lightning_obs.model.qparams import (
+    Calibration,
+    all_or_nothing,
+    calibration_of,
+    get_scheme,
+    put_back,
+    qparams_home,
+    read_qparams,
+    write_qparams,
+)
+from lightning_obs.model.quantized_forward import is_inside_quantized
 from lightning_obs.model.sharding import register_fsdp_units, unwrapped, without_wrappers
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
@@ -103,6 +114,8 @@ class CalibrationSession:
         self.batches = 0
         self.result: CalibrationResult | None = None
         self._written: dict[str, torch.Tensor] = {}
+        #: what this session has put on the modules; another session of the model may have put its own there since
+        self._own: Calibration = {}
         self._started = 0.0
         self._finalizer = Finalizer(
             self.model, self.plan, self.observers, self._experts, together, self.options, collectives or Collectives()
@@ -180,9 +193,11 @@ class CalibrationSession:
         self._hooks.mask_tokens(None if mask is None else require_mask(mask, "mask_tokens"))
 
     def _count(self, module: nn.Module, args: Any) -> None:
-        self.batches += 1
+        self.batches += not is_inside_quantized(module)
 
     def _find_mask(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if is_inside_quantized(module):
+            return
         given = inspect.signature(module.forward).bind_partial(*args, **kwargs)
         mask = {**given.arguments, **given.kwargs}.get(str(self._token_mask))
         if mask is None:
@@ -209,8 +224,9 @@ class CalibrationSession:
         """
         self.detach()
         asked = Asked(weights, activations)
-        self.result = self._finalizer.run(asked, self.batches, self._hooks.measurements, self._started)
-        self._written = self.result.qparams
+        with all_or_nothing(self.model):
+            result = self._finalizer.run(asked, self.batches, self._hooks.measurements, self._started)
+            self.result, self._written, self._own = result, result.qparams, self._present()
         self._say_if_data_was_not_needed()
         if self.result.fallback:
             warn(
@@ -257,7 +273,7 @@ class CalibrationSession:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to have the same qparams: tensors, strings and numbers only."""
-        return dump_state(self.plan, self._written)
+        return dump_state(self.plan, self._written, self._checksums())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Write the qparams of a :meth:`state_dict` to the modules.
@@ -265,7 +281,8 @@ class CalibrationSession:
         Raises:
             CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
         """
-        self._written = load_state(self.plan, state)
+        with all_or_nothing(self.model):
+            self._written, self._own = load_state(self.model, self.plan, state), self._present()
 
     @torch.no_grad()
     def write_scales(self, scales: Mapping[str, torch.Tensor], *, of_present_weights: bool) -> None:
@@ -280,11 +297,37 @@ class CalibrationSession:
             name, _, key = key.rpartition(".")
             own.setdefault(name, {})[key] = value
         written = dict(self._written)
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), all_or_nothing(self.model):
             for name, module, scheme in ((t.name, t.module, t.scheme) for t in self.plan.targets):
-                if get_scheme(module) is None or not (name in own or of_present_weights):
+                if get_scheme(module) is None or name not in own:
                     continue
-                checksum = None if of_present_weights else getattr(module, "calibrated_weight_checksum", None)
-                write_qparams(module, scheme, read_qparams(module) | own.get(name, {}), checksum)
+                write_qparams(module, scheme, read_qparams(module) | own[name])
                 written |= {f"{name}.{key}": v.to("cpu", copy=True) for key, v in read_qparams(module).items()}
-        self._written = written
+            if of_present_weights:
+                remember(self.model)
+            self._written, self._own = written, self._present()
+
+    # ------------------------------------------------------------------ several sessions of one model
+
+    @property
+    def has_written(self) -> bool:
+        """Whether there are qparams of this session's."""
+        return bool(self._own)
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Let the modules have what this session wrote inside the ``with`` block, also if another wrote since."""
+        now = calibration_of(self.model)
+        put_back(self._own)
+        try:
+            yield
+        finally:
+            put_back(now)
+
+    def _present(self) -> Calibration:
+        return calibration_of(self.model, only={target.module for target in self.plan.targets})
+
+    def _checksums(self) -> dict[str, dict[str, int]]:
+        with without_wrappers(self.model):
+            own = {name: self._own.get(module, ({}, {}))[0] for name, module in self.model.named_modules()}
+        return {name: plain[CHECKSUMS] for name, plain in own.items() if plain.get(CHECKSUMS)}

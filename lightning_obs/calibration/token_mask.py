@@ -1,4 +1,11 @@
-"""Take padding out of what a module reads or writes."""
+"""Take padding, and samples that a sampler repeated, out of what a module reads or writes.
+
+A row that is taken out for another one gives a wrong range, and nobody sees it. So a row is taken for a sample's, or
+for a token's, only where no other layout fits the shape: ``(batch, tokens, ...)`` with as many samples as tokens could
+be ``(tokens, batch, ...)``, a matrix of ``batch * tokens`` rows could hold them in either order, or rows that were
+routed. transformers' models are known: batch first, also when they are flattened. Of others an earlier batch of another
+size may have shown it. Where it stays open and something has to be taken out, it is an error.
+"""
 
 from __future__ import annotations
 
@@ -10,56 +17,113 @@ import torch
 from lightning_obs.errors import CalibrationError
 
 
-def select_tokens(value: torch.Tensor, mask: torch.Tensor, name: str, heads: bool = False) -> torch.Tensor:
-    """The tokens of ``value`` that count.
+class TokenSelection:
+    """Selects the rows that count, and knows what earlier calls of each module have shown of their layout.
 
     Args:
-        value: an activation ``(batch, tokens, ...)`` or ``(batch * tokens, channels)``. One vector per sequence,
-            ``(batch, channels)``, has no padding and is returned as it is.
-        mask: ``(batch, tokens)``, nonzero for a token that counts; ``(batch,)`` for whole samples.
-        name: of the module, for the error.
-        heads: ``value`` is an attention state ``(batch, heads, tokens, head_dim)``.
-
-    Returns:
-        ``(n, ...)``; of an attention state ``(1, heads, n, head_dim)``.
-
-    Raises:
-        CalibrationError: which rows of ``value`` are padding cannot be told from its shape.
-
-    >>> select_tokens(torch.tensor([[[1.0], [2.0], [9.0]]]), torch.tensor([[1, 1, 0]]), "layer")
-    tensor([[1.],
-            [2.]])
+        batch_first: the model's activations are known to be ``(batch, tokens, ...)`` or that, flattened.
     """
-    chosen = mask.to(value.device).bool()
-    if chosen.ndim == 1:
-        if not bool(chosen.any()):  # nothing of this batch counts, whatever the shape
+
+    def __init__(self, batch_first: bool = False) -> None:
+        self._known = batch_first
+        #: whether all calls of a module so far had one row per sample (matrices), or their samples first (others)
+        self._shown: dict[str, bool] = {}
+
+    def of(
+        self,
+        value: torch.Tensor,
+        mask: torch.Tensor,
+        name: str,
+        *,
+        heads: bool = False,
+        routed: bool = False,
+        flattened: bool = False,
+    ) -> torch.Tensor:
+        """The rows of ``value`` that count.
+
+        Args:
+            value: an activation ``(batch, tokens, ...)`` or ``(batch * tokens, channels)``. One vector per sequence,
+                ``(batch, channels)``, has no padding and is returned as it is.
+            mask: ``(batch, tokens)``, nonzero for a token that counts; ``(batch,)`` for whole samples.
+            name: of the module.
+            heads: ``value`` is an attention state ``(batch, heads, tokens, head_dim)``.
+            routed: ``value`` may hold some rows of several samples.
+            flattened: ``value`` is known to be ``(batch * tokens, channels)``.
+
+        Returns:
+            ``(n, ...)``; of an attention state ``(1, heads, n, head_dim)``.
+
+        Raises:
+            CalibrationError: which rows of ``value`` do not count cannot be told.
+
+        >>> TokenSelection().of(torch.tensor([[[1.0], [2.0], [9.0]]]), torch.tensor([[1, 1, 0]]), "layer")
+        tensor([[1.],
+                [2.]])
+        """
+        chosen = mask.to(value.device).bool()
+        self._look_at(value, chosen, name)
+        if bool(chosen.all()) and (routed or _may_be_of(value, chosen, heads)):
+            return value
+        if not bool(chosen.any()):
             return value[:0]
-        if len(value) == len(chosen):
-            return value[chosen]
-        if value.ndim == 2 and len(chosen) and len(value) % len(chosen) == 0:
-            return value.unflatten(0, (len(chosen), -1))[chosen].flatten(0, 1)
-        raise _unknown_samples(value, mask, name)
-    batch, tokens = chosen.shape
-    if heads and value.ndim == 4 and (len(value), value.shape[2]) == (batch, tokens):
-        return value.transpose(1, 2)[chosen].transpose(0, 1).unsqueeze(0)
-    if not heads and value.shape[:2] == chosen.shape:
-        return value[chosen]
-    if not heads and value.ndim == 2 and len(value) == chosen.numel():
-        return value[chosen.flatten()]
-    if not heads and value.ndim == 2 and len(value) == batch:
-        return value
-    raise _unknown_rows(value, mask, name, heads)
+        if heads:
+            if value.ndim == 4 and chosen.shape in ((len(value),), (len(value), value.shape[2])):
+                states = value.transpose(1, 2)[chosen]
+                return states.flatten(0, -3).transpose(0, 1).unsqueeze(0)
+        elif value.ndim > 2 and value.shape[: chosen.ndim] == chosen.shape:
+            square = value.ndim == 3 and value.shape[0] == value.shape[1]
+            if not routed and (not square or self._known or self._shown.get(name, False)):
+                return value[chosen]
+        elif value.ndim == 2 and not routed:
+            kept = self._rows(chosen, len(value), name, flattened)
+            if kept is not None:
+                return value[kept]
+        raise _unknown_rows(value, mask, name, heads)
+
+    def _look_at(self, value: torch.Tensor, chosen: torch.Tensor, name: str) -> None:
+        first = value.ndim > 0 and len(value) == len(chosen)
+        if value.ndim == 2:
+            self._shown[name] = first and self._shown.get(name, True)
+        elif value.ndim == 3 and value.shape[0] != value.shape[1]:
+            self._shown[name] = value.shape[: chosen.ndim] == chosen.shape and self._shown.get(name, True)
+
+    def _rows(self, chosen: torch.Tensor, rows: int, name: str, flattened: bool) -> torch.Tensor | None:
+        """Which rows of a matrix count; None if it cannot be told."""
+        flattened = flattened or self._known
+        if rows == len(chosen) and (self._known or self._shown[name]):
+            return chosen if chosen.ndim == 1 else torch.ones_like(chosen[:, 0])
+        if chosen.ndim == 2 and rows == chosen.numel() and (flattened or len(chosen) == 1):
+            return chosen.flatten()
+        if chosen.ndim == 1 and rows % len(chosen) == 0 and flattened:
+            return chosen.repeat_interleave(rows // len(chosen))
+        return None
+
+
+def _may_be_of(value: torch.Tensor, mask: torch.Tensor, heads: bool) -> bool:
+    """Whether a mask that leaves nothing out can be the one of an activation at all."""
+    if mask.ndim == 1:
+        return True
+    shape = (len(value), value.shape[2]) if heads and value.ndim == 4 else value.shape[:2]
+    return tuple(shape) == mask.shape or (value.ndim == 2 and not heads and len(value) in (len(mask), mask.numel()))
 
 
 def _unknown_rows(value: torch.Tensor, mask: torch.Tensor, name: str, heads: bool) -> CalibrationError:
+    shapes = "(batch, heads, tokens, head_dim)" if heads else "(batch, tokens, channels), tokens other than batch"
+    got = f"an activation of shape {tuple(value.shape)}, "
+    if mask.ndim == 1:
+        return CalibrationError(
+            "which rows are of samples that DistributedSampler repeated cannot be told from the shape",
+            where=[name],
+            got=got + f"a batch of {len(mask)} samples",
+            expected=shapes if heads else f"{shapes}, or one row for each sample in every batch",
+            remedy="list the module in `ignore`, or calibrate on a number of samples that the ranks divide.",
+        )
     return CalibrationError(
         "which rows are padding cannot be told from the shape",
         where=[name],
-        got=f"an activation of shape {tuple(value.shape)}, a token mask of shape {tuple(mask.shape)}",
-        expected="(batch, heads, tokens, head_dim)"
-        if heads
-        else "(batch, tokens, channels) or (batch * tokens, channels)",
-        remedy="list the module in `ignore`, or calibrate without padding and without token_mask.",
+        got=got + f"a token mask of shape {tuple(mask.shape)}",
+        expected=shapes,
+        remedy="list the module in `ignore`, use another batch size, or calibrate without padding.",
     )
 
 
@@ -76,16 +140,6 @@ def require_mask(mask: object, where: str) -> torch.Tensor:
             expected="a tensor (batch, tokens), nonzero for a token that counts",
         )
     return mask
-
-
-def _unknown_samples(value: torch.Tensor, mask: torch.Tensor, name: str) -> CalibrationError:
-    return CalibrationError(
-        "which rows are of samples that DistributedSampler repeated cannot be told from the shape",
-        where=[name],
-        got=f"an activation of shape {tuple(value.shape)}, a batch of {len(mask)} samples",
-        expected="(batch, ...) or (batch * tokens, channels)",
-        remedy="list the module in `ignore`, or calibrate on a number of samples that the ranks divide.",
-    )
 
 
 def find_mask(batch: Any, token_mask: str | Callable[[Any], torch.Tensor]) -> torch.Tensor:

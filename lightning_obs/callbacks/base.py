@@ -84,6 +84,8 @@ class SessionCallback(Callback):
     def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False) -> Path:
         """Write the calibrated module as a compressed-tensors checkpoint (:func:`~lightning_obs.export_checkpoint`).
 
+        It has this callback's scheme, also where another callback has calibrated the same model since.
+
         On several ranks, rank 0 writes. Under DDP the others return at once; where weights are sharded (FSDP) every
         rank must call this, to gather them. To read the folder on another rank, let ``trainer.strategy.barrier()``
         come first.
@@ -91,12 +93,12 @@ class SessionCallback(Callback):
         Args:
             folder: written whole or not at all.
             tokenizer: saved beside it; default: the LightningModule's ``tokenizer`` or ``processor``, if it has one.
-            overwrite: replace ``folder`` if it is there.
+            overwrite: replace the checkpoint in ``folder``. What no export wrote is never deleted.
 
         Raises:
-            CalibrationError: no validation has calibrated the model yet, or ``folder`` is there.
+            CalibrationError: no validation has calibrated the model yet; ``folder`` cannot be written or is taken.
         """
-        if self.session is None:
+        if self.session is None or not self.session.has_written:
             raise CalibrationError(
                 "nothing was calibrated yet", remedy="run trainer.validate or trainer.fit with this callback first."
             )
@@ -105,9 +107,10 @@ class SessionCallback(Callback):
         sharded = any(map(in_shards, self.session.model.modules()))
         if self.session.collectives.rank != 0 and not sharded:
             return Path(folder)
-        return export_checkpoint(
-            self.session.model, folder, tokenizer=tokenizer or self._tokenizer(), overwrite=overwrite
-        )
+        with self.session.in_force():
+            return export_checkpoint(
+                self.session.model, folder, tokenizer=tokenizer or self._tokenizer(), overwrite=overwrite
+            )
 
     def _tokenizer(self) -> Any:
         candidates = (getattr(self._owner, name, None) for name in ("tokenizer", "processor"))
@@ -167,7 +170,7 @@ class SessionCallback(Callback):
         mask = None if self.token_mask is None else find_mask(batch, self.token_mask)
         samples = repeated_in_batch(_loaders(trainer)[dataloader_idx], batch_idx) if trainer.world_size > 1 else None
         if samples is not None:
-            mask = samples if mask is None else mask * samples.unsqueeze(-1).to(mask.device, mask.dtype)
+            mask = samples if mask is None else (mask.T * samples.to(mask.device, mask.dtype)).T
         self.session.mask_tokens(mask)
 
     @override

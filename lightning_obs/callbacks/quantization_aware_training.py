@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
+from lightning_obs.calibration.saved_state import state_checksum
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import find_mask
 from lightning_obs.callbacks.base import SessionCallback
@@ -66,7 +67,8 @@ class QuantizationAwareTraining(SessionCallback):
         start_step: ...and this many optimizer steps.
         freeze_after: from this epoch on the ranges of activations stay what they are; None: never.
         learn_scales: train the scales (learned step size) from where calibration put them. They join the first
-            parameter group of the optimizer, and are observed no more. (Those of q, k and v are, as ever.)
+            parameter group of the optimizer that trains their module, and are observed no more. (Those of q, k and v
+            are, as ever.)
         distill: weight of the divergence of the quantized model's logits from the teacher's, added to the loss that
             ``training_step`` returns; 0: none. It costs one more forward per step.
         teacher: takes the calls that the quantized model takes. None: the model itself, unquantized.
@@ -147,7 +149,7 @@ class QuantizationAwareTraining(SessionCallback):
         session = self.prepare(trainer, pl_module)
         with ExitStack() as stack:
             if self._training is not None and self._training.learned is not None and trainer.optimizers:
-                self._training.learned.join(trainer.optimizers[0])
+                self._training.learned.join(trainer.optimizers)
             if self.distill:
                 if self.teacher is not None:
                     self.teacher.to(pl_module.device)
@@ -298,7 +300,7 @@ class QuantizationAwareTraining(SessionCallback):
         if self.session is None or self._training is None:
             return {}
         training = {**self._training.state_dict(), "validated": self._validated}
-        return {**self.session.state_dict(), "training": training}
+        return {**self.session.state_dict(), "training": training, "training_crc": state_checksum(training)}
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -318,10 +320,24 @@ class QuantizationAwareTraining(SessionCallback):
     @override
     def take_state(self, session: CalibrationSession, state: Mapping[str, Any]) -> None:
         """Write the ranges of a checkpoint, and take training up where it stood."""
-        super().take_state(session, state)
         training = state.get("training", {})
-        self._training_of(session).load_state_dict(training)
-        self._validated = training.get("validated", self._validated)
+        if state.get("training_crc", crc := state_checksum(training)) != crc:  # earlier versions wrote none
+            raise CalibrationError(
+                "the saved state of the training has other values than were saved",
+                remedy="resume from another checkpoint.",
+            )
+        try:  # before the ranges, as it writes nothing to the model
+            self._training_of(session).load_state_dict(training)
+            self._validated = training.get("validated", self._validated)
+        except CalibrationError:
+            raise
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise CalibrationError(
+                "the saved state of the training is damaged",
+                got=f"{type(error).__name__}: {error}",
+                remedy="resume from another checkpoint.",
+            ) from error
+        super().take_state(session, state)
 
     def _training_of(self, session: CalibrationSession) -> QuantizedTraining:
         """What runs this session's model; a session made anew for the same model goes on with what there is."""

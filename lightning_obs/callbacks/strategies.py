@@ -118,7 +118,7 @@ def repeated_samples(loader: Any) -> int:
 
 
 def repeated_in_batch(loader: DataLoader[Any], batch_idx: int) -> torch.Tensor | None:
-    """Which samples of a batch count, ``(batch,)``, or None for all of them.
+    """Which samples of a batch count, ``(batch,)``, or None where none of the loader is repeated.
 
     A batch that does not come from a ``BatchSampler`` of a fixed size cannot be told; all of it counts.
     """
@@ -128,5 +128,4 @@ def repeated_in_batch(loader: DataLoader[Any], batch_idx: int) -> torch.Tensor |
         return None
     total = len(loader.sampler)  # type: ignore[arg-type]
     at = torch.arange(batch_idx * batches.batch_size, min(total, (batch_idx + 1) * batches.batch_size))
-    counts = at < total - repeated
-    return None if bool(counts.all()) else counts
+    return at < total - repeated

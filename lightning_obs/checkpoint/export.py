@@ -1,7 +1,7 @@
 """Write a calibrated model as a compressed-tensors checkpoint.
 
 The live model is not touched (:mod:`lightning_obs.checkpoint.compress`). The folder appears under its final name only
-when it is complete: it is written beside it first and renamed.
+when it is complete (:mod:`lightning_obs.checkpoint.folder`).
 
 What compressed-tensors cannot hold (convolutions...) stays in full precision in ``model.safetensors``; its
 quantization parameters go to ``qparams.safetensors``, where :func:`~lightning_obs.load_checkpoint` finds them.
@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +24,20 @@ from torch import distributed as dist
 from torch import nn
 
 from lightning_obs.checkpoint.compress import compressed_state_dict
+from lightning_obs.checkpoint.folder import require_room, whole_or_not_at_all
 from lightning_obs.checkpoint.load import CONFIG_FILE, QPARAMS_FILE, WEIGHTS_FILE
-from lightning_obs.distributed.failures import all_ranks_answer
+from lightning_obs.distributed.collectives import gather_objects
+from lightning_obs.distributed.failures import require_no_failure
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.attention import marked_as_hooked
+from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.experts import routers
 from lightning_obs.model.kinds import compressible_type, is_transformers_model
 from lightning_obs.model.lora import refuse_unmerged
-from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, trained_since
+from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.sharding import in_shards, register_fsdp_units, unwrapped, without_wrappers
+from lightning_obs.schemes.stored_qparams import find_misfits
+from lightning_obs.schemes.target import Target
 
 
 def export_checkpoint(
@@ -48,7 +50,7 @@ def export_checkpoint(
             (:func:`~lightning_obs.load_checkpoint` does). It can go on training: nothing of it is changed.
         folder: written whole or not at all.
         tokenizer: saved beside the model (anything with ``save_pretrained``).
-        overwrite: replace ``folder`` if it is there.
+        overwrite: replace the checkpoint in ``folder``. What no export wrote is never deleted.
 
     If the model's weights are sharded over ranks, every rank must call this; rank 0 writes. Names are those of the
     model without wrappers of FSDP1.
@@ -57,8 +59,10 @@ def export_checkpoint(
         The folder.
 
     Raises:
-        CalibrationError: the model was not calibrated; ``folder`` is not empty and ``overwrite`` is off; a weight is
-            computed from others (pruning), or was trained on since its scale was found.
+        CalibrationError: the model was not calibrated; ``folder`` is not empty and ``overwrite`` is off, or holds other
+            files than a checkpoint's; it cannot be written (a mount point, a full disk); a weight is computed from
+            others (pruning); a weight, bias, norm... was trained on since the last calibration. What was in ``folder``
+            is there as before.
     """
     register_fsdp_units(model)
     model = unwrapped(model)
@@ -78,33 +82,57 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> 
         remedy="make it permanent first: torch.nn.utils.prune.remove(module, 'weight').",
     )
     refuse_unmerged(model, "a checkpoint")
-    stale = trained_since(model)
+    stale = changed_since(model)
     refuse(
         stale,
-        f"{len(stale)} weights have changed since they were calibrated",
-        remedy="calibrate the weights as they are now (trainer.validate with the callback), then export.",
+        f"{len(stale)} parameters and buffers have changed since the model was calibrated",
+        remedy="calibrate the model as it is now (trainer.validate with the callback), then export.",
     )
     sharded = any(map(in_shards, model.modules()))
-    _require_free(folder, overwrite, sharded)
-    writes = not sharded or dist.get_rank() == 0
-    with torch.inference_mode(False), torch.no_grad():
-        tensors = compressed_state_dict(model, writes)
-    if not writes:
-        return folder
-    with _whole_or_not_at_all(folder) as partial, torch.inference_mode(False), torch.no_grad():
-        compressor = _model_compressor(model)
-        if is_transformers_model(model):
-            _save_pretrained(model, partial, tensors)
-        else:
-            save_file(_unshared(tensors), partial / WEIGHTS_FILE, metadata={"format": "pt"})
-        if compressor is not None:
-            compressor.update_config(str(partial))
-        elif not (partial / CONFIG_FILE).exists():
-            (partial / CONFIG_FILE).write_text("{}\n")
-        _save_own_qparams(model, partial)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(partial))
+    with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
+        partial = _open(stack, model, folder, overwrite, sharded)
+        tensors = compressed_state_dict(model, partial is not None)
+        if partial is not None:
+            require_room(partial, sum(value.nbytes for value in tensors.values()))
+            _write(model, partial, tensors, tokenizer)
     return folder
+
+
+def _open(stack: ExitStack, model: nn.Module, folder: Path, overwrite: bool, sharded: bool) -> Path | None:
+    """What to write into, before any work, on the rank that writes; where ranks gather together, all fail with one."""
+    partial, failure = None, None
+    try:
+        refuse(
+            [
+                misfit
+                for name, module in calibrated_modules(model)
+                if not quantized_states(module) and (scheme := get_scheme(module)) is not None
+                for misfit in find_misfits(Target(name, module, scheme), read_qparams(module))
+            ],
+            "the quantization parameters are not those that the scheme asks for",
+            remedy="calibrate again, with data.",
+        )
+        if not sharded or dist.get_rank() == 0:
+            partial = stack.enter_context(whole_or_not_at_all(folder, overwrite))
+    except CalibrationError as error:
+        failure = error
+    require_no_failure(gather_objects(failure) if sharded else [failure])
+    return partial
+
+
+def _write(model: nn.Module, folder: Path, tensors: dict[str, torch.Tensor], tokenizer: Any) -> None:
+    compressor = _model_compressor(model)
+    if is_transformers_model(model):
+        _save_pretrained(model, folder, tensors)
+    else:
+        save_file(_unshared(tensors), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    if compressor is not None:
+        compressor.update_config(str(folder))
+    elif not (folder / CONFIG_FILE).exists():
+        (folder / CONFIG_FILE).write_text("{}\n")
+    _save_own_qparams(model, folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
 
 
 def _model_compressor(model: nn.Module) -> ModelCompressor | None:
@@ -166,50 +194,3 @@ def _save_own_qparams(model: nn.Module, folder: Path) -> None:
     schemes = {name: scheme.model_dump(mode="json") for name, scheme in given.items() if scheme is not None}
     tensors = {f"{name}.{key}": value for name, module in own.items() for key, value in read_qparams(module).items()}
     save_file(_unshared(tensors), folder / QPARAMS_FILE, metadata={"schemes": json.dumps(schemes)})
-
-
-def _require_free(folder: Path, overwrite: bool, sharded: bool) -> None:
-    """Refuse a folder that is there; where ranks gather together, on all of them, by what rank 0 sees."""
-    taken = [folder.exists() and not (folder.is_dir() and not any(folder.iterdir())) and not overwrite]
-    if sharded:
-        with all_ranks_answer():
-            dist.broadcast_object_list(taken, src=0)
-    if taken[0]:
-        raise CalibrationError(f"{folder} is already there", remedy="choose another folder, or set overwrite=True.")
-
-
-@contextmanager
-def _whole_or_not_at_all(folder: Path) -> Iterator[Path]:
-    """Give a temporary folder beside ``folder`` to write into, and rename it when the block ended well."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
-    try:
-        yield partial
-        partial.chmod(0o777 & ~_umask())
-        for path in partial.rglob("*"):
-            _flush(path)
-        if folder.exists():
-            old = partial.with_suffix(".old")
-            os.replace(folder, old)
-            try:
-                os.replace(partial, folder)
-            except BaseException:
-                os.replace(old, folder)
-                raise
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _flush(path: Path) -> None:
-    if path.is_file():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,21 +19,28 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lightning_obs.checkpoint.compressed_rows import compressor_of
-from lightning_obs.errors import CalibrationError
+from lightning_obs.checkpoint.folder import refuse_damage
+from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.model.checksums import remember
 from lightning_obs.model.kinds import compressible_type
 from lightning_obs.model.qparams import write_qparams
 from lightning_obs.model.quantized_forward import quantize_forward
+from lightning_obs.schemes.stored_qparams import expected_shapes, find_misfits
+from lightning_obs.schemes.target import Target
 
 WEIGHTS_FILE = "model.safetensors"
 QPARAMS_FILE = "qparams.safetensors"
 CONFIG_FILE = "config.json"
+
+_Qparams = dict[str, dict[str, torch.Tensor]]
 
 
 def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     """Load a checkpoint of :func:`export_checkpoint` into a module of the same architecture.
 
     The weights become the dequantized ones, and the forward quantizes activations, so outputs equal those of the
-    calibrated model under :func:`~lightning_obs.quantized`. For transformers models use ``from_pretrained``.
+    calibrated model under :func:`~lightning_obs.quantized`, also in copies. Quantized weights cannot be
+    trained: a gradient for one is a CalibrationError. For transformers models use ``from_pretrained``.
 
     Args:
         model: a freshly built, unquantized module; changed in place.
@@ -41,103 +50,166 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
         ``model``.
 
     Raises:
-        CalibrationError: files missing, names that do not fit the model. The model is unchanged then.
+        CalibrationError: files are missing or damaged; names, shapes or values do not fit the model or its scheme. The
+            model is unchanged then.
     """
     folder = Path(folder)
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / name).is_file():
-            raise CalibrationError(
-                f"{folder} has no {name}", remedy="give the folder that export_checkpoint wrote for a plain module."
-            )
-    state = load_file(folder / WEIGHTS_FILE)
-    quantized_modules = _compressible_qparams(model, folder, state) | _own_qparams(model, folder)
-    keys = set(model.state_dict())
-    missing, unexpected = sorted(keys - set(state)), sorted(set(state) - keys)
-    if missing or unexpected:
-        raise CalibrationError(
-            f"the checkpoint does not fit {type(model).__name__}",
-            where=missing or unexpected,
-            got=f"{len(missing)} missing and {len(unexpected)} unexpected tensors",
-            remedy="build the model that was exported.",
-        )
-    shapes = {name: value.shape for name, value in model.state_dict().items()}
-    wrong = [name for name, value in state.items() if value.shape != shapes[name]]
-    if wrong:
-        raise CalibrationError(
-            f"the checkpoint does not fit {type(model).__name__}: other shapes",
-            where=[f"{name} {tuple(state[name].shape)} instead of {tuple(shapes[name])}" for name in wrong],
-        )
+    with _reading(folder / CONFIG_FILE) as path:
+        raw = json.loads(path.read_text()).get("quantization_config")
+        config = None if raw is None else QuantizationConfig.model_validate(raw)
+        targets = [] if config is None else _compressed_targets(model, config)
+    with _reading(folder / WEIGHTS_FILE) as path:
+        state = load_file(path)
+        stored = {target.name: _decompressed(target, state) for target in targets}
+    targets += (own := _own_targets(model, folder, stored))
+    _require_fit(model, targets, state, stored)
+    refuse_damage(folder, [CONFIG_FILE, WEIGHTS_FILE, QPARAMS_FILE])  # last: what comes before says more
     with torch.inference_mode(False), torch.no_grad():
         model.load_state_dict(state)
-        for module, scheme, qparams in quantized_modules.values():
-            write_qparams(module, scheme, qparams)
-            if compressible_type(module) is not None and scheme.weights is not None:
+        for target in targets:
+            write_qparams(target.module, target.scheme, stored[target.name])
+            if target not in own and target.scheme.weights is not None:
                 # The weight is on the grid already, it need not be quantized at each forward.
-                module.quantization_status = QuantizationStatus.DECOMPRESSED
-            quantize_forward(module)
+                target.module.quantization_status = QuantizationStatus.DECOMPRESSED
+            quantize_forward(target.module, trainable=target.scheme.weights is None)
+        remember(model)
     return model
 
 
-_QuantizedModules = dict[str, tuple[nn.Module, QuantizationScheme, dict[str, torch.Tensor]]]
+@contextmanager
+def _reading(path: Path) -> Iterator[Path]:
+    """What goes wrong while a file is read and understood, as an error that names it."""
+    try:
+        yield path
+    except CalibrationError:
+        raise
+    except FileNotFoundError as error:
+        raise CalibrationError(
+            f"{path.parent} has no {path.name}",
+            remedy="give the folder that export_checkpoint wrote for a plain module.",
+        ) from error
+    except Exception as error:  # whatever a damaged file makes of its readers
+        raise CalibrationError(
+            f"{path} cannot be read",
+            got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            remedy="copy or export the checkpoint again.",
+        ) from error
 
 
-def _compressible_qparams(model: nn.Module, folder: Path, state: dict[str, torch.Tensor]) -> _QuantizedModules:
-    """Take the compressed entries out of ``state``, put the dequantized weights in, return the qparams."""
-    raw = json.loads((folder / CONFIG_FILE).read_text()).get("quantization_config")
-    if raw is None:
-        return {}
-    config = QuantizationConfig.model_validate(raw)
-    by_target: dict[str, QuantizationScheme] = {}
-    for group in config.config_groups.values():
-        assert isinstance(group, QuantizationScheme)
-        by_target |= dict.fromkeys(group.targets, group)
+def _compressed_targets(model: nn.Module, config: QuantizationConfig) -> list[Target]:
+    """The modules that the config says compressed-tensors has compressed."""
     if config.kv_cache_scheme is not None:
         raise CalibrationError(
             "the checkpoint has a quantized kv cache, which transformers loads", remedy="from_pretrained(folder)."
         )
-    by_name: _QuantizedModules = {}
+    by_target: dict[str, QuantizationScheme] = {}
+    for group in config.config_groups.values():
+        assert isinstance(group, QuantizationScheme)
+        own_format = group if group.format is not None else group.model_copy(update={"format": config.format})
+        by_target |= dict.fromkeys(group.targets, own_format)
     matched = {id(m) for _, m in match_named_modules(model, list(by_target), config.ignore)}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if id(module) not in matched or compressible_type(module) is None:
-            continue
-        scheme = by_target[match_targets(name, module, list(by_target))[0]]
-        prefix = f"{name}." if name else ""
-        own = [key for key in state if key.startswith(prefix) and "." not in key[len(prefix) :]]
-        local = {key[len(prefix) :]: state.pop(key) for key in own}
-        if scheme.weights is not None:
-            try:
-                local = compressor_of(scheme.format or config.format).decompress(local, scheme)
-            except KeyError as error:
-                raise CalibrationError(
-                    f"the checkpoint does not fit {type(model).__name__}",
-                    where=[f"{prefix}{error.args[0]} is missing"],
-                    remedy="build the model that was exported.",
-                ) from error
-        keep = {*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))}
-        for key in keep & set(local):
-            dtype = getattr(module, key).dtype
-            state[prefix + key] = local[key].to(dtype)
-        qparams = {k: v for k, v in local.items() if k not in keep and k.endswith(("scale", "zero_point"))}
-        by_name[name] = (module, scheme, qparams)
-    return by_name
+    return [
+        Target(name, module, by_target[match_targets(name, module, list(by_target))[0]])
+        for name, module in model.named_modules(remove_duplicate=False)
+        if id(module) in matched and compressible_type(module) is not None
+    ]
 
 
-def _own_qparams(model: nn.Module, folder: Path) -> _QuantizedModules:
-    path = folder / QPARAMS_FILE
-    if not path.is_file():
-        return {}
-    with safe_open(path, "pt") as file:
-        schemes = json.loads(file.metadata()["schemes"])
+def _decompressed(target: Target, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Put the dequantized weight into ``state``, in place of the compressed entries, and return the qparams."""
+    module, scheme, prefix = target.module, target.scheme, f"{target.name}." if target.name else ""
+    own = {key: value for key, value in module.state_dict().items() if "." not in key}
+    local = {key[len(prefix) :]: state[key] for key in state if key.rpartition(".")[0] == target.name}
+    _require_entries(target, own, local)
+    if scheme.weights is not None:
+        packed = local.get("weight_zero_point")
+        if packed is not None and len(packed) == 1:
+            # compressed-tensors 0.20 views the transpose as bytes, for which its last stride has to be 1.
+            local["weight_zero_point"] = packed.reshape(-1, 1).t()
+        local = compressor_of(scheme.format).decompress(local, scheme)
+    for key in [key for key in state if key.rpartition(".")[0] == target.name]:
+        del state[key]
+    state.update({prefix + key: local[key].to(own[key].dtype) for key in own.keys() & local.keys()})
+    return {key: value for key, value in local.items() if key not in own and key.endswith(("scale", "zero_point"))}
+
+
+def _require_entries(target: Target, own: dict[str, torch.Tensor], local: dict[str, torch.Tensor]) -> None:
+    """Refuse entries of other names, shapes or formats than those that the module itself, compressed, would have."""
+    expected = own | _any_qparams(target)
+    if target.scheme.weights is not None:
+        expected = compressor_of(target.scheme.format).compress(expected, target.scheme)
+    prefix = f"{target.name}." if target.name else ""
+    misfits = []
+    for name in sorted(expected.keys() | local.keys()):
+        here, there = (None if one is None else _form(one) for one in (local.get(name), expected.get(name)))
+        if here != there:
+            misfits.append(f"{prefix}{name} is {here or 'missing'} instead of {there or 'absent'}")
+    _refuse_misfits(misfits)
+
+
+def _any_qparams(target: Target) -> dict[str, torch.Tensor]:
+    """Quantization parameters as the module will have them, but for their values."""
+    qparams, device = {}, next(target.module.parameters()).device
+    for base, args in target.args.items():
+        for name, shape in expected_shapes(target, base).items():
+            dtype = args.zp_dtype if name.endswith("zero_point") else None
+            qparams[name] = torch.ones(shape or (1,), dtype=dtype, device=device)
+    return qparams
+
+
+def _form(value: torch.Tensor) -> str:
+    """Dtype and shape; weights in full precision may have another dtype than the model's."""
+    dtype = "float" if value.is_floating_point() and value.itemsize > 1 else str(value.dtype).removeprefix("torch.")
+    return f"{dtype} {tuple(value.shape)}"
+
+
+def _own_targets(model: nn.Module, folder: Path, stored: _Qparams) -> list[Target]:
+    """The modules that compressed-tensors cannot hold; their qparams are put into ``stored``."""
+    if not (folder / QPARAMS_FILE).is_file():
+        return []
+    with _reading(folder / QPARAMS_FILE) as path, safe_open(path, "pt") as file:
+        schemes = {
+            name: QuantizationScheme.model_validate(scheme)
+            for name, scheme in json.loads(file.metadata()["schemes"]).items()
+        }
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (it is no dict)
+    stored.update((name, {}) for name in schemes)
+    for key, value in tensors.items():
+        name, _, own = key.rpartition(".")
+        stored.setdefault(name, {})[own] = value
     modules = dict(model.named_modules())
-    unknown = sorted(set(schemes) - set(modules))
-    if unknown:
-        raise CalibrationError(f"{path} names modules that {type(model).__name__} has not", where=unknown)
-    return {
-        name: (
-            modules[name],
-            QuantizationScheme.model_validate(scheme),
-            {key.rpartition(".")[2]: value for key, value in tensors.items() if key.rpartition(".")[0] == name},
-        )
-        for name, scheme in schemes.items()
-    }
+    unknown = sorted(stored.keys() - modules.keys())
+    refuse(unknown, f"{path} names modules that {type(model).__name__} has not")
+    return [Target(name, modules[name], scheme) for name, scheme in schemes.items()]
+
+
+def _require_fit(model: nn.Module, targets: list[Target], state: dict[str, torch.Tensor], stored: _Qparams) -> None:
+    """Refuse what is missing, left over, of other shapes, or no quantization parameter."""
+    _refuse_misfits([m for target in targets for m in find_misfits(target, stored[target.name])])
+    whole = model.state_dict()
+    _add_tied(model, state)
+    misfits = []
+    for name in sorted(whole.keys() | state.keys()):
+        here, there = (tuple(one[name].shape) if name in one else None for one in (state, whole))
+        if here != there:
+            misfits.append(f"{name} is {here or 'missing'} instead of {there or 'absent'}")
+    _refuse_misfits(misfits)
+
+
+def _add_tied(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """transformers stores tied weights once."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for tied in names.values():
+        first = next((name for name in tied if name in state), None)
+        if first is not None:
+            state.update({name: state[first] for name in tied if name not in state})
+
+
+def _refuse_misfits(misfits: list[str]) -> None:
+    refuse(
+        misfits,
+        "the checkpoint does not fit the model",
+        remedy="build the model that was exported, or copy or export the checkpoint again.",
+    )

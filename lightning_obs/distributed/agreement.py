@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_obs.distributed.failures import key_text
 from lightning_obs.distributed.packing import WIDE, can_be_sparse, occupied_blocks, union_of_blocks
@@ -48,7 +49,7 @@ class Description:
         kinds: distinct sets of statistics.
         held: observers that it holds, and which of ``kinds`` they have.
         unreached: those of them that no data reached.
-        numbers: undeclared statistics that are plain numbers or strings.
+        plain: undeclared statistics that are numbers, strings, or lists, dicts... of these and tensors.
         unsendable: names of undeclared statistics that are neither these nor tensors.
         not_finite: what of an observer is NaN or infinite.
         occupied: which blocks of a sum of integers are not empty.
@@ -61,7 +62,7 @@ class Description:
     kinds: list[tuple[Statistic, ...]] = field(default_factory=list)
     held: dict[Key, int] = field(default_factory=dict)
     unreached: set[Key] = field(default_factory=set)
-    numbers: dict[Key, dict[str, Any]] = field(default_factory=dict)
+    plain: dict[Key, dict[str, Any]] = field(default_factory=dict)
     unsendable: dict[Key, list[str]] = field(default_factory=dict)
     not_finite: dict[Key, str] = field(default_factory=dict)
     occupied: dict[tuple[Key, str], bytes] = field(default_factory=dict)
@@ -206,11 +207,25 @@ def _undeclared(key: Key, observer: Observer, declared: Iterable[str], into: Des
             continue
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             copies.append(Statistic(name, "copy", tuple(value.shape), value.dtype))
-        elif value is None or isinstance(value, (bool, int, float, str)):
-            into.numbers.setdefault(key, {})[name] = value
+        elif not isinstance(value, torch.Tensor) and is_plain(value):
+            into.plain.setdefault(key, {})[name] = tensors_to("cpu", value)
         else:
             into.unsendable.setdefault(key, []).append(name)
     return tuple(copies)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a statistic is a tensor, a number, a string, or a list, dict... of these."""
+    if isinstance(value, Mapping):
+        return all(is_plain(x) for x in (*value.keys(), *value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return all(is_plain(x) for x in value)
+    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype))
+
+
+def tensors_to(device: torch.device | str, value: Any) -> Any:
+    """A plain statistic with its tensors on a device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
 def _equal(before: Any, now: Any) -> bool:
@@ -311,16 +326,23 @@ def _shown(statistic: Statistic) -> str:
 
 
 def _require_sendable(descriptions: Sequence[Description]) -> None:
-    """A rank that saw nothing can take over tensors and numbers only."""
-    if not any(d.unsendable for d in descriptions):
-        return
-    lacking = set[Key]().union(*(d.unreached for d in descriptions))
+    """What is not declared is that of the lowest rank on all, so it has to be something that can be sent."""
     bad = sorted(
-        {key_text(key, more=name) for d in descriptions for key in lacking for name in d.unsendable.get(key, ())}
+        {
+            key_text(key, more=name)
+            for d in descriptions
+            for key, names in d.unsendable.items()
+            for name in names
+            if sum(key in other.held for other in descriptions) > 1
+        }
     )
     if bad:
-        what = "some ranks saw no data here, and the others' statistics cannot be sent to them"
-        raise CalibrationError(what, where=bad, got="neither a tensor nor a number", remedy=_REMEDY)
+        raise CalibrationError(
+            "statistics that cannot be sent to other ranks, which would go on with others",
+            where=bad,
+            expected="tensors, numbers, strings, and lists and dicts of them",
+            remedy=_REMEDY,
+        )
 
 
 def unreached(descriptions: Sequence[Description]) -> list[Key]:
@@ -332,12 +354,12 @@ def unreached(descriptions: Sequence[Description]) -> list[Key]:
 def without_reduction(descriptions: Sequence[Description]) -> dict[Key, dict[str, Any]]:
     """Statistics that the descriptions hold already, of the observers that several ranks hold.
 
-    Undeclared numbers are those of the lowest rank that has any, input extremes those of all ranks.
+    Undeclared statistics are those of the lowest rank that has any, input extremes those of all ranks.
     """
     values: dict[Key, dict[str, Any]] = {}
     for d in descriptions:
-        for key, numbers in d.numbers.items():
-            values.setdefault(key, dict(numbers))
+        for key, plain in d.plain.items():
+            values.setdefault(key, dict(plain))
     for key in {key for d in descriptions for key in d.input_extremes}:
         lows, highs = zip(*(d.input_extremes[key] for d in descriptions if key in d.input_extremes), strict=True)
         values.setdefault(key, {})["input_extremes"] = torch.tensor([min(lows), max(highs)], dtype=torch.float64)

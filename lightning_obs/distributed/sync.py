@@ -13,8 +13,9 @@ Choices:
 
 - Extremes and sums of integers have the same bits whatever the ranks. Sums and means of floats are added in float64,
   in the order of the backend; every rank gets the same bits.
-- What an observer does not declare (the range of the last tensor) is taken from the lowest rank that has it, as bytes
-  in the sum of integers. So ranks agree whatever the observer. What only one rank holds (its experts) is not sent.
+- What an observer does not declare (the range of the last tensor) is taken from the lowest rank that has it: tensors as
+  bytes in the sum of integers, numbers, lists and dicts with the agreement; what else there is, is an error. So ranks
+  agree whatever the observer. What only one rank holds (its experts) is not sent.
 - A histogram is 512 KiB, 448 of them 224 MiB. Only the blocks of 128 bins that some rank counted into are sent,
   and the agreement says which these are. At worst, with all of them occupied, the bucket is as large as one rank's
   histograms.
@@ -36,6 +37,7 @@ from lightning_obs.distributed.agreement import (
     add_occupied_blocks,
     agree,
     describe,
+    tensors_to,
     unreached,
     without_reduction,
 )
@@ -200,7 +202,7 @@ def _merge_into(observers: Mapping[Key, Observer], every: Sequence[Description],
     """Give the observers what all ranks have of them; returns how many reductions that took."""
     merged, reductions = merge(agree(every), observers, collectives)
     for key, values in without_reduction(every).items():
-        merged.setdefault(key, {}).update(values)
+        merged.setdefault(key, {}).update(tensors_to(collectives.device, values))
     for key, statistics in merged.items():
         if key in observers:
             observers[key].load_statistics(statistics)

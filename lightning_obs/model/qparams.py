@@ -11,7 +11,9 @@ The forward of the model stays what it was until :func:`~lightning_obs.quantized
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from compressed_tensors.compressors.format import infer_module_format
@@ -23,15 +25,19 @@ from compressed_tensors.quantization import (
 )
 from torch import nn
 
+from lightning_obs.model.checksums import CHECKSUMS
 from lightning_obs.model.kinds import compressible_type, has_kv_cache
-from lightning_obs.model.sharding import reshard, without_wrappers
-from lightning_obs.model.weights import weight_checksum, weight_checksums
+from lightning_obs.model.sharding import without_wrappers
 from lightning_obs.numerics.reshape import ATTENTION
 
 SUFFIXES = ("scale", "zero_point", "global_scale")
 _OWN_SCHEME = "calibrated_scheme"
-_CHECKSUM = "calibrated_weight_checksum"
 _ARGS = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
+_QPARAMS = tuple(f"{base}_{suffix}" for base in (*_ARGS, *ATTENTION) for suffix in SUFFIXES)
+_SCHEME = ("quantization_scheme", "quantization_status", "quantization_enabled", _OWN_SCHEME)
+
+#: what calibration has put on each module of a model: plain attributes, and buffers
+Calibration: TypeAlias = dict[nn.Module, tuple[dict[str, Any], dict[str, Any]]]
 
 
 def scheme_args(scheme: QuantizationScheme) -> Iterator[tuple[str, QuantizationArgs]]:
@@ -40,15 +46,6 @@ def scheme_args(scheme: QuantizationScheme) -> Iterator[tuple[str, QuantizationA
         args = getattr(scheme, field)
         if args is not None:
             yield base_name, args
-
-
-# ---------------------------------------------------------------------- the input of a call
-
-
-# ---------------------------------------------------------------------- the weight as a matrix
-
-
-# ---------------------------------------------------------------------- qparams on modules
 
 
 def get_scheme(module: nn.Module) -> QuantizationScheme | None:
@@ -76,26 +73,20 @@ def calibrated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from named
 
 
-def write_qparams(
-    module: nn.Module, scheme: QuantizationScheme, qparams: dict[str, torch.Tensor], checksum: int | None = None
-) -> None:
+def write_qparams(module: nn.Module, scheme: QuantizationScheme, qparams: dict[str, torch.Tensor]) -> None:
     """Put scheme and quantization parameters on a module, in place of any it had.
 
     Args:
         module: the module; its forward is not changed.
         scheme: copied, so that modules do not share one (compressed-tensors writes the format into it).
-        qparams: ``{"weight_scale": ..., "input_scale": ...}``, of an attention module ``{"k_scale": ...}``. Scales are
-            stored in the weight's dtype as compressed-tensors does (attention: in that of its first parameter),
-            global scales in float32. They are copied to its device.
-        checksum: of the weight that the scale was found for (:func:`weight_checksum`); default: the weight as it is.
+        qparams: ``{"weight_scale": ..., "input_scale": ...}``, of an attention module ``{"k_scale": ...}``. They are
+            copied, see :func:`as_stored`.
     """
-    clear_qparams(module)
     scheme = scheme.model_copy(deep=True)
-    home = qparams_home(module)
+    qparams = as_stored(module, qparams)
+    _clear(module)
     for name, value in qparams.items():
-        setattr(module, name, _stored(name, value, home))
-    if scheme.weights is not None:
-        setattr(module, _CHECKSUM, weight_checksum(module) if checksum is None else checksum)
+        setattr(module, name, value)
     kind = compressible_type(module) or (type(module) if has_kv_cache(module) else None)
     if kind is None:
         setattr(module, _OWN_SCHEME, scheme)
@@ -104,6 +95,16 @@ def write_qparams(
         scheme.format = infer_module_format(kind, scheme).value
     module.quantization_scheme = scheme
     module.quantization_status = QuantizationStatus.FROZEN
+
+
+def as_stored(module: nn.Module, qparams: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of quantization parameters as the module will hold them.
+
+    They are on its weight's device (attention: its first parameter's). Scales are in the weight's dtype, as
+    compressed-tensors stores them, global scales in float32.
+    """
+    home = qparams_home(module)
+    return {name: _stored(name, value, home) for name, value in qparams.items()}
 
 
 def _stored(name: str, value: torch.Tensor, home: torch.Tensor | None) -> torch.Tensor:
@@ -121,29 +122,59 @@ def read_qparams(module: nn.Module) -> dict[str, torch.Tensor]:
 
     ``model.to(device)`` does not take plain attributes along, so they are moved when they are read.
     """
-    names = (f"{base}_{suffix}" for base in (*_ARGS, *ATTENTION) for suffix in SUFFIXES)
-    qparams = {name: getattr(module, name) for name in names if isinstance(getattr(module, name, None), torch.Tensor)}
+    found = {name: getattr(module, name, None) for name in _QPARAMS}
+    qparams = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
     home = qparams_home(module) if qparams else None
     return qparams if home is None else {n: v.to(home.device) for n, v in qparams.items()}
 
 
 def clear_qparams(module: nn.Module) -> None:
-    """Remove scheme and quantization parameters from a module."""
+    """Remove whatever calibration has put on a module."""
+    _clear(module)
+    vars(module).pop(CHECKSUMS, None)
+
+
+def _clear(module: nn.Module) -> None:
     QuantizationMetadata.clear_all_qparams(module)  # knows k_scale and v_scale, no other states
     for name in (f"{base}_{suffix}" for base in ATTENTION for suffix in SUFFIXES):
         if hasattr(module, name) and name not in module._parameters:  # a parameter would be the model's own
             delattr(module, name)
-    for name in ("quantization_scheme", "quantization_status", "quantization_enabled", _OWN_SCHEME, _CHECKSUM):
+    for name in _SCHEME:
         if name in vars(module):
             delattr(module, name)
 
 
-def trained_since(model: nn.Module) -> list[str]:
-    """Names of modules whose weight is no longer the one that its scale was found for.
+def calibration_of(model: nn.Module, only: Collection[nn.Module] | None = None) -> Calibration:
+    """What is on the modules of ``model`` now, to be put back by :func:`put_back`; nothing is copied.
 
-    Where weights are sharded, all ranks must call this.
+    Args:
+        model: the model.
+        only: whose qparams are kept; default: those of all.
     """
-    reshard(model)
-    modules = [(n, m) for n, m in calibrated_modules(model) if getattr(m, _CHECKSUM, None) is not None]
-    checksums = weight_checksums([module for _, module in modules])
-    return [n for (n, m), now in zip(modules, checksums, strict=True) if getattr(m, _CHECKSUM) != now]
+    calibration: Calibration = {}
+    for module in model.modules():
+        names = (CHECKSUMS,) if only is not None and module not in only else (*_QPARAMS, *_SCHEME, CHECKSUMS)
+        plain, buffers = ({n: values[n] for n in names if n in values} for values in (vars(module), module._buffers))
+        calibration[module] = plain, buffers
+    return calibration
+
+
+def put_back(calibration: Calibration) -> None:
+    """Let modules have what they had, and nothing else, when :func:`calibration_of` was called."""
+    for module, (plain, buffers) in calibration.items():
+        for values in (vars(module), module._buffers):
+            for name in (*_QPARAMS, *_SCHEME, CHECKSUMS):
+                values.pop(name, None)
+        vars(module).update(plain)
+        module._buffers.update(buffers)
+
+
+@contextmanager
+def all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """Put back what was on the modules of ``model`` if the ``with`` block does not end, whatever ends it."""
+    before = calibration_of(model)
+    try:
+        yield
+    except BaseException:
+        put_back(before)
+        raise

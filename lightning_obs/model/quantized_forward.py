@@ -20,7 +20,6 @@ attributes (see ``qparams``).
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -32,8 +31,10 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_obs.errors import CalibrationError, name_list, warn
 from lightning_obs.model.attention import find_owner, hooked_attention, register_state_change
 from lightning_obs.model.calls import replace_input
+from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.compile_stance import run_eagerly
 from lightning_obs.model.lora import adapters_of, refuse_unmerged
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
@@ -43,6 +44,7 @@ from lightning_obs.numerics.fake_quantize import fake_quantize_dynamic, learned_
 from lightning_obs.numerics.reshape import ATTENTION
 
 _STATE = "quantized_forward"
+_INSIDE = "inside_quantized"
 #: of modules whose weight holds numbers of the format already
 _ON_THE_GRID = (QuantizationStatus.COMPRESSED, QuantizationStatus.DECOMPRESSED)
 
@@ -81,6 +83,8 @@ class _Quantization:
     before: Callable[..., Any] | None = None
     #: a forward hook quantizes the output
     output_by_hook: bool = False
+    #: off: the weight is a checkpoint's, rounded already, and a step would leave its grid
+    trainable: bool = True
     #: base name -> scale; empty unless scales are learned
     learned: dict[str, LearnedScale] = field(default_factory=dict)
 
@@ -96,7 +100,12 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
 
     Weights and activations of calibrated modules are quantized and dequantized at each forward, to the numbers of
     compressed-tensors' own functions, so what comes out is what the exported checkpoint gives. Weights are not changed.
-    Blocks nest; the forward of every module is back as it was afterwards, also after an exception.
+    Blocks nest; the forward of every module is back as it was afterwards, also after an exception. No calibration
+    observes what runs inside, so ``validation_step`` can log a metric of the quantized model.
+
+    A :class:`CalibrationWarning` says that nothing was calibrated, so that the model runs in full precision, or which
+    parameters have changed since, so that these are not the numbers of a checkpoint. Where weights are sharded, all
+    ranks must enter the block.
 
     >>> from lightning_obs import CalibrationSession
     >>> model = nn.Sequential(nn.Linear(4, 4, bias=False))
@@ -107,7 +116,16 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
     ...     _ = model(torch.ones(1, 4))
     """
     refuse_unmerged(model, "quantized()")
+    if next(calibrated_modules(model), None) is None:
+        warn(f"quantized() runs {type(model).__name__} in full precision: it was not calibrated")
+    elif changed := changed_since(model):
+        warn(
+            f"quantized() runs {type(model).__name__} with scales that are older than {len(changed)} of its parameters "
+            f"and buffers: {name_list(changed)}. Calibrate the model as it is now."
+        )
     with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(_set(module, **{_INSIDE: True}))
         attention: dict[nn.Module, dict[nn.Module, tuple[str, ...]]] = {}
         for _, module in list(calibrated_modules(model)):
             if states := quantized_states(module):
@@ -121,11 +139,21 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
         yield model
 
 
-def quantize_forward(module: nn.Module) -> Callable[[], None]:
-    """Let a calibrated module run quantized, its parameters as buffers, and return what undoes it."""
+def is_inside_quantized(module: nn.Module) -> bool:
+    """Whether the module is run by a :func:`quantized` block, which nothing observes."""
+    return _INSIDE in vars(module)
+
+
+def quantize_forward(module: nn.Module, *, trainable: bool = True) -> Callable[[], None]:
+    """Let a calibrated module run quantized, its parameters as buffers, and return what undoes it.
+
+    Args:
+        module: copies and pickles of it run quantized too.
+        trainable: off: a gradient for its weight is an error.
+    """
     with ExitStack() as stack:
         stack.callback(_register_qparams(module))
-        stack.callback(_replace_forward(module, Switch()))
+        stack.callback(_replace_forward(module, Switch(), trainable=trainable))
         return stack.pop_all().close
 
 
@@ -144,7 +172,7 @@ def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool
         adapters = adapters_of(module)
         if adapters is not None:
             # Hooks of the base layer see what they would see after merging: the adapters' sum is a part of its weight.
-            adapted = types.MethodType(_adapted_forward, adapters.layer)
+            adapted = partial(_adapted_forward, adapters.layer)
             stack.callback(_set(adapters.layer, forward=adapted))
         if output:
             stack.callback(module.register_forward_hook(_quantize_output_by_hook).remove)
@@ -179,12 +207,18 @@ def set_learned_scale(module: nn.Module, base_name: str, learned: LearnedScale) 
     getattr(module, _STATE).learned[base_name] = learned
 
 
-def _replace_forward(module: nn.Module, switch: Switch, *, output_by_hook: bool = False) -> Callable[[], None]:
+def _replace_forward(
+    module: nn.Module, switch: Switch, *, output_by_hook: bool = False, trainable: bool = True
+) -> Callable[[], None]:
     outer = getattr(module, _STATE, None)  # of a block around this one: quantizing twice is not the same
     before = _own_forward(module) if outer is None else outer.before
-    quantization = _Quantization(switch, before, output_by_hook or (outer is not None and outer.output_by_hook))
+    if outer is not None:
+        output_by_hook, trainable = output_by_hook or outer.output_by_hook, trainable and outer.trainable
+    quantization = _Quantization(switch, before, output_by_hook, trainable)
     plain_linear = before is None and type(module).forward is nn.Linear.forward
-    forward = types.MethodType(_linear_forward if plain_linear else _forward, module)
+    function: Callable[..., Any] = _linear_forward if plain_linear else _forward
+    forward = partial(function, module)  # a bound method would not pickle...
+    vars(forward)["__func__"] = function  # ...but compressed-tensors looks for its function
     return _set(module, **{_STATE: quantization, "forward": forward})
 
 
@@ -237,7 +271,7 @@ def _register_qparams(module: nn.Module) -> Callable[[], None]:
 
 
 def _linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # the name that nn.Linear has
-    weight = full_weight(self)
+    weight = _weight_in_use(self)
     assert weight is not None
     weight = fake_quantize(self, weight, "weight")
     output = F.linear(fake_quantize(self, input, "input"), weight, self.bias)
@@ -275,9 +309,27 @@ def _fake_quantize_state(module: nn.Module, name: str, mine: _Quantization, stat
     return fake_quantize(module, state, name) if innermost else state
 
 
+def _weight_in_use(module: nn.Module) -> torch.Tensor | None:
+    weight = full_weight(module)
+    if weight is None or getattr(module, _STATE, _DEFAULT).trainable:
+        return weight
+    weight = weight.view_as(weight)  # a hook on the parameter itself would not pickle
+    if weight.requires_grad:
+        weight.register_hook(_refuse_training)
+    return weight
+
+
+def _refuse_training(gradient: torch.Tensor) -> None:
+    raise CalibrationError(
+        "the weights of a checkpoint that load_checkpoint loaded are rounded, they cannot be trained",
+        remedy="fine-tune the original model with QuantizationAwareTraining, or freeze these weights "
+        "(requires_grad_(False)).",
+    )
+
+
 def quantized_weight(module: nn.Module) -> torch.Tensor | None:
     """The weight after quantize and dequantize, in its own shape, with gradients; None without a weight."""
-    weight = full_weight(module)
+    weight = _weight_in_use(module)
     matrix = None if weight is None else to_matrix(module, weight)
     if weight is None or matrix is None:
         return weight

@@ -40,10 +40,12 @@ class FlatUnit:
     Attributes:
         wrapper: of the unit.
         shapes: of the whole parameters, by module and by name in the module.
+        firsts: which element of the whole parameter is the first one that this rank holds, likewise.
     """
 
     wrapper: FullyShardedDataParallel
     shapes: dict[nn.Module, dict[str, torch.Size]] = field(default_factory=dict)
+    firsts: dict[nn.Module, dict[str, int]] = field(default_factory=dict)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -83,10 +85,11 @@ def register_fsdp_units(root: nn.Module) -> None:
     for wrapper in wrappers:
         if _UNIT not in vars(wrapper):
             vars(wrapper)[_UNIT] = unit = FlatUnit(wrapper)
-            for module, name, shape in _flattened(wrapper):
+            for module, name, shape, first in _flattened(wrapper):
                 vars(module)[_UNIT] = unit
                 if wrapper.sharding_strategy != ShardingStrategy.NO_SHARD:  # else the module keeps it whole
                     unit.shapes.setdefault(module, {})[name] = shape
+                    unit.firsts.setdefault(module, {})[name] = first
     lost = [name for name, module in root.named_modules() if _UNIT not in vars(module) and _is_flattened(module)]
     if lost:
         raise CalibrationError(
@@ -100,18 +103,18 @@ def _is_flattened(module: nn.Module) -> bool:
     return any(getattr(parameter, "_fsdp_flattened", False) for parameter in module.parameters(recurse=False))
 
 
-def _flattened(wrapper: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, torch.Size]]:
-    """``(module, name, whole shape)`` of every parameter that the wrapper has flattened."""
+def _flattened(wrapper: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, torch.Size, int]]:
+    """``(module, name, whole shape, first element on this rank)`` of every parameter that the wrapper has flattened."""
     # FSDP has no public word for this; FlatParameter's docstring describes these attributes.
     flat: Any = wrapper._flat_param
     if flat is None:
         return
-    shapes = {}
-    for (name, module, _), shape in zip(flat._param_infos, flat._shapes, strict=True):
-        shapes[module, name] = shape
-        yield module, name, shape
+    known = {}
+    for (name, module, _), shape, held in zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True):
+        known[module, name] = shape, held.intra_param_start_idx or 0
+        yield module, name, *known[module, name]
     for name, module, _, first_name, first_module, _ in flat._shared_param_infos:
-        yield module, name, shapes[first_module, first_name]
+        yield module, name, *known[first_module, first_name]
 
 
 def unit_of(module: nn.Module) -> FlatUnit | None:
@@ -195,13 +198,19 @@ def is_sharded(value: torch.Tensor) -> bool:
     return isinstance(value, DTensor) and any(not placement.is_replicate() for placement in value.placements)
 
 
-def groups_of_shards(module: nn.Module) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks over which the parts of a weight add up to all of it; none if this rank has it whole."""
-    weight, unit = getattr(module, "weight", None), unit_of(module)
-    if isinstance(weight, DTensor):
-        mesh, placements = weight.device_mesh, weight.placements
+def first_element(module: nn.Module, name: str) -> int:
+    """Which element of one of the module's own parameters is the first that this rank holds (FSDP1; else 0)."""
+    unit = unit_of(module)
+    return 0 if unit is None else unit.firsts[module].get(name, 0)
+
+
+def groups_of_shards(module: nn.Module, name: str = "weight") -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks over which the parts of a parameter add up to all of it; none if this rank has it whole."""
+    value, unit = getattr(module, name, None), unit_of(module)
+    if isinstance(value, DTensor):
+        mesh, placements = value.device_mesh, value.placements
         return tuple(mesh.get_group(dim) for dim, placed in enumerate(placements) if not placed.is_replicate())
-    return (unit.group,) if unit is not None and "weight" in unit.shapes[module] else ()
+    return (unit.group,) if unit is not None and name in unit.shapes[module] else ()
 
 
 def rows_of_ranks(weight: Any) -> list[tuple[int, int]] | None:

@@ -1,17 +1,13 @@
-"""A module's weight as a matrix, whatever the module, and its checksum, wherever the weight lies."""
+"""A module's weight as a matrix, whatever the module."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_obs.distributed.collectives import add_up
 from lightning_obs.model.lora import adapters_of
-from lightning_obs.model.sharding import groups_of_shards, unit_of, whole_shape
+from lightning_obs.model.sharding import whole_shape
 
 
 def weight_matrix(module: nn.Module) -> torch.Tensor | None:
@@ -72,34 +68,3 @@ def _is_transposed(module: nn.Module) -> bool:
     return getattr(module, "transposed", False) is True or any(
         (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D") for cls in type(module).__mro__
     )
-
-
-def weight_checksum(module: nn.Module) -> int | None:
-    """Sum of the weight's bits as integers: equal on any device, and different after a training step."""
-    return weight_checksums([module])[0]
-
-
-def weight_checksums(modules: Sequence[nn.Module]) -> list[int | None]:
-    """:func:`weight_checksum` of several. Of a sharded weight, that of the whole: all ranks must call this alike."""
-    checksums = [_local_checksum(module) for module in modules]
-    sharded: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
-    for at, module in enumerate(modules):
-        groups = groups_of_shards(module)
-        if groups and checksums[at] is not None:
-            sharded.setdefault(groups, []).append(at)
-    for groups, places in sharded.items():
-        home = modules[places[0]].weight
-        assert isinstance(home, torch.Tensor)
-        sums = torch.tensor([checksums[at] for at in places], device=home.device)
-        for at, checksum in zip(places, add_up(sums, groups).tolist(), strict=True):  # one reduction for all modules
-            checksums[at] = checksum
-    return checksums
-
-
-def _local_checksum(module: nn.Module) -> int | None:
-    if matrix_shape(module) is None:
-        return None
-    matrix = module.weight if unit_of(module) is not None else weight_matrix(module)
-    assert isinstance(matrix, torch.Tensor)
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[matrix.element_size()]
-    return int(matrix.detach().contiguous().view(bits).sum(dtype=torch.int64))

@@ -167,7 +167,11 @@ def candidate_divergences(
 
     For each candidate, P is what was counted inside the range, with what lies outside added to its outermost bins. Q
     is what was counted inside, summed over the bins that quantize to one level and spread over them again, evenly over
-    the values that the occupied bins cover. ``sum P log(P / Q)``, both normalised; infinite if nothing lies inside.
+    the values that the occupied bins cover. ``sum P log(P / Q) - P + Q``, in shares of all that was counted; infinite
+    if nothing lies inside.
+
+    Migacz normalises Q. For a small share s that is clipped, that differs by s ** 2 / 2. But a range with one occupied
+    bin inside has P = Q = 1 then, whatever it clips: data away from zero lost everything. Here Q keeps its mass.
 
     Migacz's bins are linear, so evenly over values is there evenly over bins. The bins here are not, so their width is
     the measure. The levels are those of ``args``: asymmetric and floating formats are served too. Exact zeros, which
@@ -199,7 +203,7 @@ def candidate_divergences(
         last = inside.shape[1] - 1 - inside.flip(1).int().argmax(1, keepdim=True)
         reference.scatter_add_(1, last, ((values > high) * numbers).sum(1, True))
         terms = torch.where(inside, reference * (reference / spread).log(), 0)
-        divergence = terms.sum(1) / total + (covered / total).log()
+        divergence = (terms.sum(1) + covered) / total - 1
         divergences.append(torch.where(covered > 0, divergence, torch.inf))
     return torch.cat(divergences)
 

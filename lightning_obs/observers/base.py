@@ -22,7 +22,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.registry.registry import RegistryMixin, standardize_lookup_name
 from torch import distributed as dist
 
-from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.errors import CalibrationError, refuse, warn
 from lightning_obs.numerics.qparams import QParamsDict, compute_global_scale, compute_qparams
 from lightning_obs.numerics.reshape import BASE_NAMES, flatten_for_calibration
 from lightning_obs.observers.rows import join_ranges, rows_per_scale
@@ -59,7 +59,7 @@ class Observer(RegistryMixin):
     tensor([0.0235])
     """
 
-    #: statistic attribute -> reduction over ranks. Statistics not named here are each rank's own.
+    #: statistic attribute -> reduction over ranks. One that is not named here is that of the lowest rank that has it.
     _act_sync_dict: ClassVar[dict[str, Any]] = {}
 
     #: a weight's observer that also wants what the module reads: whoever attaches it calls ``observe_inputs``
@@ -76,6 +76,9 @@ class Observer(RegistryMixin):
 
     #: whether ``min_vals`` and ``max_vals`` are the smallest and the largest values of everything observed
     keeps_extremes: ClassVar[bool] = False
+
+    #: whether :meth:`measure` takes hardly longer than reading the tensor
+    measures_fast: ClassVar[bool] = False
 
     #: declared hyperparameters and their defaults; each becomes an attribute. None: takes anything.
     hyperparameters: ClassVar[dict[str, Any] | None] = None
@@ -222,7 +225,14 @@ class Observer(RegistryMixin):
         return self.has_statistics or (self.needs_inputs and not self.lacks_inputs)
 
     def load_statistics(self, statistics: Mapping[str, Any]) -> None:
-        """Take over statistics that were gathered elsewhere, by attribute; :meth:`reset` forgets them too."""
+        """Take over statistics that were gathered elsewhere, by attribute; :meth:`reset` forgets them too.
+
+        Raises:
+            CalibrationError: a name that no statistic can have, as it is the observer's own.
+        """
+        own = {"args", "base_name", "qparams_dtype", "_before_observing", "_fused_observers"}
+        behaviour = [n for n in statistics if callable(of := getattr(type(self), n, None)) or isinstance(of, property)]
+        refuse(sorted(own & statistics.keys()) + behaviour, f"{type(self).__name__} has no such statistic")
         if self._before_observing is None:
             with torch.inference_mode(False), torch.no_grad():
                 self._remember_initial_state()

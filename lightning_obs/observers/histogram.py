@@ -52,6 +52,7 @@ class CountingObserver(Observer):
         "min_vals": dist.ReduceOp.MIN,
         "max_vals": dist.ReduceOp.MAX,
     }
+    measures_fast: ClassVar[bool] = True
     counts: torch.Tensor
     min_vals: torch.Tensor
     max_vals: torch.Tensor

@@ -21,6 +21,7 @@ class MemorylessMinMaxObserver(Observer, by_rows=True):
     Observes ``(N, *Q, G)``: N observations, Q the shape of the scales, G values per scale. Ranges are ``(*Q,)``.
     """
 
+    measures_fast: ClassVar[bool] = True
     hyperparameters: ClassVar[dict[str, Any] | None] = {}
 
     @property

@@ -33,6 +33,7 @@ class NormalObserver(Observer):
     """
 
     _act_sync_dict: ClassVar[dict[str, Any]] = dict.fromkeys(("number", "sums", "squares"), dist.ReduceOp.SUM)
+    measures_fast: ClassVar[bool] = True
     hyperparameters: ClassVar[dict[str, Any] | None] = {"k": 2.0}
     k: float
     number: torch.Tensor

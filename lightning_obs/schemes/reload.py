@@ -25,6 +25,7 @@ from lightning_obs.model.experts import (
     model_type,
 )
 from lightning_obs.model.kinds import compressible_type, is_transformers_model
+from lightning_obs.model.weights import matrix_shape
 from lightning_obs.schemes.preflight import partly_planned
 from lightning_obs.schemes.target import Target, scheme_identity
 
@@ -42,6 +43,7 @@ def check_reload(model: nn.Module, targets: list[Target], reload: Reload) -> Non
         return
     in_transformers = is_transformers_model(model)
     if in_transformers:
+        _check_compressible(targets)
         _check_experts(model, targets, reload)
     if reload == "dequantize":
         _check_dequantized(targets, in_transformers)
@@ -53,8 +55,19 @@ def check_reload(model: nn.Module, targets: list[Target], reload: Reload) -> Non
                 _check_packed(target, target.scheme.weights)
 
 
+def _check_compressible(targets: list[Target]) -> None:
+    """Refuse what compressed-tensors cannot store (GPT-2's Conv1D, convolutions): ``from_pretrained`` would give the
+    model unquantized, without a word."""
+    refuse(
+        [f"{t.name} ({type(t.module).__name__})" for t in targets if not t.states and not compressible_type(t.module)],
+        "transformers loads quantized Linear and Embedding modules only, and would leave these in full precision",
+        remedy='list them in `ignore`, or set reload="unchecked" and load the checkpoint with load_checkpoint.',
+    )
+
+
 def _check_dequantized(targets: list[Target], in_transformers: bool) -> None:
-    """Refuse attention states and several schemes: transformers dequantizes weights of one scheme."""
+    """Refuse attention states, several schemes, and zero points in one packed row: transformers dequantizes weights of
+    one scheme, and compressed-tensors 0.20 unpacks 4-bit zero points of several groups from two rows on."""
     refuse(
         [t.name for t in targets if t.states],
         "transformers drops the quantization of attention states and the kv cache when it dequantizes",
@@ -65,6 +78,19 @@ def _check_dequantized(targets: list[Target], in_transformers: bool) -> None:
             "transformers cannot dequantize a checkpoint with several schemes",
             remedy=f'reload="default", or {_UNCHECKED}',
         )
+    refuse(
+        [t.name for t in targets if in_transformers and _packs_zero_points_into_one_row(t)],
+        "compressed-tensors 0.20 cannot unpack 4-bit zero points of groups where there are at most 8 output rows",
+        remedy=f"list them in `ignore`, use a symmetric scheme (W4A16), or {_UNCHECKED}",
+    )
+
+
+def _packs_zero_points_into_one_row(target: Target) -> bool:
+    weights, shape = target.scheme.weights, matrix_shape(target.module)
+    if weights is None or shape is None or weights.symmetric or not weights.group_size:
+        return False
+    packed = infer_module_format(nn.Linear, target.scheme) == CompressionFormat.pack_quantized
+    return packed and weights.num_bits == 4 and shape[0] <= 8 and shape[1] > weights.group_size > 0
 
 
 def _check_float(target: Target, weights: QuantizationArgs, in_transformers: bool) -> None:

@@ -2,13 +2,13 @@
 
 The model's ``state_dict`` must load without the callback, and the optimizer is made before any range is known. So each
 scale is a calibrated constant times ``exp(log_factor)``: the factors are made, all zero, from the plan alone when fit
-starts, join the optimizer's first group (its learning rate and its schedule are theirs, and an optimizer's state is
-restored by position), and travel in the callback's state.
+starts, join the first group of their module's optimizer (its learning rate and its schedule are theirs, and an
+optimizer's state is restored by position), and travel in the callback's state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.model.lora import adapters_of
 from lightning_obs.model.quantized_forward import LearnedScale, set_learned_scale
 from lightning_obs.model.sharding import in_shards
 from lightning_obs.model.weights import weight_matrix
@@ -80,11 +81,35 @@ class LearnedScales:
             if base in wanted and args.dynamic is not True
         )
 
-    def join(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add the factors to the optimizer's first group, once."""
-        params = optimizer.param_groups[0]["params"]
-        present = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        params += [p for p in self.parameters if id(p) not in present]
+    def join(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Add each factor, once, to the first group of the optimizer that trains its module.
+
+        Raises:
+            CalibrationError: several optimizers, and none or more than one has parameters of a module.
+        """
+        held = [{id(p) for group in each.param_groups for p in group["params"]} for each in optimizers]
+        trained_by = {name: self._trained_by(target, held) for name, target in self._targets.items()}
+        # A module that is frozen goes with the others, where all of these are in one optimizer.
+        some = {at for found in trained_by.values() for at in found}
+        places = {name: found or some for name, found in trained_by.items()}
+        refuse(
+            sorted({name for name, _ in self._factors if len(places[name]) != 1 and len(optimizers) > 1}),
+            "no single optimizer trains these modules, so it is open which one trains their scales",
+            got=f"{len(optimizers)} optimizers",
+            expected="the parameters of each module in one of them",
+            remedy="give them to one optimizer, list the modules in `ignore`, or set learn_scales=False.",
+        )
+        present = set().union(*held)
+        for (name, _), factor in self._factors.items():
+            if id(factor) not in present:
+                optimizers[min(places[name], default=0)].param_groups[0]["params"].append(factor)
+
+    @staticmethod
+    def _trained_by(target: Target, held: Sequence[set[int]]) -> set[int]:
+        """Which optimizers have parameters of a module, or of the adapters beside it."""
+        adapters = adapters_of(target.module)
+        own = {id(p) for p in (target.module if adapters is None else adapters.layer).parameters()}
+        return {at for at, of_one in enumerate(held) if own & of_one}
 
     def start(self) -> None:
         """Take the scales that calibration has written to the modules, where none was taken yet."""
@@ -124,6 +149,16 @@ class LearnedScales:
                 "the checkpoint has learned scales of other modules",
                 where=sorted(set(state["log_factors"]) ^ {_join(key) for key in self._factors}),
             )
+        saved = [(_join(key), parameter.shape) for key, parameter in self._factors.items()]
+        refuse(
+            [
+                name
+                for values in (state["log_factors"], state["calibrated"])
+                for name, shape in saved
+                if name in values and (values[name].shape != shape or not torch.isfinite(values[name]).all())
+            ],
+            "learned scales of the checkpoint have other shapes, or are not finite",
+        )
         with torch.inference_mode(False), torch.no_grad():
             for key, parameter in self._factors.items():
                 parameter.copy_(state["log_factors"][_join(key)])

@@ -19,7 +19,8 @@ from torch import nn
 
 from lightning_obs.calibration.saved_state import dump_observation, dump_statistics, load_observation, load_statistics
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.model.qparams import get_scheme, trained_since
+from lightning_obs.model.checksums import changed_since
+from lightning_obs.model.qparams import get_scheme
 from lightning_obs.model.quantized_forward import Switch, fake_quantized_states, has_range, quantize_training_forward
 from lightning_obs.numerics.reshape import ATTENTION
 from lightning_obs.observers.base import Key, Observer
@@ -233,7 +234,7 @@ class QuantizedTraining:
         unfinished = self.phase in (Phase.OBSERVING, Phase.GATHERED) or not self.is_quantized
         lacking = bool(wanting) and (unfinished or any(wanting[name] for name in wanting.keys() - excused))
         unknown = any(get_scheme(target.module) is None for target in session.plan.targets)
-        if not lacking and (unknown or trained_since(session.model)):
+        if not lacking and (unknown or changed_since(session.model)):
             session.finalize(activations=False)
         self._write_learned()
 

@@ -53,6 +53,7 @@ def test_a_report_that_is_none_is_refused(composed, tmp_path):
 
 def test_an_existing_folder_is_refused_before_the_model_is_loaded(composed, tmp_path):
     (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine").write_text("")
     with pytest.raises(CalibrationError, match="there is already there"):
         run(composed(f"export.folder={tmp_path / 'there'}", "model.path=/nowhere"))
 

@@ -1,6 +1,7 @@
 """Text to calibrate on, and other text to measure on."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -47,8 +48,69 @@ def test_another_text_is_measured_on(tmp_path):
 def test_jsonl_takes_a_field(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"body": letter}) for letter in "abc"))
     assert list(read_documents(tmp_path / "a.jsonl", "body")) == ["a", "b", "c"]
-    with pytest.raises(CalibrationError, match=r"a\.jsonl:1 has no field 'text'.*data\.text_field"):
+    with pytest.raises(CalibrationError, match=r"a\.jsonl:1 has no text in the field 'text'.*data\.text_field"):
         list(read_documents(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"text": "one\u2028two"}\r\n\n{"text": "three"}\r\n'),
+        ("a.json", '[{"text": "one\u2028two"},\n {"text": "three", "other": 1}]'),
+        ("a.json", '{"text": "one\u2028two"}\n{"text": "three"}'),
+        ("a.csv", 'id,text\n1,one\u2028two\n2,"three"\n'),
+        ("a.CSV", '\ufeffid,text\r\n1,one\u2028two\r\n2,"three"\r\n'),
+        ("a.txt", "one\u2028two\r\n\r\nthree"),
+    ],
+)
+def test_every_kind_of_file_is_read_for_what_it_is(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content.encode())
+    assert list(read_documents(tmp_path / name)) == ["one\u2028two", "three"]
+
+
+def test_parquet_is_read_by_pyarrow(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": ["one", "two"], "other": [1, 2]}), tmp_path / "a.parquet")
+    assert list(read_documents(tmp_path / "a.parquet")) == ["one", "two"]
+    with pytest.raises(CalibrationError, match=r"a\.parquet\[0\] has no text in the field 'other'"):
+        list(read_documents(tmp_path / "a.parquet", "other"))
+    (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:50])
+    with pytest.raises(CalibrationError, match=r"a\.parquet is no Parquet"):
+        list(read_documents(tmp_path / "a.parquet"))
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(CalibrationError, match=r"pyarrow, which is not installed.*pip install pyarrow"):
+        list(read_documents(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "one\ncafé".encode("latin-1"), r"a\.txt:2 is no text in UTF-8. Got byte 0xe9.*iconv"),
+        ("a.txt", bytes(range(256)) * 80, r"a\.txt:2 is no text in UTF-8"),
+        ("a.bin", b"some\ntext\n\0\0\0", r"a\.bin:3 is no text in UTF-8. Got byte 0x00"),
+        ("a.jsonl", '{"text": "café"}'.encode("latin-1"), r"a\.jsonl:1 is no text in UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b', r"a\.jsonl:2 is no JSON. Got Unterminated string"),
+        ("a.jsonl", b'{"text": "a"}\n["b"]', r"a\.jsonl:2 has no text in the field 'text'. Got \['b'\]"),
+        ("a.jsonl", b'{"text": null}', r"a\.jsonl:1 has no text in the field 'text'. Got {'text': None}"),
+        ("a.json", b'[{"text": "a"},\n{"text": ]', r"a\.json:2 is no JSON. Got Expecting value"),
+        ("a.json", b'[{"text": "a"}, {"body": "b"}]', r"a\.json\[1\] has no text in the field 'text'"),
+        ("a.json", b"[" * 100_000, r"a\.json:1 is no JSON"),
+        ("a.csv", b"id,body\n1,b\n", r"a\.csv:2 has no text in the field 'text'. Got {'id': '1', 'body': 'b'}"),
+        ("a.csv", b"id,text\n1,a\n2\n", r"a\.csv:3 has no text in the field 'text'"),
+        ("a.csv", b'id,text\n1,"a\n', r"a\.csv:2 is no CSV. Got unexpected end of data"),
+    ],
+)
+def test_what_cannot_be_read_is_named_by_line_and_reason(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CalibrationError, match=message) as error:
+        list(read_documents(tmp_path / name))
+    assert len(str(error.value)) < 500
 
 
 def test_a_folder_is_read_in_a_fixed_order(tmp_path):

@@ -123,16 +123,46 @@ def test_a_llama_is_calibrated_by_its_own_keyword_forward(tiny_llama, batches):
 # ---------------------------------------------------------------------- one measurement of one tensor
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_modules_that_read_one_tensor_measure_it_once(mode):
+@pytest.mark.parametrize(
+    ("mode", "observer"),
+    [(torch.no_grad, "static_minmax"), (torch.no_grad, "mse"), (torch.inference_mode, "mse")],
+)
+def test_modules_that_read_one_tensor_measure_it_once(mode, observer):
     model, x = Shared(), torch.randn(4, 16)
-    with mode(), CalibrationSession(model, STATIC) as session:
+    options = {"averaging_constant": 1.0, "maxshrink": 0.0} if observer == "mse" else {}
+    observers = {"input": {"name": observer, **options}}
+    with mode(), CalibrationSession(model, STATIC, observers=observers) as session:
         model(x)
         model(x * 2)
-    assert session.result.measurements == 2
+    assert session.result.measurements == (4 if observer == "mse" else 2)  # of a search, the extremes too
     assert session.result.input_ranges.keys() == {"q_proj", "k_proj", "v_proj"}
     assert len({tuple(r) for r in session.result.input_ranges.values()}) == 1
     assert torch.equal(model.v_proj.input_scale, input_scale(x * 2))
+
+
+@pytest.mark.parametrize("observer", ["static_minmax", "percentile", "mse"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("columns", [slice(16, None), slice(None, None, 2), slice(17, 18)])
+def test_no_change_in_place_between_two_readers_is_missed(mode, observer, columns):
+    class TwoReaders(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 4), nn.Linear(32, 4)
+
+        def forward(self, x):
+            y = self.first(x)
+            x[..., columns] *= 100
+            return y + self.second(x)
+
+    model, other = TwoReaders(), TwoReaders()
+    x = torch.randn(4, 64, 32)
+    for each, mode_of_each in ((model, mode), (other, torch.no_grad)):
+        session = CalibrationSession(each, STATIC, observers={"input": observer})
+        with mode_of_each(), session:
+            each(x.clone())
+    assert torch.equal(model.first.input_scale, other.first.input_scale)
+    assert torch.equal(model.second.input_scale, other.second.input_scale)
+    assert model.second.input_scale > 20 * model.first.input_scale
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -141,7 +171,7 @@ def test_a_tensor_that_was_changed_in_place_is_measured_again(mode):
     with mode(), CalibrationSession(model, STATIC) as session:
         x = torch.randn(4, 16)
         model(x)
-    assert session.result.measurements == 2
+    assert session.result.measurements == (2 if mode is torch.no_grad else 3)
     assert torch.equal(model.v_proj.input_scale, input_scale(x))
     assert torch.equal(model.q_proj.input_scale * 3, input_scale(x))
 
@@ -292,3 +322,74 @@ def test_a_mask_of_four_dimensions_is_refused(mlp):
     session = CalibrationSession(mlp, "INT8_STATIC")
     with pytest.raises(CalibrationError, match=r"not a token mask.*\(2, 1, 3, 3\)"), session:
         session.mask_tokens(torch.ones(2, 1, 3, 3))
+
+
+class Layout(nn.Module):
+    """Linear modules that read a batch ``(B, T, C)`` in another layout."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.fc, self.change = nn.Linear(8, 8), change
+
+    def forward(self, x):
+        return self.fc(self.change(x))
+
+
+UNCERTAIN = {
+    "time first": lambda x: x.transpose(0, 1),
+    "time first, flattened": lambda x: x.transpose(0, 1).flatten(0, 1),
+    "flattened": lambda x: x.flatten(0, 1),
+    "routed rows, twice the batch": lambda x: x.flatten(0, 1)[torch.tensor([9, 1, 2, 3, 4, 5, 6, 7])],
+}
+
+
+@pytest.mark.parametrize("layout", UNCERTAIN)
+@pytest.mark.parametrize(
+    "mask",
+    [torch.tensor([True, True, True, False]), torch.tensor([[1, 1, 1, 1]] * 3 + [[1, 1, 1, 0]])],
+    ids=["B", "BT"],
+)
+def test_rows_of_which_the_shape_does_not_say_whose_they_are_are_an_error(layout, mask):
+    model = Layout(UNCERTAIN[layout])
+    session = CalibrationSession(model, "INT8_STATIC", observers={"input": "percentile"})
+    session.attach()
+    session.mask_tokens(mask)
+    with pytest.raises(CalibrationError, match=r"cannot be told from the shape: fc\. Got an activation"):
+        model(torch.randn(4, 4, 8))
+    session.detach()
+
+
+@pytest.mark.parametrize("layout", UNCERTAIN)
+def test_any_layout_is_observed_whole_where_all_samples_count(layout):
+    x, model = torch.randn(4, 4, 8), Layout(UNCERTAIN[layout])
+    session = CalibrationSession(model, "INT8_STATIC")
+    with session:
+        session.mask_tokens(torch.ones(4))
+        model(x)
+    assert torch.equal(model.fc.input_scale, input_scale(model.change(x)))
+
+
+def test_as_many_samples_as_tokens_are_told_apart_by_an_earlier_batch():
+    x, mask = torch.randn(4, 4, 8), torch.ones(4, 4)
+    mask[1, 2:] = 0
+    x[mask == 0] = 1e6
+    model = Layout(lambda x: x)
+    session = CalibrationSession(model, "INT8_STATIC")
+    with session:
+        session.mask_tokens(torch.ones(2, 4))
+        model(x[2:])
+        session.mask_tokens(mask)
+        model(x)
+    assert torch.equal(model.fc.input_scale, input_scale(x[mask.bool()]))
+
+
+def test_rows_that_were_not_one_for_each_sample_before_are_not_taken_for_samples():
+    model = Layout(lambda x: x.flatten(0, 1)[: 4 if len(x) == 4 else 3])
+    session = CalibrationSession(model, "INT8_STATIC")
+    session.attach()
+    session.mask_tokens(torch.ones(2))
+    model(torch.randn(2, 4, 8))
+    session.mask_tokens(torch.tensor([1, 1, 1, 0]))
+    with pytest.raises(CalibrationError, match="repeated cannot be told"):
+        model(torch.randn(4, 4, 8))
+    session.detach()

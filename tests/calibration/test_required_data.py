@@ -146,3 +146,29 @@ def test_data_for_w8a8_is_answered_with_the_static_preset(mlp):
 def test_data_for_a_weight_only_scheme_is_said_not_to_be_needed(mlp):
     with pytest.warns(CalibrationWarning, match=r"FP8_DYNAMIC needs no data.*not used\.$"):
         calibrate(mlp, "FP8_DYNAMIC", torch.randn(4, 16))
+
+
+def test_a_scale_that_is_zero_in_the_dtype_it_is_stored_in_is_refused(mlp):
+    mlp.half()
+    before = attributes(mlp)
+    with (
+        pytest.raises(CalibrationError, match=r"not finite and positive: fc1.input_scale \(float16\)\. .*bfloat16"),
+        CalibrationSession(mlp, STATIC, ignore=["fc2"]),
+        torch.autocast("cpu", torch.bfloat16),  # inputs of another dtype than the weights
+    ):
+        mlp(1e-6 * torch.randn(4, 16))
+    assert attributes(mlp) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_inputs_that_are_not_floating_point_are_refused_and_named(dtype):
+    class Takes(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.real.float())
+
+    model = nn.Sequential(Takes(4, 4))
+    with (
+        pytest.raises(CalibrationError, match=rf"only floating point .*: 0\. Got {str(dtype).removeprefix('torch.')},"),
+        CalibrationSession(model, "FP8"),
+    ):
+        model(torch.ones(2, 4).to(dtype))

@@ -13,6 +13,8 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.model.qparams import calibrated_modules, read_qparams
 from tests.calibration.common import STATIC, attributes, calibrate
 
+ASYMMETRIC = {"symmetric": False, "observer": "static_minmax"}
+
 
 def test_a_loaded_state_gives_the_same_qparams_and_outputs(mlp, tmp_path):
     fresh = copy.deepcopy(mlp)
@@ -72,8 +74,62 @@ def test_a_state_of_another_shape_or_format_is_refused(mlp):
     with CalibrationSession(mlp, "W8A8") as session:
         pass
     other = CalibrationSession(type(mlp)(width=64), "W8A8")
-    with pytest.raises(CalibrationError, match="weights with other shapes: fc1"):
+    message = r"does not fit: fc1\.weight_scale has shape \(32, 1\) instead of \(64, 1\)"
+    with pytest.raises(CalibrationError, match=message):
         other.load_state_dict(session.state_dict())
     with pytest.raises(CalibrationError, match="a format that this version does not know"):
-        session.load_state_dict({**session.state_dict(), "format": 2})
+        session.load_state_dict({**session.state_dict(), "format": 3})
     assert not hasattr(other.model.fc1, "weight_scale")
+
+
+def without(state, *keys):
+    for key in keys:
+        del state[key]
+
+
+DAMAGES = {
+    "no input scale": (lambda s: without(s["qparams"], "fc1.input_scale"), r"fc1\.input_scale is missing"),
+    "no zero point": (lambda s: without(s["qparams"], "fc2.input_zero_point"), r"fc2\.input_zero_point is missing"),
+    "no module": (
+        lambda s: without(s["qparams"], *[key for key in s["qparams"] if key.startswith("fc2.")]),
+        r"fc2\.input_scale is missing",
+    ),
+    "NaN": (lambda s: s["qparams"]["fc1.weight_scale"][3].fill_(float("nan")), "weight_scale is not finite"),
+    "zero": (lambda s: s["qparams"]["fc1.weight_scale"][3].fill_(0), "weight_scale is not finite and positive"),
+    "negative": (lambda s: s["qparams"]["fc1.input_scale"].neg_(), "input_scale is not finite and positive"),
+    "broadcast": (
+        lambda s: s["qparams"].update({"fc1.weight_scale": torch.ones(1, 1)}),
+        r"weight_scale has shape \(1, 1\) instead of \(32, 1\)",
+    ),
+    "zero point": (
+        lambda s: s["qparams"].update({"fc1.input_zero_point": torch.tensor([200])}),
+        "input_zero_point is not from -128 to 127",
+    ),
+    "other values": (lambda s: s["qparams"]["fc1.weight_scale"][3].mul_(2), "has other values than were saved"),
+    "no values": (lambda s: s["qparams"].clear(), "has other values than were saved"),
+    "no tensor": (lambda s: s["qparams"].update({"fc1.input_scale": 0.5}), "input_scale is no tensor but float"),
+    "a method": (
+        lambda s: s["qparams"].update({"fc1.forward": torch.ones(1)}),
+        r"fc1\.forward belongs to nothing that is quantized",
+    ),
+    "no qparams": (lambda s: without(s, "qparams"), "has lost a part: qparams"),
+    "no checksums": (lambda s: without(s, "checksums"), "has lost a part: checksums"),
+    "no checksum": (lambda s: without(s["checksums"], "fc1"), "the checksum of fc1 is missing"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=list(DAMAGES))
+def test_a_damaged_state_is_refused_and_nothing_is_written(mlp, damage, message):
+    fresh = copy.deepcopy(mlp)
+    scheme = {"a": {"targets": ["Linear"], "weights": {"strategy": "channel"}, "input_activations": ASYMMETRIC}}
+    state = copy.deepcopy(calibrate(mlp, scheme, torch.randn(4, 16)).state_dict())
+    damage(state)
+    before = attributes(fresh)
+    with pytest.raises(CalibrationError, match=message):
+        CalibrationSession(fresh, scheme).load_state_dict(state)
+    assert attributes(fresh) == before
+
+
+def test_a_state_that_is_none_is_refused(mlp):
+    with pytest.raises(CalibrationError, match=r"a format that this version does not know. Got list"):
+        CalibrationSession(mlp, STATIC).load_state_dict(["a", "list"])

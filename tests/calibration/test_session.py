@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_obs import CalibrationSession
+from lightning_obs import CalibrationSession, export_checkpoint
+from lightning_obs.calibration import finalize, saved_state
 from lightning_obs.errors import CalibrationError, CalibrationWarning
-from lightning_obs.model.qparams import calibrated_modules, read_qparams
+from lightning_obs.model.qparams import calibrated_modules, read_qparams, write_qparams
 from tests.calibration.common import STATIC, Experts, attributes, calibrate, hooks, input_scale
 
 # ---------------------------------------------------------------------- what is written
@@ -196,3 +197,50 @@ def test_a_module_that_a_second_calibration_does_not_reach_loses_its_qparams():
 
 
 # ---------------------------------------------------------------------- what data must be
+
+
+# ---------------------------------------------------------------------- all or nothing
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError])
+def test_what_interrupts_writing_leaves_all_modules_as_they_were(mlp, error, monkeypatch, tmp_path):
+    session = calibrate(mlp, STATIC, torch.randn(4, 16))
+    qparams, state = session.result.qparams, session.state_dict()
+
+    def interrupted(module, scheme, values):
+        if module is mlp.fc2:
+            raise error
+        write_qparams(module, scheme, values)
+
+    monkeypatch.setattr(finalize, "write_qparams", interrupted)
+    session.attach()
+    mlp(100 * torch.randn(4, 16))
+    with torch.no_grad():
+        mlp.fc1.weight *= 2
+    with pytest.raises(error):
+        session.finalize()
+    now = {f"{n}.{key}": value for n, m in mlp.named_children() for key, value in read_qparams(m).items()}
+    assert now.keys() == qparams.keys()
+    assert all(torch.equal(now[key], value) for key, value in qparams.items())
+    assert session.state_dict()["checksums"] == state["checksums"]
+    with pytest.raises(CalibrationError, match=r"changed since .*: fc1\.weight"):
+        export_checkpoint(mlp, tmp_path / "out")
+
+
+def test_a_state_is_loaded_whole_or_not_at_all(mlp, monkeypatch):
+    state = calibrate(mlp, STATIC, torch.randn(4, 16)).state_dict()
+    other = type(mlp)()
+    other.load_state_dict(mlp.state_dict())
+    before = attributes(other)
+
+    def interrupted(module, scheme, values):
+        if module is other.fc2:
+            raise KeyboardInterrupt
+        write_qparams(module, scheme, values)
+
+    monkeypatch.setattr(saved_state, "write_qparams", interrupted)
+    session = CalibrationSession(other, STATIC)
+    with pytest.raises(KeyboardInterrupt):
+        session.load_state_dict(state)
+    assert attributes(other) == before
+    assert not session.has_written

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_obs import CalibrationError, CalibrationSession, quantized
 from lightning_obs.distributed.sync import Collectives
-from lightning_obs.model.qparams import trained_since
-from lightning_obs.model.weights import weight_checksum
+from lightning_obs.model.checksums import changed_since, checksums
 from lightning_obs.observers.mse import MemorylessMSEObserver
 from tests.ranks import run_ranks
 
@@ -207,25 +206,29 @@ def test_each_rank_searches_at_most_its_share_of_the_elements():
 # ---------------------------------------------------------------------- what else looks at weights
 
 
+def weight_checksums(model):
+    return checksums([(layer, "weight") for layer in model.children()])
+
+
 def on_checksums(rank, dtype):
     model = shard(Layers(dtype), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     calibrate(model, [], Collectives.of_group(), **options("channel", "memoryless_minmax"))
-    checksums = {name: weight_checksum(layer) for name, layer in model.named_children()}
+    sums = weight_checksums(model)
     with torch.no_grad():
         model(data()[0])  # leaves the outermost module gathered, in bfloat16
-    unchanged = trained_since(model)
+    unchanged = changed_since(model)
     if rank == 1:
         with torch.no_grad():
             model.odd.weight.to_local()[-1, -1] += 1
-    return checksums, unchanged, trained_since(model)
+    return sums, unchanged, changed_since(model)
 
 
 def test_the_checksum_is_of_the_whole_weight_and_a_change_on_one_rank_is_seen_by_all():
-    expected = {name: weight_checksum(layer) for name, layer in Layers().named_children()}
-    for checksums, unchanged, changed in run_ranks(on_checksums, 2, torch.float32):
-        assert checksums == expected
+    expected = weight_checksums(Layers())
+    for sums, unchanged, changed in run_ranks(on_checksums, 2, torch.float32):
+        assert sums == expected
         assert unchanged == []
-        assert changed == ["odd"]
+        assert changed == ["odd.weight"]
 
 
 def on_quantized(rank):

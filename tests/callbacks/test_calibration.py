@@ -1,5 +1,7 @@
 """CalibrationCallback in Lightning's own loops."""
 
+import warnings
+
 import lightning as L
 import pytest
 import torch
@@ -7,8 +9,8 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM
 
-from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession, quantized
-from lightning_obs.model.qparams import read_qparams
+from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession, load_checkpoint, quantized
+from lightning_obs.model.qparams import get_scheme, read_qparams
 from tests.callbacks.calibration_modules import Language, Late, Plain, bare, hooks_on, loader, trainer
 
 # ---------------------------------------------------------------------- validate
@@ -50,11 +52,11 @@ def test_outputs_metrics_and_state_dict_are_what_they_were(tiny_llama, batches):
     assert torch.equal(module.model(**batches[0]).logits, outputs)
 
 
-def test_inputs_read_by_q_k_v_and_gate_up_are_reduced_once_in_validate(tiny_llama, batches):
-    callback = CalibrationCallback("FP8", ignore=["lm_head"])
+def test_inputs_read_by_q_k_v_and_gate_up_are_searched_once_in_validate(tiny_llama, batches):
+    callback = CalibrationCallback("FP8", ignore=["lm_head"], observers={"input": "mse"})
     trainer(callback).validate(Language(tiny_llama()), DataLoader(batches, batch_size=None), verbose=False)
     layers, reads_per_layer = 2, 4  # qkv, o, gate and up, down
-    assert callback.result.measurements == len(batches) * layers * reads_per_layer
+    assert callback.result.measurements == len(batches) * layers * reads_per_layer * 2  # the extremes too
 
 
 def test_export_gives_the_calibrated_models_logits(tiny_llama, batches, tmp_path):
@@ -272,3 +274,71 @@ def test_a_resumed_run_has_the_scales_of_the_kv_cache(tiny_llama, batches, tmp_p
     before, after = (read_qparams(m.model.model.layers[1].self_attn) for m in (module, resumed))
     assert set(before) == set(after) == {"k_scale", "v_scale"}
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_two_callbacks_on_one_model_export_each_its_own(tmp_path):
+    module = Plain()
+    first, second = CalibrationCallback("INT8_STATIC"), CalibrationCallback("FP8", ignore=["net.2"])
+    trainer(first, second).validate(module, loader(), verbose=False)
+    for callback, kinds in ((first, ("int", "int")), (second, ("float", None))):
+        callback.export(tmp_path / callback.label)
+        reloaded = load_checkpoint(Plain(), tmp_path / callback.label)
+        schemes = (get_scheme(reloaded.net[0]), get_scheme(reloaded.net[2]))
+        assert tuple(scheme and scheme.weights.type for scheme in schemes) == kinds
+        scales = {f"{n}.input_scale": m.input_scale for n, m in reloaded.named_modules() if hasattr(m, "input_scale")}
+        assert scales
+        assert all(torch.equal(value, callback.result.qparams[name]) for name, value in scales.items())
+    assert get_scheme(module.net[0]).weights.type == "float"  # the last one's is in force, as before
+
+
+def test_a_callback_that_has_not_calibrated_does_not_export_what_another_has(tmp_path):
+    module, idle = Plain(), CalibrationCallback("INT8_STATIC")
+    trainer(CalibrationCallback("FP8")).validate(module, loader(), verbose=False)
+    tr = trainer(idle, limit_val_batches=0, max_epochs=1)
+    tr.fit(module, loader(), loader())
+    with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
+        idle.export(tmp_path / "out")
+
+
+@pytest.mark.parametrize("observer", ["static_minmax", "minmax"])
+def test_a_quantized_metric_in_validation_step_is_not_observed(observer):
+    class Measuring(Plain):
+        def validation_step(self, batch, batch_idx):
+            self(batch[0])
+            with quantized(self.net):
+                self.log("quantized", self.net(3 * batch[0]).pow(2).mean())
+
+    torch.manual_seed(0)
+    alone, measuring = Plain(), Measuring()
+    measuring.load_state_dict(alone.state_dict())
+    results = []
+    for module in (alone, measuring):
+        callback = CalibrationCallback("INT8_STATIC", observers={"input": observer})
+        with CalibrationSession(module, "W8A8"):
+            pass
+        trainer(callback).validate(module, loader(), verbose=False)
+        results.append(callback.result)
+    assert results[0].input_ranges == results[1].input_ranges
+    assert results[0].measurements == results[1].measurements
+    assert all(torch.equal(v, results[1].qparams[name]) for name, v in results[0].qparams.items())
+
+
+def test_quantized_attention_in_validation_step_is_not_observed(tiny_llama, batches):
+    class Measuring(Language):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            with quantized(self.model):
+                self.model(**{**batch, "input_ids": batch["input_ids"].flip(0) * 0})
+
+    results = []
+    for kind in (Language, Measuring):
+        callback = CalibrationCallback("FP8", ignore=["lm_head"], kv_cache="FP8")
+        module, data = kind(tiny_llama()), DataLoader(batches, batch_size=None)
+        for _ in range(2):  # calibrated in the first
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="quantized.. runs")
+                trainer(callback).validate(module, data, verbose=False)
+        results.append(callback.result)
+    assert results[0].measurements == results[1].measurements
+    assert any("k_scale" in name for name in results[0].qparams)
+    assert all(torch.equal(v, results[1].qparams[name]) for name, v in results[0].qparams.items())

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_obs import CalibrationError, QuantizationAwareTraining
-from lightning_obs.model.qparams import trained_since
+from lightning_obs.model.checksums import changed_since
 from lightning_obs.observers import Observer
 from lightning_obs.observers.min_max import MemorylessMinMaxObserver
 from tests.callbacks.fsdp1_modules import Module, fsdp1_trainer, run
@@ -52,20 +52,20 @@ def on_stale(rank, folder):
     callback, module = calibration(), Module()
     with_trainer = fsdp1_trainer(callback)
     run(with_trainer, module)
-    fresh = trained_since(module.net)
+    fresh = changed_since(module.net)
     with FullyShardedDataParallel.summon_full_params(with_trainer.strategy.model):
         module.net.blocks[1].out.weight.data[-1, -1] += 1
     try:
         callback.export(folder)
     except CalibrationError as error:
-        return fresh, trained_since(module.net), str(error)
+        return fresh, changed_since(module.net), str(error)
 
 
 def test_a_weight_that_changed_since_is_refused_at_export_on_every_rank(tmp_path):
     for fresh, changed, error in run_ranks(on_stale, 2, tmp_path / "out", timeout=30):
         assert fresh == []
-        assert changed == ["blocks.1.out"]
-        assert "1 weights have changed since they were calibrated: blocks.1.out." in error
+        assert changed == ["blocks.1.out.weight"]
+        assert "1 parameters and buffers have changed since the model was calibrated: blocks.1.out.weight." in error
     assert not (tmp_path / "out").exists()
 
 

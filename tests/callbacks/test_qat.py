@@ -79,7 +79,7 @@ def test_the_reloaded_checkpoint_gives_the_logits_under_autocast_too(tiny_llama,
 def test_weights_trained_on_after_the_last_validation_are_not_exported(tmp_path):
     module, callback = Regression(), QuantizationAwareTraining("INT8_STATIC", calibration_batches=2)
     trainer(callback, max_epochs=3, check_val_every_n_epoch=2).fit(module, loader(), loader())
-    with pytest.raises(CalibrationError, match=r"weights have changed since.*trainer\.validate"):
+    with pytest.raises(CalibrationError, match=r"have changed since.*trainer\.validate"):
         callback.export(tmp_path / "out")
     trainer(callback).validate(module, loader(seed=2), verbose=False)
     callback.export(tmp_path / "out")
@@ -89,7 +89,7 @@ def test_weights_trained_on_after_the_last_validation_are_not_exported(tmp_path)
 def test_a_model_whose_activations_were_never_calibrated_is_not_exported(tmp_path):
     callback = QuantizationAwareTraining("INT8_STATIC", start_epoch=5)
     trainer(callback).fit(Regression(), loader(), loader())
-    with pytest.raises(CalibrationError, match="was not calibrated"):
+    with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
         callback.export(tmp_path / "out")
 
 

@@ -163,3 +163,31 @@ def test_validate_and_test_under_inference_mode_leave_nothing_that_training_cann
         trainer(callback, max_epochs=1).fit(module, loader(), loader(seed=2))
     values = [v for m in module.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
     assert not any(value.is_inference() for value in values)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda s: s["training"].update(left=3), "the training has other values than were saved"),
+        (lambda s: s["training"].update(phase="none of them"), "training is damaged.*ValueError"),
+        (lambda s: s.update(training=[1]), "training is damaged.*AttributeError"),
+        (lambda s: s["training"].update(learned={}), "training is damaged.*KeyError"),
+        (lambda s: s["training"]["learned"]["log_factors"].update({"net.0.weight": torch.zeros(1)}), "other shapes"),
+        (lambda s: s["training"].update(statistics={"net.0.input": {"forward": 1}}), "no such statistic: forward"),
+        (lambda s: s["qparams"].update({"net.0.weight_scale": torch.ones(1)}), "does not fit: net.0.weight_scale has"),
+    ],
+    ids=["other values", "phase", "no dict", "no factors", "shape", "method", "qparams"],
+)
+def test_a_damaged_state_is_named_and_the_model_stays_what_it_was(damage, message):
+    options = {"scheme": "INT8_STATIC", "learn_scales": True, "calibration_batches": 1}
+    trained, other, module = QuantizationAwareTraining(**options), QuantizationAwareTraining(**options), Regression()
+    trainer(trained).fit(Regression(), loader(), loader())
+    state = copy.deepcopy(trained.state_dict())
+    damage(state)
+    if "other values" not in message:
+        del state["training_crc"]  # as an earlier version wrote it
+    other.load_state_dict(state)
+    before = set(vars(module.net[0]))
+    with pytest.raises(CalibrationError, match=message):
+        trainer(other).validate(module, loader(), verbose=False)
+    assert set(vars(module.net[0])) == before

@@ -101,14 +101,16 @@ def test_each_rank_holds_the_compressed_rows_of_its_own():
         assert [result[scheme, "few"][2] for result in found] == [bytes_a_row, 0]
 
 
-def on_failing(rank, folder):
+def on_failing(rank, folder, what):
     model = Layers()
     mesh = init_device_mesh("cpu", (2,))
     for layer in (*model.children(), model):
         fully_shard(layer, mesh=mesh)
     calibrated(model, "W4A16", torch.float32, Collectives.of_group())
-    if rank == 1:
+    if rank == 1 and what == "qparams":
         del model.even.weight_scale
+    elif rank == 1:
+        model.even.quantization_scheme.format = "none that there is"
     try:
         export_checkpoint(model, folder)
     except CalibrationError as error:
@@ -116,10 +118,13 @@ def on_failing(rank, folder):
     return None
 
 
-def test_what_fails_on_one_rank_is_raised_on_all_and_nothing_is_written(tmp_path):
-    errors = run_ranks(on_failing, 2, str(tmp_path / "w4a16"))
+@pytest.mark.parametrize(
+    ("what", "message"), [("qparams", "even.weight_scale is missing"), ("format", "even (weight)")]
+)
+def test_what_fails_on_one_rank_is_raised_on_all_and_nothing_is_written(what, message, tmp_path):
+    errors = run_ranks(on_failing, 2, str(tmp_path / "w4a16"), what)
     assert errors[0] == errors[1]
-    assert "even (weight)" in errors[0]
+    assert message in errors[0]
     assert not list(tmp_path.iterdir())
 
 

@@ -1,14 +1,16 @@
 """Checkpoints: what transformers and load_checkpoint give back."""
 
+import copy
 import errno
 import json
+import pickle
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, GPT2Config, GPT2LMHeadModel
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, load_checkpoint, quantized
 from lightning_obs.checkpoint import export
@@ -209,6 +211,34 @@ def test_a_plain_module_is_loaded_with_the_same_outputs(name, dtype, tmp_path):
             assert torch.equal(read_qparams(module)[key], value), (module_name, key)
 
 
+def test_gpt2_with_its_conv1d_and_tied_head_is_loaded(tmp_path):
+    def build():
+        return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)).eval()
+
+    model, ids = build(), torch.randint(0, 64, (2, 8))
+    with CalibrationSession(model, "INT8_STATIC", targets=["Conv1D"], reload="unchecked"):
+        model(ids)
+    with torch.no_grad(), quantized(model):
+        expected = model(ids).logits
+    loaded = load_checkpoint(build(), export_checkpoint(model, tmp_path / "out"))
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, expected)
+        assert not torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9])
+@pytest.mark.parametrize("bits", [3, 4])
+def test_a_narrow_head_with_zero_points_of_groups_is_loaded(rows, bits, tmp_path):
+    model, x = nn.Sequential(nn.Linear(64, rows)), torch.randn(3, 64)
+    weights = {"num_bits": bits, "group_size": 16, "symmetric": False}
+    with CalibrationSession(model, {"head": {"targets": ["Linear"], "weights": weights}}):
+        pass
+    loaded = load_checkpoint(nn.Sequential(nn.Linear(64, rows)), export_checkpoint(model, tmp_path / "out"))
+    with torch.no_grad(), quantized(model):
+        assert torch.equal(loaded(x), model(x))
+
+
 def test_what_compressed_tensors_cannot_hold_has_its_qparams_in_a_file_of_its_own(cnn, tmp_path):
     with CalibrationSession(cnn, "INT8_STATIC", targets=["Linear", "Conv2d"]):
         cnn(torch.randn(2, 3, 8, 8))
@@ -220,6 +250,41 @@ def test_what_compressed_tensors_cannot_hold_has_its_qparams_in_a_file_of_its_ow
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(stored["conv.weight"], cnn.conv.weight)
     assert stored["head.weight"].dtype is torch.int8
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_what_was_loaded_runs_quantized_by_itself(cnn, tmp_path, copied):
+    with CalibrationSession(cnn, "INT8_STATIC", targets=["Linear", "Conv2d"]):
+        cnn(torch.randn(2, 3, 8, 8))
+    loaded = load_checkpoint(type(cnn)(), export_checkpoint(cnn, tmp_path / "out"))
+    image = torch.randn(1, 3, 8, 8)
+    with torch.no_grad():
+        expected = loaded(image)
+        other = copied(loaded)
+        for value in (*loaded.parameters(), *loaded.buffers()):
+            value.zero_()
+        assert torch.equal(other(image), expected)
+        assert not torch.equal(other(image * 10), expected)
+        with quantized(other):
+            assert torch.equal(other(image), expected)
+        assert torch.equal(other(image), expected)
+
+
+def test_what_was_loaded_cannot_be_trained(cnn, tmp_path):
+    with CalibrationSession(cnn, "INT8_STATIC", targets=["Linear", "Conv2d"]):
+        cnn(torch.randn(2, 3, 8, 8))
+    loaded = load_checkpoint(type(cnn)(), export_checkpoint(cnn, tmp_path / "out"))
+    image = torch.randn(1, 3, 8, 8, requires_grad=True)
+    for module in (loaded, copy.deepcopy(loaded), loaded.conv):
+        with pytest.raises(CalibrationError, match="QuantizationAwareTraining"):
+            module(image).sum().backward()
+    with quantized(loaded), pytest.raises(CalibrationError, match="QuantizationAwareTraining"):
+        loaded(image).sum().backward()
+    assert torch.autograd.grad(loaded(image).sum(), image)[0].any()  # inputs have gradients
+    loaded.conv.requires_grad_(False)
+    loaded.head.weight.requires_grad_(False)
+    loaded(image).sum().backward()
+    assert loaded.head.bias.grad is not None
 
 
 def test_only_a_convolution_is_a_checkpoint_too(cnn, tmp_path):
@@ -269,9 +334,6 @@ def test_an_existing_folder_is_not_overwritten_unasked(mlp, tmp_path):
     with pytest.raises(CalibrationError, match=r"out is already there.*overwrite=True"):
         export_checkpoint(mlp, tmp_path / "out")
     assert (tmp_path / "out" / "mine").read_text() == "precious"
-    export_checkpoint(mlp, tmp_path / "out", overwrite=True)
-    assert not (tmp_path / "out" / "mine").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("existing", [False, True])
@@ -286,7 +348,7 @@ def test_a_full_disk_leaves_no_half_checkpoint(mlp, tmp_path, monkeypatch, exist
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(export, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CalibrationError, match=r"out cannot be written. Got .*No space left"):
         export_checkpoint(mlp, tmp_path / "out", overwrite=True)
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == (["out"] if existing else [])
@@ -342,7 +404,8 @@ def test_a_checkpoint_of_another_model_is_refused(exported, other):
 def test_a_checkpoint_of_another_width_is_refused(exported, mlp):
     other = type(mlp)(width=64)
     state = {name: value.clone() for name, value in other.state_dict().items()}
-    with pytest.raises(CalibrationError, match=r"other shapes: .*instead of \(64,"):
+    message = r"does not fit.*fc1\.weight is int8 \(32, 16\) instead of int8 \(64, 16\)"
+    with pytest.raises(CalibrationError, match=message):
         load_checkpoint(other, exported)
     assert unchanged(other, state)
 
@@ -357,6 +420,22 @@ def test_no_uncalibrated_scale_can_be_exported(mlp, tmp_path):
         pass
     with pytest.raises(CalibrationError, match="was not calibrated"):
         export_checkpoint(mlp, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda fc1: delattr(fc1, "input_scale"), r"fc1\.input_scale is missing"),
+        (lambda fc1: fc1.weight_scale.fill_(float("nan")), r"fc1\.weight_scale is not finite and positive"),
+    ],
+)
+def test_qparams_that_are_not_whole_are_not_exported(mlp, tmp_path, damage, message):
+    with CalibrationSession(mlp, "INT8_STATIC"):
+        mlp(torch.randn(4, 16))
+    damage(mlp.fc1)
+    with pytest.raises(CalibrationError, match=message):
+        export_checkpoint(mlp, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_pruned_weight_has_to_be_made_permanent_first(mlp, tmp_path):

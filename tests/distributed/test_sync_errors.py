@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import distributed as dist
+from torch import nn
 
+from lightning_obs import CalibrationSession
 from lightning_obs.distributed.sync import Collectives, sync_statistics
 from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Observer
+from lightning_obs.observers.min_max import StaticMinMaxObserver
 from tests.distributed.common import INT8, error_of, make
 from tests.ranks import run_ranks
 
@@ -97,12 +101,12 @@ class MeanOfCounts(Product):
         self.number = torch.tensor([observed.numel()])
 
 
-class KeepsAList(Product):
+class KeepsAnObject(Product):
     _act_sync_dict: ClassVar[dict[str, Any]] = {}
 
     def update_statistics_from_observed(self, observed):
         super().update_statistics_from_observed(observed)
-        self.seen = [observed.shape]
+        self.seen = object()
 
 
 class CountsInBytes(Product):
@@ -115,8 +119,7 @@ class CountsInBytes(Product):
 
 def on_unusable(rank, cls):
     observer = cls("input", INT8)
-    if rank == 0 or cls is not KeepsAList:
-        observer(torch.ones(1, 2))
+    observer(torch.ones(1, 2))
     return error_of(sync_statistics, {("fc", "input"): observer}, Collectives.of_group())
 
 
@@ -126,7 +129,7 @@ def on_unusable(rank, cls):
         (Product, "max_vals of Product cannot be reduced over ranks: fc .input.. Got reduction"),
         (Numbers, "total of Numbers cannot be reduced over ranks: fc .input.. Got float"),
         (MeanOfCounts, "number of MeanOfCounts cannot be reduced over ranks: fc .input.. Got mean of torch.int64"),
-        (KeepsAList, "cannot be sent to them: fc .input: seen.. Got neither a tensor nor a number"),
+        (KeepsAnObject, "cannot be sent to other ranks.*: fc .input: seen.. Expected tensors, numbers"),
         (CountsInBytes, "sum of number over ranks does not fit into torch.int8: fc"),
     ],
 )
@@ -135,3 +138,28 @@ def test_a_statistic_that_cannot_be_reduced_is_refused_on_all_ranks(cls, text):
     for error in errors:
         with pytest.raises(CalibrationError, match=text):
             raise CalibrationError(error)
+
+
+class FailsOnOneRank(StaticMinMaxObserver):
+    def get_min_max(self):
+        if dist.get_rank() == 1:
+            raise RuntimeError("no such range")
+        return super().get_min_max()
+
+
+def on_a_range_that_fails(rank):
+    Observer.register_value(FailsOnOneRank, "fails_on_one_rank")
+    model = nn.Sequential(nn.Linear(4, 4))
+    observers = {"input": "fails_on_one_rank"}
+    session = CalibrationSession(model, "INT8_STATIC", observers=observers, collectives=Collectives.of_group())
+    session.attach()
+    model(torch.randn(2, 4))
+    return error_of(session.finalize), sorted(vars(model[0]))
+
+
+def test_a_range_that_fails_on_one_rank_after_the_merge_fails_on_all_and_nothing_is_written():
+    (first, left), (second, right) = run_ranks(on_a_range_that_fails, 2, timeout=60)
+    assert first == second
+    assert re.search(r"rank 1: RuntimeError: no such range: 0 .input.", first)
+    assert left == right
+    assert not any("scale" in name for name in left)

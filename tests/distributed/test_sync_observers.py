@@ -199,3 +199,40 @@ def on_lightning(rank):
 
 def test_the_reduce_of_lightnings_ddp_gives_the_same_bits():
     assert run_ranks(on_lightning, 2) == [True, True]
+
+
+class KeepsContainers(Observer):
+    """The range is computed from a list and a dict that nobody declared."""
+
+    def __init__(self, base_name, args, **kwargs):
+        super().__init__(base_name, args, **kwargs)
+        self.highs, self.lows = [], {}
+
+    def update_statistics_from_observed(self, observed):
+        self.highs.append(observed.max())
+        self.lows["low"] = (observed.min(), "a label")
+
+    @property
+    def has_statistics(self):
+        return bool(self.highs)
+
+    def get_min_max(self):
+        return self.lows["low"][0].reshape(1), torch.stack(self.highs).mean().reshape(1)
+
+
+def on_containers(rank, idle):
+    observer = KeepsContainers("input", INT8)
+    if rank != idle:
+        for x in batches(3)[rank:]:
+            observer(x)
+    sync_statistics({("fc", "input"): observer}, Collectives.of_group())
+    return [value.tolist() for value in observer.get_min_max()]
+
+
+@pytest.mark.parametrize("idle", [None, 0, 1])
+def test_undeclared_lists_and_dicts_are_those_of_the_lowest_rank_like_anything_undeclared(idle):
+    ranges = run_ranks(on_containers, 2, idle)
+    expected = KeepsContainers("input", INT8)
+    for x in batches(3)[1 if idle == 0 else 0 :]:
+        expected(x)
+    assert ranges == [[value.tolist() for value in expected.get_min_max()]] * 2

@@ -15,8 +15,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, linearize_experts, quantized
 from lightning_obs.distributed.sync import Collectives
+from lightning_obs.model.checksums import changed_since, checksums
 from lightning_obs.model.experts import LinearExperts
-from lightning_obs.model.qparams import trained_since
 from lightning_obs.model.sharding import (
     by_unit,
     in_shards,
@@ -27,7 +27,7 @@ from lightning_obs.model.sharding import (
     whole_unit,
     without_wrappers,
 )
-from lightning_obs.model.weights import matrix_shape, weight_checksums
+from lightning_obs.model.weights import matrix_shape
 from tests.lightning_ranks import exact
 from tests.moe_models import HIDDEN, StackedBlock
 from tests.ranks import run_ranks
@@ -93,7 +93,7 @@ def on_session(rank, folder, how):
     wrapped = sharded(model, **options)
     result = calibrate(wrapped, 2)
     export_checkpoint(wrapped, folder)
-    assert trained_since(wrapped) == []
+    assert changed_since(wrapped) == []
     return result.qparams, in_shards(model.alone)
 
 
@@ -112,20 +112,23 @@ def test_a_session_on_the_wrapper_before_any_forward_gives_what_one_device_gives
     assert config == found_config
 
 
+def parameters_of(model):
+    return [(module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)]
+
+
 def on_units(rank):
     model = Tied()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
-    checksums = weight_checksums(list(model.modules()))
+    sums = checksums(parameters_of(model))
     wrapped = sharded(model)
     register_fsdp_units(wrapped)
-    assert weight_checksums(list(map(unwrapped, wrapped.modules())))  # a collective
     with without_wrappers(model):
         found = {
             f"{name}.{key}": whole_shape(module, key)
             for name, module in model.named_modules()
             for key, _ in module.named_parameters(recurse=False)
         }
-        assert weight_checksums(list(model.modules())) == checksums
+        assert checksums(parameters_of(model)) == sums  # a collective
         units = [[type(module).__name__ for module in unit] for unit in by_unit(model.modules())]
     linear = unwrapped(model.inner)[1]
     outside, expected = linear.weight.shape, torch.randn(())

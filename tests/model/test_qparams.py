@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_obs import CalibrationSession, quantized
+from lightning_obs.errors import CalibrationWarning
 from lightning_obs.model.calls import first_input, replace_input
 from lightning_obs.model.qparams import (
     calibrated_modules,
@@ -270,11 +272,28 @@ def test_quantized_blocks_nest(cnn, scheme, target):
     assert torch.equal(cnn(x), plain)
 
 
-def test_a_model_that_was_not_calibrated_runs_as_it_is(mlp):
+def test_a_model_that_was_not_calibrated_runs_as_it_is_and_that_is_said(mlp):
     x = torch.randn(4, 16)
-    with quantized(mlp):
-        assert torch.equal(mlp(x), mlp(x))
+    expected = mlp(x)
+    block = ExitStack()
+    with pytest.warns(CalibrationWarning, match="runs MLP in full precision: it was not calibrated"):
+        block.enter_context(quantized(mlp))
+    with block:
+        assert torch.equal(mlp(x), expected)
         assert "forward" not in vars(mlp.fc1)
+
+
+def test_scales_that_are_older_than_the_weights_are_told(mlp):
+    calibrate(mlp, INT8_STATIC, torch.randn(4, 16))
+    with quantized(mlp):
+        pass
+    with torch.no_grad():
+        mlp.fc2.weight *= 2
+    with (
+        pytest.warns(CalibrationWarning, match=r"older than 1 of its parameters and buffers: fc2\.weight"),
+        quantized(mlp),
+    ):
+        pass
 
 
 def test_a_graph_that_was_compiled_before_runs_quantized(mlp):

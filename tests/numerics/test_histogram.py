@@ -314,7 +314,7 @@ def oracle_divergence(values, counts, scale, highest):
     for w, level in zip(widths, levels, strict=True):
         mates = [i for i, other in enumerate(levels) if other == level]
         q.append(sum(inside[i][1] for i in mates) * w / sum(widths[i] for i in mates))
-    return sum(a / sum(p) * math.log((a / sum(p)) / (b / sum(q))) for a, b in zip(p, q, strict=True))
+    return sum(a * math.log(a / b) - a + b for a, b in zip(p, q, strict=True)) / sum(p)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -335,8 +335,16 @@ def test_entropy_by_hand():
     # Symmetric int4 with limit 7.5 has scale 1: 1 and 1.25 share a level and a width, 2 is alone, 20 is clipped.
     found = Support(torch.tensor([1.0, 1.25, 2.0, 20.0]), torch.tensor([1, 3, 2, 2]))
     got = candidate_divergences(found, torch.tensor([-7.5]), torch.tensor([7.5]), FORMATS["int4"])
-    p, q = [1 / 8, 3 / 8, 4 / 8], [2 / 6, 2 / 6, 2 / 6]
-    assert got.item() == pytest.approx(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
+    p, q = [1 / 8, 3 / 8, 4 / 8], [2 / 8, 2 / 8, 2 / 8]
+    assert got.item() == pytest.approx(sum(a * math.log(a / b) - a + b for a, b in zip(p, q, strict=True)))
+
+
+def test_entropy_differs_from_the_normalised_one_by_half_the_square_of_what_is_clipped():
+    values, counts = torch.tensor([1.0, 1.25, 2.0, 20.0]), torch.tensor([300, 900, 900, 21])
+    got = candidate_divergences(Support(values, counts), torch.tensor([-7.5]), torch.tensor([7.5]), FORMATS["int4"])
+    p, q = [300 / 2121, 900 / 2121, 921 / 2121], [600 / 2100, 600 / 2100, 900 / 2100]
+    normalised = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    assert got.item() - normalised == pytest.approx((21 / 2121) ** 2 / 2, rel=0.01)
 
 
 @every_format

@@ -8,8 +8,11 @@ import weakref
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle import fake_quantize
 
 from lightning_obs.numerics.qparams import compute_qparams
+from lightning_obs.observers.histogram import HistogramObserver
 from tests.observers.histograms import INT4, INT8, every_format, make, same
 
 # ---------------------------------------------------------------------- the range of the least error
@@ -210,3 +213,29 @@ def test_entropy_clips_an_outlier_and_keeps_a_uniform_range():
     assert make("histogram", criterion="entropy")(uniform[None]).get_min_max()[1] > 0.95
     normal = torch.cat([torch.randn(20_000), torch.tensor([40.0])])
     assert make("histogram", criterion="entropy")(normal[None]).get_min_max()[1] < 10
+
+
+SHAPES = {
+    "normal": lambda n: torch.randn(n),
+    "uniform": lambda n: torch.rand(n) * 2 - 1,
+    "away from zero": lambda n: 2 + 0.2 * torch.randn(n),
+    "one-sided": lambda n: torch.randn(n).relu(),
+    "bimodal": lambda n: torch.cat([-1 + 0.1 * torch.randn(n // 2), 3 + 0.1 * torch.randn(n // 2)]),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "args", [QuantizationArgs(), QuantizationArgs(symmetric=False), QuantizationArgs(type="float")]
+)
+def test_entropy_has_hardly_more_error_than_the_least_where_there_is_no_outlier(shape, args):
+    torch.manual_seed(0)
+    x = SHAPES[shape](50_000)[None]
+    error = {}
+    for criterion in ("entropy", "mse"):
+        observer = HistogramObserver("input", args, criterion=criterion)
+        qparams = observer(x).get_qparams()
+        zero_point = None if args.symmetric else qparams["zero_point"]
+        quantized = fake_quantize(x, qparams["scale"], zero_point, observer.args)
+        error[criterion] = (quantized - x).square().sum()
+    assert error["entropy"] < 2 * error["mse"]  # 3 dB; a range with hardly a bin inside costs 40

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_obs.errors import CalibrationError
 from tests.schemes.plans import FP8_WEIGHTS, names, plan
@@ -76,6 +77,28 @@ def test_several_schemes_cannot_be_dequantized(tiny_llama, reload, refused):
         CalibrationError, match=r"several schemes. Remedy: reload=\"default\", or set reload=\"unchecked\""
     ):
         plan(tiny_llama(), scheme, reload)
+
+
+@pytest.mark.parametrize("reload", ["default", "dequantize"])
+@pytest.mark.parametrize("scheme", ["W8A8", {"inputs": {"targets": ["Conv1D"], "input_activations": {"num_bits": 8}}}])
+def test_what_compressed_tensors_cannot_store_is_refused_in_a_transformers_model(scheme, reload):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2))
+    with pytest.raises(CalibrationError, match=r"modules only.*c_attn \(Conv1D\).*load_checkpoint"):
+        plan(model, scheme, reload, **({"targets": "Conv1D"} if scheme == "W8A8" else {}))
+
+
+@pytest.mark.parametrize(("rows", "group_size"), [(8, 64), (9, 64), (8, 128)])
+def test_zero_points_in_one_packed_row_cannot_be_dequantized(tiny_llama, rows, group_size):
+    model = tiny_llama()
+    model.score = nn.Linear(128, rows)
+    weights = {"num_bits": 4, "group_size": group_size, "symmetric": False}
+    scheme = {"head": {"targets": ["score"], "weights": weights}}
+    assert plan(model, scheme, "unchecked").targets
+    if (rows, group_size) != (8, 64):
+        assert plan(model, scheme, "dequantize").targets
+        return
+    with pytest.raises(CalibrationError, match=r"cannot unpack 4-bit zero points.*at most 8 output rows: score"):
+        plan(model, scheme, "dequantize")
 
 
 def test_one_scheme_in_two_groups_can_be_dequantized(tiny_llama):

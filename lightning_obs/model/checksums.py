@@ -1,0 +1,113 @@
+"""Whether parameters are still the ones that were calibrated: checksums of them, on their modules.
+
+A module keeps those of its own parameters and buffers, so they survive whatever renames or replaces modules around it.
+The parts that ranks hold add up to the checksum of the whole, whatever shards it
+(:mod:`lightning_obs.numerics.checksum`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parameter import is_lazy
+
+from lightning_obs.distributed.collectives import add_up
+from lightning_obs.model.lora import adapters_of
+from lightning_obs.model.sharding import first_element, groups_of_shards, reshard, without_wrappers
+from lightning_obs.model.weights import full_weight
+from lightning_obs.numerics.checksum import Checksums
+
+#: a module and the name of one of its own parameters or buffers
+Place: TypeAlias = tuple[nn.Module, str]
+#: the attribute of a module that holds those of its own parameters and buffers
+CHECKSUMS = "calibrated_checksums"
+
+
+def checksums(places: Sequence[Place]) -> list[int]:
+    """Of each parameter or buffer the checksum of all of it; the weight of a LoRA layer counts as merged.
+
+    Where parameters are sharded, all ranks must call this, with the same places.
+    """
+    on: dict[torch.device, Checksums] = {}
+    parts: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], dict[int, torch.Tensor]] = {}
+    for at, (module, name) in enumerate(places):
+        part, first = _part(module, name)
+        if part.device not in on:
+            on[part.device] = Checksums(part.device)
+        parts.setdefault((part.device, groups_of_shards(module, name)), {})[at] = on[part.device].of(part, first)
+    found: dict[int, int] = {}
+    for (_, groups), by_place in parts.items():  # one reduction and one copy to the host for all
+        found |= zip(by_place, add_up(torch.stack(list(by_place.values())), groups).tolist(), strict=True)
+    return [found[at] for at in range(len(places))]
+
+
+def remember(model: nn.Module) -> None:
+    """Keep the checksums of everything that a checkpoint of ``model`` holds, on its modules.
+
+    Where parameters are sharded, all ranks must call this.
+    """
+    reshard(model)
+    places = [(module, name) for module in model.modules() for name in _held(module)]
+    by_module: dict[nn.Module, dict[str, int]] = {}
+    for (module, name), checksum in zip(places, checksums(places), strict=True):
+        by_module.setdefault(module, {})[name] = checksum
+    for module in model.modules():
+        vars(module)[CHECKSUMS] = by_module.get(module, {})
+
+
+def changed_since(model: nn.Module) -> list[str]:
+    """Names of parameters and buffers that are not what they were when ``model`` was calibrated.
+
+    Where parameters are sharded, all ranks must call this.
+    """
+    reshard(model)
+    with without_wrappers(model):
+        modules = list(model.named_modules())
+    known = [
+        (prefix, module, name, checksum)
+        for prefix, module in modules
+        for name, checksum in vars(module).get(CHECKSUMS, {}).items()
+        if isinstance(getattr(module, name, None), torch.Tensor)
+    ]
+    now = checksums([(module, name) for _, module, name, _ in known])
+    return [
+        ".".join(filter(None, (prefix, name)))
+        for (prefix, _, name, before), checksum in zip(known, now, strict=True)
+        if checksum != before
+    ]
+
+
+def _held(module: nn.Module) -> Iterator[str]:
+    """What a checkpoint holds of a module by itself. Buffers of integers count steps, which changes no output."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if not parameter.is_meta and not is_lazy(parameter):
+            yield name
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.is_floating_point() and not buffer.is_meta and name not in module._non_persistent_buffers_set:
+            yield name
+
+
+# ---------------------------------------------------------------------- the parts that this rank holds
+
+
+def _part(module: nn.Module, name: str) -> tuple[torch.Tensor, int]:
+    """What this rank holds of a tensor, in the order of the whole, and the place of its first element there."""
+    merged = name == "weight" and adapters_of(module) is not None
+    value = full_weight(module) if merged else getattr(module, name)
+    assert isinstance(value, torch.Tensor)
+    value = value.detach()
+    if not isinstance(value, DTensor):
+        return value, first_element(module, name)
+    local = value.to_local()
+    _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    if local.shape[1:] == value.shape[1:]:
+        return local, start[0] * value.shape[1:].numel() if start else 0
+    whole = local.new_zeros(value.shape)  # columns of a row lie apart
+    whole[tuple(slice(at, at + size) for at, size in zip(start, local.shape, strict=True))] = local
+    return whole, 0
