@@ -8,13 +8,15 @@ words, or ``c`` times that of the shifted words, takes a given value modulo 2**6
 So two different tensors have one checksum by chance only, whatever differs: the multipliers know nothing of weights.
 Each position has its own, so rows that swap places show. (Without ``c``, two changes in the highest bit would cancel.)
 
-A sum needs no order of its terms, so parts add up, and every device gives the same. A tile and its scratch stay in
-cache. On two cores of a CPU 2 to 4 GB a second were measured, where finding the extremes reads 10 to 16.
+A sum needs no order of its terms, so parts add up, and every device gives the same. On a CPU a compiled loop does it in
+one pass; elsewhere a tile and its scratch stay in cache.
 """
 
 from __future__ import annotations
 
 import torch
+
+from lightning_obs.numerics import kernels
 
 _TILE = 1 << 17
 _WORD = 8
@@ -25,13 +27,9 @@ class Checksums:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._of_tiles = _odd(torch.arange(64)).tolist()
-        self._make_room(1 << 10)
-
-    def _make_room(self, places: int) -> None:
-        self._of_places = _odd(torch.arange(2 * places, device=self._device).view(places, 2).T.contiguous())
-        self._halves = torch.empty_like(self._of_places)
-        self._shifted = torch.empty_like(self._of_places[0])
+        self._of_tiles = _odd(torch.arange(64))
+        self._of_places = self._halves = torch.empty(2, 0, dtype=torch.int64, device=device)
+        self._shifted = self._halves[0]
 
     def of(self, part: torch.Tensor, first: int = 0) -> torch.Tensor:
         """The checksum of a tensor, a scalar in int64.
@@ -43,12 +41,17 @@ class Checksums:
         start = first * part.element_size()
         words, at = _words(part, start % _WORD), start // _WORD
         if (tiles := (at + len(words)) // _TILE + 1) > len(self._of_tiles):
-            self._of_tiles = _odd(torch.arange(2 * tiles)).tolist()
+            self._of_tiles = _odd(torch.arange(2 * tiles))
         places = min(_TILE, at % _TILE + len(words))
+        if places > self._of_places.shape[1]:
+            self._of_places = _odd(torch.arange(4 * places, device=self._device).view(-1, 2).T.contiguous())
+        if words.device.type == "cpu" and kernels.available():
+            return torch.tensor(kernels.checksum(words, at, self._of_tiles, self._of_places[:, :_TILE], _TILE))
         if places > len(self._shifted):
-            self._make_room(min(_TILE, 2 * places))
+            self._halves = torch.empty_like(self._of_places[:, : 2 * places])
+            self._shifted = torch.empty_like(self._halves[0])
         low, high = halves = self._halves[:, :places].zero_()
-        for factor in self._of_tiles[at // _TILE : tiles]:
+        for factor in self._of_tiles[at // _TILE : tiles].tolist():
             place = at % _TILE
             now, words = words[: _TILE - place], words[_TILE - place :]
             here = slice(place, place + len(now))

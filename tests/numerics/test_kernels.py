@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_obs.numerics import kernels
+from lightning_obs.numerics import checksum, kernels
 from lightning_obs.numerics.moments import channel_squares
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -78,3 +78,12 @@ def test_every_pattern_of_a_half_is_counted_once(dtype):
 def test_counts_of_a_large_tensor_are_the_sum_over_its_parts():
     x = torch.randn((1 << 20) + 3)
     same(kernels.count_values(x), sum(kernels.count_values(part) for part in x.split(70_001)))
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000, (1 << 18) + 7, (1 << 19) + 1])
+@every_dtype
+def test_the_checksum_is_the_same_without_compiled_loops(size, dtype, monkeypatch):
+    value = torch.randn(size).to(dtype)
+    found = checksum.Checksums(value.device).of(value)
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    assert checksum.Checksums(value.device).of(value) == found

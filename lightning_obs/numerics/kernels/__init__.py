@@ -33,12 +33,13 @@ _compiling = threading.Lock()
 
 
 def can_read(value: torch.Tensor) -> bool:
-    """Whether the loops can run on this tensor. Where only numba is missing, a warning says so once."""
-    return value.device.type == "cpu" and value.dtype in _PATTERNS and value.layout == torch.strided and _has_numba()
+    """Whether the loops can run on this tensor."""
+    return value.device.type == "cpu" and value.dtype in _PATTERNS and value.layout == torch.strided and available()
 
 
 @functools.cache
-def _has_numba() -> bool:
+def available() -> bool:
+    """Whether numba can be imported. Where not, a warning says so once."""
     try:
         import numba  # noqa: F401
     except ImportError as error:
@@ -150,3 +151,17 @@ def channel_squares(rows: torch.Tensor) -> torch.Tensor:
 
     in_threads(len(parts), work)
     return sums
+
+
+def checksum(words: torch.Tensor, at: int, of_tiles: torch.Tensor, of_places: torch.Tensor, tile: int) -> int:
+    """``sum of_tile * (of_places[0] * word + of_places[1] * (word >> 32))`` of int64 words, modulo 2**64.
+
+    Args:
+        words: flat.
+        at: place of the first, counted over all tiles.
+        of_tiles, of_places: multipliers of each tile and, ``(2, places)``, of each place in one.
+        tile: words of a tile.
+    """
+    from lightning_obs.numerics.kernels import loops
+
+    return int(run(loops.checksum, words.numpy(), at, of_tiles.numpy(), *of_places.numpy(), tile))

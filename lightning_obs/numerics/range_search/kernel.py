@@ -206,6 +206,12 @@ def lanes_of(size: int) -> int:
 
 
 @jit()
+def some_lanes() -> Any:
+    """Four numbers per lane; apart, because loops over rows of one array are not vectorised."""
+    return np.zeros(LANES, f32), np.zeros(LANES, f32), np.zeros(LANES, f32), np.zeros(LANES, f32)
+
+
+@jit()
 def spread(lanes: Any, side: int) -> None:
     """Give every lane the number of its row: lane i belongs to row ``i % side``, a power of two."""
     width = side
@@ -260,22 +266,10 @@ def search(
     steps, candidates, share = tile.shape[1], factors.size, lanes_of(size)
     side = LANES // share
     few = side <= 4 and size > 512
-    below = np.empty(LANES, f32)
-    above = np.empty(LANES, f32)
-    squares = np.empty(LANES, f32)
-    weighed = np.empty(LANES, f32)
-    total = np.empty(LANES, f32)
-    distance = np.empty(LANES, f32)
-    inverse = np.empty(LANES, f32)
-    ratio = np.empty(LANES, f32)
-    zero = np.zeros(LANES, f32)
-    unit = np.zeros(LANES, f32)
-    best = np.zeros(LANES, f32)
-    before = np.zeros(LANES, f32)
-    shift = np.zeros(LANES, f32)
-    bound = np.zeros(LANES, f32)
-    least = np.zeros(LANES, f32)
-    most = np.zeros(LANES, f32)
+    below, above, squares, weighed = some_lanes()
+    total, distance, inverse, ratio = some_lanes()
+    zero, unit, best, before = some_lanes()
+    shift, bound, least, most = some_lanes()
     at = np.zeros(LANES, i32)
     errors = np.empty((candidates, side), f32)
     for b in range(tile.shape[0]):
@@ -401,11 +395,8 @@ def sum_errors(
         form, power: of the search.
         sums: receives the result, ``(C + 2,)`` in float64; the sum of weights only where there are any.
     """
-    total = np.empty(LANES, f32)
-    distance = np.empty(LANES, f32)
-    inverse = np.empty(LANES, f32)
-    ratio = np.empty(LANES, f32)
-    zero = np.empty(LANES, f32)
+    total, distance, inverse, ratio = some_lanes()
+    zero = np.zeros(LANES, f32)
     for k in range(scales.size):
         inverse[:], ratio[:], zero[:] = f32(1) / scales[k], scales[k] / unit, zeros[k]
         for s in range(0, tile.shape[0], STEPS):
