@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_obs.numerics import checksum, kernels
 from lightning_obs.numerics.moments import channel_squares
+from lightning_obs.numerics.range_search.search import search_range
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -49,6 +51,17 @@ def test_extremes_of_any_values_are_those_of_torch(values, dtype):
     low, high = kernels.extremes(view)
     same(low, view.float().amin((2, 3)).to(dtype))
     same(high, view.float().amax((2, 3)).to(dtype))
+
+
+def test_the_storage_of_what_was_read_can_be_freed():
+    """FSDP1 frees gathered weights; ``Tensor.numpy()`` would forbid it for good."""
+    value = torch.randn(4, 64)
+    kernels.extremes(value[:, None, None])
+    kernels.count_values(value.flatten())
+    channel_squares(value)
+    checksum.Checksums(value.device).of(value)
+    search_range(value[None, :, None], QuantizationArgs(num_bits=4), [1.0, 0.9])
+    value.untyped_storage().resize_(0)
 
 
 @every_dtype

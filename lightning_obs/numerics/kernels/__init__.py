@@ -22,8 +22,8 @@ import torch
 
 from lightning_obs.errors import warn
 
-#: dtypes that the loops read -> the integers of their bit patterns, by which the loops tell them apart
-_PATTERNS = {torch.float32: "uint32", torch.bfloat16: "uint16", torch.float16: "int16"}
+#: dtypes that the loops read -> the integers, in numpy's words, of their bit patterns, by which the loops know them
+_PATTERNS = {torch.float32: "<u4", torch.bfloat16: "<u2", torch.float16: "<i2", torch.int64: "<i8"}
 
 # Values that one thread reads at least.
 _PART = 1 << 17
@@ -34,7 +34,8 @@ _compiling = threading.Lock()
 
 def can_read(value: torch.Tensor) -> bool:
     """Whether the loops can run on this tensor."""
-    return value.device.type == "cpu" and value.dtype in _PATTERNS and value.layout == torch.strided and available()
+    known = value.dtype in _PATTERNS and value.is_floating_point() and value.layout == torch.strided
+    return known and value.device.type == "cpu" and available()
 
 
 @functools.cache
@@ -48,11 +49,22 @@ def available() -> bool:
     return True
 
 
+class _Memory:
+    """What numpy needs to look at a tensor; the tensor lives as long as the look. ``Tensor.numpy()`` would do it, but
+    forbids to free the storage early, which FSDP1 does with gathered weights."""
+
+    def __init__(self, value: torch.Tensor, count: int) -> None:
+        self.value = value
+        where = {"data": (value.data_ptr(), False), "shape": (count,), "typestr": _PATTERNS[value.dtype]}
+        self.__array_interface__ = {**where, "version": 3}
+
+
 def memory(value: torch.Tensor) -> Any:
     """The memory of a tensor from its first element to its last, as flat bit patterns."""
+    import numpy
+
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    bits = value.detach().as_strided((span,), (1,)).view(torch.int32 if value.itemsize == 4 else torch.int16)
-    return bits.numpy().view(_PATTERNS[value.dtype])
+    return numpy.asarray(_Memory(value.detach(), span))
 
 
 def run(loop: Any, *arguments: Any) -> Any:
@@ -164,4 +176,4 @@ def checksum(words: torch.Tensor, at: int, of_tiles: torch.Tensor, of_places: to
     """
     from lightning_obs.numerics.kernels import loops
 
-    return int(run(loops.checksum, words.numpy(), at, of_tiles.numpy(), *of_places.numpy(), tile))
+    return int(run(loops.checksum, memory(words), at, of_tiles.numpy(), *of_places.numpy(), tile))

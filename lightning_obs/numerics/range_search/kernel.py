@@ -373,7 +373,10 @@ def search(
         for k in range(candidates):
             sure = maybe = 0
             for r in range(rows):
-                error = errors[k, r] if bound[r] >= f32(0) else f32(np.inf)
+                error = errors[k, r] if bound[r] > f32(0) else f32(np.inf)
+                # Where nothing can be lost, the first candidate is as good as any.
+                if bound[r] == f32(0) and k == 0:
+                    error = f32(0)
                 sure += error < best[r] * (f32(1) - bound[r])
                 maybe += error < best[r] * (f32(1) + bound[r])
                 best[r] = min(best[r], error)
