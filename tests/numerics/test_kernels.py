@@ -29,8 +29,13 @@ def views(dtype):
     yield x.reshape(6, 4, 5, 128).transpose(1, 2)  # blocks
     yield x.permute(1, 2, 0).unsqueeze(2)  # the last dimension not contiguous
     yield x[:, :1].expand(-1, 3, -1).unsqueeze(2)  # one value read as several
-    yield torch.randn(3 * (1 << 17) + 5).to(dtype).view(1, 1, 1, -1)  # in pieces
-    yield torch.randn(1 << 10, 1 << 9).to(dtype).view(1 << 10, 1, 1, -1)  # shared out
+    yield torch.randn(3 * (1 << 9) + 5).to(dtype).view(1, 1, 1, -1)  # in pieces
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    """Work is shared out over threads."""
+    monkeypatch.setattr(kernels, "_PART", 1 << 9)
 
 
 @every_dtype

@@ -25,8 +25,8 @@ from lightning_obs.errors import warn
 #: dtypes that the loops read -> the integers, in numpy's words, of their bit patterns, by which the loops know them
 _PATTERNS = {torch.float32: "<u4", torch.bfloat16: "<u2", torch.float16: "<i2", torch.int64: "<i8"}
 
-# Values that one thread reads at least.
-_PART = 1 << 17
+# Values that one thread reads at least: beside the threads that torch keeps running, new ones have to pay.
+_PART = 1 << 22
 
 _ready: set[tuple[object, object]] = set()
 _compiling = threading.Lock()
@@ -138,7 +138,7 @@ def count_values(values: torch.Tensor) -> torch.Tensor:
     """How often each bfloat16 pattern occurs in flat ``values``, rounded to it: ``(65536,)`` in int64."""
     from lightning_obs.numerics.kernels import loops
 
-    parts = values.contiguous().chunk(1 if len(values) <= 8 * _PART else torch.get_num_threads())
+    parts = values.contiguous().chunk(1 if len(values) <= _PART else torch.get_num_threads())
     counts = torch.zeros(len(parts), 1 << 16, dtype=torch.int64)
 
     def work(number: int) -> None:

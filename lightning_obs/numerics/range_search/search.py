@@ -52,6 +52,9 @@ def shrink_factors(maxshrink: float, grid: float) -> list[float]:
 
 def observed_range(observed: torch.Tensor) -> Range:
     """Smallest and largest value per scale, ``(*Q,)`` each, of ``(N, *Q, G)``."""
+    if observed.ndim == 3 and observed.shape[1] == 1:
+        low, high = torch.aminmax(observed)  # one scale: at the speed of memory, by threads that torch keeps running
+        return low.reshape(1), high.reshape(1)
     low, high = rows_of_observed(observed).observed_range()
     return low.reshape(observed.shape[1:-1]), high.reshape(observed.shape[1:-1])
 
