@@ -25,8 +25,9 @@ from lightning_obs.errors import warn
 #: dtypes that the loops read -> the integers, in numpy's words, of their bit patterns, by which the loops know them
 _PATTERNS = {torch.float32: "<u4", torch.bfloat16: "<u2", torch.float16: "<i2", torch.int64: "<i8"}
 
-# Values that one thread reads at least: beside the threads that torch keeps running, new ones have to pay.
-_PART = 1 << 22
+# Values that one thread reads at least, and steps of a search that are shared out: beside the threads that torch keeps
+# running, new ones have to pay.
+_PART, _WORTH = 1 << 22, 1 << 26
 
 _ready: set[tuple[object, object]] = set()
 _compiling = threading.Lock()
@@ -82,9 +83,15 @@ def run(loop: Any, *arguments: Any) -> Any:
     return result
 
 
-def in_threads(parts: int, work: Callable[[int], object]) -> None:
-    """Do all parts of some work that does not hold Python's lock, in as many threads as torch uses."""
-    threads = min(torch.get_num_threads(), parts)
+def in_threads(parts: int, work: Callable[[int], object], steps: int | None = None) -> None:
+    """Do all parts of some work that does not hold Python's lock, in as many threads as torch uses.
+
+    Args:
+        parts: how many there are.
+        work: does one.
+        steps: of the loops, in all; few are done in this thread. None: many.
+    """
+    threads = 1 if steps is not None and steps < _WORTH else min(torch.get_num_threads(), parts)
     if threads <= 1:
         for part in range(parts):
             work(part)

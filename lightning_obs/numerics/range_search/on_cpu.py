@@ -87,7 +87,7 @@ class _Search:
                 here = slice(first - parts.start, min(first + step, stop) - parts.start)
                 self._search(first, here.stop - here.start, *ends[:, here], *chosen[:, here], *flags[number])
 
-            kernels.in_threads(len(parts), work)
+            kernels.in_threads(len(parts), work, (stop - start) * rows.size * count)
             added = torch.from_numpy(flags.sum(0))
             part = slice(start, stop)
             low[part], high[part] = (torch.from_numpy(end) for end in ends)
@@ -207,7 +207,7 @@ class _Search:
                     search, tile, weights, scale[:, r], zeros[:, r], unit[r], self.form, self.power, parts[number]
                 )
 
-            kernels.in_threads(len(starts), work)
+            kernels.in_threads(len(starts), work, self.rows.size * len(scale))
             sums[:, r] = parts.sum(0)
         return sums
 
