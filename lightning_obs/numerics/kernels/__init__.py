@@ -45,7 +45,7 @@ def available() -> bool:
     try:
         import numba  # noqa: F401
     except ImportError as error:
-        warn(f"numba cannot be imported ({error}): statistics and range searches run without it, ten times slower")
+        warn(f"numba cannot be imported ({error}): statistics and range searches run without it, several times slower")
         return False
     return True
 
