@@ -162,7 +162,7 @@ def compare_on_model() -> int:
 
 
 def show_memory(options: argparse.Namespace) -> int:
-    """Most that is allocated at once beside the weight, results included, by torch's count: numpy's tiles are not in it."""
+    """Most that is allocated at once beside the weight, results included, by torch's count (no tiles of numpy's)."""
     for dtype in options.dtype:
         weight = make_weight(options.rows, options.columns).to(getattr(torch, dtype))
         for case in options.case:
