@@ -19,11 +19,13 @@ import torch
 from compressed_tensors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
 from compressed_tensors.utils.match import match_named_modules
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import distributed as dist
 from torch import nn
 
 from lightning_obs.checkpoint.compress import compressed_state_dict
+from lightning_obs.checkpoint.engine_names import add_stored_names
 from lightning_obs.checkpoint.folder import require_room, whole_or_not_at_all
 from lightning_obs.checkpoint.load import CONFIG_FILE, QPARAMS_FILE, WEIGHTS_FILE
 from lightning_obs.distributed.collectives import gather_objects
@@ -127,12 +129,21 @@ def _write(model: nn.Module, folder: Path, tensors: dict[str, torch.Tensor], tok
     else:
         save_file(_unshared(tensors), folder / WEIGHTS_FILE, metadata={"format": "pt"})
     if compressor is not None:
+        add_stored_names(compressor.quantization_config, model, _tensor_names(folder))
         compressor.update_config(str(folder))
     elif not (folder / CONFIG_FILE).exists():
         (folder / CONFIG_FILE).write_text("{}\n")
     _save_own_qparams(model, folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    names: list[str] = []
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names += tensors.keys()
+    return names
 
 
 def _model_compressor(model: nn.Module) -> ModelCompressor | None:

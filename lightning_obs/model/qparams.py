@@ -17,11 +17,13 @@ from typing import Any, TypeAlias
 
 import torch
 from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationMetadata,
     QuantizationScheme,
     QuantizationStatus,
+    QuantizationType,
 )
 from torch import nn
 
@@ -91,10 +93,27 @@ def write_qparams(module: nn.Module, scheme: QuantizationScheme, qparams: dict[s
     if kind is None:
         setattr(module, _OWN_SCHEME, scheme)
         return
-    if scheme.format is None:
-        scheme.format = infer_module_format(kind, scheme).value
+    scheme.format = storage_format(kind, scheme)
     module.quantization_scheme = scheme
     module.quantization_status = QuantizationStatus.FROZEN
+
+
+def storage_format(kind: type[nn.Module], scheme: QuantizationScheme) -> str:
+    """The compressed-tensors format in which a module of ``kind`` is stored: the scheme's own, or the one to infer.
+
+    Integer weights below 8 bits are packed, also where inputs are quantized: compressed-tensors would give each a byte
+    there (``int-quantized``), twice the size, which vLLM refuses.
+
+    >>> from compressed_tensors.quantization import preset_name_to_scheme
+    >>> storage_format(nn.Linear, preset_name_to_scheme("W4A8", ["Linear"]))
+    'pack-quantized'
+    """
+    weights = scheme.weights
+    if scheme.format is not None:
+        return CompressionFormat(scheme.format).value
+    if weights is not None and weights.type == QuantizationType.INT and weights.num_bits < 8:
+        return CompressionFormat.pack_quantized.value
+    return str(infer_module_format(kind, scheme).value)
 
 
 def as_stored(module: nn.Module, qparams: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

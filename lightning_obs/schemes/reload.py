@@ -10,7 +10,6 @@ from collections.abc import Collection
 from typing import Literal, TypeAlias
 
 import torch
-from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy
 from torch import nn
@@ -25,6 +24,7 @@ from lightning_obs.model.experts import (
     model_type,
 )
 from lightning_obs.model.kinds import compressible_type, is_transformers_model
+from lightning_obs.model.qparams import storage_format
 from lightning_obs.model.weights import matrix_shape
 from lightning_obs.schemes.preflight import partly_planned
 from lightning_obs.schemes.target import Target, scheme_identity
@@ -89,7 +89,7 @@ def _packs_zero_points_into_one_row(target: Target) -> bool:
     weights, shape = target.scheme.weights, matrix_shape(target.module)
     if weights is None or shape is None or weights.symmetric or not weights.group_size:
         return False
-    packed = infer_module_format(nn.Linear, target.scheme) == CompressionFormat.pack_quantized
+    packed = storage_format(nn.Linear, target.scheme) == CompressionFormat.pack_quantized.value
     return packed and weights.num_bits == 4 and shape[0] <= 8 and shape[1] > weights.group_size > 0
 
 
@@ -171,7 +171,7 @@ def _check_experts_left(model: nn.Module, targets: list[Target]) -> None:
         raise CalibrationError(
             "transformers 5.23 cannot load experts in full precision beside other modules in this format",
             where=left,
-            got=str(infer_module_format(nn.Linear, other[0]).value),
+            got=storage_format(nn.Linear, other[0]),
             remedy="quantize the experts too (linearize_experts(model), nothing of them in `ignore`), use FP8 for the "
             f"other modules, or {_UNCHECKED}",
         )
@@ -194,7 +194,7 @@ def _check_expert(target: Target, reload: Reload) -> None:
         raise CalibrationError(
             "transformers 5.23 cannot load experts in this format",
             where=[target.name],
-            got=str(infer_module_format(nn.Linear, scheme).value),
+            got=storage_format(nn.Linear, scheme),
             expected="FP8 per tensor or channel (FP8, FP8_DYNAMIC), symmetric weight-only integers (W4A16, W8A16)",
             remedy=_UNCHECKED,
         )
@@ -215,11 +215,11 @@ def _loads_stacked(scheme: QuantizationScheme, module: nn.Module) -> bool:
     weights = scheme.weights
     if weights is None:
         return True
-    format_ = infer_module_format(nn.Linear, scheme)
-    if format_ in (CompressionFormat.float_quantized, CompressionFormat.naive_quantized):
+    format_ = storage_format(nn.Linear, scheme)
+    if format_ in (CompressionFormat.float_quantized.value, CompressionFormat.naive_quantized.value):
         whole = weights.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL)
         return _in_8_bit_float(weights) and whole
-    if format_ == CompressionFormat.pack_quantized:
+    if format_ == CompressionFormat.pack_quantized.value:
         return bool(weights.symmetric)
-    mx = format_.value in ("mxfp4-pack-quantized", "mxfp6-pack-quantized")  # compressed-tensors 0.19 lacks the latter
+    mx = format_ in ("mxfp4-pack-quantized", "mxfp6-pack-quantized")  # compressed-tensors 0.19 lacks the latter
     return mx and module.weight.dtype == torch.bfloat16  # as which it is decompressed
