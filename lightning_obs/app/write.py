@@ -13,14 +13,15 @@ from safetensors.torch import save_file
 from lightning_obs.app import reload_check
 from lightning_obs.app.console import step
 from lightning_obs.app.job import Job
+from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.quantized_forward import quantized
 
 _CHECK_TOKENS = 128
 
 
-def write_checkpoint(job: Job, folder: Path) -> list[str]:
-    """Export, and on rank 0 verify; every rank calls it.
+def write_checkpoint(job: Job, folder: Path, result: CalibrationResult) -> list[str]:
+    """Export, and on rank 0 verify where transformers loads it; every rank calls it.
 
     Returns:
         Lines for the report; none on other ranks.
@@ -32,7 +33,14 @@ def write_checkpoint(job: Job, folder: Path) -> list[str]:
         job.callback.export(folder, overwrite=job.config.export.overwrite)
     if not job.trainer.is_global_zero:
         return []
-    return [*(_verify(job, folder) if job.config.export.verify else []), f"wrote {folder}  (transformers, vLLM)"]
+    engines = result.engines
+    loads = "transformers" not in engines or engines["transformers"].loads or job.config.export.reload == "dequantize"
+    lines = _verify(job, folder) if job.config.export.verify and loads else []
+    lines += [f"not loaded by {name}: {verdict.text}" for name, verdict in engines.items() if not verdict.loads]
+    taken = [
+        f"{name} on {verdict.text}" if verdict.text else name for name, verdict in engines.items() if verdict.loads
+    ]
+    return [*lines, f"wrote {folder}  ({'; '.join(taken) or 'load_checkpoint'})"]
 
 
 def _verify(job: Job, folder: Path) -> list[str]:
@@ -57,7 +65,7 @@ def _verify(job: Job, folder: Path) -> list[str]:
             got=done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}",
         )
     answer = json.loads(done.stdout.strip().splitlines()[-1])
-    if answer["difference"] != 0.0 and wanted.reload == "default":
+    if answer["difference"] != 0.0 and wanted.reload != "dequantize":
         raise CalibrationError(
             "the checkpoint was written, but loaded in a new process it gives other logits",
             where=[str(folder)],

@@ -108,6 +108,7 @@ class Finalizer:
             expert_tokens=_add_up(synced.notes),
             fallback=sorted({name for name, _ in self.borrowed}),
             fused=self.together,
+            engines=self.plan.engines,
         )
 
     # ------------------------------------------------------------------ ranks and weights

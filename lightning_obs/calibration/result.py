@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+
+from lightning_obs.schemes.target import Verdict
 
 
 @dataclass
@@ -29,6 +32,7 @@ class CalibrationResult:
         fallback: modules of experts that no data reached, whose activations' ranges are those of their siblings
             (``on_missing="siblings"``).
         fused: groups of modules that an engine takes quantized as a whole or not at all.
+        engines: what transformers and vLLM do with the checkpoint; empty for a model that is not of transformers.
         ranks: how many ranks took part.
         collectives: how many collectives made their statistics one.
     """
@@ -46,5 +50,6 @@ class CalibrationResult:
     expert_tokens: dict[str, list[int]] = field(default_factory=dict)
     fallback: list[str] = field(default_factory=list)
     fused: list[list[str]] = field(default_factory=list)
+    engines: Mapping[str, Verdict] = field(default_factory=dict)
     ranks: int = 1
     collectives: int = 0

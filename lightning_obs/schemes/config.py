@@ -226,7 +226,7 @@ def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
     >>> label(scheme, resolve_config(scheme))
     'int4 group 64 weights'
     """
-    cache = [] if config.kv_cache_scheme is None else [f"{_describe(config.kv_cache_scheme)} kv cache"]
+    cache = [] if config.kv_cache_scheme is None else [f"{describe(config.kv_cache_scheme)} kv cache"]
     if isinstance(scheme, str):
         return " + ".join([scheme.upper(), *cache])
     if isinstance(scheme, Mapping) and set(map(str.upper, scheme)) <= set(preset_names()):
@@ -234,7 +234,7 @@ def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
     kinds = {"weight": "weights", "input": "inputs", "output": "outputs"}
     groups = [
         ", ".join(
-            f"{_describe(args)} {'attention states' if quantizes_states(group) else kinds[base_name]}"
+            f"{describe(args)} {'attention states' if quantizes_states(group) else kinds[base_name]}"
             for base_name, args in scheme_args(group)
         )
         for group in config_groups(config)
@@ -242,8 +242,14 @@ def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
     return " + ".join(dict.fromkeys([*groups, *cache]))
 
 
-def _describe(args: QuantizationArgs) -> str:
+def describe(args: QuantizationArgs) -> str:
+    """What quantization arguments say, in a few words.
+
+    >>> describe(QuantizationArgs(num_bits=4, group_size=64, symmetric=False))
+    'asymmetric int4 group 64'
+    """
     size = f" {args.group_size}" if args.group_size and args.group_size > 0 else ""
     # Fields left at their default are enum members, others strings.
     kind, strategy = QuantizationType(args.type).value, QuantizationStrategy(args.strategy).value
+    kind = kind if args.symmetric else f"asymmetric {kind}"
     return f"{'dynamic ' if args.dynamic is True else ''}{kind}{args.num_bits} {strategy}{size}"

@@ -39,8 +39,8 @@ class CalibrationOptions:
             ``"siblings"``, which quantizes an expert without tokens by its weights alone, its activations with the
             range of all other experts of the layer (and is an error for what is no expert).
         reload: how the checkpoint will be loaded: ``"default"`` (``from_pretrained``), ``"dequantize"``
-            (``CompressedTensorsConfig(dequantize=True)``) or ``"unchecked"`` (by another engine). What cannot be loaded
-            that way is refused.
+            (``CompressedTensorsConfig(dequantize=True)``), ``"vllm"`` or ``"unchecked"`` (by another engine). What
+            cannot be loaded that way is refused. vLLM also runs some schemes otherwise than they say: a warning.
         calibrate_all_experts: let every expert observe all tokens, not only those that the router sends it. Outputs
             stay what they are. Off: an expert's range is that of the tokens it will get.
         fused_groups: names of modules, under one parent, that your engine fuses, beside those in

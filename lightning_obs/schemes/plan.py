@@ -25,7 +25,7 @@ from lightning_obs.schemes.preflight import (
     warn_partly_fused,
     warn_partly_planned,
 )
-from lightning_obs.schemes.reload import check_reload
+from lightning_obs.schemes.reload import check_reload, verdicts
 from lightning_obs.schemes.target import Plan, Target, scheme_identity
 
 
@@ -62,8 +62,8 @@ def build_plan(model: nn.Module, options: CalibrationOptions) -> Plan:
     require_one_scheme({t.name: scheme_identity(t.scheme) for t in targets}, fused)
     warn_partly_fused(model, targets, options.all_fused_groups)
     warn_cast_buffers(model)
-    check_reload(model, targets, options.reload)
-    return Plan(config, targets, fused)
+    check_reload(model, targets, options.reload, options.all_fused_groups)
+    return Plan(config, targets, fused, verdicts(model, targets, options.all_fused_groups))
 
 
 def _choose(

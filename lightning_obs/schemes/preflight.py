@@ -249,33 +249,43 @@ def partly_planned(model: nn.Module, planned: Container[str]) -> list[str]:
 
 def warn_gates(model: nn.Module, planned: Container[str]) -> None:
     """Warn of routers and gates of experts that will be quantized: vLLM keeps most of them in full precision."""
-    gates = [
+    found = gates(model, planned)
+    if found:
+        warn(
+            f"these look like routers or gates of experts; vLLM runs most of them in full precision and would not load "
+            f"them quantized: {name_list(found)}. List them in `ignore`."
+        )
+
+
+def gates(model: nn.Module, planned: Container[str]) -> list[str]:
+    """Modules that will be quantized and look like routers or gates of experts."""
+    return [
         other
         for name, experts in expert_containers(model).items()
         for other, module in modules_beside(model, name)
         if isinstance(module, nn.Linear) and other in planned and module.out_features in (1, len(experts))
     ]
-    if gates:
-        warn(
-            f"these look like routers or gates of experts; vLLM runs most of them in full precision and would not load "
-            f"them quantized: {name_list(gates)}. List them in `ignore`."
-        )
 
 
 def warn_partly_fused(model: nn.Module, targets: list[Target], groups: Sequence[Sequence[str]]) -> None:
     """Warn where an engine fuses modules of which only some are targeted."""
-    planned = {t.name for t in targets}
-    kinds = {type(t.module) for t in targets}
-    split = [
-        f"{'/'.join(n.rpartition('.')[2] for n in group)} in {group[0].rpartition('.')[0]}"
-        for group in find_fused((n for n, m in model.named_modules() if type(m) in kinds), groups)
-        if 0 < sum(name in planned for name in group) < len(group)
-    ]
+    split = partly_fused(model, targets, groups)
     if split:
         warn(
             "vLLM fuses these modules and wants all of a group quantized or none, but only a part is targeted: "
             f"{name_list(split)}"
         )
+
+
+def partly_fused(model: nn.Module, targets: list[Target], groups: Sequence[Sequence[str]]) -> list[str]:
+    """Groups of modules that an engine fuses of which only some are targeted."""
+    planned = {t.name for t in targets}
+    kinds = {type(t.module) for t in targets}
+    return [
+        f"{'/'.join(n.rpartition('.')[2] for n in group)} in {group[0].rpartition('.')[0]}"
+        for group in find_fused((n for n, m in model.named_modules() if type(m) in kinds), groups)
+        if 0 < sum(name in planned for name in group) < len(group)
+    ]
 
 
 def warn_cast_buffers(model: nn.Module) -> None:

@@ -1,12 +1,12 @@
 """What loads back where, as far as it was tried: schemes that a loader cannot take are refused before calibration.
 
-Every case was tried with compressed-tensors 0.20 and transformers 5.23. A function refuses for one reason, which its
-docstring says first.
+This is transformers; what vLLM takes is in :mod:`.vllm`. Every case was tried with compressed-tensors 0.20 and
+transformers 5.23. A function refuses for one reason, which its docstring says first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -27,19 +27,27 @@ from lightning_obs.model.kinds import compressible_type, is_transformers_model
 from lightning_obs.model.qparams import storage_format
 from lightning_obs.model.weights import matrix_shape
 from lightning_obs.schemes.preflight import partly_planned
-from lightning_obs.schemes.target import Target, scheme_identity
+from lightning_obs.schemes.target import Target, Verdict, scheme_identity
+from lightning_obs.schemes.vllm import check_vllm, warn_of_vllm
 
-Reload: TypeAlias = Literal["default", "dequantize", "unchecked"]
+Reload: TypeAlias = Literal["default", "dequantize", "vllm", "unchecked"]
 
 #: ``model_type`` of the configs whose experts were loaded back
 _TRIED = (*W123_MODEL_TYPES, *GATE_UP_DOWN_MODEL_TYPES)
-_UNCHECKED = 'set reload="unchecked" if another engine (vLLM) will load it.'
+_UNCHECKED = 'set reload="vllm" if vLLM will load it, or reload="unchecked".'
 _DEQUANTIZED = 'load it dequantized (reload="dequantize", then CompressedTensorsConfig(dequantize=True)'
 
 
-def check_reload(model: nn.Module, targets: list[Target], reload: Reload) -> None:
+def check_reload(
+    model: nn.Module, targets: list[Target], reload: Reload, fused_groups: Sequence[Sequence[str]]
+) -> None:
     """Refuse what does not load back with the same numbers; with ``"unchecked"``, nothing."""
     if reload == "unchecked":
+        return
+    if reload == "vllm":
+        if not is_transformers_model(model):
+            raise CalibrationError(f"vLLM does not load a {type(model).__name__}", expected="a model of transformers")
+        warn_of_vllm(targets, check_vllm(model, targets, fused_groups))
         return
     in_transformers = is_transformers_model(model)
     if in_transformers:
@@ -53,6 +61,28 @@ def check_reload(model: nn.Module, targets: list[Target], reload: Reload) -> Non
             _check_float(target, target.scheme.weights, in_transformers)
             if in_transformers:
                 _check_packed(target, target.scheme.weights)
+
+
+def verdicts(model: nn.Module, targets: list[Target], fused_groups: Sequence[Sequence[str]]) -> dict[str, Verdict]:
+    """What each engine does with the checkpoint of a transformers model; of another model's, nothing is known."""
+    if not is_transformers_model(model):
+        return {}
+
+    def transformers() -> str:
+        check_reload(model, targets, "default", fused_groups)
+        return ""
+
+    def vllm() -> str:
+        return str(check_vllm(model, targets, fused_groups))
+
+    return {"transformers": _verdict(transformers), "vLLM": _verdict(vllm)}
+
+
+def _verdict(check: Callable[[], str]) -> Verdict:
+    try:
+        return Verdict(True, check())
+    except CalibrationError as error:
+        return Verdict(False, str(error))
 
 
 def _check_compressible(targets: list[Target]) -> None:

@@ -38,7 +38,7 @@ WRITTEN = {
     [
         ({"on_missing": "wran"}, r"on_missing\. Got 'wran', expected 'error', 'warn', 'siblings'"),
         ({"on_missing": None}, r"on_missing\. Got None"),
-        ({"reload": "vllm"}, r"reload\. Got 'vllm', expected 'default', 'dequantize', 'unchecked'"),
+        ({"reload": "sglang"}, r"reload\. Got 'sglang', expected 'default', 'dequantize', 'vllm', 'unchecked'"),
         ({"fused_groups": ["a_proj", "b_proj"]}, r"fused_groups\. Got .*expected a list of lists of names"),
         ({"fused_groups": [["a_proj"]]}, r"a fused group is not a group"),
         ({"observers": {"inputs": "minmax"}}, r"observers for 'inputs'\. Expected one of weight, input"),

@@ -74,7 +74,7 @@ def test_several_schemes_cannot_be_dequantized(tiny_llama, reload, refused):
         plan(tiny_llama(), scheme, reload)
         return
     with pytest.raises(
-        CalibrationError, match=r"several schemes. Remedy: reload=\"default\", or set reload=\"unchecked\""
+        CalibrationError, match=r"several schemes. Remedy: reload=\"default\", or .*reload=\"unchecked\""
     ):
         plan(tiny_llama(), scheme, reload)
 
