@@ -36,7 +36,7 @@ from lightning_obs.schemes.target import Verdict
 HERE = Path(__file__).parent
 ENGINE = HERE.parent / ".venv-engines" / "bin" / "python"
 PROMPT = "The capital of France is"
-MOVED = 1e-6
+MOVED, TOKENS = 1e-6, 256
 
 
 def weights(**args: Any) -> dict[str, Any]:
@@ -87,8 +87,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="ROW")
     parser.add_argument("--model", help="folder or hub name; default: the default model")
-    parser.add_argument("--batches", type=int, default=4, help="to calibrate on, of 500 tokens")
-    parser.add_argument("--blocks", type=int, default=2, help="of 500 tokens to measure on")
+    parser.add_argument("--batches", type=int, default=4, help="to calibrate on, of 256 tokens")
+    parser.add_argument("--blocks", type=int, default=2, help="of 256 tokens to measure on")
     parser.add_argument("--speed", action="store_true", help="tokens per second too; nothing else should run")
     parser.add_argument("--keep", type=Path, help="leave the answers of every row here")
     options = parser.parse_args()
@@ -100,7 +100,7 @@ def main() -> int:
 
     source = options.model or default_model_folder()
     tokenizer = load_causal_lm(source)[1]
-    text = TextData(tokenizer, batches=options.batches, eval_batches=options.blocks, tokens=500)
+    text = TextData(tokenizer, batches=options.batches, eval_batches=options.blocks, tokens=TOKENS)
     blocks = [batch["input_ids"] for batch in text.test_dataloader()]
     job = {"blocks": [block[0].tolist() for block in blocks], "prompt": tokenizer(PROMPT)["input_ids"]}
     wrong = 0

@@ -65,7 +65,6 @@ def run(options: argparse.Namespace, job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams, __version__
 
     kernels = Chosen()
-    logging.getLogger("vllm").addHandler(kernels)
     experts = Experts(options.checkpoint) if options.plain else None
     if options.plain:
         use_plain_kernels(json.loads((options.checkpoint / "config.json").read_text()))
@@ -120,15 +119,18 @@ def speed(llm: Any, tokens: list[int]) -> dict[str, float]:
     }
 
 
-class Chosen(logging.Handler):
-    """Remembers the kernels that vLLM says it uses."""
+class Chosen:
+    """Remembers the kernels that vLLM says it uses; its loggers drop handlers that are not its own."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.said: list[str] = []
+        self.make = logging.getLogRecordFactory()
+        logging.setLogRecordFactory(self)
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = self.make(*args, **kwargs)
         self.said.append(record.getMessage())
+        return record
 
     def names(self) -> list[str]:
         named = [re.match(r"(?:Selected|Using) (\w*Kernel) for", text) for text in self.said]
@@ -140,6 +142,7 @@ class Chosen(logging.Handler):
 
 def use_plain_kernels(config: dict[str, Any]) -> None:
     """Give the CPU a kernel where vLLM has none, for each family of schemes."""
+    from vllm import _custom_ops as ops
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
@@ -249,10 +252,17 @@ def use_plain_kernels(config: dict[str, Any]) -> None:
         (schemes.compressed_tensors_w8a8_mxfp8, "init_mxfp8_linear_kernel", PlainMxfp8Kernel),
     ):
         setattr(module, name, kernel)
+    ops.scaled_fp8_quant = to_fp8
     # A Hopper card's scheme, which only asks for the card.
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
     CompressedTensorsConfig._is_fp8_w4a8_sm90 = classmethod(lambda cls, *args: cls._is_fp8_w4a8(*args))
+
+
+def to_fp8(value: torch.Tensor, scale: torch.Tensor | None = None, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's operation, which its CPU build lacks: it brings the weights that are fused to one scale."""
+    scale = value.float().abs().amax() / 448 if scale is None else scale
+    return (value.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
 class Inputs:
