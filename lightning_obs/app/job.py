@@ -81,6 +81,7 @@ def make_callback(config: DictConfig) -> SessionCallback:
         reload=config.export.reload,
         calibrate_all_experts=config.calibrate_all_experts,
         fused_groups=plain(config.fused_groups),
+        join_fused_scales=config.join_fused_scales,
     )
     of_callback = {"module": config.module, "token_mask": config.token_mask}
     if config.task.name == "finetune":

@@ -159,7 +159,7 @@ class Finalizer:
         experts = {name: len(members) for name, members in self.experts.containers.items()}
         try:
             if self.options.on_missing == "siblings":
-                self.borrowed = borrow_ranges(self.observers, experts, self.plan.fused)
+                self.borrowed = borrow_ranges(self.observers, experts, self.plan.fused, self.options.join_fused_scales)
             self.skipped = check_coverage(
                 self.observers,
                 set(self.synced.unreached) - set(self.borrowed),

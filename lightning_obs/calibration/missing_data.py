@@ -18,7 +18,10 @@ from lightning_obs.schemes.options import CalibrationOptions
 
 
 def borrow_ranges(
-    observers: Mapping[Key, Observer], containers: Mapping[str, int], fused: Sequence[Sequence[str]]
+    observers: Mapping[Key, Observer],
+    containers: Mapping[str, int],
+    fused: Sequence[Sequence[str]],
+    join_ranges: bool = False,
 ) -> dict[Key, Observer]:
     """Stand-ins for the observers of experts that no data reached.
 
@@ -26,6 +29,7 @@ def borrow_ranges(
         observers: ``{(module name, base name): observer}``.
         containers: how many experts there are under each container's name.
         fused: modules that share a global scale; they borrow together.
+        join_ranges: let them share the range of a whole tensor too (:meth:`Observer.fuse`).
 
     Returns:
         For every activation of every module that borrows: an observer whose range is the union of those of the same
@@ -53,7 +57,8 @@ def borrow_ranges(
             }
     for group in fused:
         for base in ("input", "output"):
-            Observer.fuse([borrowed[name, base] for name in group if (name, base) in borrowed])
+            members = [borrowed[name, base] for name in group if (name, base) in borrowed]
+            Observer.fuse(members, join_ranges)
     return borrowed
 
 

@@ -110,7 +110,8 @@ class CalibrationSession:
         check_inputs_fit(self.plan.targets, self.observers)
         for group in self.plan.fused:
             for base_name in ("weight", "input"):
-                Observer.fuse([self.observers[n, base_name] for n in group if (n, base_name) in self.observers])
+                fused = [self.observers[n, base_name] for n in group if (n, base_name) in self.observers]
+                Observer.fuse(fused, self.options.join_fused_scales)
         self.batches = 0
         self.result: CalibrationResult | None = None
         self._written: dict[str, torch.Tensor] = {}

@@ -18,7 +18,7 @@ from copy import copy
 from typing import Any, ClassVar, TypeAlias
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.registry.registry import RegistryMixin, standardize_lookup_name
 from torch import distributed as dist
 
@@ -66,7 +66,9 @@ class Observer(RegistryMixin):
     needs_inputs: ClassVar[bool] = False
 
     #: attributes that may change and are no statistics
-    _bookkeeping: ClassVar[tuple[str, ...]] = ("_before_observing", "_fused_observers", "input_extremes")
+    _bookkeeping: ClassVar[tuple[str, ...]] = (
+        *("_before_observing", "_fused_observers", "_joins_ranges", "input_extremes"),
+    )
 
     #: statistics that ``observe_inputs`` sets
     input_statistics: ClassVar[tuple[str, ...]] = ()
@@ -82,6 +84,9 @@ class Observer(RegistryMixin):
 
     #: declared hyperparameters and their defaults; each becomes an attribute. None: takes anything.
     hyperparameters: ClassVar[dict[str, Any] | None] = None
+
+    #: whether the range of a whole tensor is the widest of its fused group's, see :meth:`fuse`
+    _joins_ranges: bool = False
 
     #: smallest and largest value of all inputs, ``(2,)``, where they were kept beside (:meth:`keep_input_extremes`)
     input_extremes: torch.Tensor | None = None
@@ -230,7 +235,7 @@ class Observer(RegistryMixin):
         Raises:
             CalibrationError: a name that no statistic can have, as it is the observer's own.
         """
-        own = {"args", "base_name", "qparams_dtype", "_before_observing", "_fused_observers"}
+        own = {"args", "base_name", "qparams_dtype", "_before_observing", "_fused_observers", "_joins_ranges"}
         behaviour = [n for n in statistics if callable(of := getattr(type(self), n, None)) or isinstance(of, property)]
         refuse(sorted(own & statistics.keys()) + behaviour, f"{type(self).__name__} has no such statistic")
         if self._before_observing is None:
@@ -244,7 +249,7 @@ class Observer(RegistryMixin):
         if self._before_observing is None:
             return
         state = self._before_observing
-        kept = {name: vars(self)[name] for name in ("_fused_observers", *keep) if name in vars(self)}
+        kept = {name: vars(self)[name] for name in ("_fused_observers", "_joins_ranges", *keep) if name in vars(self)}
         self.__dict__ = {name: _copy(value) for name, value in state.items()} | kept
         self._before_observing = state if keep else None
 
@@ -283,6 +288,9 @@ class Observer(RegistryMixin):
         if bad:
             raise CalibrationError("the statistics are not finite", got=bad, remedy="find the NaN in weights or data.")
         min_vals, max_vals = self.get_min_max()
+        for other in self._fused_observers if self._joins_ranges else ():
+            low, high = other.get_min_max()
+            min_vals, max_vals = torch.minimum(min_vals, low), torch.maximum(max_vals, high)
         if self.qparams_dtype is not None:
             dtype = torch.promote_types(min_vals.dtype, self.qparams_dtype)
             min_vals, max_vals = min_vals.to(dtype), max_vals.to(dtype)
@@ -348,10 +356,16 @@ class Observer(RegistryMixin):
         return self.keeps_extremes and set(self._act_sync_dict.values()) <= {dist.ReduceOp.MIN, dist.ReduceOp.MAX}
 
     @staticmethod
-    def fuse(observers: Sequence[Observer]) -> None:
-        """Make observers share one global scale (q, k, v; gate, up). Each keeps the others in ``_fused_observers``."""
+    def fuse(observers: Sequence[Observer], join_ranges: bool = False) -> None:
+        """Make observers share one global scale (q, k, v; gate, up). Each keeps the others in ``_fused_observers``.
+
+        Args:
+            observers: of modules that are fused.
+            join_ranges: where each has one range for its whole tensor, take the widest of all for each.
+        """
         for observer in observers:
             observer._fused_observers = [other for other in observers if other is not observer]
+            observer._joins_ranges = join_ranges and observer.args.strategy == QuantizationStrategy.TENSOR
 
     def sync_activation_stats(self) -> list[Any]:
         """Start one all_reduce per statistic in ``_act_sync_dict`` and return the handles to wait for.

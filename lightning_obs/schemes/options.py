@@ -46,6 +46,9 @@ class CalibrationOptions:
         fused_groups: names of modules, under one parent, that your engine fuses, beside those in
             :data:`~lightning_obs.schemes.fused_layers.FUSED_GROUPS`: ``[["a_proj", "b_proj"]]``. They share global
             scales and must have one scheme.
+        join_fused_scales: let modules that vLLM fuses (q, k, v; gate, up; ``fused_groups``) share their scales per
+            tensor too. vLLM rounds the weights of static FP8 a second time, to the widest scale of the group; with
+            joined scales they are rounded once, on that scale. Off, as in llm-compressor: each has its own.
 
     Attributes:
         config: the one ``QuantizationConfig`` that scheme, targets, ignore, observers and kv_cache say together.
@@ -70,6 +73,7 @@ class CalibrationOptions:
     reload: Reload = "default"
     calibrate_all_experts: bool = False
     fused_groups: Sequence[Sequence[str]] = ()
+    join_fused_scales: bool = False
     config: QuantizationConfig = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -156,3 +156,67 @@ def test_two_calibrations_of_one_model_give_identical_qparams(tiny_llama, batche
 
 
 # ---------------------------------------------------------------------- resume
+
+
+def fp8_scales(model, batches, **options):
+    with CalibrationSession(model, "FP8", ignore=["lm_head"], **options) as session:
+        for batch in batches:
+            model(**batch)
+    return session.result.qparams
+
+
+def test_modules_that_are_fused_share_the_widest_scale_per_tensor_if_asked(tiny_llama, batches):
+    apart, joined = (fp8_scales(tiny_llama(), batches, join_fused_scales=join) for join in (False, True))
+    layer = "model.layers.0"
+    groups = (
+        [f"{layer}.self_attn.{name}_proj.weight_scale" for name in "qkv"],
+        [f"{layer}.mlp.{name}_proj.weight_scale" for name in ("gate", "up")],
+    )
+    for group in groups:
+        assert len({float(apart[name]) for name in group}) > 1
+        assert {float(joined[name]) for name in group} == {max(float(apart[name]) for name in group)}
+    others = set(apart) - {name for name in apart if name.endswith("weight_scale")}
+    others |= {name for name in apart if name.endswith(("o_proj.weight_scale", "down_proj.weight_scale"))}
+    assert all(torch.equal(apart[name], joined[name]) for name in others)
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W8A8"])  # a scale per channel
+def test_scales_that_are_not_per_tensor_are_not_joined(scheme, tiny_llama):
+    found = []
+    for join in (False, True):
+        with CalibrationSession(tiny_llama(), scheme, ignore=["lm_head"], join_fused_scales=join) as session:
+            pass
+        found.append(session.result.qparams)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_joined_scales_are_the_same_after_a_weight_was_observed_again(tiny_llama, batches):
+    model = tiny_llama()
+    session = CalibrationSession(model, "FP8", ignore=["lm_head"], join_fused_scales=True)
+    with session:
+        for batch in batches:
+            model(**batch)
+    first = {name: value.clone() for name, value in session.result.qparams.items()}
+    with session:
+        for batch in batches:
+            model(**batch)
+    assert all(torch.equal(first[name], session.result.qparams[name]) for name in first)
+
+
+@torch.no_grad()
+def test_weights_on_a_joined_scale_are_rounded_once(tiny_llama, batches):
+    """What vLLM does with scales of their own is to round the rounded weights to the widest of them."""
+    apart, joined = tiny_llama(), tiny_llama()
+    fp8_scales(apart, batches)
+    scale = fp8_scales(joined, batches, join_fused_scales=True)["model.layers.0.self_attn.q_proj.weight_scale"]
+    q, k, v = (getattr(apart.model.layers[0].self_attn, f"{name}_proj") for name in "qkv")
+    once = twice = 0.0
+    for module in (q, k, v):
+        first = round_fp8(module.weight, module.weight_scale)
+        twice += float((round_fp8(first, scale) - module.weight).square().sum())
+        once += float((round_fp8(module.weight, scale) - module.weight).square().sum())
+    assert once < twice
+
+
+def round_fp8(value, scale):
+    return (value.detach() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale

@@ -30,6 +30,7 @@ WRITTEN = {
     "reload": "unchecked",
     "calibrate_all_experts": True,
     "fused_groups": [["a_proj", "b_proj"]],
+    "join_fused_scales": True,
 }
 
 
