@@ -21,6 +21,7 @@ EXPECTED = {
     "04_own_observer": "two_sigma {'0': '[",
     "05_ddp": "14 modules on 2 ranks in 5 collectives",
     "06_fsdp2": "14 modules on 2 ranks",
+    "10_lm_eval": "accuracy: full precision 0.",
 }
 
 
@@ -29,8 +30,8 @@ def test_every_example_is_tested():
 
 
 SMALL = {"--epochs": "8", "--steps": "3", "--tokens": "32"}
-NEW_PROCESS = {"01_weights_only", "05_ddp", "06_fsdp2"}
-SLOW = {"05_ddp", "06_fsdp2", "08_fine_tune_images"}
+NEW_PROCESS = {"01_weights_only", "05_ddp", "06_fsdp2", "10_lm_eval"}
+SLOW = {"05_ddp", "06_fsdp2", "08_fine_tune_images", "10_lm_eval"}
 
 
 def run(path, folder, *arguments):
