@@ -7,7 +7,7 @@ The parts that ranks hold add up to the checksum of the whole, whatever shards i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -21,7 +21,7 @@ from lightning_obs.distributed.collectives import add_up
 from lightning_obs.model.lora import adapters_of
 from lightning_obs.model.sharding import first_element, groups_of_shards, reshard, without_wrappers
 from lightning_obs.model.weights import full_weight
-from lightning_obs.numerics.checksum import Checksums
+from lightning_obs.numerics.checksum import checksum
 
 #: a module and the name of one of its own parameters or buffers
 Place: TypeAlias = tuple[nn.Module, str]
@@ -34,17 +34,21 @@ def checksums(places: Sequence[Place]) -> list[int]:
 
     Where parameters are sharded, all ranks must call this, with the same places.
     """
-    on: dict[torch.device, Checksums] = {}
+    values = [getattr(module, name) for module, name in places]
+    tied: dict[Hashable, int] = {}  # a parameter of two modules is read once
+    same = [
+        tied.setdefault((id(value), name if adapters_of(module) is None else id(module)), at)
+        for at, (value, (module, name)) in enumerate(zip(values, places, strict=True))
+    ]
     parts: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], dict[int, torch.Tensor]] = {}
-    for at, (module, name) in enumerate(places):
+    for at in tied.values():
+        module, name = places[at]
         part, first = _part(module, name)
-        if part.device not in on:
-            on[part.device] = Checksums(part.device)
-        parts.setdefault((part.device, groups_of_shards(module, name)), {})[at] = on[part.device].of(part, first)
+        parts.setdefault((part.device, groups_of_shards(module, name)), {})[at] = checksum(part, first)
     found: dict[int, int] = {}
     for (_, groups), by_place in parts.items():  # one reduction and one copy to the host for all
         found |= zip(by_place, add_up(torch.stack(list(by_place.values())), groups).tolist(), strict=True)
-    return [found[at] for at in range(len(places))]
+    return [found[at] for at in same]
 
 
 def remember(model: nn.Module) -> None:
@@ -55,8 +59,8 @@ def remember(model: nn.Module) -> None:
     reshard(model)
     places = [(module, name) for module in model.modules() for name in _held(module)]
     by_module: dict[nn.Module, dict[str, int]] = {}
-    for (module, name), checksum in zip(places, checksums(places), strict=True):
-        by_module.setdefault(module, {})[name] = checksum
+    for (module, name), found in zip(places, checksums(places), strict=True):
+        by_module.setdefault(module, {})[name] = found
     for module in model.modules():
         vars(module)[CHECKSUMS] = by_module.get(module, {})
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, TypeAlias
 
 import torch
@@ -84,7 +85,7 @@ def write_qparams(module: nn.Module, scheme: QuantizationScheme, qparams: dict[s
         qparams: ``{"weight_scale": ..., "input_scale": ...}``, of an attention module ``{"k_scale": ...}``. They are
             copied, see :func:`as_stored`.
     """
-    scheme = scheme.model_copy(deep=True)
+    scheme = _copy(scheme)
     qparams = as_stored(module, qparams)
     _clear(module)
     for name, value in qparams.items():
@@ -116,6 +117,16 @@ def storage_format(kind: type[nn.Module], scheme: QuantizationScheme) -> str:
     return str(infer_module_format(kind, scheme).value)
 
 
+def _copy(scheme: QuantizationScheme) -> QuantizationScheme:
+    """A scheme of the module's own; pydantic's deep copy of it takes longer than the rest of calibrating a module."""
+    own = {
+        field: args.model_copy(update={"observer_kwargs": copy(args.observer_kwargs)})
+        for field in _ARGS.values()
+        if (args := getattr(scheme, field)) is not None
+    }
+    return scheme.model_copy(update={**own, "targets": copy(scheme.targets)})
+
+
 def as_stored(module: nn.Module, qparams: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies of quantization parameters as the module will hold them.
 
@@ -141,10 +152,16 @@ def read_qparams(module: nn.Module) -> dict[str, torch.Tensor]:
 
     ``model.to(device)`` does not take plain attributes along, so they are moved when they are read.
     """
-    found = {name: getattr(module, name, None) for name in _QPARAMS}
+    own = _own_names(module)
+    found = {name: getattr(module, name) for name in _QPARAMS if name in own}
     qparams = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
     home = qparams_home(module) if qparams else None
     return qparams if home is None else {n: v.to(home.device) for n, v in qparams.items()}
+
+
+def _own_names(module: nn.Module) -> set[str]:
+    """What a module has by itself. To ask it for each name by ``getattr`` costs more, the more of them it lacks."""
+    return {*vars(module), *module._parameters, *module._buffers}
 
 
 def clear_qparams(module: nn.Module) -> None:
@@ -154,9 +171,9 @@ def clear_qparams(module: nn.Module) -> None:
 
 
 def _clear(module: nn.Module) -> None:
-    QuantizationMetadata.clear_all_qparams(module)  # knows k_scale and v_scale, no other states
-    for name in (f"{base}_{suffix}" for base in ATTENTION for suffix in SUFFIXES):
-        if hasattr(module, name) and name not in module._parameters:  # a parameter would be the model's own
+    known = QuantizationMetadata.all_qparam_names()  # k_scale and v_scale, no others of attention's
+    for name in _own_names(module).intersection((*known, *_QPARAMS)):
+        if name in known or name not in module._parameters:  # a parameter of another name would be the model's own
             delattr(module, name)
     for name in _SCHEME:
         if name in vars(module):

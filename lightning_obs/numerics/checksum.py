@@ -14,51 +14,53 @@ one pass; elsewhere a tile and its scratch stay in cache.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from lightning_obs.numerics import kernels
 
 _TILE = 1 << 17
 _WORD = 8
+_SOME = 256  # tiles whose multipliers are made at once
 
 
-class Checksums:
-    """The multipliers and the scratch for checksums, on one device."""
+def checksum(part: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """The checksum of a tensor, a scalar in int64.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._of_tiles = _odd(torch.arange(64))
-        self._of_places = self._halves = torch.empty(2, 0, dtype=torch.int64, device=device)
-        self._shifted = self._halves[0]
+    Args:
+        part: any shape and dtype.
+        first: place of its first element in the whole, whose checksum is the sum of its parts' modulo 2**64.
+    """
+    start = first * part.element_size()
+    words, at = _words(part, start % _WORD), start // _WORD
+    tiles = _of_tiles((at + len(words)) // _TILE // _SOME + 1)
+    of_places = _of_places(words.device)
+    if words.device.type == "cpu" and kernels.available():
+        return torch.tensor(kernels.checksum(words, at, tiles, of_places, _TILE))
+    places = min(_TILE, at % _TILE + len(words))
+    low, high = halves = of_places.new_zeros(2, places)
+    shifted = torch.empty_like(low)
+    for factor in tiles[at // _TILE : (at + len(words)) // _TILE + 1].tolist():
+        place = at % _TILE
+        now, words = words[: _TILE - place], words[_TILE - place :]
+        here = slice(place, place + len(now))
+        low[here].add_(now, alpha=factor)
+        high[here].add_(torch.bitwise_right_shift(now, 32, out=shifted[: len(now)]), alpha=factor)
+        at += len(now)
+    return (halves * of_places[:, :places]).sum()
 
-    def of(self, part: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """The checksum of a tensor, a scalar in int64.
 
-        Args:
-            part: any shape and dtype.
-            first: place of its first element in the whole, whose checksum is the sum of its parts' modulo 2**64.
-        """
-        start = first * part.element_size()
-        words, at = _words(part, start % _WORD), start // _WORD
-        if (tiles := (at + len(words)) // _TILE + 1) > len(self._of_tiles):
-            self._of_tiles = _odd(torch.arange(2 * tiles))
-        places = min(_TILE, at % _TILE + len(words))
-        if places > self._of_places.shape[1]:
-            self._of_places = _odd(torch.arange(4 * places, device=self._device).view(-1, 2).T.contiguous())
-        if words.device.type == "cpu" and kernels.available():
-            return torch.tensor(kernels.checksum(words, at, self._of_tiles, self._of_places[:, :_TILE], _TILE))
-        if places > len(self._shifted):
-            self._halves = torch.empty_like(self._of_places[:, : 2 * places])
-            self._shifted = torch.empty_like(self._halves[0])
-        low, high = halves = self._halves[:, :places].zero_()
-        for factor in self._of_tiles[at // _TILE : tiles].tolist():
-            place = at % _TILE
-            now, words = words[: _TILE - place], words[_TILE - place :]
-            here = slice(place, place + len(now))
-            low[here].add_(now, alpha=factor)
-            high[here].add_(torch.bitwise_right_shift(now, 32, out=self._shifted[: len(now)]), alpha=factor)
-            at += len(now)
-        return (halves * self._of_places[:, :places]).sum()
+@functools.cache
+def _of_places(device: torch.device) -> torch.Tensor:
+    """The multipliers of each place in a tile, ``(2, _TILE)``: 2 MiB that would take longer to make than to use."""
+    return _odd(torch.arange(2 * _TILE, device=device).view(-1, 2).T.contiguous())
+
+
+@functools.lru_cache(maxsize=8)
+def _of_tiles(some: int) -> torch.Tensor:
+    """The multipliers of so many times ``_SOME`` tiles."""
+    return _odd(torch.arange(some * _SOME))
 
 
 def _words(part: torch.Tensor, before: int) -> torch.Tensor:

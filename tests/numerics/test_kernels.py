@@ -8,7 +8,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_obs.numerics import checksum, kernels
+from lightning_obs.numerics import kernels
+from lightning_obs.numerics.checksum import checksum
 from lightning_obs.numerics.moments import channel_squares
 from lightning_obs.numerics.range_search.search import search_range
 
@@ -64,7 +65,7 @@ def test_the_storage_of_what_was_read_can_be_freed():
     kernels.extremes(value[:, None, None])
     kernels.count_values(value.flatten())
     channel_squares(value)
-    checksum.Checksums(value.device).of(value)
+    checksum(value)
     search_range(value[None, :, None], QuantizationArgs(num_bits=4), [1.0, 0.9])
     value.untyped_storage().resize_(0)
 
@@ -102,6 +103,6 @@ def test_counts_of_a_large_tensor_are_the_sum_over_its_parts():
 @every_dtype
 def test_the_checksum_is_the_same_without_compiled_loops(size, dtype, monkeypatch):
     value = torch.randn(size).to(dtype)
-    found = checksum.Checksums(value.device).of(value)
+    found = checksum(value)
     monkeypatch.setattr(kernels, "available", lambda: False)
-    assert checksum.Checksums(value.device).of(value) == found
+    assert checksum(value) == found

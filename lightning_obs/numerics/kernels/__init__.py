@@ -24,6 +24,12 @@ from lightning_obs.errors import warn
 
 #: dtypes that the loops read -> the integers, in numpy's words, of their bit patterns, by which the loops know them
 _PATTERNS = {torch.float32: "<u4", torch.bfloat16: "<u2", torch.float16: "<i2", torch.int64: "<i8"}
+#: dtypes of values -> integers of the same size, and infinity as one
+_INTEGERS = {
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+}
 
 # Values that one thread reads at least, and steps of a search that are shared out: beside the threads that torch keeps
 # running, new ones have to pay.
@@ -111,34 +117,20 @@ def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.stack(lows).amin(0), torch.stack(highs).amax(0)
     axis = 0 if view.shape[0] >= view.shape[2] else 2
     parts = view.chunk(1 if view.numel() <= _PART else torch.get_num_threads(), axis)
-    mask = torch.iinfo(torch.int32 if view.itemsize == 4 else torch.int16).max
-    ends = [torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32).view(2, 1, 1).repeat(1, *p.shape[:2]) for p in parts]
+    ends = [torch.empty(2, *part.shape[:2], dtype=view.dtype) for part in parts]
+    integer, infinity = _INTEGERS[view.dtype]
 
     def work(number: int) -> None:
-        part, (low, high) = parts[number], ends[number].numpy()
-        bits = memory(part)
-        run(
-            loops.extremes,
-            bits.view(f"int{8 * bits.itemsize}"),
-            part.stride(),
-            tuple(part.shape),
-            mask,
-            low,
-            high,
-        )
+        part, found = parts[number], ends[number].view(integer).numpy()
+        run(loops.extremes, memory(part).view(found.dtype), infinity, part.stride(), tuple(part.shape), found)
 
     in_threads(len(parts), work)
-    low, high = (torch.cat([e[i] for e in ends]) if axis == 0 else torch.stack([e[i] for e in ends]) for i in (0, 1))
-    if axis == 2:
-        low, high = low.amin(0), high.amax(0)
-    infinity = torch.tensor(torch.inf, dtype=view.dtype).view(torch.int32 if mask > 0x7FFF else torch.int16).int()
-    bad = (high > infinity) | (low < ~infinity)
-
-    def value(key: torch.Tensor) -> torch.Tensor:
-        pattern = key ^ ((key >> 31) & mask)
-        return (pattern if mask > 0x7FFF else pattern.short()).view(view.dtype).masked_fill(bad, torch.nan)
-
-    return value(low), value(high)
+    low, high = ends[0]
+    if len(parts) > 1 and axis == 0:
+        low, high = torch.cat(ends, 1)
+    elif len(parts) > 1:
+        low, high = torch.stack([end[0] for end in ends]).amin(0), torch.stack([end[1] for end in ends]).amax(0)
+    return low, high
 
 
 def count_values(values: torch.Tensor) -> torch.Tensor:

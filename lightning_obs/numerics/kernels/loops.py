@@ -12,15 +12,19 @@ _CODES = 4096  # values rounded at once
 
 
 @jit()
-def extremes(bits: Any, strides: Any, shape: Any, mask: int, low: Any, high: Any) -> None:
-    """Smallest and largest key of each row of ``(A, B, N, G)``: integers that sort as the floats do.
+def extremes(bits: Any, infinity: int, strides: Any, shape: Any, ends: Any) -> None:
+    """Smallest and largest value of each row of ``(A, B, N, G)``; NaN where a row has one.
+
+    Found as integers that sort as the floats do: comparisons of floats would have to look for NaN.
 
     Args:
         bits: memory of the tensor, signed.
+        infinity: its bits.
         strides, shape: of the tensor.
-        mask: all bits but the sign.
-        low, high: ``(A, B)`` in int32; receive the result, and start with the largest and the smallest integer.
+        ends: ``(2, A, B)``, bits; receives the result.
     """
+    mask = np.int32(0x7FFFFFFF if bits.itemsize == 4 else 0x7FFF)
+    low, high = np.full(shape[:2], mask, np.int32), np.full(shape[:2], ~mask, np.int32)
     for a in range(shape[0]):
         for n in range(shape[2]):  # in the order of memory
             for b in range(shape[1]):
@@ -38,13 +42,18 @@ def extremes(bits: Any, strides: Any, shape: Any, mask: int, low: Any, high: Any
                         least = key if key < least else least
                         most = key if key > most else most
                 low[a, b], high[a, b] = least, most
+    for a in range(shape[0]):
+        for b in range(shape[1]):
+            bad = high[a, b] > infinity or low[a, b] < ~infinity
+            ends[0, a, b] = mask if bad else key_of(low[a, b], mask)
+            ends[1, a, b] = mask if bad else key_of(high[a, b], mask)
 
 
 @jit()
-def key_of(bits: Any, mask: int) -> Any:
-    """An integer that sorts as the float with these bits does."""
+def key_of(bits: Any, mask: Any) -> Any:
+    """An integer that sorts as the float with these bits does; and back."""
     pattern = np.int32(bits)
-    return np.int32(pattern ^ np.int32(np.int32(pattern >> np.int32(31)) & np.int32(mask)))
+    return np.int32(pattern ^ np.int32(np.int32(pattern >> np.int32(31)) & mask))
 
 
 @jit()
