@@ -197,7 +197,7 @@ def _csv(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        from pyarrow import parquet  # type: ignore[import-not-found, unused-ignore]
+        from pyarrow import parquet
     except ImportError as error:
         raise CalibrationError(
             f"{path} is read by the package pyarrow, which is not installed", remedy="pip install pyarrow"
@@ -226,7 +226,7 @@ def _field(place: str, row: Any, text_field: str) -> str:
 
 def _saved_dataset(path: Path, text_field: str, option: str) -> Iterator[str]:
     try:
-        from datasets import DatasetDict, load_from_disk  # type: ignore[import-not-found, unused-ignore]
+        from datasets import DatasetDict, load_from_disk
     except ImportError as error:
         raise CalibrationError(
             f"{option}={path} was saved by the package datasets, which is not installed", remedy="pip install datasets"
