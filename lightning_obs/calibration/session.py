@@ -172,6 +172,15 @@ class CalibrationSession:
             handle.remove()
         self._on_model = []
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether it looks away from what the model does, though it is attached; can be set."""
+        return self._hooks.paused
+
+    @is_paused.setter
+    def is_paused(self, paused: bool) -> None:
+        self._hooks.paused = paused
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Run the model inside the ``with`` block without observing."""

@@ -184,7 +184,7 @@ class SessionCallback(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Count the batch, if it was observed."""
-        if self.session is not None and self.session.is_attached:
+        if self.session is not None and self.session.is_attached and not self.session.is_paused:
             self.session.batches += 1
 
     def finish_calibration(self, session: CalibrationSession, pl_module: LightningModule) -> None:
