@@ -40,6 +40,7 @@ from lightning_obs.model.qparams import (
 )
 from lightning_obs.model.quantized_forward import is_inside_quantized
 from lightning_obs.model.sharding import register_fsdp_units, unwrapped, without_wrappers
+from lightning_obs.numerics.histogram import Support
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
 from lightning_obs.schemes.config import SchemeLike, make_observer
@@ -252,6 +253,12 @@ class CalibrationSession:
     @collectives.setter
     def collectives(self, collectives: Collectives) -> None:
         self._finalizer.collectives = collectives
+
+    @property
+    def input_counts(self) -> dict[str, Support]:
+        """How often each value was read, by module name, where the input's observer counts (``histogram``...)."""
+        counted = {name: observer.counted for (name, base), observer in self.observers.items() if base == "input"}
+        return {name: counts for name, counts in counted.items() if counts is not None}
 
     @property
     def skipped(self) -> set[str]:

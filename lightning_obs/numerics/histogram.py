@@ -94,6 +94,19 @@ def support(counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> Supp
     return Support(_value_of(codes).float().clamp(low.float(), high.float()), counts[codes])
 
 
+def support_of(value: torch.Tensor) -> Support:
+    """The occupied bins of all values of one tensor."""
+    counts, low, high = _count_flat(value.detach().reshape(-1))
+    return support(counts, low, high)
+
+
+def join_supports(one: Support, other: Support) -> Support:
+    """The occupied bins of both tensors together."""
+    values, places = torch.cat([one.values, other.values]).unique(return_inverse=True)
+    counts = torch.zeros(len(values), dtype=torch.int64, device=values.device)
+    return Support(values, counts.index_add_(0, places, torch.cat([one.counts, other.counts])))
+
+
 def percentile_range(
     counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor, percentile: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
