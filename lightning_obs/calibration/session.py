@@ -255,6 +255,11 @@ class CalibrationSession:
         self._finalizer.collectives = collectives
 
     @property
+    def qparams(self) -> dict[str, torch.Tensor]:
+        """What this session has written, ``{"layer.weight_scale": tensor}`` on the CPU."""
+        return dict(self._written)
+
+    @property
     def input_counts(self) -> dict[str, Support]:
         """How often each value was read, by module name, where the input's observer counts (``histogram``...)."""
         counted = {name: observer.counted for (name, base), observer in self.observers.items() if base == "input"}

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.quantized_validation import QuantizedValidation
 from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.report.summary import layer_table, print_report
 from lightning_obs.schemes.config import SchemeLike
 from lightning_obs.schemes.options import CalibrationOptions
 
@@ -44,6 +45,11 @@ class CalibrationCallback(SessionCallback):
         max_batches: observe the first so many batches of a validation, on each rank; None: all.
         dataloaders: which of several validation loaders are observed, by number, or by key where they are a dict;
             None: all.
+        log: tell the Trainer's loggers: ``quant/sqnr_min``, ``quant/sqnr_median`` [dB], ``quant/clipped_max`` [%],
+            tokens of the experts, how far scales have moved, seconds; and the table of all layers once per calibration.
+            These are of weights, and of inputs that an observer counted; no data are run for them. Default: if there
+            are loggers.
+        show: print the layers that lose most at the end of ``trainer.validate``.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``targets``, ``ignore``, ``observers``,
             ``kv_cache``, ``on_missing``, ``reload``, ``calibrate_all_experts``, ``fused_groups``.
 
@@ -60,6 +66,7 @@ class CalibrationCallback(SessionCallback):
         every_n_epochs: int = 1,
         max_batches: int | None = None,
         dataloaders: Sequence[int | str] | None = None,
+        show: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(scheme, **options)
@@ -70,6 +77,7 @@ class CalibrationCallback(SessionCallback):
                 raise CalibrationError(name, got=number, expected="one or more")
         self.evaluate, self.every_n_epochs, self.max_batches = float(evaluate), every_n_epochs, max_batches
         self.dataloaders = None if dataloaders is None else list(dataloaders)
+        self.show = show
         #: the second pass of the validation that runs now
         self._second_pass: QuantizedValidation | None = None
 
@@ -118,6 +126,11 @@ class CalibrationCallback(SessionCallback):
         if self.session is None or not self.session.is_attached:
             return
         self.finish_calibration(self.session, pl_module)
+        shown = self.show and trainer.state.fn == TrainerFn.VALIDATING
+        errors = self.layer_errors() if shown or self.logs(trainer) else None
+        self.log_calibration(trainer, pl_module, errors)
+        if shown and errors and trainer.is_global_zero:
+            print_report(layer_table(errors[:5]))
         if self._second_pass is not None:
             with self.session.in_force():
                 measured = self._second_pass.run()

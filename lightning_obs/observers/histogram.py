@@ -91,7 +91,11 @@ class CountingObserver(Observer):
     def counted(self) -> Support | None:
         if not self.has_statistics or self.min_vals.numel() != 1:
             return None
-        return support(self.counts.flatten(), self.min_vals.flatten()[0], self.max_vals.flatten()[0])
+        low, high = self.min_vals.flatten()[0], self.max_vals.flatten()[0]
+        found = support(self.counts.flatten(), low, high)
+        if len(found.values) > 1:  # the outermost bins stand for the exact ends
+            found.values[0], found.values[-1] = low, high
+        return found
 
     @override
     def nonfinite_statistics(self) -> str | None:

@@ -106,8 +106,8 @@ def measure_layer_errors(
     names = list(layers)
     if not names:
         return []
-    inputs, outputs = layer_metrics(names, sync_on_compute=False), layer_metrics(names, sync_on_compute=False)
-    with ExitStack() as stack, torch.no_grad(), run_eagerly():
+    with ExitStack() as stack, torch.inference_mode(False), torch.no_grad(), run_eagerly():
+        inputs, outputs = layer_metrics(names, sync_on_compute=False), layer_metrics(names, sync_on_compute=False)
         for name, module in layers.items():
             probe = _Probe(name, inputs, outputs, counts)
             stack.callback(module.register_forward_hook(probe, with_kwargs=True).remove)
@@ -132,14 +132,13 @@ def known_layer_errors(
     """
     layers = _layers(model)
     names = list(layers)
-    inputs = layer_metrics(names, sync_on_compute=False)
-    for name, (values, numbers) in counts.items():
-        grid = _grid_of(layers[name], "input") if name in layers else None
-        if grid is not None and grid[0].numel() == 1:
-            scale, zero_point, args = grid
-            inputs.update(
-                name, counted_error(values.to(scale.device), numbers.to(scale.device), scale, zero_point, args)
-            )
+    with torch.inference_mode(False), torch.no_grad():
+        inputs = layer_metrics(names, sync_on_compute=False)
+        for name, (values, numbers) in counts.items():
+            grid = _grid_of(layers[name], "input") if name in layers else None
+            if grid is not None and grid[0].numel() == 1:
+                at = grid[0].device
+                inputs.update(name, counted_error(values.to(at), numbers.to(at), *grid))
     return _joined(layers, measure_weights(model, collectives), _errors(inputs, names), {})
 
 
@@ -147,9 +146,9 @@ def measure_weights(model: nn.Module, collectives: Collectives | None = None) ->
     """The error of every quantized weight, by module name. Every rank must call this; each measures its share."""
     collectives = collectives or Collectives()
     layers = {name: module for name, module in _layers(model).items() if _grid_of(module, "weight") is not None}
-    metrics = layer_metrics(list(layers), sync_on_compute=False)
     reshard(model)
-    with torch.no_grad(), torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():
+        metrics = layer_metrics(list(layers), sync_on_compute=False)
         for turn, (name, module) in enumerate(layers.items()):
             mine = turn % collectives.size == collectives.rank
             if not mine and not in_shards(module):
@@ -160,8 +159,8 @@ def measure_weights(model: nn.Module, collectives: Collectives | None = None) ->
                 grid = _grid_of(module, "weight")
                 if mine and matrix is not None and grid is not None:
                     metrics.update(name, grid_error(matrix, *grid, "weight"))
-    if layers and collectives.size > 1:
-        leader(metrics).merge_ranks(collectives)
+        if layers and collectives.size > 1:
+            leader(metrics).merge_ranks(collectives)
     return _errors(metrics, list(layers))
 
 
@@ -220,6 +219,8 @@ def _errors(metrics: MetricCollection, names: list[str]) -> dict[str, TensorErro
     if not names:
         return {}
     seen = leader(metrics).seen.tolist()
+    if not any(seen):
+        return {}
     computed = {key: value.reshape(len(names), -1).tolist() for key, value in metrics.compute().items()}
     found = {}
     for at, name in enumerate(names):

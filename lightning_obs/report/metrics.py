@@ -70,6 +70,7 @@ class LayerMetric(Metric):
         low, high = collectives.reduce(ends, "min").chunk(2)
         self.low.copy_(low)
         self.high.copy_(-high)
+        self._update_count = 1  # torchmetrics warns of a rank that had none of the layers
 
     @property
     def seen(self) -> torch.Tensor:
