@@ -76,7 +76,8 @@ def counted_error(
     shift = None if zero_point is None else zero_point.reshape(1, 1)
     error, clipped, codes = _rounded(values.float()[None], scale.float().reshape(1, 1), shift, args)
     x, e, weights = values.double(), error[0].double(), counts.double()
-    products = torch.stack([torch.ones_like(x), x * x, e * e, x * e, clipped[0].double()]) @ weights
+    outside = torch.zeros_like(x) if clipped is None else clipped[0].double()
+    products = torch.stack([torch.ones_like(x), x * x, e * e, x * e, outside]) @ weights
     zero = products.new_zeros(1)
     sums = torch.cat([products[:4], zero, zero, products[4:]])
     used = torch.zeros(CODES, dtype=torch.int64, device=values.device)
@@ -103,20 +104,23 @@ def only_range(value: torch.Tensor) -> ErrorSums:
 
 def _rounded(
     x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, args: QuantizationArgs
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Error, whether clipped, and code of each value; no codes above 8 bits."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Error, whether clipped (None: nothing is), and code of each value; no codes above 8 bits."""
     grid = NumberGrid.of(args)
     steps = x / scale
     if zero_point is not None:
         steps += zero_point
-    levels = grid.round(steps)
     slack = 0.5 * grid.last_step * (1 + 1e-3)  # rounding alone would not move a value that far
-    clipped = (steps < grid.low - slack) | (steps > grid.high + slack)
+    smallest, largest = torch.aminmax(steps)
+    clipped = None
+    if smallest < grid.low - slack or largest > grid.high + slack:
+        clipped = (steps < grid.low - slack) | (steps > grid.high + slack)
+    levels = grid.round(steps)
     codes = None
     if args.num_bits <= 8:
         whole = args.type == QuantizationType.INT
         codes = (levels - grid.low).int() if whole else levels.to(torch.float8_e4m3fn).view(torch.uint8).int()
-    return (levels - steps) * scale, clipped, codes
+    return levels.sub_(steps).mul_(scale), clipped, codes
 
 
 def _tile(
@@ -130,7 +134,11 @@ def _tile(
 
 
 def _row_sums(x: torch.Tensor, error: torch.Tensor, clipped: torch.Tensor | None, by_token: bool) -> torch.Tensor:
-    signal, noise, cross = ((a * b).sum(1).double() for a, b in ((x, x), (error, error), (x, error)))
+    pairs = ((x, x), (error, error), (x, error))
+    if by_token:
+        signal, noise, cross = ((a * b).sum(1).double() for a, b in pairs)
+    else:
+        signal, noise, cross = (torch.dot(a.reshape(-1), b.reshape(-1)).double() for a, b in pairs)
     none = signal.new_zeros(())
     return torch.stack(
         [
