@@ -37,7 +37,7 @@ def evaluate_checkpoint(config: DictConfig) -> dict[str, Any]:
     if trainer.is_global_zero:
         say(f"perplexity {perplexity:.3f}" + ("" if size is None else f"  size {human_size(size)}"))
         extra = {**row, "config": plain(config)}
-        say(f"report {write_report(config.output_dir, Report(row['run'], runs=[row], extra=extra))}")
+        say(f"report {write_report(config.output_dir, Report(row['run'], runs=[_compared(row)], extra=extra))}")
     return row
 
 
