@@ -27,7 +27,9 @@ from lightning_obs.checkpoint.export import export_checkpoint
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.sharding import in_shards, register_fsdp_units, reshard, unwrapped
+from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
+from lightning_obs.report.page import Report, write_report
 from lightning_obs.report.scale_drift import ScaleDrift
 from lightning_obs.schemes.config import SchemeLike
 from lightning_obs.schemes.options import CalibrationOptions
@@ -118,7 +120,11 @@ class SessionCallback(Callback):
                 session.model, folder, tokenizer=tokenizer or self._tokenizer(), overwrite=overwrite
             )
 
-    def layer_errors(self, batches: Iterable[Mapping[str, Any] | torch.Tensor] | None = None) -> list[LayerError]:
+    def layer_errors(
+        self,
+        batches: Iterable[Mapping[str, Any] | torch.Tensor] | None = None,
+        counts: dict[str, Support] | None = None,
+    ) -> list[LayerError]:
         """What each layer loses, the worst first.
 
         On several ranks every rank must call this.
@@ -127,15 +133,49 @@ class SessionCallback(Callback):
             batches: what the calibrated module is called with, as keyword arguments or one tensor: it is run on them,
                 and the outputs of its layers compared. A few hundred tokens are enough. None: nothing is run. Then
                 there are the weights, and inputs that an observer counted (``histogram``, ``percentile``).
+            counts: filled with how often each input value was seen, by module name; of the calibration where its
+                observer counted, else of ``batches``.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
         session = self._calibrated_session()
+        counted = session.input_counts
         with session.in_force():
             if batches is None:
-                return known_layer_errors(session.model, session.input_counts, session.collectives)
-            return measure_layer_errors(session.model, batches, collectives=session.collectives)
+                errors = known_layer_errors(session.model, counted, session.collectives)
+            else:
+                errors = measure_layer_errors(session.model, batches, collectives=session.collectives, counts=counts)
+        if counts is not None:
+            counts.update(counted)
+        return errors
+
+    def report(
+        self,
+        folder: str | os.PathLike[str],
+        batches: Iterable[Mapping[str, Any] | torch.Tensor] | None = None,
+        **parts: Any,
+    ) -> Path:
+        """Write ``report.html``, ``report.json`` and ``layers.csv``; on several ranks every rank must call this.
+
+        Args:
+            folder: made if it is not there; rank 0 writes.
+            batches: as for :meth:`layer_errors`.
+            **parts: what else the page shows, such as ``metrics={"val_loss": (before, after)}``
+                (:class:`~lightning_obs.report.page.Report`).
+
+        Returns:
+            The path of the page.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet.
+        """
+        session, counts = self._calibrated_session(), dict[str, Support]()
+        errors = self.layer_errors(batches, counts)
+        if session.collectives.rank != 0:
+            return Path(folder) / "report.html"
+        known = {"title": self.label, "result": session.result, "errors": errors, "counts": counts, "drift": self.drift}
+        return write_report(folder, Report(**{**known, **parts}))
 
     def log_calibration(
         self, trainer: Trainer, pl_module: LightningModule, errors: list[LayerError] | None = None

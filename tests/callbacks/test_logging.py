@@ -1,6 +1,7 @@
 """What CalibrationCallback tells the user's loggers, read back from their files, and the table it prints."""
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,19 @@ def test_a_result_prints_on_ten_lines():
     assert len(lines) <= 10
     assert "  scheme: INT8_STATIC" in lines
     assert "  modules: 2: net.0, net.2" in lines
+
+
+def test_a_callback_writes_the_page_of_its_calibration(tmp_path):
+    module, callback, data = Plain(), CalibrationCallback("INT8_STATIC"), [batch[0] for batch in loader()]
+    trainer(callback).validate(module, loader(), verbose=False)
+    page = callback.report(tmp_path, data, metrics={"val_loss": (0.5, 0.6)})
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert page == tmp_path / "report.html"
+    assert found["metrics"] == {"val_loss": [0.5, 0.6]}
+    assert [layer["name"] for layer in found["layers"]] == [error.name for error in callback.layer_errors(data)]
+    first = next(layer for layer in found["layers"] if layer["name"] == "net.0")
+    assert sum(first["histogram"]["counts"]) == 16 * 8
+    assert (first["chosen_low"], first["chosen_high"]) == callback.result.chosen_input_ranges["net.0"]
 
 
 # ---------------------------------------------------------------------- on ranks

@@ -135,4 +135,11 @@
   document.getElementById("search").addEventListener("input", () => { shown = step; draw(); });
   document.getElementById("more").addEventListener("click", () => { shown += step; draw(); });
   draw();
+  // report.html#layer=<name> opens that layer
+  const wanted = decodeURIComponent(location.hash).replace(/^#layer=/, "");
+  if (layers.some((row) => row.name === wanted)) {
+    document.getElementById("search").value = wanted;
+    draw();
+    table.tBodies[0].rows[0].click();
+  }
 })();
