@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -116,7 +116,9 @@ def measure_layer_errors(
                 model(**batch)
             else:
                 model(batch)
-    found = _joined(layers, measure_weights(model, collectives), _errors(inputs, names), _errors(outputs, names))
+    # Outputs are compared as they come out: they have no grid, and nothing of them is clipped here.
+    written = {name: replace(error, clipped=None) for name, error in _errors(outputs, names).items()}
+    found = _joined(layers, measure_weights(model, collectives), _errors(inputs, names), written)
     return [error for error in found if error.output is not None]
 
 

@@ -134,7 +134,7 @@ def _facts(report: Report) -> Iterable[tuple[str, str]]:
         yield "calibration", f"{result.seconds:.1f} s"
     for name, (before, after) in report.metrics.items():
         if before is not None and after is not None:
-            change = f" ({100 * (after / before - 1):+.1f} %)" if before else ""
+            change = f" ({100 * (after / before - 1):+.1f}\N{NO-BREAK SPACE}%)" if before else ""
             yield name, f"{before:.4g} \N{RIGHTWARDS ARROW} {after:.4g}{change}"
     if report.sizes is not None:
         yield "size", f"{human_size(report.sizes[0])} \N{RIGHTWARDS ARROW} {human_size(report.sizes[1])}"
