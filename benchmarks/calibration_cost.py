@@ -4,6 +4,7 @@
     python benchmarks/calibration_cost.py --model tiny    # a tiny Llama made on the fly, in seconds
     python benchmarks/calibration_cost.py --model FOLDER
     python benchmarks/calibration_cost.py --observer histogram
+    python benchmarks/calibration_cost.py --observer histogram --report --batches 16 --cpu  # metrics of all layers too
 
 Validates the same batches without and with ``CalibrationCallback("INT8_STATIC")``, with an observer (``static_minmax``
 by default) on the input of every Linear but lm_head, in one process. Machines drift, so each pair of neighbours gives
@@ -12,6 +13,8 @@ one ratio (the order within a pair alternates), and the median of the ratios cou
 ``batches`` is the time from each batch's start to its end, summed: what the hooks cost. ``whole validation`` is
 ``trainer.validate``: also attaching, observing every weight once, and writing the qparams. The tokens are random (the
 time does not depend on them). No loss is computed: it would only make the share of calibration smaller.
+
+With ``--report`` the validation ends with the error of every weight and of every input that was counted.
 
 Both cores must be free: a thread that waits for another process makes every small reduction look expensive.
 
@@ -25,6 +28,9 @@ import logging
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from statistics import median
 from typing import Any
 
@@ -58,16 +64,16 @@ class Validation(LightningModule):
 class Clock(Callback):
     """Sum the time that batches take."""
 
-    def __init__(self) -> None:
-        self.batches = 0.0
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.batches, self.now = 0.0, now
 
     @override
     def on_validation_batch_start(self, *_: Any) -> None:
-        self.batches -= time.perf_counter()
+        self.batches -= self.now()
 
     @override
     def on_validation_batch_end(self, *_: Any) -> None:
-        self.batches += time.perf_counter()
+        self.batches += self.now()
 
 
 def main() -> int:
@@ -79,8 +85,11 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512, help="per batch")
     parser.add_argument("--repeats", type=int, default=9, help="pairs of validations")
+    parser.add_argument("--report", action="store_true", help="measure and show the layers' errors too")
+    parser.add_argument("--cpu", action="store_true", help="CPU time of the process instead of wall time")
     options = parser.parse_args()
     _quiet()
+    clock = time.process_time if options.cpu else time.perf_counter
 
     model = make_tiny() if options.model == "tiny" else load_causal_lm(_path(options.model), "float32")[0]
     generator = torch.Generator().manual_seed(0)
@@ -89,20 +98,23 @@ def main() -> int:
     module = Validation(model)
 
     def make_callback() -> CalibrationCallback:
-        return CalibrationCallback("INT8_STATIC", ignore=["lm_head"], observers={"input": options.observer})
+        observers = {"input": options.observer}
+        return CalibrationCallback("INT8_STATIC", ignore=["lm_head"], observers=observers, show=options.report)
 
     for calibration in ([], [make_callback()]):  # warm up
-        validate(module, loader, calibration)
+        validate(module, loader, calibration, clock)
     without, with_calibration = [], []
     for i in track(range(options.repeats), description="validating"):
         callback = make_callback()
         turn = [(without, []), (with_calibration, [callback])]
         for times, calibration in turn if i % 2 else reversed(turn):
-            times.append(validate(module, loader, calibration))
+            times.append(validate(module, loader, calibration, clock))
 
     title = (
         f"{options.observer}, {options.model}, {options.batches} batches of {options.tokens} tokens, "
         f"threads: {torch.get_num_threads()}"
+        + (", CPU time" if options.cpu else "")
+        + (", with metrics" if options.report else "")
     )
     columns = (f"median of {options.repeats} pairs", "without (s)", "with (s)", "ratio", "all ratios")
     table = Table(*columns, title=title)
@@ -126,9 +138,11 @@ def main() -> int:
     return int(ratio > options.limit)
 
 
-def validate(module: Validation, loader: DataLoader[torch.Tensor], calibration: list[Callback]) -> tuple[float, float]:
+def validate(
+    module: Validation, loader: DataLoader[torch.Tensor], calibration: list[Callback], now: Callable[[], float]
+) -> tuple[float, float]:
     """Seconds in the batches, and in the whole validation."""
-    clock = Clock()
+    clock = Clock(now)
     trainer = Trainer(
         accelerator="cpu",
         callbacks=[clock, *calibration],
@@ -137,9 +151,10 @@ def validate(module: Validation, loader: DataLoader[torch.Tensor], calibration: 
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    start = time.perf_counter()
-    trainer.validate(module, loader, verbose=False)
-    return clock.batches, time.perf_counter() - start
+    start = now()
+    with redirect_stdout(StringIO()):  # the table of layers
+        trainer.validate(module, loader, verbose=False)
+    return clock.batches, now() - start
 
 
 def make_tiny() -> LlamaForCausalLM:

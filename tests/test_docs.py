@@ -14,9 +14,10 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 from torch.distributed import ReduceOp
 
-from lightning_obs import CalibrationError, CalibrationSession
+from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession
 from lightning_obs.numerics import flatten_for_calibration
 from lightning_obs.observers import Observer
+from tests.callbacks.calibration_modules import Plain, loader, trainer
 from tests.in_process import run_command_line
 from tests.tiny_model import save_tiny_llama
 
@@ -225,3 +226,27 @@ def test_the_observer_takes_the_place_of_a_built_in_one_where_it_has_its_name(pa
     with CalibrationSession(model, "INT8_STATIC") as session:  # names static_minmax for its inputs
         model(torch.randn(4, 16))
     assert type(session.observers["0", "input"]) is page["LaplaceObserver"]
+
+
+# ---------------------------------------------------------------------- docs/reading_the_report.md
+
+
+def test_the_python_of_reading_the_report_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[1] / "docs" / "reading_the_report.md").read_text()
+    known = {"calibration": CalibrationCallback("INT8_STATIC"), "batch": torch.randn(4, 8)}
+    trainer(known["calibration"]).validate(Plain(), loader(), verbose=False)
+    for code in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        exec(compile(code, "docs/reading_the_report.md", "exec"), known)
+    assert (tmp_path / "report" / "report.html").is_file()
+    assert len(known["callbacks"]) == 2
+
+
+def test_every_metric_that_is_logged_is_in_the_docs():
+    text = (Path(__file__).parents[1] / "docs" / "reading_the_report.md").read_text()
+    callback = CalibrationCallback("INT8_STATIC", observers={"input": "histogram"}, log=True)
+    run = trainer(callback, max_epochs=2, num_sanity_val_steps=0)
+    run.fit(Plain(), loader(), loader())
+    logged = {name for name in run.callback_metrics if name.startswith("quant/")}
+    assert "quant/scale_drift_max" in logged
+    assert all(f"`{name}`" in text for name in logged)

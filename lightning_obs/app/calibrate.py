@@ -9,6 +9,7 @@ from lightning_obs.app.job import Job
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.quantized_forward import quantized
+from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError, measure_layer_errors
 
 
@@ -44,8 +45,14 @@ def evaluate(job: Job, what: str, as_quantized: bool = True) -> float | None:
     return None if value is None else float(value)
 
 
-def layer_errors(job: Job) -> list[LayerError]:
-    """Each layer's error on ``config.report.layer_error_batches`` held-out batches, the worst first."""
+def layer_errors(job: Job, counts: dict[str, Support] | None = None) -> list[LayerError]:
+    """Each layer's error on ``config.report.layer_error_batches`` held-out batches, the worst first.
+
+    Args:
+        job: the model and its text.
+        counts: filled with how often each input value was seen there, by module name; inputs that an observer counted
+            while it calibrated are in it as they were then.
+    """
     batches = job.config.report.layer_error_batches
     if batches < 1:
         return []
@@ -54,4 +61,7 @@ def layer_errors(job: Job) -> list[LayerError]:
     chosen = [batch for batch, _ in zip(job.data.test_dataloader(), range(batches), strict=False)]
     moved = [{**{key: value.to(device) for key, value in batch.items()}, **extra} for batch in chosen]
     with step("measuring each layer's error"):
-        return measure_layer_errors(job.model, moved)
+        errors = measure_layer_errors(job.model, moved, counts=counts)
+    if counts is not None and job.callback.session is not None:
+        counts.update(job.callback.session.input_counts)
+    return errors

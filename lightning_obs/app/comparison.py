@@ -1,4 +1,4 @@
-"""Collect the runs of a ``--multirun`` and print one table of them."""
+"""Collect the runs of a ``--multirun``; print one table of them, and write one page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from typing_extensions import override
 
-from lightning_obs.report.summary import comparison_table, print_report
+from lightning_obs.app.measure import write_comparison
 
 
 class ComparisonTable(Callback):
@@ -29,7 +29,6 @@ class ComparisonTable(Callback):
 
     @override
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Print the table."""
+        """Print the table, and write the page into the folder of the sweep."""
         if self.rows:
-            print()
-            print_report(comparison_table(self.rows))
+            print(f"report {write_comparison(config.hydra.sweep.dir, self.rows)}")

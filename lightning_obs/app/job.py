@@ -86,7 +86,7 @@ def make_callback(config: DictConfig) -> SessionCallback:
     of_callback = {"module": config.module, "token_mask": config.token_mask}
     if config.task.name == "finetune":
         return QuantizationAwareTraining(options, **plain(config.task.callback), **of_callback)
-    return CalibrationCallback(options, **of_callback)
+    return CalibrationCallback(options, show=False, **of_callback)  # the run's own report shows more
 
 
 def plain(node: Any) -> Any:

@@ -5,7 +5,6 @@ On several ranks all of them run this; only rank 0 prints and writes.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,17 @@ from omegaconf import DictConfig
 from torch import distributed as dist
 
 from lightning_obs.app.calibrate import calibrate, evaluate, layer_errors
+from lightning_obs.app.causal_lm import DEFAULT_MODEL
 from lightning_obs.app.console import quiet_lightning
 from lightning_obs.app.finetune import fine_tune, perplexity_of_checkpoint
 from lightning_obs.app.job import Job, make_job, plain
+from lightning_obs.app.measure import compare_runs, evaluate_checkpoint
 from lightning_obs.app.write import write_checkpoint
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
+from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError
+from lightning_obs.report.page import Report, write_report
 from lightning_obs.report.summary import folder_size, poor_layers, print_report, summary
 
 
@@ -32,6 +35,8 @@ def run(config: DictConfig) -> dict[str, Any]:
             calibrated model's logits.
     """
     quiet_lightning()
+    if config.task.name in ("evaluate", "compare"):
+        return evaluate_checkpoint(config) if config.task.name == "evaluate" else compare_runs(config)
     job = make_job(config)
     full = evaluate(job, "perplexity in full precision", as_quantized=False)
     outcome = Outcome(calibrate(job), full)
@@ -39,7 +44,7 @@ def run(config: DictConfig) -> dict[str, Any]:
         outcome.calibrated = evaluate(job, "perplexity calibrated")
         outcome.seconds_trained = fine_tune(job)
         outcome.result = job.callback.result or outcome.result
-    outcome.errors = layer_errors(job)
+    outcome.errors = layer_errors(job, outcome.counts)
     outcome.quantized = evaluate(job, "perplexity quantized")
     if job.folder is not None:
         outcome.lines = write_checkpoint(job, job.folder, outcome.result)
@@ -64,6 +69,8 @@ class Outcome:
         reloaded: of the checkpoint, loaded again.
         seconds_trained: how long fine-tuning took.
         lines: further lines of the closing report.
+        counts: how often each input value was seen, by module name.
+        sensitivity, choices, frontier: of a plan, for the page (:class:`~lightning_obs.report.page.Report`).
     """
 
     result: CalibrationResult
@@ -74,6 +81,10 @@ class Outcome:
     seconds_trained: float | None = None
     errors: list[LayerError] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    counts: dict[str, Support] = field(default_factory=dict)
+    sensitivity: dict[str, float] = field(default_factory=dict)
+    choices: dict[str, str] = field(default_factory=dict)
+    frontier: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def perplexity(self) -> tuple[float, float] | None:
@@ -101,7 +112,7 @@ class Outcome:
 
 
 def report(job: Job, outcome: Outcome) -> dict[str, Any]:
-    """Write ``report.json`` and print the closing report, on rank 0.
+    """Write ``report.html``, ``report.json`` and ``layers.csv``, and print the closing report, on rank 0.
 
     Returns:
         What a comparison of runs shows.
@@ -124,11 +135,26 @@ def report(job: Job, outcome: Outcome) -> dict[str, Any]:
         "ignore": [*job.callback.ignore, *poor_layers(errors, fused=result.fused)],
     }
     if job.trainer.is_global_zero:
-        path = Path(config.output_dir) / "report.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = {**row, "layers": [vars(error) for error in errors], "config": plain(config)}
-        path.write_text(json.dumps(whole, indent=1) + "\n")
-        hint = "" if not poor_layers(errors) else f"  (leave those layers out with ignore_from={path})"
+        model = Path(str(config.model.get("path") or DEFAULT_MODEL)).name
+        write_report(
+            config.output_dir,
+            Report(
+                title=f"{job.callback.label} \N{MIDDLE DOT} {model}",
+                result=result,
+                errors=errors,
+                metrics={} if outcome.perplexity is None else {"perplexity": outcome.perplexity},
+                sizes=sizes,
+                counts=outcome.counts,
+                drift=job.callback.drift,
+                sensitivity=outcome.sensitivity,
+                choices=outcome.choices,
+                frontier=outcome.frontier,
+                lines=outcome.lines,
+                extra={**row, "config": plain(config)},
+            ),
+        )
+        path = Path(config.output_dir) / "report.html"
+        hint = "" if not poor_layers(errors) else f"  (leave out: ignore_from={path.with_suffix('.json')})"
         outcome.add_fine_tuning_lines()
         lines, worst = [*outcome.lines, f"report {path}{hint}"], config.report.worst_layers
         print()

@@ -45,6 +45,8 @@ class ExpertWatch:
         self._counts: dict[str, list[Any]] = {}
         self._calls: dict[str, list[str]] = {}
         self._forcing = False
+        #: neither tokens are counted nor experts forced to run
+        self.paused = False
         self._flattened = False
         self._selection = TokenSelection()
         self.mask: torch.Tensor | None = None
@@ -101,7 +103,7 @@ class ExpertWatch:
 
     def _counter(self, name: str, index: int) -> Any:
         def count(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._forcing or is_inside_quantized(module):
+            if self._forcing or self.paused or is_inside_quantized(module):
                 return
             value = first_input(args, kwargs)
             given = [x for x in (*args, *kwargs.values()) if x is not None]
@@ -129,7 +131,7 @@ class ExpertWatch:
 
     def _runner(self, name: str) -> Any:
         def run_all(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if is_inside_quantized(module):
+            if self.paused or is_inside_quantized(module):
                 return
             tokens = first_input(args, kwargs)
             calls, self._calls[name] = self._calls[name], []

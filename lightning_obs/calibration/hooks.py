@@ -49,13 +49,20 @@ class ObserverHooks:
         self._attached: ExitStack | None = None
         self._read = LastRead()
         self._mask: torch.Tensor | None = None
-        #: nothing is observed while this is set: the same data runs once more for another purpose
-        self.paused = False
 
     @property
     def are_attached(self) -> bool:
         """Whether they are registered now."""
         return self._attached is not None
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is observed: the data are not asked for, or run once more for another purpose."""
+        return self._experts.paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._experts.paused = paused
 
     @property
     def measurements(self) -> int:
@@ -74,7 +81,7 @@ class ObserverHooks:
     def attach(self) -> None:
         """Register all hooks."""
         self.detach()
-        self._read, self._mask = LastRead(), None
+        self._read, self._mask, self.paused = LastRead(), None, False
         with ExitStack() as stack:
             stack.enter_context(run_eagerly())
             states = {target.module: target.states for target in self._targets if target.states}

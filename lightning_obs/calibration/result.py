@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_obs.errors import name_list
 from lightning_obs.schemes.target import Verdict
 
 
-@dataclass
+@dataclass(repr=False)
 class CalibrationResult:
     """What a calibration did.
 
@@ -53,3 +54,22 @@ class CalibrationResult:
     engines: Mapping[str, Verdict] = field(default_factory=dict)
     ranks: int = 1
     collectives: int = 0
+
+    def __repr__(self) -> str:
+        """Ten lines at most; the tensors are in :attr:`qparams`."""
+        total = sum(value.nbytes for value in self.qparams.values())
+        ranges = self.input_ranges
+        widest = max(ranges, key=lambda name: max(map(abs, ranges[name])), default=None)
+        ranks = f" x {self.ranks} ranks, {self.collectives} collectives" if self.ranks > 1 else ""
+        rows = {
+            "scheme": self.scheme,
+            "modules": f"{len(self.modules)}: {name_list(self.modules, 3)}",
+            "observers": f"{self.observers}, {self.measurements} measurements of activations",
+            "batches": f"{self.batches}{ranks}",
+            "seconds": f"{self.seconds:.1f}",
+            "qparams": f"{len(self.qparams)} tensors, {total:,} bytes",
+            "widest input": widest and f"{widest} [{ranges[widest][0]:.4g}, {ranges[widest][1]:.4g}]",
+            "skipped": name_list(self.skipped, 3),
+            "fallback": name_list(self.fallback, 3),
+        }
+        return "\n".join(["CalibrationResult", *(f"  {key}: {value}" for key, value in rows.items() if value)])

@@ -40,6 +40,7 @@ from lightning_obs.model.qparams import (
 )
 from lightning_obs.model.quantized_forward import is_inside_quantized
 from lightning_obs.model.sharding import register_fsdp_units, unwrapped, without_wrappers
+from lightning_obs.numerics.histogram import Support
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
 from lightning_obs.schemes.config import SchemeLike, make_observer
@@ -173,6 +174,15 @@ class CalibrationSession:
             handle.remove()
         self._on_model = []
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether it looks away from what the model does, though it is attached; can be set."""
+        return self._hooks.paused
+
+    @is_paused.setter
+    def is_paused(self, paused: bool) -> None:
+        self._hooks.paused = paused
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Run the model inside the ``with`` block without observing."""
@@ -244,6 +254,17 @@ class CalibrationSession:
     @collectives.setter
     def collectives(self, collectives: Collectives) -> None:
         self._finalizer.collectives = collectives
+
+    @property
+    def qparams(self) -> dict[str, torch.Tensor]:
+        """What this session has written, ``{"layer.weight_scale": tensor}`` on the CPU."""
+        return dict(self._written)
+
+    @property
+    def input_counts(self) -> dict[str, Support]:
+        """How often each value was read, by module name, where the input's observer counts (``histogram``...)."""
+        counted = {name: observer.counted for (name, base), observer in self.observers.items() if base == "input"}
+        return {name: counts for name, counts in counted.items() if counts is not None}
 
     @property
     def skipped(self) -> set[str]:

@@ -8,7 +8,7 @@ strictly with or without the callback. Lightning loads callbacks before the mode
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,16 @@ from typing_extensions import override
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import find_mask
+from lightning_obs.callbacks.logged import log_layers, log_numbers
 from lightning_obs.callbacks.strategies import collectives_of, repeated_in_batch, repeated_samples, require_exact
 from lightning_obs.checkpoint.export import export_checkpoint
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.sharding import in_shards, register_fsdp_units, reshard, unwrapped
+from lightning_obs.numerics.histogram import Support
+from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
+from lightning_obs.report.page import Report, write_report
+from lightning_obs.report.scale_drift import ScaleDrift
 from lightning_obs.schemes.config import SchemeLike
 from lightning_obs.schemes.options import CalibrationOptions
 
@@ -40,6 +45,8 @@ class SessionCallback(Callback):
         sanity_check: also calibrate in fit's sanity check (its few batches). Off: nothing happens there.
         token_mask: where to find, in a batch, which tokens count: a key (``"attention_mask"``) or a function of the
             batch. A tensor ``(batch, tokens)``, nonzero for tokens that count; the others (padding) reach no observer.
+        log: tell the Trainer's loggers what was found (``quant/sqnr_min`` and the like, and the table of layers).
+            Default: if there are loggers.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`.
     """
 
@@ -50,8 +57,12 @@ class SessionCallback(Callback):
         module: str | None = None,
         sanity_check: bool = False,
         token_mask: str | Callable[[Any], torch.Tensor] | None = None,
+        log: bool | None = None,
         **options: Any,
     ) -> None:
+        self.tells_loggers = log  # `log` itself is what Lightning gives every callback
+        #: scales of this run, calibration by calibration
+        self.drift = ScaleDrift()
         self.options = CalibrationOptions.of(scheme, **options)
         self.module, self.sanity_check, self.token_mask = module, sanity_check, token_mask
         self.session: CalibrationSession | None = None
@@ -98,19 +109,98 @@ class SessionCallback(Callback):
         Raises:
             CalibrationError: no validation has calibrated the model yet; ``folder`` cannot be written or is taken.
         """
+        session = self._calibrated_session()
+        if self._owner is not None:
+            reshard(self._owner)
+        sharded = any(map(in_shards, session.model.modules()))
+        if session.collectives.rank != 0 and not sharded:
+            return Path(folder)
+        with session.in_force():
+            return export_checkpoint(
+                session.model, folder, tokenizer=tokenizer or self._tokenizer(), overwrite=overwrite
+            )
+
+    def layer_errors(
+        self,
+        batches: Iterable[Mapping[str, Any] | torch.Tensor] | None = None,
+        counts: dict[str, Support] | None = None,
+    ) -> list[LayerError]:
+        """What each layer loses, the worst first.
+
+        On several ranks every rank must call this.
+
+        Args:
+            batches: what the calibrated module is called with, as keyword arguments or one tensor: it is run on them,
+                and the outputs of its layers compared. A few hundred tokens are enough. None: nothing is run. Then
+                there are the weights, and inputs that an observer counted (``histogram``, ``percentile``).
+            counts: filled with how often each input value was seen, by module name; of the calibration where its
+                observer counted, else of ``batches``.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet.
+        """
+        session = self._calibrated_session()
+        counted = session.input_counts
+        with session.in_force():
+            if batches is None:
+                errors = known_layer_errors(session.model, counted, session.collectives)
+            else:
+                errors = measure_layer_errors(session.model, batches, collectives=session.collectives, counts=counts)
+        if counts is not None:
+            counts.update(counted)
+        return errors
+
+    def report(
+        self,
+        folder: str | os.PathLike[str],
+        batches: Iterable[Mapping[str, Any] | torch.Tensor] | None = None,
+        **parts: Any,
+    ) -> Path:
+        """Write ``report.html``, ``report.json`` and ``layers.csv``; on several ranks every rank must call this.
+
+        Args:
+            folder: made if it is not there; rank 0 writes.
+            batches: as for :meth:`layer_errors`.
+            **parts: what else the page shows, such as ``metrics={"val_loss": (before, after)}``
+                (:class:`~lightning_obs.report.page.Report`).
+
+        Returns:
+            The path of the page.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet.
+        """
+        session, counts = self._calibrated_session(), dict[str, Support]()
+        errors = self.layer_errors(batches, counts)
+        if session.collectives.rank != 0:
+            return Path(folder) / "report.html"
+        known = {"title": self.label, "result": session.result, "errors": errors, "counts": counts, "drift": self.drift}
+        return write_report(folder, Report(**{**known, **parts}))
+
+    def log_calibration(
+        self, trainer: Trainer, pl_module: LightningModule, errors: list[LayerError] | None = None
+    ) -> None:
+        """Tell the loggers, in ``on_validation_epoch_end``; nothing without them, or with ``log=False``."""
+        session = self._calibrated_session()
+        self.drift.add(trainer.global_step, session.qparams)
+        if not self.logs(trainer):
+            return
+        alone = sum(isinstance(callback, SessionCallback) for callback in trainer.callbacks) == 1
+        prefix = "quant" if alone else f"quant/{self.label}"
+        errors = self.layer_errors() if errors is None else errors
+        log_numbers(pl_module, prefix, session.result, errors, self.drift)
+        log_layers(trainer, prefix, errors)
+
+    def logs(self, trainer: Trainer) -> bool:
+        """Whether loggers are told."""
+        return bool(trainer.loggers) if self.tells_loggers is None else self.tells_loggers
+
+    def _calibrated_session(self) -> CalibrationSession:
         if self.session is None or not self.session.has_written:
             raise CalibrationError(
                 "nothing was calibrated yet", remedy="run trainer.validate or trainer.fit with this callback first."
             )
-        if self._owner is not None:
-            reshard(self._owner)
-        sharded = any(map(in_shards, self.session.model.modules()))
-        if self.session.collectives.rank != 0 and not sharded:
-            return Path(folder)
-        with self.session.in_force():
-            return export_checkpoint(
-                self.session.model, folder, tokenizer=tokenizer or self._tokenizer(), overwrite=overwrite
-            )
+        return self.session
 
     def _tokenizer(self) -> Any:
         candidates = (getattr(self._owner, name, None) for name in ("tokenizer", "processor"))
@@ -184,7 +274,7 @@ class SessionCallback(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Count the batch, if it was observed."""
-        if self.session is not None and self.session.is_attached:
+        if self.session is not None and self.session.is_attached and not self.session.is_paused:
             self.session.batches += 1
 
     def finish_calibration(self, session: CalibrationSession, pl_module: LightningModule) -> None:

@@ -7,12 +7,19 @@ behind however it ends.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_obs.callbacks.base import SessionCallback
+from lightning_obs.callbacks.quantized_validation import QuantizedValidation
+from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.report.summary import layer_table, print_report
+from lightning_obs.schemes.config import SchemeLike
+from lightning_obs.schemes.options import CalibrationOptions
 
 
 class CalibrationCallback(SessionCallback):
@@ -30,6 +37,19 @@ class CalibrationCallback(SessionCallback):
         sanity_check: also calibrate in fit's sanity check (its few batches). Off: nothing happens there.
         token_mask: where to find, in a batch, which tokens count: a key (``"attention_mask"``) or a function of the
             batch. A tensor ``(batch, tokens)``, nonzero for tokens that count; the others (padding) reach no observer.
+        evaluate: run the validation once more through the quantized model, after each calibration. What
+            ``validation_step`` logs for the epoch then appears a second time, as ``<name>_quantized``, in time for
+            ``ModelCheckpoint(monitor="val_loss_quantized")`` and ``EarlyStopping``. A number in (0, 1): with that share
+            of the batches. Metrics, progress, samplers and random numbers of the run stay what they are.
+        every_n_epochs: in fit, calibrate in the validations of every n-th epoch only (of epochs n, 2n, ...).
+        max_batches: observe the first so many batches of a validation, on each rank; None: all.
+        dataloaders: which of several validation loaders are observed, by number, or by key where they are a dict;
+            None: all.
+        log: tell the Trainer's loggers: ``quant/sqnr_min``, ``quant/sqnr_median`` [dB], ``quant/clipped_max`` [%],
+            tokens of the experts, how far scales have moved, seconds; and the table of all layers once per calibration.
+            These are of weights, and of inputs that an observer counted; no data are run for them. Default: if there
+            are loggers.
+        show: print the layers that lose most at the end of ``trainer.validate``.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``targets``, ``ignore``, ``observers``,
             ``kv_cache``, ``on_missing``, ``reload``, ``calibrate_all_experts``, ``fused_groups``,
             ``join_fused_scales``.
@@ -39,10 +59,38 @@ class CalibrationCallback(SessionCallback):
             at a batch without its token mask; at the epoch's end for missing data or values that are not finite.
     """
 
+    def __init__(
+        self,
+        scheme: SchemeLike | CalibrationOptions | None,
+        *,
+        evaluate: bool | float = False,
+        every_n_epochs: int = 1,
+        max_batches: int | None = None,
+        dataloaders: Sequence[int | str] | None = None,
+        show: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(scheme, **options)
+        if not 0 <= float(evaluate) <= 1:
+            raise CalibrationError("evaluate", got=evaluate, expected="True, False, or a share in (0, 1]")
+        for name, number in (("every_n_epochs", every_n_epochs), ("max_batches", max_batches)):
+            if number is not None and number < 1:
+                raise CalibrationError(name, got=number, expected="one or more")
+        self.evaluate, self.every_n_epochs, self.max_batches = float(evaluate), every_n_epochs, max_batches
+        self.dataloaders = None if dataloaders is None else list(dataloaders)
+        self.show = show
+        #: the second pass of the validation that runs now
+        self._second_pass: QuantizedValidation | None = None
+
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a wrong configuration before hours of training; restore the qparams of a resumed run."""
-        self.prepare(trainer, pl_module)
+        session = self.prepare(trainer, pl_module)
+        if not trainer.enable_validation and not session.has_written:
+            warn(
+                f"{self.label}: this Trainer will not validate, so nothing will be calibrated. Give fit a validation "
+                "loader, the LightningModule a validation_step, and leave limit_val_batches above 0."
+            )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -51,20 +99,84 @@ class CalibrationCallback(SessionCallback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach the observers."""
-        if not trainer.sanity_checking or self.sanity_check:
-            self.observe_validation(trainer, self.prepare(trainer, pl_module))
+        """Attach the observers; see in which state a second pass has to start."""
+        if not self._is_due(trainer):
+            return
+        self._require_loaders(trainer)
+        session = self.prepare(trainer, pl_module)
+        if self.evaluate and not trainer.sanity_checking:
+            self._second_pass = QuantizedValidation(trainer, pl_module, session.model, self.evaluate)
+        self.observe_validation(trainer, session)
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Look away from batches that are not asked for; find out which tokens of the others count."""
+        if self.session is not None and self.session.is_attached:
+            of_loader = self.dataloaders is None or {dataloader_idx, _key_of(trainer, dataloader_idx)} & {
+                *self.dataloaders
+            }
+            wanted = of_loader and (self.max_batches is None or self.session.batches < self.max_batches)
+            self.session.is_paused = not wanted
+        super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compute and write the quantization parameters; ModelCheckpoint, which runs later, saves them."""
-        if self.session is not None and self.session.is_attached:
-            self.finish_calibration(self.session, pl_module)
+        if self.session is None or not self.session.is_attached:
+            return
+        self.finish_calibration(self.session, pl_module)
+        shown = self.show and trainer.state.fn == TrainerFn.VALIDATING
+        errors = self.layer_errors() if shown or self.logs(trainer) else None
+        self.log_calibration(trainer, pl_module, errors)
+        if shown and errors and trainer.is_global_zero:
+            print_report(layer_table(errors[:5]))
+        if self._second_pass is not None:
+            with self.session.in_force():
+                measured = self._second_pass.run()
+            for name, (value, in_bar) in measured.items():
+                pl_module.log(name, value, prog_bar=in_bar, add_dataloader_idx=False)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave nothing behind."""
         self.clean_up()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave nothing behind; say so if no validation has come."""
+        super().teardown(trainer, pl_module, stage)
+        fits = stage == TrainerFn.FITTING
+        known = self._waiting_state is not None or (self.session is not None and self.session.has_written)
+        told = fits and (trainer.fast_dev_run or not trainer.enable_validation)
+        if stage in (TrainerFn.FITTING, TrainerFn.VALIDATING) and not known and not told:
+            when = f" in an epoch that {self.every_n_epochs} divides" if fits and self.every_n_epochs > 1 else ""
+            warn(
+                f"{self.label}: the {'fit' if fits else 'validation'} has ended and nothing was calibrated: no "
+                f"validation batches were run{when}."
+            )
+
+    @override
+    def clean_up(self) -> None:
+        """Take every hook out. Can be called at any time, any number of times."""
+        super().clean_up()
+        self._second_pass = None
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        if trainer.sanity_checking:
+            return self.sanity_check
+        return trainer.state.fn != TrainerFn.FITTING or (trainer.current_epoch + 1) % self.every_n_epochs == 0
+
+    def _require_loaders(self, trainer: Trainer) -> None:
+        loaders = trainer.val_dataloaders
+        there = range(len(loaders)) if isinstance(loaders, (list, tuple, Mapping)) else range(1)
+        known: list[int | str] = [*there, *(loaders if isinstance(loaders, Mapping) else ())]
+        wrong = [one for one in self.dataloaders or () if one not in known]
+        if wrong or self.dataloaders == []:
+            raise CalibrationError(
+                "dataloaders", got=wrong or "none", expected=f"some of the {len(there)} validation loaders: {known}"
+            )
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -87,3 +199,8 @@ class CalibrationCallback(SessionCallback):
     def _restore(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._waiting_state is not None:
             self.prepare(trainer, pl_module)
+
+
+def _key_of(trainer: Trainer, dataloader_idx: int) -> str | int:
+    loaders = trainer.val_dataloaders
+    return list(loaders)[dataloader_idx] if isinstance(loaders, Mapping) else dataloader_idx

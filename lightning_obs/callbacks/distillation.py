@@ -26,6 +26,7 @@ def distill_in_training_step(
     weight: float,
     teacher: Callable[..., Any],
     mask: Callable[[Any], torch.Tensor] | None = None,
+    log: bool = False,
 ) -> Callable[[], None]:
     """Let ``training_step`` return its loss plus ``weight`` times the divergence, and return what undoes it.
 
@@ -35,6 +36,7 @@ def distill_in_training_step(
         weight: of the mean divergence over calls, in nats per token.
         teacher: called with the same arguments, without gradient.
         mask: finds in a batch which tokens count, ``(batch, tokens)``.
+        log: log the mean divergence as ``quant/distillation``.
 
     Raises:
         CalibrationError: now, under manual optimization; at a step, ``training_step`` did not call ``student`` or its
@@ -65,7 +67,10 @@ def distill_in_training_step(
             )
         counts = None if mask is None else mask(args[0] if args else kwargs["batch"])
         terms = [divergence(logits_of(out), logits_of(teacher(*a, **k)), counts) for a, k, out in calls]
-        extra = weight * torch.stack(terms).mean()
+        mean = torch.stack(terms).mean()
+        if log:
+            pl_module.log("quant/distillation", mean.detach())
+        extra = weight * mean
         return {**result, "loss": result["loss"] + extra} if isinstance(result, dict) else result + extra
 
     pl_module.training_step = step

@@ -73,7 +73,8 @@ class QuantizationAwareTraining(SessionCallback):
             ``training_step`` returns; 0: none. It costs one more forward per step.
         teacher: takes the calls that the quantized model takes. None: the model itself, unquantized.
         **options: as for :class:`CalibrationCallback`: ``targets``, ``ignore``, ``observers``, ``kv_cache``,
-            ``module``, ``on_missing``, ``reload``, ``sanity_check``, ``token_mask``.
+            ``module``, ``on_missing``, ``reload``, ``sanity_check``, ``token_mask``, ``log`` (here also how far the
+            logits are from the teacher's, ``quant/distillation``).
 
     Raises:
         CalibrationError: by the constructor for wrong arguments; when fit starts, for a precision whose weights are
@@ -154,7 +155,11 @@ class QuantizationAwareTraining(SessionCallback):
                 if self.teacher is not None:
                     self.teacher.to(pl_module.device)
                 mask = None if self.token_mask is None else self._mask_of
-                stack.callback(distill_in_training_step(pl_module, session.model, self.distill, self._teach, mask))
+                stack.callback(
+                    distill_in_training_step(
+                        pl_module, session.model, self.distill, self._teach, mask, self.logs(trainer)
+                    )
+                )
             self._on_fit = stack.pop_all()
 
     @override
@@ -231,6 +236,11 @@ class QuantizationAwareTraining(SessionCallback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep what the data said for the training to come; the first ranges there are hold at once."""
         self._begin_validation(trainer, pl_module)  # other ranks may have batches, and their weights' ranges are shared
+        self._end_validation(trainer, pl_module)
+        if self.session is not None and self.session.has_written and not trainer.sanity_checking:
+            self.log_calibration(trainer, pl_module)
+
+    def _end_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
         session, training = self.session, self._training
         if session is None or training is None or not session.is_attached:
             return

@@ -94,6 +94,32 @@ def support(counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> Supp
     return Support(_value_of(codes).float().clamp(low.float(), high.float()), counts[codes])
 
 
+def support_of(value: torch.Tensor) -> Support:
+    """The occupied bins of all values of one tensor."""
+    counts, low, high = _count_flat(value.detach().reshape(-1))
+    return support(counts, low, high)
+
+
+def join_supports(one: Support, other: Support) -> Support:
+    """The occupied bins of both tensors together."""
+    values, places = torch.cat([one.values, other.values]).unique(return_inverse=True)
+    counts = torch.zeros(len(values), dtype=torch.int64, device=values.device)
+    return Support(values, counts.index_add_(0, places, torch.cat([one.counts, other.counts])))
+
+
+def linear_bins(found: Support, bins: int) -> tuple[float, float, list[int]]:
+    """The smallest value, the largest value, and how many lie in each of ``bins`` equal parts of that range.
+
+    >>> linear_bins(Support(torch.tensor([-1.0, 0.0, 1.0]), torch.tensor([1, 5, 2])), 2)
+    (-1.0, 1.0, [1, 7])
+    """
+    low, high = float(found.values[0]), float(found.values[-1])
+    place = (found.values.double() - low) / (high - low or 1.0) * bins
+    counts = torch.zeros(bins, dtype=torch.int64, device=found.values.device)
+    counts.index_add_(0, place.long().clamp(0, bins - 1), found.counts)
+    return low, high, counts.tolist()
+
+
 def percentile_range(
     counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor, percentile: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,6 +23,7 @@ from compressed_tensors.registry.registry import RegistryMixin, standardize_look
 from torch import distributed as dist
 
 from lightning_obs.errors import CalibrationError, refuse, warn
+from lightning_obs.numerics.histogram import Support
 from lightning_obs.numerics.qparams import QParamsDict, compute_global_scale, compute_qparams
 from lightning_obs.numerics.reshape import BASE_NAMES, flatten_for_calibration
 from lightning_obs.observers.rows import join_ranges, rows_per_scale
@@ -213,6 +214,11 @@ class Observer(RegistryMixin):
             return None
         low, high = self.input_extremes.tolist()
         return low, high
+
+    @property
+    def counted(self) -> Support | None:
+        """How often each value was observed, where one histogram holds that."""
+        return None
 
     @property
     def observes_data(self) -> bool:

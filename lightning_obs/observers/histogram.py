@@ -86,6 +86,17 @@ class CountingObserver(Observer):
             measured = Histogram(*(part.clone() for part in measured))
         self.counts, self.min_vals, self.max_vals = measured
 
+    @property
+    @override
+    def counted(self) -> Support | None:
+        if not self.has_statistics or self.min_vals.numel() != 1:
+            return None
+        low, high = self.min_vals.flatten()[0], self.max_vals.flatten()[0]
+        found = support(self.counts.flatten(), low, high)
+        if len(found.values) > 1:  # the outermost bins stand for the exact ends
+            found.values[0], found.values[-1] = low, high
+        return found
+
     @override
     def nonfinite_statistics(self) -> str | None:
         nan = count_nan(self.counts) if self.has_statistics else 0

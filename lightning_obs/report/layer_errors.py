@@ -1,27 +1,62 @@
-"""How much each layer loses, on torchmetrics.
+"""How much each layer loses.
 
 Energy alone hides what hurts a language model: one token with an activation of 3,000 dominates any sum of squares while
-every other token of the layer is rounded to zero. So the signal-to-quantization-noise ratio is taken token by token, in
-dB, and then averaged (torchmetrics' ``SignalNoiseRatio`` over the last dimension).
+every other token of the layer is rounded to zero. So the signal-to-quantization-noise ratio of inputs and outputs is
+taken token by token, in dB, and then averaged.
+
+The weights need no data, nor do inputs that a histogram observer counted: :func:`known_layer_errors`. What a layer does
+to its output needs a pass: :func:`measure_layer_errors`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torchmetrics import MeanMetric
-from torchmetrics.audio import SignalNoiseRatio
+from torchmetrics import MetricCollection
 
+from lightning_obs.distributed.collectives import Collectives
 from lightning_obs.model.calls import first_input
 from lightning_obs.model.compile_stance import run_eagerly
-from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams
-from lightning_obs.model.quantized_forward import fake_quantize, quantize_forward
-from lightning_obs.numerics.formats import Levels
+from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
+from lightning_obs.model.quantized_forward import quantize_forward
+from lightning_obs.model.sharding import in_shards, reshard, whole_tensor, whole_unit
+from lightning_obs.model.weights import full_weight, to_matrix
+from lightning_obs.numerics.histogram import Support, join_supports, support_of
+from lightning_obs.numerics.quantization_error import (
+    counted_error,
+    difference_error,
+    grid_error,
+    only_range,
+)
+from lightning_obs.report.metrics import layer_metrics, leader
+
+
+@dataclass(frozen=True)
+class TensorError:
+    """What rounding does to one tensor; see :mod:`lightning_obs.report.metrics` for each number. None: not known.
+
+    Attributes:
+        sqnr: signal-to-quantization-noise ratio [dB].
+        mse: mean squared error.
+        cosine: cosine similarity.
+        clipped: share of the values outside of what the scale can represent [%].
+        low, high: smallest and largest value.
+        bits: entropy of the codes [bit].
+    """
+
+    sqnr: float | None
+    mse: float | None
+    cosine: float | None
+    clipped: float | None
+    low: float | None
+    high: float | None
+    bits: float | None
 
 
 @dataclass(frozen=True)
@@ -30,9 +65,11 @@ class LayerError:
 
     Attributes:
         name: module name.
-        sqnr: mean over tokens of the output's signal-to-quantization-noise ratio [dB].
+        sqnr: mean over tokens of the output's signal-to-quantization-noise ratio [dB]; where no output was measured,
+            the least of the weight's and the input's.
         clipped: share of the input values outside what the input scale can represent [%]; None for dynamic inputs.
-        low, high: smallest and largest input value seen here.
+        low, high: smallest and largest input value seen here; NaN if none was seen.
+        weight, input, output: each tensor by itself, where it is known.
     """
 
     name: str
@@ -40,9 +77,18 @@ class LayerError:
     clipped: float | None
     low: float
     high: float
+    weight: TensorError | None = None
+    input: TensorError | None = None
+    output: TensorError | None = None
 
 
-def measure_layer_errors(model: nn.Module, batches: Iterable[Mapping[str, Any] | torch.Tensor]) -> list[LayerError]:
+def measure_layer_errors(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any] | torch.Tensor],
+    *,
+    collectives: Collectives | None = None,
+    counts: dict[str, Support] | None = None,
+) -> list[LayerError]:
     """Compare every calibrated layer's output with and without quantization, worst first.
 
     Attention states are not compared: they are not a layer's output.
@@ -53,56 +99,111 @@ def measure_layer_errors(model: nn.Module, batches: Iterable[Mapping[str, Any] |
     Args:
         model: a calibrated model.
         batches: keyword arguments (or one tensor) for the model; a few hundred tokens are enough.
+        collectives: how to talk to the other ranks, which all must call this, where weights are sharded.
+        counts: filled with how often each input value was seen, ``{module name: (values, counts)}``.
     """
-    probes = [_Probe(name, module) for name, module in calibrated_modules(model) if not quantized_states(module)]
-    if not probes:
+    layers = _layers(model)
+    names = list(layers)
+    if not names:
         return []
-    with ExitStack() as stack, torch.no_grad(), run_eagerly():
-        for probe in probes:
-            stack.callback(probe.module.register_forward_hook(probe, with_kwargs=True).remove)
+    with ExitStack() as stack, torch.inference_mode(False), torch.no_grad(), run_eagerly():
+        inputs, outputs = layer_metrics(names, sync_on_compute=False), layer_metrics(names, sync_on_compute=False)
+        for name, module in layers.items():
+            probe = _Probe(name, inputs, outputs, counts)
+            stack.callback(module.register_forward_hook(probe, with_kwargs=True).remove)
         for batch in batches:
             if isinstance(batch, Mapping):
                 model(**batch)
             else:
                 model(batch)
-    return sorted((probe.result() for probe in probes if probe.calls), key=lambda error: error.sqnr)
+    # Outputs are compared as they come out: they have no grid, and nothing of them is clipped here.
+    written = {name: replace(error, clipped=None) for name, error in _errors(outputs, names).items()}
+    found = _joined(layers, measure_weights(model, collectives), _errors(inputs, names), written)
+    return [error for error in found if error.output is not None]
+
+
+def known_layer_errors(
+    model: nn.Module, counts: Mapping[str, Support], collectives: Collectives | None = None
+) -> list[LayerError]:
+    """What is known of every calibrated layer without running the model, worst first.
+
+    Args:
+        model: a calibrated model.
+        counts: of inputs that were counted (``session.input_counts``).
+        collectives: how to talk to the other ranks, which all must call this. Each measures its share of the weights.
+    """
+    layers = _layers(model)
+    names = list(layers)
+    with torch.inference_mode(False), torch.no_grad():
+        inputs = layer_metrics(names, sync_on_compute=False)
+        for name, (values, numbers) in counts.items():
+            grid = _grid_of(layers[name], "input") if name in layers else None
+            if grid is not None and grid[0].numel() == 1:
+                at = grid[0].device
+                inputs.update(name, counted_error(values.to(at), numbers.to(at), *grid))
+    return _joined(layers, measure_weights(model, collectives), _errors(inputs, names), {})
+
+
+def measure_weights(model: nn.Module, collectives: Collectives | None = None) -> dict[str, TensorError]:
+    """The error of every quantized weight, by module name. Every rank must call this; each measures its share."""
+    collectives = collectives or Collectives()
+    layers = {name: module for name, module in _layers(model).items() if _grid_of(module, "weight") is not None}
+    reshard(model)
+    with torch.inference_mode(False), torch.no_grad():
+        metrics = layer_metrics(list(layers), sync_on_compute=False)
+        for turn, (name, module) in enumerate(layers.items()):
+            mine = turn % collectives.size == collectives.rank
+            if not mine and not in_shards(module):
+                continue
+            with whole_unit(module):
+                weight = full_weight(module)
+                matrix = None if weight is None else to_matrix(module, whole_tensor(weight))
+                grid = _grid_of(module, "weight")
+                if mine and matrix is not None and grid is not None:
+                    metrics.update(name, grid_error(matrix, *grid, "weight"))
+        if layers and collectives.size > 1:
+            leader(metrics).merge_ranks(collectives)
+    return _errors(metrics, list(layers))
+
+
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in calibrated_modules(model) if not quantized_states(module)}
+
+
+def _grid_of(module: nn.Module, base_name: str) -> tuple[torch.Tensor, torch.Tensor | None, Any] | None:
+    """Scale (a global one divided out), zero point and arguments of a tensor with a static grid; else None."""
+    scheme = get_scheme(module)
+    args = dict(scheme_args(scheme)).get(base_name) if scheme is not None else None
+    qparams = read_qparams(module)
+    scale = qparams.get(f"{base_name}_scale")
+    if args is None or scale is None or args.dynamic is not False:
+        return None
+    global_scale = qparams.get(f"{base_name}_global_scale")
+    scale = scale.float() if global_scale is None else scale.float() / global_scale.float()
+    return scale, qparams.get(f"{base_name}_zero_point"), args
 
 
 class _Probe:
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self.name, self.module, self.calls = name, module, 0
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        self.sqnr = SignalNoiseRatio().to(device)
-        self.clipped = MeanMetric().to(device)
-        self.low, self.high = float("inf"), float("-inf")
-        scheme = get_scheme(module)
-        args = scheme.input_activations if scheme is not None else None
-        self.static = args is not None and args.dynamic is False
-        self.last_step = Levels.of(args).last_step if args is not None else 1.0
+    """A forward hook that compares one layer with its quantized form."""
+
+    def __init__(
+        self, name: str, inputs: MetricCollection, outputs: MetricCollection, counts: dict[str, Support] | None
+    ) -> None:
+        self.name, self.inputs, self.outputs, self.counts = name, inputs, outputs, counts
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         value = first_input(args, kwargs)
         if value is None or not isinstance(output, torch.Tensor) or value.numel() == 0 or output.ndim == 0:
             return
-        self.calls += 1
-        self.sqnr.update(_run_quantized(module, args, kwargs).float(), output.float())
-        if value.is_floating_point():
-            low, high = torch.aminmax(value)
-            self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
-        if self.static:
-            # Outside by more than half a step of the outermost code: rounding alone would not move it that far.
-            error = (fake_quantize(module, value, "input") - value).abs()
-            step = read_qparams(module)["input_scale"].max() * self.last_step
-            self.clipped.update(100.0 * (error > 0.5 * step * (1 + 1e-3)).float().mean())
-
-    def result(self) -> LayerError:
-        return LayerError(
-            self.name,
-            float(self.sqnr.compute()),
-            float(self.clipped.compute()) if self.static else None,
-            self.low,
-            self.high,
-        )
+        self.outputs.update(self.name, difference_error(_run_quantized(module, args, kwargs), output))
+        if not value.is_floating_point():
+            return
+        grid = _grid_of(module, "input")
+        error = only_range(value) if grid is None else grid_error(value, *grid, "input", by_token=True)
+        self.inputs.update(self.name, error)
+        if self.counts is not None:
+            seen = support_of(value)
+            self.counts[self.name] = join_supports(self.counts[self.name], seen) if self.name in self.counts else seen
 
 
 def _run_quantized(module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
@@ -113,3 +214,46 @@ def _run_quantized(module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
         return result
     finally:
         undo()
+
+
+def _errors(metrics: MetricCollection, names: list[str]) -> dict[str, TensorError]:
+    """The numbers of each layer of which anything was seen."""
+    if not names:
+        return {}
+    seen = leader(metrics).seen.tolist()
+    if not any(seen):
+        return {}
+    computed = {key: value.reshape(len(names), -1).tolist() for key, value in metrics.compute().items()}
+    found = {}
+    for at, name in enumerate(names):
+        if seen[at]:
+            numbers = {key: [None if math.isnan(v) else v for v in values[at]] for key, values in computed.items()}
+            low, high = numbers.pop("range")
+            found[name] = TensorError(low=low, high=high, **{key: value for key, (value,) in numbers.items()})
+    return found
+
+
+def _joined(
+    layers: Iterable[str],
+    weights: Mapping[str, TensorError],
+    inputs: Mapping[str, TensorError],
+    outputs: Mapping[str, TensorError],
+) -> list[LayerError]:
+    found = []
+    for name in layers:
+        weight, read, written = weights.get(name), inputs.get(name), outputs.get(name)
+        own = [e.sqnr for e in ([written] if written is not None else [weight, read]) if e is not None]
+        low, high = (math.nan, math.nan) if read is None else (read.low, read.high)
+        found.append(
+            LayerError(
+                name,
+                min((sqnr for sqnr in own if sqnr is not None), default=math.nan),
+                None if read is None or read.sqnr is None else read.clipped,
+                math.nan if low is None else low,
+                math.nan if high is None else high,
+                weight,
+                read,
+                written,
+            )
+        )
+    return sorted(found, key=lambda error: math.inf if math.isnan(error.sqnr) else error.sqnr)

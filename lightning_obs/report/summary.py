@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -105,16 +106,29 @@ def expert_line(result: CalibrationResult) -> str:
 
 
 def layer_table(errors: Sequence[LayerError]) -> Table:
-    """Layers with their error, one row each."""
+    """Layers with their error, one row each. Columns of which nothing is known are left out."""
+    columns: dict[str, Callable[[LayerError], str]] = {
+        "SQNR [dB]": lambda error: _number(error.sqnr, ".1f"),
+        "clipped [%]": lambda error: _number(error.clipped, ".2f"),
+        "input range": lambda error: "" if math.isnan(error.low) else f"[{error.low:.4g}, {error.high:.4g}]",
+        "weight SQNR [dB]": lambda error: "" if error.weight is None else _number(error.weight.sqnr, ".1f"),
+        "bits in use": lambda error: "" if error.weight is None else _number(error.weight.bits, ".2f"),
+    }
+    measured = any(error.output is not None for error in errors) or all(error.weight is None for error in errors)
+    last = 3 if measured else 5
+    cells = {title: [cell(error) for error in errors] for title, cell in list(columns.items())[:last]}
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("worst layers", overflow="fold")
-    for title in ("SQNR [dB]", "clipped [%]", "input range"):
+    shown = {title: column for title, column in cells.items() if measured or any(column)}
+    for title in shown:
         table.add_column(Text(title), justify="right")
-    for error in errors:
-        clipped = "" if error.clipped is None else f"{error.clipped:.2f}"
-        cells = (error.name, f"{error.sqnr:.1f}", clipped, f"[{error.low:.4g}, {error.high:.4g}]")
-        table.add_row(*map(Text, cells))
+    for error, *row in zip(errors, *shown.values(), strict=True):
+        table.add_row(*map(Text, (error.name, *row)))
     return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None or math.isnan(value) else format(value, form)
 
 
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:

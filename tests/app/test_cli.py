@@ -48,6 +48,7 @@ def test_multirun_prints_one_table(command_line, tmp_path):
     assert "observer=minmax" in table
     assert "perplexity" in table
     assert (tmp_path / "sweep" / "1" / "report.json").is_file()
+    assert "observer=minmax" in (tmp_path / "sweep" / "report.html").read_text()
 
 
 @pytest.mark.slow

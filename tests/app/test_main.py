@@ -29,6 +29,9 @@ def test_a_run_calibrates_exports_verifies_and_reports(composed, tmp_path, capsy
     assert report["perplexity"] == [before, after]
     assert report["config"]["data"]["batches"] == 2
     assert len(report["layers"]) == 14
+    assert all(layer["histogram"]["counts"] and layer["weight_bits"] > 4 for layer in report["layers"])
+    assert f"report {tmp_path / 'run' / 'report.html'}" in output
+    assert "INT8_STATIC \N{MIDDLE DOT} tiny" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_scheme_without_data_runs_no_batch_and_says_so(composed, capsys):
@@ -131,3 +134,31 @@ def test_fine_tuning_twice_gives_the_same_numbers(composed):
 def test_fine_tuning_without_text_to_train_on_is_refused(composed):
     with pytest.raises(CalibrationError, match=r"data\.train_batches. Got 0"):
         run(composed("experiment=qat_w4a16", "scheme.weights.group_size=32", "data.train_batches=0", "evaluate=false"))
+
+
+def test_a_checkpoint_is_evaluated_to_the_perplexity_of_the_run_that_wrote_it(
+    composed, tmp_path, capsys, verified_here
+):
+    written = run(composed("scheme=int8_static"))
+    folder = tmp_path / "run" / "checkpoint"
+    row = run(composed("task=evaluate", f"model.path={folder}", f"output_dir={tmp_path / 'again'}"))
+    assert row["perplexity"] == (None, written["perplexity"][1])
+    assert row["size"] == written["size"]
+    assert f"perplexity {row['perplexity'][1]:.3f}" in capsys.readouterr().out
+    report = json.loads((tmp_path / "again" / "report.json").read_text())
+    assert report["perplexity"] == [None, written["perplexity"][1]]
+    compare = composed(
+        "task=compare", f"runs=[{tmp_path / 'run'},{tmp_path / 'again'}]", f"output_dir={tmp_path / 'c'}"
+    )
+    rows = run(compare)["runs"]
+    assert [one["run"] for one in rows] == ["INT8_STATIC (run)", f"{folder} (again)"]
+    assert "comparison" in capsys.readouterr().out
+    page = (tmp_path / "c" / "report.html").read_text()
+    assert "Runs: quality against size" in page
+    assert page.count("INT8_STATIC (run)") >= 2  # in the picture and in the table
+
+
+@pytest.mark.parametrize(("runs", "match"), [("[]", "runs. Got none"), ("[/nowhere]", "/nowhere holds no report")])
+def test_runs_that_cannot_be_compared_are_named(composed, runs, match):
+    with pytest.raises(CalibrationError, match=match):
+        run(composed("task=compare", f"runs={runs}"))

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession, load_checkpoint, quantized
+from lightning_obs.errors import CalibrationWarning
 from lightning_obs.model.qparams import get_scheme, read_qparams
 from tests.callbacks.calibration_modules import Language, Late, Plain, bare, hooks_on, loader, trainer
 
@@ -294,8 +295,8 @@ def test_two_callbacks_on_one_model_export_each_its_own(tmp_path):
 def test_a_callback_that_has_not_calibrated_does_not_export_what_another_has(tmp_path):
     module, idle = Plain(), CalibrationCallback("INT8_STATIC")
     trainer(CalibrationCallback("FP8")).validate(module, loader(), verbose=False)
-    tr = trainer(idle, limit_val_batches=0, max_epochs=1)
-    tr.fit(module, loader(), loader())
+    with pytest.warns(CalibrationWarning, match="will not validate"):
+        trainer(idle, limit_val_batches=0, max_epochs=1).fit(module, loader(), loader())
     with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
         idle.export(tmp_path / "out")
 

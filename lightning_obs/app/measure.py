@@ -1,0 +1,78 @@
+"""Tasks that calibrate nothing: measure a checkpoint, and put runs side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from omegaconf import DictConfig
+
+from lightning_obs.app.console import say, step
+from lightning_obs.app.job import plain
+from lightning_obs.errors import CalibrationError
+from lightning_obs.report.page import Report, write_report
+from lightning_obs.report.summary import comparison_table, folder_size, human_size, print_report
+
+#: what a comparison shows of a run
+_COMPARED = ("run", "perplexity", "size", "seconds", "worst_sqnr")
+
+
+def evaluate_checkpoint(config: DictConfig) -> dict[str, Any]:
+    """Perplexity of ``model.path`` on held-out text, as transformers loads it; the row of a comparison."""
+    with step("loading the model"):
+        module: LightningModule = instantiate(config.model)
+    with step("reading the text"):
+        data: LightningDataModule = instantiate(config.data, tokenizer=getattr(module, "tokenizer", None))
+    trainer: Trainer = instantiate(config.trainer)
+    path = config.model.get("path")
+    say(f"· perplexity of {path or 'the default model'}")
+    metrics = trainer.test(module, datamodule=data, verbose=False)[0]
+    perplexity = float(metrics["perplexity"])
+    size = folder_size(path) if path and Path(path).is_dir() else None
+    row: dict[str, Any] = {"run": str(path or "default model"), "perplexity": (None, perplexity), "size": size}
+    if trainer.is_global_zero:
+        say(f"perplexity {perplexity:.3f}" + ("" if size is None else f"  size {human_size(size)}"))
+        extra = {**row, "config": plain(config)}
+        say(f"report {write_report(config.output_dir, Report(row['run'], runs=[_compared(row)], extra=extra))}")
+    return row
+
+
+def compare_runs(config: DictConfig) -> dict[str, Any]:
+    """Print one table of the runs in ``config.runs``, and write the page.
+
+    Raises:
+        CalibrationError: no runs; a folder without a report.
+    """
+    if not config.runs:
+        raise CalibrationError("runs", got="none", remedy="task=compare runs=[<folder of a run>,<another>].")
+    rows = [_row_of(Path(str(path))) for path in config.runs]
+    say(f"report {write_comparison(config.output_dir, rows)}")
+    return {"run": "comparison", "runs": rows}
+
+
+def write_comparison(folder: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Print the table of some runs, and write the page that shows it beside quality against size."""
+    print()
+    print_report(comparison_table([dict(row) for row in rows]))
+    return write_report(folder, Report("comparison", runs=[_compared(row) for row in rows]))
+
+
+def _row_of(path: Path) -> dict[str, Any]:
+    file = path / "report.json" if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text())
+        return {**_compared(found), "run": f"{found['run']} ({path.name if path.is_dir() else path.parent.name})"}
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CalibrationError(
+            f"runs: {path} holds no report of a run",
+            got=f"{type(error).__name__}: {error}",
+            expected="a folder with the report.json that a run has written",
+        ) from error
+
+
+def _compared(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: row.get(key) for key in _COMPARED}

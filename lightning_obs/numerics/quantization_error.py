@@ -1,0 +1,173 @@
+"""What rounding to a grid does to a tensor: the sums from which error metrics are computed.
+
+All of them are sums, extremes or counts, so that batches and ranks are merged by addition. A tensor is visited once, in
+tiles that fit the cache, and its quantized form is never kept.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationType
+
+from lightning_obs.numerics.formats import NumberGrid
+from lightning_obs.numerics.reshape import flatten_for_calibration
+
+#: names of the sums: values, of squares, of squared errors, of value times error, rows (and their SQNR in dB), clipped
+SUMS = ("values", "signal", "noise", "cross", "rows", "decibels", "clipped")
+#: codes of up to 8 bits
+CODES = 256
+_TILE = 1 << 17  # values at once: 512 KiB in float32
+
+
+class ErrorSums(NamedTuple):
+    """``sums`` is ``(7,)`` in float64, in the order of :data:`SUMS`; ``codes`` ``(256,)`` in int64, how often each
+    number of the format was used, all 0 where that is not known."""
+
+    sums: torch.Tensor
+    low: float
+    high: float
+    codes: torch.Tensor
+
+
+def grid_error(
+    value: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    base_name: str,
+    *,
+    by_token: bool = False,
+) -> ErrorSums:
+    """The error of a tensor rounded to its grid.
+
+    Args:
+        value: as :func:`~lightning_obs.numerics.reshape.flatten_for_calibration` takes it.
+        scale: one per ``qparam_shape``; a global scale divided out.
+        zero_point: of the same shape; None if symmetric.
+        args: number format and strategy.
+        base_name: weight, input or output.
+        by_token: the ratio of signal to noise is taken of each token; off: of the whole tensor.
+    """
+    flat = value.detach().reshape(-1, value.shape[-1]) if scale.numel() == 1 else None
+    if flat is None:
+        grouped = flatten_for_calibration(value.detach(), base_name, args)
+        shape = grouped.shape[:-1]
+        flat, expanded = grouped.reshape(-1, grouped.shape[-1]), (1, *shape[1:])
+        scale = scale.reshape(expanded).expand(shape).reshape(-1, 1)
+        zero_point = None if zero_point is None else zero_point.reshape(expanded).expand(shape).reshape(-1, 1)
+    parts = []
+    height = max(1, _TILE // max(1, flat.shape[1]))
+    for start in range(0, len(flat), height):
+        rows = slice(start, start + height)
+        of = scale.reshape(1, 1) if len(scale) != len(flat) else scale[rows]
+        shift = None if zero_point is None else zero_point.reshape(of.shape if len(of) == 1 else (-1, 1))
+        shift = shift if shift is None or len(shift) == len(of) else shift[rows]
+        parts.append(_tile(flat[rows].float(), of.float(), shift, args, by_token))
+    return _joined(parts, flat, by_token)
+
+
+def counted_error(
+    values: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+) -> ErrorSums:  # fmt: skip
+    """The error of values that were counted, ``(B,)`` each, rounded to the grid of one scale."""
+    shift = None if zero_point is None else zero_point.reshape(1, 1)
+    error, clipped, codes = _rounded(values.float()[None], scale.float().reshape(1, 1), shift, args)
+    x, e, weights = values.double(), error[0].double(), counts.double()
+    outside = torch.zeros_like(x) if clipped is None else clipped[0].double()
+    products = torch.stack([torch.ones_like(x), x * x, e * e, x * e, outside]) @ weights
+    zero = products.new_zeros(1)
+    sums = torch.cat([products[:4], zero, zero, products[4:]])
+    used = torch.zeros(CODES, dtype=torch.int64, device=values.device)
+    if codes is not None:
+        used.index_add_(0, codes[0], counts)
+    low, high = (float(v) for v in torch.aminmax(values)) if len(values) else (0.0, 0.0)
+    return _with_one_row(ErrorSums(sums, low, high, used))
+
+
+def difference_error(quantized: torch.Tensor, original: torch.Tensor) -> ErrorSums:
+    """The error of a layer's output ``(..., C)``, token by token."""
+    x, q = (t.detach().reshape(-1, t.shape[-1]).float() for t in (original, quantized))
+    sums = _row_sums(x, q - x, None, by_token=True)
+    low, high = torch.aminmax(x)
+    return ErrorSums(sums, float(low), float(high), torch.zeros(CODES, dtype=torch.int64, device=x.device))
+
+
+def only_range(value: torch.Tensor) -> ErrorSums:
+    """The range of a tensor whose grid is not known beforehand."""
+    low, high = torch.aminmax(value.detach())
+    none = torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(CODES, dtype=torch.int64)
+    return ErrorSums(none[0], float(low), float(high), none[1])
+
+
+def _rounded(
+    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, args: QuantizationArgs
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Error, whether clipped (None: nothing is), and code of each value; no codes above 8 bits."""
+    grid = NumberGrid.of(args)
+    steps = x / scale
+    if zero_point is not None:
+        steps += zero_point
+    slack = 0.5 * grid.last_step * (1 + 1e-3)  # rounding alone would not move a value that far
+    smallest, largest = torch.aminmax(steps)
+    clipped = None
+    if smallest < grid.low - slack or largest > grid.high + slack:
+        clipped = (steps < grid.low - slack) | (steps > grid.high + slack)
+    levels = grid.round(steps)
+    codes = None
+    if args.num_bits <= 8:
+        whole = args.type == QuantizationType.INT
+        codes = (levels - grid.low).int() if whole else levels.to(torch.float8_e4m3fn).view(torch.uint8).int()
+    return levels.sub_(steps).mul_(scale), clipped, codes
+
+
+def _tile(
+    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, args: QuantizationArgs, by_token: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    error, clipped, codes = _rounded(x, scale, zero_point, args)
+    used = torch.zeros(CODES, dtype=torch.int64, device=x.device)
+    if codes is not None:
+        used += torch.bincount(codes.flatten(), minlength=CODES)
+    return _row_sums(x, error, clipped, by_token), used
+
+
+def _row_sums(x: torch.Tensor, error: torch.Tensor, clipped: torch.Tensor | None, by_token: bool) -> torch.Tensor:
+    pairs = ((x, x), (error, error), (x, error))
+    if by_token:
+        signal, noise, cross = ((a * b).sum(1).double() for a, b in pairs)
+    else:
+        signal, noise, cross = (torch.dot(a.reshape(-1), b.reshape(-1)).double() for a, b in pairs)
+    none = signal.new_zeros(())
+    return torch.stack(
+        [
+            none + x.numel(),
+            signal.sum(),
+            noise.sum(),
+            cross.sum(),
+            none + (len(x) if by_token else 0),
+            _decibels(signal, noise).sum() if by_token else none,
+            none if clipped is None else clipped.sum().double(),
+        ]
+    )
+
+
+def _decibels(signal: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    # Both in float32's smallest step, as torchmetrics' SignalNoiseRatio: no noise at all is a finite number.
+    eps = torch.finfo(torch.float32).eps
+    return 10 * torch.log10((signal + eps) / (noise + eps))
+
+
+def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]], flat: torch.Tensor, by_token: bool) -> ErrorSums:
+    sums = torch.stack([part[0] for part in parts]).sum(0)
+    codes = torch.stack([part[1] for part in parts]).sum(0)
+    low, high = (float(v) for v in torch.aminmax(flat))
+    whole = ErrorSums(sums, low, high, codes)
+    return whole if by_token else _with_one_row(whole)
+
+
+def _with_one_row(whole: ErrorSums) -> ErrorSums:
+    sums = whole.sums.clone()
+    sums[4], sums[5] = 1, _decibels(sums[1], sums[2])
+    return whole._replace(sums=sums)

@@ -1,0 +1,180 @@
+"""One page that says what was done, how well, and which layer loses what: a single file, no network.
+
+The page holds its data as JSON and draws the table from it when it is opened, a screenful of rows at a time: 5,000
+layers are as quick as 50. Pictures of the whole run are matplotlib's; the histogram of a layer is drawn when it is
+opened, from 64 numbers. The same data are written beside it, as ``report.json`` and ``layers.csv``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.errors import refuse
+from lightning_obs.numerics.histogram import Support, linear_bins
+from lightning_obs.report.layer_errors import LayerError
+from lightning_obs.report.pictures import as_svg, comparison_figure, drift_figure, frontier_figure
+from lightning_obs.report.scale_drift import ScaleDrift
+from lightning_obs.report.summary import POOR_SQNR, expert_line, human_size, poor_layers
+from lightning_obs.report.table import layer_row, write_csv
+
+BINS = 64
+_TEMPLATES = Path(__file__).parent / "templates"
+_POINT = ("name", "bits_per_weight", "loss")
+
+
+@dataclass
+class Report:
+    """What a page shows. Whatever is left out is not on it.
+
+    Attributes:
+        title: of the page.
+        result: of the calibration.
+        errors: of the layers, worst first.
+        metrics: before and after, ``{"perplexity": (14.80, 15.19)}``; lower is better.
+        sizes: bytes before and after.
+        counts: how often each input value was seen, by module name.
+        drift: how scales have moved.
+        sensitivity: of each module by itself, in any unit; the name of the unit is ``sensitivity_unit``.
+        choices: the scheme that was chosen for each module.
+        frontier: points ``{"name", "bits_per_weight", "bytes", "loss"}``.
+        runs: other runs beside this one, as :func:`~lightning_obs.report.summary.comparison_table` takes them.
+        lines: further lines of the summary.
+        extra: further keys of ``report.json``.
+    """
+
+    title: str
+    result: CalibrationResult | None = None
+    errors: Sequence[LayerError] = ()
+    metrics: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    sizes: tuple[int, int] | None = None
+    counts: Mapping[str, Support] = field(default_factory=dict)
+    drift: ScaleDrift | None = None
+    sensitivity: Mapping[str, float] = field(default_factory=dict)
+    sensitivity_unit: str = ""
+    choices: Mapping[str, str] = field(default_factory=dict)
+    frontier: Sequence[Mapping[str, Any]] = ()
+    runs: Sequence[Mapping[str, Any]] = ()
+    lines: Sequence[str] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write_report(folder: str | os.PathLike[str], report: Report) -> Path:
+    """Write ``report.html``, ``report.json`` and ``layers.csv``, each whole or not at all.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        CalibrationError: a point of the frontier without name, bits per weight or loss.
+    """
+    refuse(
+        [f"point {i}" for i, point in enumerate(report.frontier) if not all(key in point for key in _POINT)],
+        "a point of the frontier lacks something",
+        expected=", ".join(_POINT),
+    )
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    data = report_data(report)
+    written = {"report.html": page(report, data), "report.json": json.dumps(data, indent=1) + "\n"}
+    for name, text in written.items():
+        partial = folder / f".{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, folder / name)
+    if data["layers"]:
+        partial = folder / ".layers.csv.partial"
+        write_csv(partial, [{k: v for k, v in row.items() if k != "histogram"} for row in data["layers"]])
+        os.replace(partial, folder / "layers.csv")
+    return folder / "report.html"
+
+
+def report_data(report: Report) -> dict[str, Any]:
+    """All that the page shows as numbers, strings, lists and dicts."""
+    return {
+        **report.extra,
+        "title": report.title,
+        "summary": [{"label": label, "value": value} for label, value in _facts(report)],
+        "lines": list(report.lines),
+        "metrics": {name: list(pair) for name, pair in report.metrics.items()},
+        "sensitivity_unit": report.sensitivity_unit,
+        "layers": list(_layers(report)),
+        "frontier": [dict(point) for point in report.frontier],
+        "runs": [dict(run) for run in report.runs],
+        "drift": None if report.drift is None else {"steps": report.drift.steps, "drifts": report.drift.drifts},
+    }
+
+
+def page(report: Report, data: Mapping[str, Any]) -> str:
+    """The page as text."""
+    environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    environment.filters["human_size"] = human_size
+    pictures = [(title, as_svg(figure, title)) for title, figure in _figures(report)]
+    poor = poor_layers(report.errors, fused=None if report.result is None else report.result.fused or None)
+    # The page needs no more digits than it shows.
+    layers = [{key: _short(value) for key, value in row.items()} for row in data["layers"]]
+    shown = {"layers": layers, "unit": data["sensitivity_unit"], "poor": POOR_SQNR}
+    return environment.get_template("report.html.j2").render(
+        data=data, pictures=pictures, shown=shown, poor=poor, poor_sqnr=POOR_SQNR
+    )
+
+
+def _facts(report: Report) -> Iterable[tuple[str, str]]:
+    result = report.result
+    if result is not None:
+        yield "scheme", result.scheme
+        yield "modules", f"{len(result.modules):,}"
+        yield "batches", f"{result.batches:,}" + (f" x {result.ranks} ranks" if result.ranks > 1 else "")
+        yield "calibration", f"{result.seconds:.1f} s"
+    for name, (before, after) in report.metrics.items():
+        if before is not None and after is not None:
+            change = f" ({100 * (after / before - 1):+.1f}\N{NO-BREAK SPACE}%)" if before else ""
+            yield name, f"{before:.4g} \N{RIGHTWARDS ARROW} {after:.4g}{change}"
+    if report.sizes is not None:
+        yield "size", f"{human_size(report.sizes[0])} \N{RIGHTWARDS ARROW} {human_size(report.sizes[1])}"
+    if result is not None and any(sum(counts) for counts in result.expert_tokens.values()):
+        yield "experts", expert_line(result)
+
+
+def _layers(report: Report) -> Iterable[dict[str, Any]]:
+    chosen = {} if report.result is None else report.result.chosen_input_ranges
+    named = {error.name: layer_row(error) for error in report.errors}
+    others = [name for name in (*report.sensitivity, *report.choices) if name not in named]
+    for name in dict.fromkeys([*named, *others]):
+        row = named.get(name, {"name": name})
+        if name in report.sensitivity:
+            row["sensitivity"] = report.sensitivity[name]
+        if name in report.choices:
+            row["choice"] = report.choices[name]
+        if name in chosen:
+            row["chosen_low"], row["chosen_high"] = chosen[name]
+        if name in report.counts and len(report.counts[name].values):
+            low, high, numbers = linear_bins(report.counts[name], BINS)
+            row["histogram"] = {"low": low, "high": high, "counts": numbers}
+        yield row
+
+
+def _figures(report: Report) -> Iterable[tuple[str, Any]]:
+    if report.frontier:
+        yield "Loss against size", frontier_figure(report.frontier)
+    if report.drift is not None and len(report.drift.steps) > 1:
+        yield "Drift of the scales", drift_figure(report.drift.steps, report.drift.drifts)
+    runs = [
+        {"run": run["run"], "size": run["size"], "quality": run["perplexity"][1]}
+        for run in report.runs
+        if run.get("size") and run.get("perplexity")
+    ]
+    if runs:
+        yield "Runs: quality against size", comparison_figure(runs)
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    return {key: _short(part) for key, part in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,126 @@
+"""Pictures of a report, by matplotlib: as figures, and as SVG that takes the page's colours.
+
+Figures are made without pyplot, which keeps every figure of a process and asks for a display.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+#: what the colours of a figure become in the page, which has a light and a dark form of each
+_COLOURS = {"#010101": "var(--text)", "#020202": "var(--muted)", "#030303": "var(--accent)", "#040404": "var(--warn)"}
+TEXT, MUTED, ACCENT, WARN = _COLOURS
+
+
+def layers_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """SQNR [dB] of weights, inputs and outputs over all layers, in the order of the model."""
+    fig = Figure(figsize=(9, 3.2), layout="constrained")
+    ax = fig.subplots()
+    for key, marker in (("weight_sqnr", "."), ("input_sqnr", "x"), ("output_sqnr", "+")):
+        at = [(i, row[key]) for i, row in enumerate(rows) if row.get(key) is not None]
+        if at:
+            ax.plot(*zip(*at, strict=True), marker, label=key.removesuffix("_sqnr"), markersize=5)
+    ax.set(xlabel="layer, worst first", ylabel="SQNR [dB]")
+    if ax.lines:
+        ax.legend()
+    ax.grid(alpha=0.3)
+    return fig
+
+
+def frontier_figure(points: Sequence[Mapping[str, Any]]) -> Figure:
+    """Loss against bits per weight, each point with its name; those that no other beats are joined."""
+    fig, ax = _axes(6.4, 3.4)
+    ordered = sorted(points, key=lambda point: (point["bits_per_weight"], point["loss"]))
+    best, front = float("inf"), []
+    for point in ordered:
+        if point["loss"] < best:
+            best = point["loss"]
+            front.append(point)
+    ax.plot([p["bits_per_weight"] for p in front], [p["loss"] for p in front], color=ACCENT, linewidth=1.2, zorder=1)
+    for point in ordered:
+        colour = ACCENT if point in front else MUTED
+        ax.plot(point["bits_per_weight"], point["loss"], "o", color=colour, markersize=5)
+        ax.annotate(
+            point["name"],
+            (point["bits_per_weight"], point["loss"]),
+            xytext=(5, 4),
+            textcoords="offset points",
+            fontsize=8,
+            color=TEXT,
+        )
+    ax.set(xlabel="bits per weight", ylabel="loss")
+    ax.margins(x=0.14, y=0.12)
+    return fig
+
+
+def drift_figure(steps: Sequence[int], drifts: Mapping[str, Sequence[float]], shown: int = 6) -> Figure:
+    """Scales over the steps of a run: the few that moved most in colour, all others grey."""
+    fig, ax = _axes(6.4, 3.4)
+    whole = {name: history for name, history in drifts.items() if len(history) == len(steps)}
+    order = sorted(whole, key=lambda name: -whole[name][-1])
+    for name in order[shown:]:
+        ax.plot(steps, whole[name], color=MUTED, linewidth=0.5, alpha=0.35)
+    for name in order[:shown]:
+        ax.plot(steps, whole[name], ".-", linewidth=1.3, label=name)
+    if order:
+        ax.legend(fontsize=7, labelcolor=TEXT, frameon=False)
+    ax.set(xlabel="step", ylabel="|log2(scale / first)|")
+    return fig
+
+
+def comparison_figure(runs: Sequence[Mapping[str, Any]]) -> Figure:
+    """Quality against size, a point for each run: ``size`` [MiB] and ``quality``, lower is better."""
+    fig, ax = _axes(6.4, 3.4)
+    for run in runs:
+        ax.plot(run["size"] / 2**20, run["quality"], "o", color=ACCENT, markersize=5)
+        ax.annotate(
+            run["run"],
+            (run["size"] / 2**20, run["quality"]),
+            xytext=(5, 4),
+            textcoords="offset points",
+            fontsize=8,
+            color=TEXT,
+        )
+    ax.set(xlabel="size [MiB]", ylabel="perplexity")
+    ax.margins(x=0.2, y=0.15)
+    return fig
+
+
+def as_svg(figure: Figure, label: str) -> str:
+    """The figure as an ``<svg>`` for a page: text stays text, colours are the page's, as wide as there is room.
+
+    Args:
+        figure: of this file.
+        label: what it shows, for who cannot see it.
+    """
+    out = StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    for colour, name in _COLOURS.items():
+        svg = svg.replace(colour, name)
+    svg = re.sub(r'<svg ([^>]*?)width="[^"]*"', r"<svg \1", svg, count=1)
+    svg = re.sub(r'<svg ([^>]*?)height="[^"]*"', r"<svg \1", svg, count=1)
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+
+
+def _axes(width: float, height: float) -> tuple[Figure, Any]:
+    fig = Figure(figsize=(width, height), layout="constrained")
+    ax = fig.subplots()
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        ax.spines[side].set_color(MUTED)
+    ax.tick_params(colors=TEXT, labelsize=8)
+    ax.xaxis.label.set_color(TEXT)
+    ax.yaxis.label.set_color(TEXT)
+    ax.grid(color=MUTED, alpha=0.25, linewidth=0.6)
+    return fig, ax
