@@ -135,9 +135,22 @@ def choose_schemes(
     return _plan(measured, chosen)
 
 
-def uniform_plan(measured: Sensitivity, scheme: str) -> MixedPlan:
-    """One scheme for all modules."""
-    return _plan(measured, [scheme] * len(measured.groups))
+def plan_of(measured: Sensitivity, schemes: str | Mapping[str, str]) -> MixedPlan:
+    """The plan that gives every module this scheme, or each module the one named for it.
+
+    Raises:
+        CalibrationError: no candidate of that name; no scheme, or two, for the modules of a group.
+    """
+    names, chosen = _scheme_names(measured), []
+    for group in measured.groups:
+        asked = {schemes if isinstance(schemes, str) else schemes.get(name) for name in group.names}
+        scheme = asked.pop()
+        if scheme is None or asked or scheme not in names:
+            got = f"{scheme!r}" + (f" and {asked.pop()!r}" if asked else "")
+            expected = f"one of {', '.join(names)} for all of them"
+            raise CalibrationError("no scheme for modules", where=group.names, got=got, expected=expected)
+        chosen.append(scheme)
+    return _plan(measured, chosen)
 
 
 def frontier(measured: Sensitivity, points: int = 16, *, at_most: Mapping[str, float] | None = None) -> list[MixedPlan]:

@@ -27,7 +27,7 @@ from lightning_obs.report.mixed_precision import (
     frontier,
     frontier_rows,
     frontier_table,
-    uniform_plan,
+    plan_of,
 )
 from lightning_obs.report.sensitivity import Group, Sensitivity
 
@@ -121,8 +121,18 @@ def test_the_frontier_loses_less_the_more_it_may_take():
 def test_no_uniform_scheme_of_the_same_size_loses_less():
     measured = table(30)
     for name in "abc":
-        same = uniform_plan(measured, name)
+        same = plan_of(measured, name)
         assert choose_schemes(measured, same.bits + 1e-9).loss <= same.loss * (1 + 1e-4)
+
+
+def test_a_plan_can_be_given_and_is_checked():
+    measured = table(3)
+    schemes = {"layer0": "a", "layer1": "b", "layer2": "a"}
+    assert plan_of(measured, schemes).schemes == schemes
+    with pytest.raises(CalibrationError, match=r"no scheme for modules: layer2\. Got None, expected one of a, b, c"):
+        plan_of(measured, {"layer0": "a", "layer1": "b"})
+    with pytest.raises(CalibrationError, match=r"no scheme for modules: layer0\. Got 'd'"):
+        plan_of(measured, "d")
 
 
 def test_a_plan_for_210_layers_and_4_schemes_takes_less_than_two_seconds():
@@ -205,7 +215,7 @@ def test_a_candidate_with_several_groups_of_its_own_stays_so():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 8))
     two = {"a": {**INT4, "targets": ["0"]}, "b": {**INT8, "targets": ["1"]}}
     measured = sensitivity(model, None, {"two": two, "int8": {"all": {**INT8, "targets": ["Linear"]}}})
-    config = uniform_plan(measured, "two").config
+    config = plan_of(measured, "two").config
     assert {name: group.targets for name, group in config.config_groups.items()} == {"two_0": ["0"], "two_1": ["1"]}
     assert config.ignore == ["2"]
 
