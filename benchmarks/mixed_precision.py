@@ -41,9 +41,9 @@ from lightning_obs.report.summary import poor_layers
 IGNORE = ["lm_head"]
 
 
-def weights(bits: int, observer: str | None = None, group: int | None = None) -> dict[str, Any]:
+def weights(bits: int, observer: str | None = None, group: int | None = None, **kwargs: Any) -> dict[str, Any]:
     layout = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
-    return {"weights": {"num_bits": bits, "observer": observer, **layout}}
+    return {"weights": {"num_bits": bits, "observer": observer, "observer_kwargs": kwargs, **layout}}
 
 
 def static_int8(observer: str) -> dict[str, Any]:
@@ -133,10 +133,13 @@ def int8(bench: Bench) -> None:
 
 
 def int4(bench: Bench, budgets: list[float]) -> None:
-    """W4A16 in groups of 64 with 8-bit weights as the alternative, chosen by divergence and by weight error."""
+    """W4A16 in groups of 64 with 8-bit weights as the alternative, chosen by divergence and by weight error.
+
+    ``imatrix4`` weighs squared errors (norm 2) by the inputs.
+    """
     candidates = {
         "minmax4": weights(4, group=64),
-        "imatrix4": weights(4, "imatrix_mse", group=64),
+        "imatrix4": weights(4, "imatrix_mse", group=64, norm=2.0),
         "int8": weights(8),
     }
     found = bench.sensitivity(candidates)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_obs.model.quantized_forward import quantized
     from lightning_obs.observers import Observer
     from lightning_obs.report.mixed_precision import mixed_precision
+    from lightning_obs.report.observer_choice import choose_observers
     from lightning_obs.report.sensitivity import sensitivity
     from lightning_obs.schemes.options import CalibrationOptions
 
@@ -37,6 +38,7 @@ _HOME = {
     "CalibrationSession": "lightning_obs.calibration.session",
     "Observer": "lightning_obs.observers",
     "QuantizationAwareTraining": "lightning_obs.callbacks.quantization_aware_training",
+    "choose_observers": "lightning_obs.report.observer_choice",
     "export_checkpoint": "lightning_obs.checkpoint.export",
     "linearize_experts": "lightning_obs.model.experts",
     "load_checkpoint": "lightning_obs.checkpoint.load",
@@ -54,6 +56,7 @@ __all__ = [
     "CalibrationWarning",
     "Observer",
     "QuantizationAwareTraining",
+    "choose_observers",
     "export_checkpoint",
     "linearize_experts",
     "load_checkpoint",

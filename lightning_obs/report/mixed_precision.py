@@ -238,11 +238,22 @@ def _plan(measured: Sensitivity, chosen: Sequence[str]) -> MixedPlan:
 
 
 def _config(measured: Sensitivity, schemes: Mapping[str, str]) -> QuantizationConfig | None:
-    """One group for each thing that is done to modules, targeting them by name."""
+    of_modules = {module: (name, measured.schemes.get(name, {}).get(module)) for module, name in schemes.items()}
+    return config_of(of_modules, measured.ignore)
+
+
+def config_of(
+    modules: Mapping[str, tuple[str, QuantizationScheme | None]], ignore: Sequence[str]
+) -> QuantizationConfig | None:
+    """One group for each thing that is done to modules, targeting them by name; None if nothing is done to any.
+
+    Args:
+        modules: for each module a name for its group, and its scheme; None leaves it in full precision.
+        ignore: what the config ignores besides.
+    """
     members: dict[tuple[str, str], list[str]] = {}
     kinds: dict[tuple[str, str], QuantizationScheme] = {}
-    for module, name in schemes.items():
-        scheme = measured.schemes.get(name, {}).get(module)
+    for module, (name, scheme) in modules.items():
         if scheme is not None:
             kind = name, scheme_identity(scheme)
             members.setdefault(kind, []).append(module)
@@ -251,12 +262,11 @@ def _config(measured: Sensitivity, schemes: Mapping[str, str]) -> QuantizationCo
         return None
     used = [name for name, _ in members]
     groups: dict[str, QuantizationScheme] = {}
-    for kind, modules in members.items():
+    for kind, names in members.items():
         own = kind[0] if used.count(kind[0]) == 1 else f"{kind[0]}_{len(groups)}"
-        groups[own] = kinds[kind].model_copy(deep=True, update={"targets": modules})
-    quantized = {module for modules in members.values() for module in modules}
-    left = [module for module in schemes if module not in quantized]
-    return QuantizationConfig(config_groups=dict(groups), ignore=[*measured.ignore, *left])
+        groups[own] = kinds[kind].model_copy(deep=True, update={"targets": names})
+    left = [module for module, (_, scheme) in modules.items() if scheme is None]
+    return QuantizationConfig(config_groups=dict(groups), ignore=[*ignore, *left])
 
 
 # ---------------------------------------------------------------------- what a person reads
