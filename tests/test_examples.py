@@ -21,6 +21,7 @@ EXPECTED = {
     "04_own_observer": "two_sigma {'0': '[",
     "05_ddp": "14 modules on 2 ranks in 5 collectives",
     "06_fsdp2": "14 modules on 2 ranks",
+    "10_bit_budget": "largest difference of logits after loading: 0.0",
 }
 
 
@@ -28,7 +29,7 @@ def test_every_example_is_tested():
     assert {path.stem for path in EXAMPLES} == set(EXPECTED)
 
 
-SMALL = {"--epochs": "8", "--steps": "3", "--tokens": "32"}
+SMALL = {"--epochs": "8", "--steps": "3", "--tokens": "32", "--bits": "7"}
 NEW_PROCESS = {"01_weights_only", "05_ddp", "06_fsdp2"}
 SLOW = {"05_ddp", "06_fsdp2", "08_fine_tune_images"}
 
