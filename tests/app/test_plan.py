@@ -51,3 +51,13 @@ def test_a_budget_that_nothing_fits_is_an_error(composed):
 def test_several_devices_are_refused(composed):
     with pytest.raises(CalibrationError, match=r"task=plan runs on one device\. Got 2 devices"):
         run(composed(*SMALL, "trainer.devices=2", "trainer.strategy=ddp", "export=none", "evaluate=false"))
+
+
+def test_observers_are_chosen_calibrated_and_written_for_a_later_run(composed, command_line, tmp_path, capsys):
+    candidates = "task.candidates={input: [minmax, histogram]}"
+    first = run(composed("task=observers", "scheme=int8_static", candidates, "export=none"))
+    assert "chosen by tensor" in capsys.readouterr().out
+    folder = f"--config-dir={tmp_path / 'run' / 'configs'}"
+    again = command_line(folder, "scheme=plan", "export=none", "output_dir=again")
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "again" / "report.json").read_text())["perplexity"] == list(first["perplexity"])
