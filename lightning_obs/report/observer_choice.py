@@ -139,7 +139,7 @@ def _choose(
         if scheme is not None:
             label = ", ".join(f"{base_name} {_label(one)}" for base_name, one in of_module.items())
             modules[module] = label, _observed_by(_as_written(base, scheme), of_module)
-    config = config_of(modules, measured.ignore)
+    config = config_of(modules, list(base.ignore or []))
     assert config is not None
     return ObserverChoice(config, observers, losses, chosen)
 

@@ -75,7 +75,7 @@ class Sensitivity:
         groups: modules that choose together, in the model's order.
         layers: by scheme, the loss of each module alone.
         schemes: by name, what it does to each module.
-        ignore: modules that were left out.
+        ignore: what all candidates left out, as it was written.
         method: ``"divergence"``: losses are estimated KL divergences of the model's predictions, in nats per token;
             ``"weight error"``: relative squared errors of the weights, which no data was needed for and which say
             little about the model.
@@ -137,39 +137,24 @@ def sensitivity(
     measured = None if batches is None else list(batches)
     before = calibration_of(model)
     try:
-        sessions = {
-            name: CalibrationSession(model, CalibrationOptions.of(scheme, **options))
-            for name, scheme in candidates.items()
-            if scheme is not None
-        }
-        refuse(
-            [t.name for s in sessions.values() for t in s.plan.targets if t.states],
-            "attention states have no weights to choose a scheme for",
-            remedy="leave them out here, and give kv_cache to the calibration.",
-        )
+        sessions = _sessions(model, candidates, options)
         twins = _calibrated_twins(model, sessions, measured if calibration is None else list(calibration))
     finally:
         put_back(before)
     groups = _groups(model, sessions)
-    of_weights = measured is None
     meter = _Meter(twins, groups)
     tokens = 0 if measured is None else meter.measure(model, measured, seed)
-    losses = meter.weight_errors() if of_weights else meter.losses(tokens)
-    names = list(candidates)
+    losses = meter.weight_errors() if measured is None else meter.losses(tokens)
+    names, ignore = list(candidates), options.get("ignore", ())
     return Sensitivity(
-        [
-            Group(
-                group,
-                sum(_weight(model.get_submodule(name)).numel() for name in group),
-                {scheme: losses.get((scheme, group), 0.0) for scheme in names},
-                {scheme: sum(_bytes(model, twins, scheme, name) for name in group) for scheme in names},
-            )
-            for group in groups
-        ],
+        [_group(model, group, names, losses, twins) for group in groups],
         {scheme: {n: losses.get((scheme, (n,)), 0.0) for group in groups for n in group} for scheme in names},
-        {name: {t.name: t.scheme for t in session.plan.targets} for name, session in sessions.items()},
-        list(CalibrationOptions.of(next(iter(sessions.values())).options).config.ignore or []),
-        "weight error" if of_weights else "divergence",
+        {
+            name: {t.name: t.scheme for t in session.plan.targets if (name, t.name) in twins}
+            for name, session in sessions.items()
+        },
+        [ignore] if isinstance(ignore, str) else list(ignore),
+        "weight error" if measured is None else "divergence",
         tokens,
     )
 
@@ -189,6 +174,23 @@ def _named(schemes: Schemes) -> dict[str, SchemeLike | None]:
 
 
 # ---------------------------------------------------------------------- candidates
+
+
+def _sessions(
+    model: nn.Module, candidates: Mapping[str, SchemeLike | None], options: Mapping[str, Any]
+) -> dict[str, CalibrationSession]:
+    sessions = {
+        name: CalibrationSession(model, CalibrationOptions.of(scheme, **options))
+        for name, scheme in candidates.items()
+        if scheme is not None
+    }
+    refuse(
+        [t.name for s in sessions.values() for t in s.plan.targets if t.states],
+        "attention states have no weights to choose a scheme for",
+        remedy="leave them out here, and give kv_cache to the calibration.",
+    )
+    return sessions
+
 
 #: (scheme, module name) -> a copy of the module that shares its parameters and has the scheme's qparams
 _Twins: TypeAlias = dict[tuple[str, str], nn.Module]
@@ -231,6 +233,21 @@ def _groups(model: nn.Module, sessions: Mapping[str, CalibrationSession]) -> lis
             together.update(dict.fromkeys(union, union))
     order = [name for name, _ in model.named_modules() if name in together]
     return list(dict.fromkeys(tuple(name for name in order if name in together[first]) for first in order))
+
+
+def _group(
+    model: nn.Module,
+    group: tuple[str, ...],
+    schemes: Sequence[str],
+    losses: Mapping[tuple[str, tuple[str, ...]], float],
+    twins: _Twins,
+) -> Group:
+    return Group(
+        group,
+        sum(_weight(model.get_submodule(name)).numel() for name in group),
+        {scheme: losses.get((scheme, group), 0.0) for scheme in schemes},
+        {scheme: sum(_bytes(model, twins, scheme, name) for name in group) for scheme in schemes},
+    )
 
 
 def _bytes(model: nn.Module, twins: _Twins, scheme: str, name: str) -> int:

@@ -220,6 +220,16 @@ def test_a_candidate_with_several_groups_of_its_own_stays_so():
     assert config.ignore == ["2"]
 
 
+def test_what_one_candidate_ignores_another_may_quantize():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8))
+    some = {"config_groups": {"g": {**INT4, "targets": ["Linear"]}}, "ignore": ["0"]}
+    measured = sensitivity(model, None, {"some": some, "int8": {"all": {**INT8, "targets": ["Linear"]}}})
+    config = plan_of(measured, {"0": "int8", "1": "some"}).config
+    with CalibrationSession(model, config) as session:
+        pass
+    assert sorted(session.result.modules) == ["0", "1"]
+
+
 def test_nothing_to_quantize_is_an_error():
     model = nn.Sequential(nn.Linear(32, 8))
     with pytest.raises(CalibrationError, match="every module is best left in full precision"):
