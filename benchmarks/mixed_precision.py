@@ -32,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 from lightning_obs import CalibrationSession, quantized, sensitivity
 from lightning_obs.app.causal_lm import load_causal_lm
 from lightning_obs.app.text_data import TextData
+from lightning_obs.model.qparams import calibration_of, put_back
 from lightning_obs.model.quantized_forward import quantize_forward
 from lightning_obs.report.layer_errors import measure_layer_errors
 from lightning_obs.report.mixed_precision import MixedPlan, choose_schemes, frontier, plan_of
@@ -66,10 +67,14 @@ class Bench:
 
     @contextmanager
     def calibrated(self, scheme: Any, **options: Any) -> Iterator[nn.Module]:
-        with CalibrationSession(self.model, scheme, **options) as session, torch.no_grad():
-            for batch in self.calibration if session.needs_data else ():
-                self.model(**batch)
-        yield self.model
+        before = calibration_of(self.model)  # a module that this plan leaves out would keep an earlier plan's scales
+        try:
+            with CalibrationSession(self.model, scheme, **options) as session, torch.no_grad():
+                for batch in self.calibration if session.needs_data else ():
+                    self.model(**batch)
+            yield self.model
+        finally:
+            put_back(before)
 
     @torch.inference_mode()
     def perplexity(self, plan: MixedPlan | None) -> float:
