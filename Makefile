@@ -55,6 +55,7 @@ benchmarks: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/perplexity.py
 	$(BIN)/python benchmarks/calibration_cost.py
 	$(BIN)/python benchmarks/schemes.py
+	$(BIN)/python benchmarks/mixed_precision.py
 	$(BIN)/python benchmarks/experts.py
 	$(BIN)/python benchmarks/sync.py
 	$(BIN)/python benchmarks/ranks.py

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from lightning_obs.model.experts import linearize_experts
     from lightning_obs.model.quantized_forward import quantized
     from lightning_obs.observers import Observer
+    from lightning_obs.report.mixed_precision import mixed_precision
+    from lightning_obs.report.observer_choice import choose_observers
+    from lightning_obs.report.sensitivity import sensitivity
     from lightning_obs.schemes.options import CalibrationOptions
 
 __version__ = "0.1.0"
@@ -35,10 +38,13 @@ _HOME = {
     "CalibrationSession": "lightning_obs.calibration.session",
     "Observer": "lightning_obs.observers",
     "QuantizationAwareTraining": "lightning_obs.callbacks.quantization_aware_training",
+    "choose_observers": "lightning_obs.report.observer_choice",
     "export_checkpoint": "lightning_obs.checkpoint.export",
     "linearize_experts": "lightning_obs.model.experts",
     "load_checkpoint": "lightning_obs.checkpoint.load",
+    "mixed_precision": "lightning_obs.report.mixed_precision",
     "quantized": "lightning_obs.model.quantized_forward",
+    "sensitivity": "lightning_obs.report.sensitivity",
 }
 
 __all__ = [
@@ -50,10 +56,13 @@ __all__ = [
     "CalibrationWarning",
     "Observer",
     "QuantizationAwareTraining",
+    "choose_observers",
     "export_checkpoint",
     "linearize_experts",
     "load_checkpoint",
+    "mixed_precision",
     "quantized",
+    "sensitivity",
 ]
 
 

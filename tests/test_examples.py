@@ -21,7 +21,8 @@ EXPECTED = {
     "04_own_observer": "two_sigma {'0': '[",
     "05_ddp": "14 modules on 2 ranks in 5 collectives",
     "06_fsdp2": "14 modules on 2 ranks",
-    "10_lm_eval": "accuracy: full precision 0.",
+    "10_bit_budget": "largest difference of logits after loading: 0.0",
+    "11_lm_eval": "accuracy: full precision 0.",
 }
 
 
@@ -29,9 +30,9 @@ def test_every_example_is_tested():
     assert {path.stem for path in EXAMPLES} == set(EXPECTED)
 
 
-SMALL = {"--epochs": "8", "--steps": "3", "--tokens": "32"}
-NEW_PROCESS = {"01_weights_only", "05_ddp", "06_fsdp2", "10_lm_eval"}
-SLOW = {"05_ddp", "06_fsdp2", "08_fine_tune_images", "10_lm_eval"}
+SMALL = {"--epochs": "8", "--steps": "3", "--tokens": "32", "--bits": "7"}
+NEW_PROCESS = {"01_weights_only", "05_ddp", "06_fsdp2", "11_lm_eval"}
+SLOW = {"05_ddp", "06_fsdp2", "08_fine_tune_images", "11_lm_eval"}
 
 
 def run(path, folder, *arguments):

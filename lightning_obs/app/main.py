@@ -1,5 +1,6 @@
-"""One run: load, measure, calibrate, fine-tune if asked to, measure again, export, load back in a new process, report.
+"""One run: load, measure, calibrate, measure again, export, load back in a new process, report.
 
+Where the task asks for it, a plan or observers are chosen before calibration, and fine-tuning follows it.
 On several ranks all of them run this; only rank 0 prints and writes.
 """
 
@@ -18,6 +19,7 @@ from lightning_obs.app.console import quiet_lightning
 from lightning_obs.app.finetune import fine_tune, perplexity_of_checkpoint
 from lightning_obs.app.job import Job, make_job, plain
 from lightning_obs.app.measure import compare_runs, evaluate_checkpoint
+from lightning_obs.app.plan import choose_plan, choose_tensor_observers
 from lightning_obs.app.write import write_checkpoint
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
@@ -39,6 +41,10 @@ def run(config: DictConfig) -> dict[str, Any]:
         return evaluate_checkpoint(config) if config.task.name == "evaluate" else compare_runs(config)
     job = make_job(config)
     full = evaluate(job, "perplexity in full precision", as_quantized=False)
+    if config.task.name == "plan":
+        job = choose_plan(job)
+    elif config.task.name == "observers":
+        job = choose_tensor_observers(job)
     outcome = Outcome(calibrate(job), full)
     if isinstance(job.callback, QuantizationAwareTraining):
         outcome.calibrated = evaluate(job, "perplexity calibrated")

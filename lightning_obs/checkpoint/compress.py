@@ -71,6 +71,17 @@ def compressed_state_dict(model: nn.Module, keep: bool = True) -> dict[str, torc
     return state if keep else {}
 
 
+@torch.no_grad()
+def compressed_bytes(module: nn.Module) -> int:
+    """How many bytes the weight of a calibrated module and its quantization parameters take in a checkpoint."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    own = {"weight": weight.detach()}
+    if _is_compressible(module):
+        own = _compressed(module, own, sharded=False)
+    return sum(value.nbytes for value in own.values())
+
+
 def _is_compressible(module: nn.Module) -> bool:
     """Whether compressed-tensors compresses the module."""
     return get_scheme(module) is not None and compressible_type(module) is not None

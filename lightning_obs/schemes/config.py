@@ -82,6 +82,14 @@ def resolve_config(
         CalibrationError: an unknown preset, field, base name or observer; targets given twice; a scheme that
             compressed-tensors refuses (its own message is in the error).
     """
+    if isinstance(observers, str):
+        raise CalibrationError(
+            "observers",
+            got=repr(observers),
+            expected="a dict by base name, {'input': 'minmax'}",
+            remedy="choose_observers(model, batches, scheme) or `task=observers` choose them by measurement, for each "
+            "tensor.",
+        )
     targets = [targets] if isinstance(targets, str) else list(targets) if targets is not None else None
     ignore = [ignore] if isinstance(ignore, str) else list(ignore)
     try:

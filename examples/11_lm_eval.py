@@ -1,6 +1,6 @@
 """Accuracy before export: lm-evaluation-harness runs the quantized model, on a task from a local file.
 
-python examples/10_lm_eval.py --model <folder or hub name> --scheme W8A8
+python examples/11_lm_eval.py --model <folder or hub name> --scheme W8A8
 
 Any task of the harness does: ``tasks=["arc_easy"]`` fetches one from the hub. The harness sees an ordinary transformers
 model (its own HFLM); inside ``quantized`` every forward is fake-quantized, bit for bit as in the exported checkpoint.

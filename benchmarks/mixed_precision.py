@@ -1,0 +1,250 @@
+"""What measuring each layer is worth: sensitivities against the truth, and mixed plans against uniform schemes.
+
+    python benchmarks/mixed_precision.py                       # everything, about 25 minutes on two free cores
+    python benchmarks/mixed_precision.py --only agreement      # or int8, int4, cost
+
+On the default model. Sensitivities are measured on text that is calibrated on, all results on text that is not.
+
+``agreement``: Spearman's rank correlation, over every fifth Linear, of the estimate (one forward and one backward a
+batch) with the measured KL divergence of the logits, one layer quantized; and of the truth on one half of the text with
+the truth on the other. ``int8`` and ``int4``: perplexity of plans, with what was estimated. ``cost``: CPU time of the
+estimate in forwards of the same batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from scipy.stats import spearmanr
+from torch import nn
+from torch.nn import functional as F
+from torchmetrics.text import Perplexity
+from transformers.utils import logging as transformers_logging
+
+from lightning_obs import CalibrationSession, quantized, sensitivity
+from lightning_obs.app.causal_lm import load_causal_lm
+from lightning_obs.app.text_data import TextData
+from lightning_obs.model.qparams import calibration_of, put_back
+from lightning_obs.model.quantized_forward import quantize_forward
+from lightning_obs.report.layer_errors import measure_layer_errors
+from lightning_obs.report.mixed_precision import MixedPlan, choose_schemes, frontier, plan_of
+from lightning_obs.report.sensitivity import Sensitivity
+from lightning_obs.report.summary import poor_layers
+
+IGNORE = ["lm_head"]
+
+
+def weights(bits: int, observer: str | None = None, group: int | None = None, **kwargs: Any) -> dict[str, Any]:
+    layout = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    return {"weights": {"num_bits": bits, "observer": observer, "observer_kwargs": kwargs, **layout}}
+
+
+def static_int8(observer: str) -> dict[str, Any]:
+    return weights(8) | {"input_activations": {"num_bits": 8, "strategy": "tensor", "observer": observer}}
+
+
+class Bench:
+    """The model, its text, and one way to measure a plan."""
+
+    def __init__(self, batches: int, measured: int, eval_batches: int) -> None:
+        self.model, tokenizer = load_causal_lm(None, "float32")
+        data = TextData(tokenizer, batches=batches, eval_batches=eval_batches)
+        self.calibration = [{**batch, "use_cache": False} for batch in data.val_dataloader()]
+        self.held_out = [{**batch, "use_cache": False} for batch in data.test_dataloader()]
+        self.measured = measured
+
+    def sensitivity(self, schemes: dict[str, Any], data: bool = True) -> Sensitivity:
+        batches = self.calibration[: self.measured] if data else None
+        return sensitivity(self.model, batches, schemes, calibration=self.calibration, ignore=IGNORE)
+
+    @contextmanager
+    def calibrated(self, scheme: Any, **options: Any) -> Iterator[nn.Module]:
+        before = calibration_of(self.model)  # a module that this plan leaves out would keep an earlier plan's scales
+        try:
+            with CalibrationSession(self.model, scheme, **options) as session, torch.no_grad():
+                for batch in self.calibration if session.needs_data else ():
+                    self.model(**batch)
+            yield self.model
+        finally:
+            put_back(before)
+
+    @torch.inference_mode()
+    def perplexity(self, plan: MixedPlan | None) -> float:
+        metric = Perplexity()
+        if plan is None:
+            return self._perplexity(metric)
+        with self.calibrated(plan.config), quantized(self.model):
+            return self._perplexity(metric)
+
+    def _perplexity(self, metric: Perplexity) -> float:
+        for batch in self.held_out:
+            metric.update(self.model(**batch).logits[:, :-1].float(), batch["input_ids"][:, 1:])
+        return float(metric.compute())
+
+    def print_rows(self, rows: dict[str, MixedPlan]) -> None:
+        full = self.perplexity(None)
+        print("| plan | bits per weight | MB | modules | estimated KL | perplexity expected from it | perplexity |")
+        print("|---|---|---|---|---|---|---|")
+        print(f"| full precision | 32 | | | 0 | | {full:.2f} |", flush=True)
+        for name, plan in rows.items():
+            counts = ", ".join(f"{count} {scheme}" for scheme, count in plan.counts.items())
+            size = f"{plan.bits:.3f} | {plan.size / 1e6:.1f} | {counts}"
+            expected = f"{plan.loss:.4f} | {full * math.exp(plan.loss):.2f}"
+            print(f"| {name} | {size} | {expected} | {self.perplexity(plan):.2f} |", flush=True)
+
+
+def only(measured: Sensitivity, *names: str) -> Sensitivity:
+    """The same with fewer candidates."""
+    groups = [
+        replace(g, losses={n: g.losses[n] for n in names}, sizes={n: g.sizes[n] for n in names})
+        for g in measured.groups
+    ]
+    return replace(measured, groups=groups)
+
+
+def int8(bench: Bench) -> None:
+    """Static INT8, with dynamic INT8 for a tenth of the weights, or full precision for the bytes of 23 layers."""
+    observers = ("static_minmax", "histogram", "minmax")
+    found = bench.sensitivity({**{name: static_int8(name) for name in observers}, "dynamic": "W8A8", "none": None})
+    with bench.calibrated(static_int8("static_minmax"), ignore=IGNORE) as model:
+        poor = set(poor_layers(measure_layer_errors(model, bench.held_out[:1])))
+    static = plan_of(found, "static_minmax")
+    by_hand = plan_of(found, {name: "none" if name in poor else "static_minmax" for name in static.schemes})
+    limit = f"{by_hand.size} B"
+    bench.print_rows(
+        {
+            "static INT8": static,
+            f"static INT8, {len(poor)} layers below 15 dB in full precision": by_hand,
+            "static INT8 or full precision, no more bytes": choose_schemes(only(found, "static_minmax", "none"), limit),
+            "static INT8, three observers, or full precision, no more bytes": choose_schemes(
+                only(found, *observers, "none"), limit
+            ),
+            "static or dynamic INT8, 10 % of the weights": choose_schemes(
+                only(found, "static_minmax", "dynamic"), at_most={"dynamic": 0.1}
+            ),
+            "static INT8, three observers, or dynamic INT8, 10 % of the weights": choose_schemes(
+                only(found, *observers, "dynamic"), at_most={"dynamic": 0.1}
+            ),
+        }
+    )
+
+
+def int4(bench: Bench, budgets: list[float]) -> None:
+    """W4A16 in groups of 64 with 8-bit weights as the alternative, chosen by divergence and by weight error.
+
+    ``imatrix4`` weighs squared errors (norm 2) by the inputs.
+    """
+    candidates = {
+        "minmax4": weights(4, group=64),
+        "imatrix4": weights(4, "imatrix_mse", group=64, norm=2.0),
+        "int8": weights(8),
+    }
+    found = bench.sensitivity(candidates)
+    print("\n| bits per weight | MB | estimated KL | modules |\n|---|---|---|---|")
+    for plan in frontier(found, 15):
+        counts = ", ".join(f"{count} {scheme}" for scheme, count in plan.counts.items())
+        print(f"| {plan.bits:.3f} | {plan.size / 1e6:.1f} | {plan.loss:.4f} | {counts} |")
+    by_weight = bench.sensitivity({name: candidates[name] for name in ("minmax4", "int8")}, data=False)
+    rows = {"minmax4": plan_of(found, "minmax4"), "imatrix4": plan_of(found, "imatrix4")}
+    for budget in budgets:
+        rows[f"{budget:g} bits"] = choose_schemes(found, budget)
+        chosen = choose_schemes(by_weight, budget).schemes
+        rows[f"{budget:g} bits, layers chosen by weight error"] = plan_of(
+            found, {name: "int8" if scheme == "int8" else "imatrix4" for name, scheme in chosen.items()}
+        )
+    print(flush=True)
+    bench.print_rows(rows)
+
+
+def agreement(bench: Bench, tokens: int = 256, sequences: int = 4) -> None:
+    """Spearman of the estimate with the truth, and of the truth with itself."""
+    schemes = {"W4A16": weights(4, group=64), "INT8 static": static_int8("static_minmax")}
+    found = bench.sensitivity(schemes)
+    texts = [batch["input_ids"][:, :tokens] for batch in bench.held_out[:: max(1, len(bench.held_out) // sequences)]]
+    texts = texts[:sequences]
+    sample = list(found.layers["W4A16"])[::5]
+    print("\n| scheme | layers | truth on one half and the other | estimate and truth | median estimate / truth |")
+    print("|---|---|---|---|---|")
+    for name, scheme in schemes.items():
+        with bench.calibrated(scheme, ignore=IGNORE) as model:
+            truth = torch.tensor([divergences(model, layer, texts) for layer in sample], dtype=torch.float64)
+        estimate = torch.tensor([found.layers[name][layer] for layer in sample], dtype=torch.float64)
+        half = sequences // 2
+        halves = spearmanr(truth[:, :half].mean(1), truth[:, half:].mean(1)).statistic
+        with_truth = spearmanr(estimate, truth.mean(1)).statistic
+        ratio = (estimate / truth.mean(1)).median()
+        print(f"| {name} | {len(sample)} | {halves:.3f} | {with_truth:.3f} | {ratio:.2f} |", flush=True)
+
+
+@torch.inference_mode()
+def divergences(model: nn.Module, layer: str, texts: list[torch.Tensor]) -> list[float]:
+    """KL divergence in nats per token, of each text, with one layer quantized. What lies before it runs once."""
+    found = []
+    blocks, start = model.model.layers, int(layer.split(".")[2])
+    for ids in texts:
+        seen: dict[str, Any] = {}
+
+        def keep(_: nn.Module, args: Any, kwargs: Any, seen: dict[str, Any] = seen) -> None:
+            seen.update(args=args, kwargs=kwargs)
+
+        hook = blocks[start].register_forward_pre_hook(keep, with_kwargs=True)
+        plain = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+        hook.remove()
+        hidden, *rest = seen["args"]
+        undo = quantize_forward(model.get_submodule(layer))
+        for block in blocks[start:]:
+            hidden = block(hidden, *rest, **seen["kwargs"])
+        undo()
+        moved = model.lm_head(model.model.norm(hidden)).log_softmax(-1)
+        found.append(float(F.kl_div(moved, plain, log_target=True, reduction="none").sum(-1).mean()))
+    return found
+
+
+def cost(bench: Bench, repeats: int = 3) -> None:
+    """CPU time of the estimate for one batch more, in forwards of that batch."""
+    candidates = {"W4A16": weights(4, group=64), "W8A16": weights(8), "W8A8": "W8A8"}
+    print("\n| candidates | forwards a batch |\n|---|---|")
+    for count in range(1, len(candidates) + 1):
+        chosen = dict(list(candidates.items())[:count])
+        ratios = []
+        for _ in range(repeats):
+            start = time.process_time()
+            with torch.inference_mode():
+                bench.model(**bench.calibration[0])
+            forward = time.process_time() - start
+            taken = []
+            for batches in (1, 2):
+                start = time.process_time()
+                sensitivity(bench.model, bench.calibration[:batches], chosen, ignore=IGNORE)
+                taken.append(time.process_time() - start)
+            ratios.append((taken[1] - taken[0]) / forward)
+        print(f"| {', '.join(chosen)} | {sorted(ratios)[repeats // 2]:.1f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=["agreement", "int8", "int4", "cost"], default=None)
+    parser.add_argument("--batches", type=int, default=16, help="calibration batches of 512 tokens")
+    parser.add_argument("--measured", type=int, default=8, help="of these, how many sensitivities are measured on")
+    parser.add_argument("--eval-batches", type=int, default=16)
+    parser.add_argument("--budgets", type=float, nargs="+", default=[4.75, 5.5, 6.5])
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers_logging.disable_progress_bar()
+    bench = Bench(options.batches, options.measured, options.eval_batches)
+    parts = {"agreement": agreement, "int8": int8, "int4": lambda b: int4(b, options.budgets), "cost": cost}
+    for name, part in parts.items():
+        if options.only is None or name in options.only:
+            part(bench)
+
+
+if __name__ == "__main__":
+    main()

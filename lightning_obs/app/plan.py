@@ -1,0 +1,136 @@
+"""Choose a scheme for each layer, or observers for each tensor, by what they cost the model's predictions.
+
+The choice becomes the job's scheme, and is written as a config of the group ``scheme``, so that a later run takes it as
+it takes any other: ``--config-dir <output folder>/configs scheme=plan``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationConfig
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from lightning_obs.app.console import say, step
+from lightning_obs.app.job import Job, plain
+from lightning_obs.callbacks.calibration import CalibrationCallback
+from lightning_obs.errors import CalibrationError
+from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.report.mixed_precision import MixedPlan, choose_schemes, frontier, frontier_rows, frontier_table
+from lightning_obs.report.observer_choice import choose_observers
+from lightning_obs.report.sensitivity import Sensitivity, sensitivity
+from lightning_obs.report.summary import print_report
+from lightning_obs.schemes.options import CalibrationOptions
+
+
+def choose_plan(job: Job) -> Job:
+    """Measure, choose, write and print; return the job with the scheme that was chosen.
+
+    Raises:
+        CalibrationError: several devices; nothing fits the budget; whatever is wrong with a candidate.
+    """
+    config = job.config
+    _require_one_device(job)
+    asked = job.callback.options
+    measured = _measure(job, asked)
+    plan = choose_schemes(measured, config.budget, at_most=plain(config.task.at_most))
+    if plan.config is None:
+        raise CalibrationError("every module is best left in full precision", got=f"budget {config.budget}")
+    plans = frontier(measured, config.task.frontier, at_most=plain(config.task.at_most))
+    print_report(frontier_table(plans, title=f"estimated {measured.method} against size"))
+    counts = ", ".join(f"{name} {count}" for name, count in plan.counts.items())
+    say(f"chosen: {plan.bits:.3f} bits per weight ({counts} modules), estimated {measured.method} {plan.loss:.4g}")
+    say(f"wrote {_write(Path(config.output_dir), measured, plan, plans)}  (scheme=plan)")
+    return _with_scheme(job, plan.config)
+
+
+def choose_tensor_observers(job: Job) -> Job:
+    """Score observers on every second calibration batch, write and print; return the job with those chosen.
+
+    Raises:
+        CalibrationError: several devices; nothing to choose; whatever is wrong with a candidate.
+    """
+    _require_one_device(job)
+    asked, folder = job.callback.options, Path(job.config.output_dir)
+    scheme = asked.config.model_copy(deep=True, update={"kv_cache_scheme": None})
+    with step("scoring observers"):
+        choice = choose_observers(
+            job.model, _batches(job), scheme, plain(job.config.task.candidates), **_unchanged(asked)
+        )
+    print_report(choice.table())
+    say(f"wrote {_write_scheme(folder, choice.config, 'Observers chosen by task=observers.')}  (scheme=plan)")
+    return _with_scheme(job, choice.config)
+
+
+def _require_one_device(job: Job) -> None:
+    if job.trainer.world_size > 1:
+        raise CalibrationError(
+            f"task={job.config.task.name} runs on one device",
+            got=f"{job.trainer.world_size} devices",
+            remedy="choose with trainer.devices=1, then calibrate with what it wrote (scheme=plan).",
+        )
+
+
+def _batches(job: Job) -> list[dict[str, Any]]:
+    device = job.trainer.strategy.root_device
+    job.module.to(device)
+    extra = {"use_cache": False} if is_transformers_model(job.model) else {}
+    return [{**{k: v.to(device) for k, v in batch.items()}, **extra} for batch in job.data.val_dataloader()]
+
+
+def _unchanged(options: CalibrationOptions) -> dict[str, Any]:
+    """The options that hold for every candidate."""
+    names = ("on_missing", "reload", "calibrate_all_experts", "fused_groups")
+    return {name: getattr(options, name) for name in names}
+
+
+def _with_scheme(job: Job, scheme: QuantizationConfig) -> Job:
+    options = replace(job.callback.options, scheme=scheme, targets=None, ignore=(), observers=None)
+    callback = CalibrationCallback(options, module=job.config.module, token_mask=job.config.token_mask)
+    return replace(job, callback=callback, trainer=instantiate(job.config.trainer, callbacks=[callback]))
+
+
+def _measure(job: Job, options: CalibrationOptions) -> Sensitivity:
+    batches, config = _batches(job), job.config
+    with step("measuring each layer's sensitivity"):
+        return sensitivity(
+            job.model,
+            batches[: config.task.batches],
+            plain(config.task.candidates),
+            calibration=batches,
+            targets=options.targets,
+            ignore=options.ignore,
+            observers=options.observers,
+            **_unchanged(options),
+        )
+
+
+def _write(folder: Path, measured: Sensitivity, plan: MixedPlan, plans: list[MixedPlan]) -> Path:
+    """``plan.json`` for programs, and the config for a later run; the latter's path."""
+    assert plan.config is not None
+    path = _write_scheme(folder, plan.config, f"{plan.bits:.3f} bits per weight, chosen by task=plan.")
+    whole = {
+        "bits": plan.bits,
+        "size": plan.size,
+        "loss": plan.loss,
+        "method": measured.method,
+        "tokens": measured.tokens,
+        "schemes": plan.schemes,
+        "frontier": frontier_rows(plans),
+        "layers": measured.layers,
+    }
+    (folder / "plan.json").write_text(json.dumps(whole, indent=1) + "\n")
+    return path
+
+
+def _write_scheme(folder: Path, config: QuantizationConfig, headline: str) -> Path:
+    path = folder / "configs" / "scheme" / "plan.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scheme = config.model_dump(mode="json", include={"config_groups", "ignore"}, exclude_none=True)
+    head = f"# {headline}\n#   python -m lightning_obs --config-dir {folder / 'configs'} scheme=plan\n"
+    path.write_text(head + OmegaConf.to_yaml(OmegaConf.create(scheme)))
+    return path

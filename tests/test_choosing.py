@@ -1,0 +1,43 @@
+"""The page about choosing schemes and observers: its Python and its commands run."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.in_process import run_command_line
+from tests.tiny_model import save_tiny_llama
+
+PAGE = (Path(__file__).parents[1] / "docs" / "choosing.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def test_the_python_runs_from_top_to_bottom(tiny):
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    page = {"model": model, "batches": [{"input_ids": torch.randint(3, 128, (2, 16))} for _ in range(2)]}
+    for code in blocks("python"):
+        exec(compile(code, "docs/choosing.md", "exec"), page)
+    assert page["plan"].counts == {"int8": 14}
+    assert set(page["choice"].losses) == {"input", "weight"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [line for block in blocks("bash") for line in block.splitlines()])
+def test_the_command_runs(command, tiny, tmp_path):
+    words = shlex.split(command)
+    assert words[:3] == ["python", "-m", "lightning_obs"]
+    small = ["data.tokens=16", "data.batches=2", "evaluate=false", "export=none", "report.layer_error_batches=0"]
+    done = run_command_line(*words[3:], f"model.path={tiny}", "trainer=cpu", *small, "output_dir=out", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "configs" / "scheme" / "plan.yaml").is_file()
