@@ -41,11 +41,12 @@ def run(config: DictConfig) -> dict[str, Any]:
         return evaluate_checkpoint(config) if config.task.name == "evaluate" else compare_runs(config)
     job = make_job(config)
     full = evaluate(job, "perplexity in full precision", as_quantized=False)
+    planned: dict[str, Any] = {}
     if config.task.name == "plan":
-        job = choose_plan(job)
+        job, planned = choose_plan(job)
     elif config.task.name == "observers":
         job = choose_tensor_observers(job)
-    outcome = Outcome(calibrate(job), full)
+    outcome = Outcome(calibrate(job), full, planned=planned)
     if isinstance(job.callback, QuantizationAwareTraining):
         outcome.calibrated = evaluate(job, "perplexity calibrated")
         outcome.seconds_trained = fine_tune(job)
@@ -76,7 +77,7 @@ class Outcome:
         seconds_trained: how long fine-tuning took.
         lines: further lines of the closing report.
         counts: how often each input value was seen, by module name.
-        sensitivity, choices, frontier: of a plan, for the page (:class:`~lightning_obs.report.page.Report`).
+        planned: fields of :class:`~lightning_obs.report.page.Report` that ``task=plan`` fills.
     """
 
     result: CalibrationResult
@@ -88,9 +89,7 @@ class Outcome:
     errors: list[LayerError] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     counts: dict[str, Support] = field(default_factory=dict)
-    sensitivity: dict[str, float] = field(default_factory=dict)
-    choices: dict[str, str] = field(default_factory=dict)
-    frontier: list[dict[str, Any]] = field(default_factory=list)
+    planned: dict[str, Any] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> tuple[float, float] | None:
@@ -152,9 +151,7 @@ def report(job: Job, outcome: Outcome) -> dict[str, Any]:
                 sizes=sizes,
                 counts=outcome.counts,
                 drift=job.callback.drift,
-                sensitivity=outcome.sensitivity,
-                choices=outcome.choices,
-                frontier=outcome.frontier,
+                **outcome.planned,
                 lines=outcome.lines,
                 extra={**row, "config": plain(config)},
             ),

@@ -20,15 +20,22 @@ from lightning_obs.app.job import Job, plain
 from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.kinds import is_transformers_model
-from lightning_obs.report.mixed_precision import MixedPlan, choose_schemes, frontier, frontier_rows, frontier_table
+from lightning_obs.report.mixed_precision import (
+    MixedPlan,
+    choose_schemes,
+    frontier,
+    frontier_rows,
+    frontier_table,
+    plan_of,
+)
 from lightning_obs.report.observer_choice import choose_observers
 from lightning_obs.report.sensitivity import Sensitivity, sensitivity
 from lightning_obs.report.summary import print_report
 from lightning_obs.schemes.options import CalibrationOptions
 
 
-def choose_plan(job: Job) -> Job:
-    """Measure, choose, write and print; return the job with the scheme that was chosen.
+def choose_plan(job: Job) -> tuple[Job, dict[str, Any]]:
+    """Measure, choose, write and print; return the job with the scheme that was chosen, and fields of its report.
 
     Raises:
         CalibrationError: several devices; nothing fits the budget; whatever is wrong with a candidate.
@@ -41,11 +48,15 @@ def choose_plan(job: Job) -> Job:
     if plan.config is None:
         raise CalibrationError("every module is best left in full precision", got=f"budget {config.budget}")
     plans = frontier(measured, config.task.frontier, at_most=plain(config.task.at_most))
+    rows = frontier_rows(plans, {name: plan_of(measured, name) for name in measured.schemes})
     print_report(frontier_table(plans, title=f"estimated {measured.method} against size"))
     counts = ", ".join(f"{name} {count}" for name, count in plan.counts.items())
     say(f"chosen: {plan.bits:.3f} bits per weight ({counts} modules), estimated {measured.method} {plan.loss:.4g}")
-    say(f"wrote {_write(Path(config.output_dir), measured, plan, plans)}  (scheme=plan)")
-    return _with_scheme(job, plan.config)
+    say(f"wrote {_write(Path(config.output_dir), measured, plan, rows)}  (scheme=plan)")
+    worst = {name: max(losses.get(name, 0.0) for losses in measured.layers.values()) for name in plan.schemes}
+    unit = f"{measured.method}, worst candidate" + (", nats" if measured.method == "divergence" else "")
+    shown = {"sensitivity": worst, "sensitivity_unit": unit, "choices": plan.schemes, "frontier": rows}
+    return _with_scheme(job, plan.config), shown
 
 
 def choose_tensor_observers(job: Job) -> Job:
@@ -84,13 +95,13 @@ def _batches(job: Job) -> list[dict[str, Any]]:
 
 def _unchanged(options: CalibrationOptions) -> dict[str, Any]:
     """The options that hold for every candidate."""
-    names = ("on_missing", "reload", "calibrate_all_experts", "fused_groups")
+    names = ("on_missing", "reload", "calibrate_all_experts", "fused_groups", "join_fused_scales")
     return {name: getattr(options, name) for name in names}
 
 
 def _with_scheme(job: Job, scheme: QuantizationConfig) -> Job:
     options = replace(job.callback.options, scheme=scheme, targets=None, ignore=(), observers=None)
-    callback = CalibrationCallback(options, module=job.config.module, token_mask=job.config.token_mask)
+    callback = CalibrationCallback(options, module=job.config.module, token_mask=job.config.token_mask, show=False)
     return replace(job, callback=callback, trainer=instantiate(job.config.trainer, callbacks=[callback]))
 
 
@@ -109,7 +120,7 @@ def _measure(job: Job, options: CalibrationOptions) -> Sensitivity:
         )
 
 
-def _write(folder: Path, measured: Sensitivity, plan: MixedPlan, plans: list[MixedPlan]) -> Path:
+def _write(folder: Path, measured: Sensitivity, plan: MixedPlan, rows: list[dict[str, Any]]) -> Path:
     """``plan.json`` for programs, and the config for a later run; the latter's path."""
     assert plan.config is not None
     path = _write_scheme(folder, plan.config, f"{plan.bits:.3f} bits per weight, chosen by task=plan.")
@@ -120,7 +131,7 @@ def _write(folder: Path, measured: Sensitivity, plan: MixedPlan, plans: list[Mix
         "method": measured.method,
         "tokens": measured.tokens,
         "schemes": plan.schemes,
-        "frontier": frontier_rows(plans),
+        "frontier": rows,
         "layers": measured.layers,
     }
     (folder / "plan.json").write_text(json.dumps(whole, indent=1) + "\n")

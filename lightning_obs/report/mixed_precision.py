@@ -272,9 +272,13 @@ def config_of(
 # ---------------------------------------------------------------------- what a person reads
 
 
-def frontier_rows(plans: Iterable[MixedPlan]) -> list[dict[str, Any]]:
-    """The frontier as data: bits per weight, bytes, loss, and modules by scheme."""
-    return [{"bits": p.bits, "size": p.size, "loss": p.loss, "modules": p.counts} for p in plans]
+def frontier_rows(plans: Iterable[MixedPlan], uniform: Mapping[str, MixedPlan] | None = None) -> list[dict[str, Any]]:
+    """The frontier as data: bits per weight, bytes, loss, and modules by scheme; uniform schemes have a name."""
+    named = [*(("", plan) for plan in plans), *(uniform or {}).items()]
+    return [
+        {"name": name, "bits_per_weight": p.bits, "bytes": p.size, "loss": p.loss, "modules": p.counts}
+        for name, p in named
+    ]
 
 
 def frontier_table(plans: Sequence[MixedPlan], *, title: str = "frontier") -> Table:
@@ -292,22 +296,8 @@ def frontier_table(plans: Sequence[MixedPlan], *, title: str = "frontier") -> Ta
 def plot_frontier(
     plans: Sequence[MixedPlan], path: str | Path, *, uniform: Mapping[str, MixedPlan] | None = None
 ) -> Path:
-    """Draw estimated loss against bits per weight into a file, with uniform schemes as points beside the curve.
+    """Draw estimated loss against bits per weight into a file, uniform schemes beside the mixed plans, by name."""
+    from lightning_obs.report.pictures import frontier_figure  # matplotlib takes a second to import
 
-    Raises:
-        CalibrationError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise CalibrationError("matplotlib is not installed", remedy="pip install matplotlib.") from error
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot([p.bits for p in plans], [p.loss for p in plans], marker="o", label="mixed")
-    for name, plan in (uniform or {}).items():
-        axes.plot(plan.bits, plan.loss, marker="s", linestyle="none", label=f"{name} everywhere")
-    axes.set(xlabel="bits per weight", ylabel="estimated loss", yscale="log")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path)
+    frontier_figure(frontier_rows(plans, uniform)).savefig(path)
     return Path(path)

@@ -34,7 +34,7 @@ def layers_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def frontier_figure(points: Sequence[Mapping[str, Any]]) -> Figure:
-    """Loss against bits per weight, each point with its name; those that no other beats are joined."""
+    """Loss against bits per weight; points with a name carry it, and those that no other beats are joined."""
     fig, ax = _axes(6.4, 3.4)
     ordered = sorted(points, key=lambda point: (point["bits_per_weight"], point["loss"]))
     best, front = float("inf"), []
@@ -54,7 +54,9 @@ def frontier_figure(points: Sequence[Mapping[str, Any]]) -> Figure:
             fontsize=8,
             color=TEXT,
         )
-    ax.set(xlabel="bits per weight", ylabel="loss")
+    losses = [point["loss"] for point in points]
+    scale = "log" if min(losses) > 0 and max(losses) > 30 * min(losses) else "linear"
+    ax.set(xlabel="bits per weight", ylabel="loss", yscale=scale)
     ax.margins(x=0.14, y=0.12)
     return fig
 

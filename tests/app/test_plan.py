@@ -23,6 +23,10 @@ def test_a_plan_is_chosen_calibrated_exported_and_verified(composed, tmp_path, c
     assert plan["bits"] <= 7
     assert set(plan["schemes"].values()) == {"int4", "int8"}
     assert len(plan["frontier"]) > 1
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["frontier"] == plan["frontier"]
+    assert {layer["name"]: layer["choice"] for layer in report["layers"]} == plan["schemes"]
+    assert all(layer["sensitivity"] > 0 for layer in report["layers"])
     assert row["perplexity"][0] != row["perplexity"][1]
 
 
