@@ -71,7 +71,8 @@ benchmarks-parity: .venv-parity/.installed
 
 # vLLM pins transformers and compressed-tensors too; its wheel for the CPU brings CUDA builds of what it does not need.
 engines: $(VENV)/.installed-test .venv-engines/.installed
-	$(BIN)/python benchmarks/engines.py
+	$(BIN)/python benchmarks/engines.py --speed
+	$(BIN)/python benchmarks/engine_experts.py
 
 .venv-engines/.installed: constraints-engines.txt
 	test -x .venv-engines/bin/python || $(PYTHON) -m venv .venv-engines

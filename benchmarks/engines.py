@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning import Trainer
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from lightning_obs import CalibrationSession, export_checkpoint
-from lightning_obs.app.causal_lm import default_model_folder, load_causal_lm
+from lightning_obs import CalibrationSession, QuantizationAwareTraining, export_checkpoint
+from lightning_obs.app.causal_lm import CausalLM, default_model_folder, load_causal_lm
 from lightning_obs.app.text_data import TextData
 from lightning_obs.report.summary import folder_size, human_size
 from lightning_obs.schemes.target import Verdict
@@ -36,24 +38,18 @@ from lightning_obs.schemes.target import Verdict
 HERE = Path(__file__).parent
 ENGINE = HERE.parent / ".venv-engines" / "bin" / "python"
 PROMPT = "The capital of France is"
-MOVED, TOKENS = 1e-6, 256
+MOVED, TOKENS, STEPS = 1e-6, 256, 4
 
 
 def weights(**args: Any) -> dict[str, Any]:
     return {"weights": {"num_bits": 4, "group_size": 64, **args}}
 
 
-INT8_INPUTS = {"num_bits": 8, "strategy": "tensor", "observer": "static_minmax"}
 TOKEN8 = {"num_bits": 8, "strategy": "token", "dynamic": True}
 ROWS: dict[str, dict[str, Any]] = {
     "none": {},
     "INT8_STATIC": {"scheme": "INT8_STATIC"},
-    "INT8_STATIC_ASYM": {
-        "scheme": {
-            "weights": {"num_bits": 8, "strategy": "channel"},
-            "input_activations": {**INT8_INPUTS, "symmetric": False},
-        }
-    },
+    "INT8_STATIC_ASYM": {"scheme": "INT8_STATIC_ASYM"},
     "W8A8": {"scheme": "W8A8"},
     "W8A16 group 64": {"scheme": weights(num_bits=8)},
     "W4A16 group 64": {"scheme": weights()},
@@ -61,6 +57,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "W4A8 group 64": {"scheme": {**weights(), "input_activations": TOKEN8}},
     "W4AFP8 group 64": {"scheme": {**weights(), "input_activations": {**TOKEN8, "type": "float"}}},
     "FP8": {"scheme": "FP8"},
+    "FP8, join_fused_scales": {"scheme": "FP8", "join_fused_scales": True},
     "FP8_DYNAMIC": {"scheme": "FP8_DYNAMIC"},
     "FP8 weights": {"scheme": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
     "NVFP4": {"scheme": "NVFP4"},
@@ -80,6 +77,7 @@ ROWS: dict[str, dict[str, Any]] = {
             "mlp": {"targets": ["re:.*mlp.*_proj"], **weights()},
         }
     },
+    "W8A8, fine-tuned": {"scheme": "W8A8", "steps": STEPS},
 }
 
 
@@ -100,7 +98,7 @@ def main() -> int:
 
     source = options.model or default_model_folder()
     tokenizer = load_causal_lm(source)[1]
-    text = TextData(tokenizer, batches=options.batches, eval_batches=options.blocks, tokens=TOKENS)
+    text = TextData(tokenizer, batches=options.batches, eval_batches=options.blocks, tokens=TOKENS, train_batches=STEPS)
     blocks = [batch["input_ids"] for batch in text.test_dataloader()]
     job = {"blocks": [block[0].tolist() for block in blocks], "prompt": tokenizer(PROMPT)["input_ids"]}
     wrong = 0
@@ -119,18 +117,8 @@ def measure(
     name: str, source: Any, text: TextData, tokenizer: Any, job: dict[str, Any], options: Any, scratch: Path
 ) -> dict[str, Any]:
     """Export one row and run it in both."""
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
     folder = scratch / "checkpoint"
-    verdict = Verdict(True)
-    if ROWS[name]:
-        with CalibrationSession(model, reload="unchecked", **without_head(name)) as session, torch.no_grad():
-            verdict = session.plan.engines["vLLM"]
-            for batch in text.val_dataloader() if session.needs_data else ():
-                model(**batch, use_cache=False)
-        export_checkpoint(model, folder, overwrite=True)
-    else:
-        folder = scratch / "original"
-        model.save_pretrained(folder)
+    verdict = exported(name, source, text, folder)
     row: dict[str, Any] = {"name": name, "says": verdict.text, "size": folder_size(folder)}
     row["vllm"] = in_vllm(folder, {**job, "dtype": "bfloat16"}, scratch, options.speed)
     row["plain"] = lacks_a_kernel(row["vllm"])
@@ -149,6 +137,31 @@ def measure(
             row["difference"] = difference(exact["logprobs"], here["logprobs"])
             row["own_difference"] = difference(moved["logprobs"], here["logprobs"])
     return row
+
+
+def exported(name: str, source: Any, text: TextData, folder: Path) -> Verdict:
+    """Write one row's checkpoint; what lightning_obs says of it."""
+    if "steps" in ROWS[name]:
+        return fine_tuned(ROWS[name], source, text, folder)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
+    if not ROWS[name]:
+        shutil.rmtree(folder, ignore_errors=True)
+        model.save_pretrained(folder)
+        return Verdict(True)
+    with CalibrationSession(model, reload="unchecked", **without_head(name)) as session, torch.no_grad():
+        for batch in text.val_dataloader() if session.needs_data else ():
+            model(**batch, use_cache=False)
+    export_checkpoint(model, folder, overwrite=True)
+    return session.plan.engines["vLLM"]
+
+
+def fine_tuned(row: dict[str, Any], source: Any, text: TextData, folder: Path) -> Verdict:
+    callback = QuantizationAwareTraining(row["scheme"], ignore=["lm_head"], observe="train", calibration_batches=2)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(max_steps=row["steps"], callbacks=[callback], limit_val_batches=1, accelerator="cpu", **quiet)
+    trainer.fit(CausalLM(source), text)  # and validate, at the end of these steps: that is what is exported
+    callback.export(folder, overwrite=True)
+    return callback.result.engines["vLLM"]
 
 
 def lacks_a_kernel(answer: dict[str, Any]) -> bool:

@@ -26,7 +26,7 @@ from lightning_obs.callbacks.quantization_aware_training import QuantizationAwar
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.page import Report, write_report
-from lightning_obs.report.summary import folder_size, poor_layers, print_report, summary
+from lightning_obs.report.summary import better_inputs, folder_size, poor_layers, print_report, summary
 
 
 def run(config: DictConfig) -> dict[str, Any]:
@@ -159,6 +159,8 @@ def report(job: Job, outcome: Outcome) -> dict[str, Any]:
         path = Path(config.output_dir) / "report.html"
         hint = "" if not poor_layers(errors) else f"  (leave out: ignore_from={path.with_suffix('.json')})"
         outcome.add_fine_tuning_lines()
+        advice = better_inputs(job.callback.options.config, errors)
+        outcome.lines += [advice] if advice else []
         lines, worst = [*outcome.lines, f"report {path}{hint}"], config.report.worst_layers
         print()
         print_report(summary(result, errors, perplexity=outcome.perplexity, sizes=sizes, lines=lines, worst=worst))

@@ -9,6 +9,7 @@ without a word, so every name that a reader may look for is written down.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,7 +18,6 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from compressed_tensors.utils.match import is_match
 from torch import nn
 
-from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.qparams import calibrated_modules, get_scheme
 
 _QUANTIZED = ("weight_packed", "weight_scale")
@@ -62,10 +62,11 @@ def stored_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         names: of modules with a weight.
     """
     names = list(names)
-    if not is_transformers_model(model):
+    # What save_pretrained itself renames with; transformers is not imported here.
+    home = sys.modules.get(getattr(type(model), "save_pretrained", stored_names).__module__)
+    revert_weight_conversion = getattr(home, "revert_weight_conversion", None)
+    if revert_weight_conversion is None:
         return {name: name for name in names}
-    from transformers.core_model_loading import revert_weight_conversion  # a transformers model has imported it
-
     # The value says which name a key came from.
     weights = {f"{name}.weight": torch.tensor(index) for index, name in enumerate(names)}
     renamed = {

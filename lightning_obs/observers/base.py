@@ -13,19 +13,19 @@ instead. Modules that read the same tensor (q, k, v) then share one ``measure``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from copy import copy
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
-from compressed_tensors.registry.registry import RegistryMixin, standardize_lookup_name
 from torch import distributed as dist
 
-from lightning_obs.errors import CalibrationError, refuse, warn
+from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.numerics.qparams import QParamsDict, compute_global_scale, compute_qparams
 from lightning_obs.numerics.reshape import BASE_NAMES, flatten_for_calibration
+from lightning_obs.observers.registry import Registry
 from lightning_obs.observers.rows import join_ranges, rows_per_scale
 
 __all__ = ["Key", "MinMaxTuple", "Observer", "QParamsDict"]
@@ -35,7 +35,7 @@ MinMaxTuple: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Key: TypeAlias = tuple[str, str]
 
 
-class Observer(RegistryMixin):
+class Observer(Registry):
     """Gathers statistics of one tensor (a weight, an activation, an attention state) and computes its qparams.
 
     Subclass it and write ``update_statistics_from_observed``, which sets ``min_vals`` and ``max_vals`` of shape
@@ -381,53 +381,9 @@ class Observer(RegistryMixin):
         present = {name: op for name, op in self._act_sync_dict.items() if hasattr(self, name)}
         return [dist.all_reduce(getattr(self, name), op=op, async_op=True) for name, op in present.items()]
 
-    # ------------------------------------------------------------------ registry
-
-    _replaced: ClassVar[dict[str, type[Observer]]] = {}
-
-    @classmethod
-    def register_value(cls, value: Any, name: str | None = None, alias: str | list[str] | None = None) -> None:
-        """Register a class by name; a class of the user's takes the place of a built-in one, and says so once."""
-        key = standardize_lookup_name(name or value.__name__)
-        if key not in _known_names():
-            super(Observer, Observer).register_value(value, name=key, alias=alias)
-            return
-        current = Observer.get_value_from_registry(key)
-        if (current.__module__, current.__qualname__) != (value.__module__, value.__qualname__):
-            warn(
-                f"observer {name!r} is now {value.__module__}.{value.__qualname__}; it replaces "
-                f"{current.__module__}.{current.__qualname__}"
-            )
-        Observer._replaced[key] = value
-
-    @classmethod
-    def get_value_from_registry(cls, name: str) -> Any:
-        """The class registered under ``name`` (``-`` and ``_`` are the same).
-
-        Raises:
-            CalibrationError: no such name; the message lists the names there are.
-        """
-        key = standardize_lookup_name(name)
-        if key in Observer._replaced:
-            return Observer._replaced[key]
-        if key not in _known_names():
-            raise CalibrationError(
-                f"unknown observer {name!r}", expected=f"one of {', '.join(observer_names(_known_names()))}"
-            )
-        return super(Observer, Observer).get_value_from_registry(key)
-
 
 def _copy(value: Any) -> Any:
     """A copy of what an observer may change in place while it observes."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     return copy(value) if isinstance(value, (list, dict, set)) else value
-
-
-def _known_names() -> list[str]:
-    return [*Observer.registered_names(), *Observer.registered_aliases()]
-
-
-def observer_names(registered: Iterable[str]) -> list[str]:
-    """Registry keys as users write them (underscores), sorted."""
-    return sorted(name.replace("-", "_") for name in registered)

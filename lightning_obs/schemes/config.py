@@ -41,7 +41,7 @@ OWN_PRESETS: dict[str, dict[str, QuantizationArgs]] = {
     "INT8_STATIC_ASYM": {
         "weights": _INT8_WEIGHTS,
         "input_activations": QuantizationArgs(
-            num_bits=8, strategy=QuantizationStrategy.TENSOR, observer="static_minmax", symmetric=False
+            num_bits=8, strategy=QuantizationStrategy.TENSOR, observer="histogram", symmetric=False
         ),
     },
 }
