@@ -4,8 +4,8 @@
 
 vLLM has no kernel for quantized experts on the CPU. Its loader and scheme classes are run all the same, up to the
 kernel: ``w13_*`` (gate and up) and ``w2_*`` (down) of every expert are compared with the checkpoint's tensors. Where
-only attention is quantized the model runs, and its log-probabilities are compared with transformers'. Exit code 1 where
-lightning_obs says otherwise than vLLM does, or a tensor differs.
+only attention is quantized the model runs, and its log-probabilities are compared with those of ``quantized(model)``.
+Exit code 1 where lightning_obs says otherwise than vLLM does, or a tensor differs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from transformers.utils import logging as transformers_logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.engines import difference, in_transformers, in_vllm
-from lightning_obs import CalibrationSession, export_checkpoint, linearize_experts
+from benchmarks.engines import difference, first_words, in_vllm
+from lightning_obs import CalibrationSession, export_checkpoint, linearize_experts, quantized
 from tests.moe_models import tiny_moe
 
 SIZES = {
@@ -61,7 +61,8 @@ def measure(name: str, scheme: str, scratch: Path) -> tuple[str, str, bool]:
     """What is said, what vLLM does, and whether the two agree."""
     kind, own = MODELS[name]
     torch.manual_seed(0)
-    model = linearize_experts(tiny_moe(kind, torch.bfloat16, **SIZES, **own))
+    model = tiny_moe(kind, torch.bfloat16, **SIZES, **own)
+    linearize_experts(model)
     blocks = [torch.randint(3, model.config.vocab_size, (1, 128)) for _ in range(4)]
     only = {"targets": ["re:.*self_attn.*_proj"]} if scheme == ATTENTION else {"ignore": ["lm_head", "re:.*gate$"]}
     args = {"scheme": scheme.partition(",")[0], "reload": "unchecked", **only}
@@ -74,13 +75,15 @@ def measure(name: str, scheme: str, scratch: Path) -> tuple[str, str, bool]:
     job = {"blocks": [block[0].tolist() for block in blocks[:1]], "prompt": [5, 6, 7]}
     answer = in_vllm(folder, {**job, "dtype": "bfloat16"}, scratch, plain=scheme != ATTENTION)
     if "refused" in answer:
-        return verdict.text, f"refused: {answer['refused']}", not verdict.loads
+        return first_words(verdict.text), f"refused: {first_words(answer['refused'])}", not verdict.loads
     if "experts" in answer:
         differ = [key for key, equal in answer["experts"].items() if not equal]
         text = f"loads; differs: {', '.join(differ)}" if differ else f"loads; equal: {', '.join(answer['experts'])}"
         return verdict.text, text, verdict.loads and not differ
-    here = in_transformers(folder, job, torch.bfloat16)
-    text = f"runs; mean difference of log-probabilities {difference(answer['logprobs'], here['logprobs']):.3f}"
+    with quantized(model), torch.no_grad():  # transformers does not load experts in full precision beside W8A8
+        all_of = model(blocks[0]).logits[0, :-1].float().log_softmax(-1)
+    here = all_of.gather(-1, blocks[0][0, 1:, None])[:, 0].tolist()
+    text = f"runs; mean difference of log-probabilities {difference(answer['logprobs'], [here]):.3f}"
     return verdict.text, text, verdict.loads
 
 

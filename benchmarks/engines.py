@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,7 +39,7 @@ from lightning_obs.schemes.target import Verdict
 HERE = Path(__file__).parent
 ENGINE = HERE.parent / ".venv-engines" / "bin" / "python"
 PROMPT = "The capital of France is"
-MOVED, TOKENS, STEPS = 1e-6, 256, 4
+MOVED, STEPS = 1e-6, 4
 
 
 def weights(**args: Any) -> dict[str, Any]:
@@ -85,8 +86,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="ROW")
     parser.add_argument("--model", help="folder or hub name; default: the default model")
-    parser.add_argument("--batches", type=int, default=4, help="to calibrate on, of 256 tokens")
-    parser.add_argument("--blocks", type=int, default=2, help="of 256 tokens to measure on")
+    parser.add_argument("--batches", type=int, default=4, help="to calibrate on")
+    parser.add_argument("--blocks", type=int, default=2, help="to measure on")
+    parser.add_argument("--tokens", type=int, default=256, help="of each; less than 512")
+    parser.add_argument("--perplexity", action="store_true", help="only that, in bfloat16")
     parser.add_argument("--speed", action="store_true", help="tokens per second too; nothing else should run")
     parser.add_argument("--keep", type=Path, help="leave the answers of every row here")
     options = parser.parse_args()
@@ -98,7 +101,9 @@ def main() -> int:
 
     source = options.model or default_model_folder()
     tokenizer = load_causal_lm(source)[1]
-    text = TextData(tokenizer, batches=options.batches, eval_batches=options.blocks, tokens=TOKENS, train_batches=STEPS)
+    text = TextData(
+        tokenizer, batches=options.batches, eval_batches=options.blocks, tokens=options.tokens, train_batches=STEPS
+    )
     blocks = [batch["input_ids"] for batch in text.test_dataloader()]
     job = {"blocks": [block[0].tolist() for block in blocks], "prompt": tokenizer(PROMPT)["input_ids"]}
     wrong = 0
@@ -127,7 +132,7 @@ def measure(
         row["vllm"] = in_vllm(folder, {**job, "dtype": "bfloat16"}, scratch, plain=True)
     row["as_said"] = verdict.loads == ("refused" not in row["vllm"])
     row["transformers"] = in_transformers(folder, job, torch.bfloat16)
-    if "logprobs" in row["vllm"]:
+    if "logprobs" in row["vllm"] and not options.perplexity:
         exact = in_vllm(folder, {**job, "dtype": "float32"}, scratch, plain=row["plain"])
         if lacks_a_kernel(exact):  # some have one for bfloat16 only
             exact = in_vllm(folder, {**job, "dtype": "float32"}, scratch, plain=True)
@@ -141,17 +146,17 @@ def measure(
 
 def exported(name: str, source: Any, text: TextData, folder: Path) -> Verdict:
     """Write one row's checkpoint; what lightning_obs says of it."""
+    shutil.rmtree(folder, ignore_errors=True)
     if "steps" in ROWS[name]:
         return fine_tuned(ROWS[name], source, text, folder)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
     if not ROWS[name]:
-        shutil.rmtree(folder, ignore_errors=True)
         model.save_pretrained(folder)
         return Verdict(True)
     with CalibrationSession(model, reload="unchecked", **without_head(name)) as session, torch.no_grad():
         for batch in text.val_dataloader() if session.needs_data else ():
             model(**batch, use_cache=False)
-    export_checkpoint(model, folder, overwrite=True)
+    export_checkpoint(model, folder)
     return session.plan.engines["vLLM"]
 
 
@@ -160,14 +165,14 @@ def fine_tuned(row: dict[str, Any], source: Any, text: TextData, folder: Path) -
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(max_steps=row["steps"], callbacks=[callback], limit_val_batches=1, accelerator="cpu", **quiet)
     trainer.fit(CausalLM(source), text)  # and validate, at the end of these steps: that is what is exported
-    callback.export(folder, overwrite=True)
+    callback.export(folder)
     return callback.result.engines["vLLM"]
 
 
 def lacks_a_kernel(answer: dict[str, Any]) -> bool:
     """Whether vLLM's loader took the checkpoint, and nothing was there to run it on this CPU."""
     text = answer.get("refused", "")
-    return "kernel" in text.lower() or "_C::" in text or "backend" in text
+    return "kernel" in text.lower() or any(word in text for word in ("_C::", "backend", "not implemented for"))
 
 
 def without_head(name: str) -> dict[str, Any]:
@@ -218,16 +223,21 @@ def difference(one: list[list[float]], other: list[list[float]]) -> float:
     return sum(abs(a - b) for a, b in pairs) / len(pairs)
 
 
+def first_words(text: str) -> str:
+    """An error's first sentence, without where and what."""
+    return re.split(" for layer_name|: num_bits| in this scheme", text, maxsplit=1)[0]
+
+
 def line(row: dict[str, Any]) -> str:
     vllm, here = row["vllm"], row["transformers"]
     runs = (
-        f"refused: {vllm['refused']}"
+        f"refused: {first_words(vllm['refused'])}"
         if "refused" in vllm
         else "plain"
         if row["plain"]
         else ", ".join(vllm["kernels"]) or "yes"
     )
-    cells = [f"`{row['name']}`", row["says"], runs, human_size(row["size"])]
+    cells = [f"`{row['name']}`", first_words(row["says"]), runs, human_size(row["size"])]
     cells += [f"{perplexity(each):.2f}" if "logprobs" in each else "refused" for each in (vllm, here)]
     cells += [f"{row[key]:.3f}" if key in row else "" for key in ("difference", "own_difference")]
     cells += [f"{vllm[key]:.0f}" if key in vllm else "" for key in ("load", "prefill", "decode_1", "decode_4")]

@@ -324,7 +324,7 @@ class Experts:
         for key, value in layer.named_parameters(recurse=False):
             part, _, suffix = key.partition("_")
             names = {"w13": (("gate_proj", "w1"), ("up_proj", "w3")), "w2": (("down_proj", "w2"),)}.get(part)
-            if names is None or not value.numel():
+            if names is None or not value.numel() or suffix == "weight_shape":  # of a part; the whole has its own
                 continue
             found[key] = all(self._is_stored(stored, value, names, suffix, expert) for expert in range(len(value)))
         raise Loaded(found)
@@ -339,6 +339,8 @@ class Experts:
         got = value[expert].detach()
         for layers in zip(*wanted, strict=True):  # the first layer that fits: vLLM does not say which one this is
             parts = [each.reshape(-1) for each in layers]
+            if got.numel() == 1:  # one scale for what gate and up read
+                parts = parts[:1] if all(torch.equal(parts[0], each) for each in parts) else parts
             whole = torch.cat(parts).float()
             if whole.numel() == got.numel() and torch.equal(whole, got.reshape(-1).float()):
                 return True

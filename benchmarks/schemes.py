@@ -31,7 +31,7 @@ VOCABULARY = 128
 SCHEMES: dict[str, dict[str, Any]] = {
     name: {"scheme": name}
     for name in (
-        *("INT8_STATIC", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"),
+        *("INT8_STATIC", "INT8_STATIC_ASYM", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"),
         *("W4A16", "W4A16_ASYM", "W8A16", "W4A8", "W4AFP8"),
         *("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8", "MXFP8A16"),
     )

@@ -20,6 +20,7 @@ from tests.versions import dequantizes_activations_too
 #: what loads as it is, in any dtype and in bfloat16 only
 ANY_DTYPE = [
     "INT8_STATIC",
+    "INT8_STATIC_ASYM",
     "FP8",
     "FP8_DYNAMIC",
     "FP8_BLOCK",
