@@ -21,6 +21,7 @@ EXPECTED = {
     "04_own_observer": "two_sigma {'0': '[",
     "05_ddp": "14 modules on 2 ranks in 5 collectives",
     "06_fsdp2": "14 modules on 2 ranks",
+    "13_fabric": "largest difference after loading: 0.0",
     "10_bit_budget": "largest difference of logits after loading: 0.0",
     "11_lm_eval": "accuracy: full precision 0.",
 }

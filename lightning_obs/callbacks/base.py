@@ -26,7 +26,8 @@ from lightning_obs.callbacks.strategies import collectives_of, repeated_in_batch
 from lightning_obs.checkpoint.export import export_checkpoint
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.model.kinds import is_transformers_model
-from lightning_obs.model.sharding import in_shards, register_fsdp_units, reshard, unwrapped
+from lightning_obs.model.sharding import in_shards, register_fsdp_units, reshard
+from lightning_obs.model.wrappers import unwrapped
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
 from lightning_obs.report.page import Report, write_report
