@@ -17,9 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from lightning_obs.app.console import step
-from lightning_obs.callbacks.base import SessionCallback, find_module
+from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
+from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.checkpoint.folder import require_free
 from lightning_obs.errors import CalibrationError
 from lightning_obs.schemes.options import CalibrationOptions
@@ -62,7 +63,7 @@ def make_job(config: DictConfig) -> Job:
         module: LightningModule = instantiate(config.model)
     with step("reading the text"):
         data: LightningDataModule = instantiate(config.data, tokenizer=getattr(module, "tokenizer", None))
-    model = find_module(module, config.module)
+    _, model = find_module(module, config.module)
     trainer, evaluator = instantiate(config.trainer, callbacks=[callback]), instantiate(config.trainer)
     return Job(config, callback, module, model, data, folder, trainer, evaluator)
 

@@ -73,8 +73,8 @@ class QuantizationAwareTraining(SessionCallback):
             ``training_step`` returns; 0: none. It costs one more forward per step.
         teacher: takes the calls that the quantized model takes. None: the model itself, unquantized.
         **options: as for :class:`CalibrationCallback`: ``targets``, ``ignore``, ``observers``, ``kv_cache``,
-            ``module``, ``on_missing``, ``reload``, ``sanity_check``, ``token_mask``, ``log`` (here also how far the
-            logits are from the teacher's, ``quant/distillation``).
+            ``module``, ``export_folder``, ``export_overwrite``, ``on_missing``, ``reload``, ``sanity_check``,
+            ``token_mask``, ``log`` (here also how far the logits are from the teacher's, ``quant/distillation``).
 
     Raises:
         CalibrationError: by the constructor for wrong arguments; when fit starts, for a precision whose weights are
