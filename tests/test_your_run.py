@@ -10,7 +10,8 @@ import yaml
 
 from lightning_obs import CalibrationCallback
 from tests.callbacks.calibration_modules import Plain, loader
-from tests.in_process import run_script
+from tests.in_process import run_command_line, run_script
+from tests.tiny_model import save_tiny_llama
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "your_run.md").read_text()
@@ -20,7 +21,19 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("command", [line for block in blocks("bash") for line in block.splitlines()])
+COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if "-m lightning_obs" in line])
+def test_its_command_lines_run(command, tmp_path):
+    model = [] if "--version" in command else [f"model.path={save_tiny_llama(tmp_path / 'tiny')}", "trainer=cpu"]
+    small = ["group_size=32" if word == "group_size=64" else word for word in shlex.split(command)[3:]]
+    done = run_command_line(*small, *model, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 batches" in done.stdout or "no data" in done.stdout or "lightning_obs 0" in done.stdout
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if "-m lightning_obs" not in line])
 def test_its_commands_run(command, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     python, script, *arguments = shlex.split(command)
