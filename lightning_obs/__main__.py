@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_obs import __version__
 from lightning_obs.errors import CalibrationError
 
 
@@ -26,6 +28,9 @@ def config_dir() -> Path:
 
 def main() -> None:
     """Run. Errors of configuration and calibration are one message and exit code 1; ``HYDRA_FULL_ERROR=1`` traces."""
+    if "--version" in sys.argv[1:]:  # Hydra's own would say Hydra's
+        print(versions())
+        return
     trace = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of exiting, so that we can add the valid options
 
@@ -43,6 +48,12 @@ def main() -> None:
         if isinstance(error, CalibrationError) or isinstance(cause, CalibrationError):
             _stop(f"CalibrationError: {cause if isinstance(cause, CalibrationError) else error}")
         _stop(f"{error}{'' if cause is None else f'{chr(10)}{cause}'}{_valid_options(str(error))}")
+
+
+def versions() -> str:
+    """Of the package and of what its results depend on, for a report of a fault."""
+    names = ("torch", "lightning", "transformers", "compressed-tensors")
+    return f"lightning_obs {__version__} ({', '.join(f'{name} {version(name)}' for name in names)})"
 
 
 def _stop(message: str) -> None:

@@ -14,7 +14,6 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 
 from lightning_obs.app.console import say
 from lightning_obs.app.job import Job
-from lightning_obs.errors import CalibrationError
 
 
 def fine_tune(job: Job) -> float:
@@ -22,14 +21,9 @@ def fine_tune(job: Job) -> float:
 
     Returns:
         How long that took, in seconds.
-
-    Raises:
-        CalibrationError: no text to train on.
     """
     config, module = job.config, job.module
     say(f"· fine-tuning {job.callback.label}")
-    if not config.data.get("train_batches"):
-        raise CalibrationError("data.train_batches", got=config.data.get("train_batches"), expected="one or more")
     started = time.perf_counter()
     if config.task.seed is not None:
         seed_everything(config.task.seed, verbose=False)

@@ -17,9 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from lightning_obs.app.console import step
-from lightning_obs.callbacks.base import SessionCallback, find_module
+from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
+from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.checkpoint.folder import require_free
 from lightning_obs.errors import CalibrationError
 from lightning_obs.schemes.options import CalibrationOptions
@@ -62,14 +63,14 @@ def make_job(config: DictConfig) -> Job:
         module: LightningModule = instantiate(config.model)
     with step("reading the text"):
         data: LightningDataModule = instantiate(config.data, tokenizer=getattr(module, "tokenizer", None))
-    model = find_module(module, config.module)
+    _, model = find_module(module, config.module)
     trainer, evaluator = instantiate(config.trainer, callbacks=[callback]), instantiate(config.trainer)
     return Job(config, callback, module, model, data, folder, trainer, evaluator)
 
 
 def make_callback(config: DictConfig) -> SessionCallback:
     """The callback that ``scheme``, ``kv_cache``, ``observer``, ``weight_observer`` and ``ignore`` describe."""
-    scheme = plain(config.scheme)
+    scheme = _in_groups(plain(config.scheme), config.group_size)
     targets = scheme.pop("targets", None)
     options = CalibrationOptions(
         scheme.pop("preset", None) or scheme or None,
@@ -87,6 +88,21 @@ def make_callback(config: DictConfig) -> SessionCallback:
     if config.task.name == "finetune":
         return QuantizationAwareTraining(options, **plain(config.task.callback), **of_callback)
     return CalibrationCallback(options, show=False, **of_callback)  # the run's own report shows more
+
+
+def _in_groups(scheme: dict[str, Any], size: int | None) -> dict[str, Any]:
+    """The scheme with weights in groups of ``size`` columns; None: as it says itself."""
+    weights = scheme.get("weights")
+    if size is None:
+        return scheme
+    if not weights or weights.get("strategy") != "group":
+        raise CalibrationError(
+            "group_size with a scheme whose groups are fixed, or that has none",
+            got=f"group_size={size}, scheme {scheme.get('preset') or sorted(scheme)}",
+            expected="scheme=w4a16, w4a8 or w8a16, or another whose weights have strategy group",
+            remedy="leave group_size out, or choose such a scheme.",
+        )
+    return {**scheme, "weights": {**weights, "group_size": size}}
 
 
 def plain(node: Any) -> Any:

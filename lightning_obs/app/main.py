@@ -1,4 +1,4 @@
-"""One run: load, measure, calibrate, measure again, export, load back in a new process, report.
+"""One run: load, check, measure, calibrate, measure again, export, load back in a new process, report.
 
 Where the task asks for it, a plan or observers are chosen before calibration, and fine-tuning follows it.
 On several ranks all of them run this; only rank 0 prints and writes.
@@ -20,6 +20,7 @@ from lightning_obs.app.finetune import fine_tune, perplexity_of_checkpoint
 from lightning_obs.app.job import Job, make_job, plain
 from lightning_obs.app.measure import compare_runs, evaluate_checkpoint
 from lightning_obs.app.plan import choose_plan, choose_tensor_observers
+from lightning_obs.app.preflight import preflight, say_duration
 from lightning_obs.app.write import write_checkpoint
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
@@ -27,6 +28,9 @@ from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.page import Report, write_report
 from lightning_obs.report.summary import better_inputs, folder_size, poor_layers, print_report, summary
+
+#: share of the perplexity that calibration has to lose for a share of it to mean something
+_LOST = 1e-3
 
 
 def run(config: DictConfig) -> dict[str, Any]:
@@ -40,6 +44,8 @@ def run(config: DictConfig) -> dict[str, Any]:
     if config.task.name in ("evaluate", "compare"):
         return evaluate_checkpoint(config) if config.task.name == "evaluate" else compare_runs(config)
     job = make_job(config)
+    preflight(job)
+    say_duration(job)
     full = evaluate(job, "perplexity in full precision", as_quantized=False)
     planned: dict[str, Any] = {}
     if config.task.name == "plan":
@@ -98,10 +104,14 @@ class Outcome:
 
     @property
     def recovered(self) -> float | None:
-        """How much fine-tuning brought back of what calibration lost; None if that was nothing."""
-        if self.full is None or self.calibrated is None or self.quantized is None or self.calibrated <= self.full:
+        """How much fine-tuning brought back of what calibration lost, from 0 (nothing, or less) to 1 (all, or more).
+
+        None where calibration lost next to nothing: a share of that is noise.
+        """
+        if self.full is None or self.calibrated is None or self.quantized is None:
             return None
-        return (self.calibrated - self.quantized) / (self.calibrated - self.full)
+        lost = self.calibrated - self.full
+        return None if lost < _LOST * self.full else min(1.0, max(0.0, (self.calibrated - self.quantized) / lost))
 
     def add_fine_tuning_lines(self) -> None:
         """Say what fine-tuning brought, where there was any."""

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from lightning_obs.app.console import say, step
 from lightning_obs.app.job import Job, plain
+from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.kinds import is_transformers_model
@@ -38,10 +39,9 @@ def choose_plan(job: Job) -> tuple[Job, dict[str, Any]]:
     """Measure, choose, write and print; return the job with the scheme that was chosen, and fields of its report.
 
     Raises:
-        CalibrationError: several devices; nothing fits the budget; whatever is wrong with a candidate.
+        CalibrationError: nothing fits the budget.
     """
     config = job.config
-    _require_one_device(job)
     asked = job.callback.options
     measured = _measure(job, asked)
     plan = choose_schemes(measured, config.budget, at_most=plain(config.task.at_most))
@@ -63,9 +63,8 @@ def choose_tensor_observers(job: Job) -> Job:
     """Score observers on every second calibration batch, write and print; return the job with those chosen.
 
     Raises:
-        CalibrationError: several devices; nothing to choose; whatever is wrong with a candidate.
+        CalibrationError: nothing to choose; whatever is wrong with a candidate on these data.
     """
-    _require_one_device(job)
     asked, folder = job.callback.options, Path(job.config.output_dir)
     scheme = asked.config.model_copy(deep=True, update={"kv_cache_scheme": None})
     with step("scoring observers"):
@@ -75,6 +74,24 @@ def choose_tensor_observers(job: Job) -> Job:
     print_report(choice.table())
     say(f"wrote {_write_scheme(folder, choice.config, 'Observers chosen by task=observers.')}  (scheme=plan)")
     return _with_scheme(job, choice.config)
+
+
+def check_candidates(job: Job) -> None:
+    """Refuse candidates that cannot be, before anything is run.
+
+    Raises:
+        CalibrationError: several devices; whatever is wrong with a candidate without data.
+    """
+    _require_one_device(job)
+    asked, candidates = job.callback.options, plain(job.config.task.candidates) or {}
+    if job.config.task.name == "plan":
+        for scheme in candidates.values():
+            if scheme is not None:
+                CalibrationSession(job.model, CalibrationOptions.of(scheme, **_of_candidates(asked)))
+        return
+    for base_name, observers in candidates.items():
+        for observer in observers:
+            replace(asked, observers={base_name: observer})
 
 
 def _require_one_device(job: Job) -> None:
@@ -99,6 +116,11 @@ def _unchanged(options: CalibrationOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
+def _of_candidates(options: CalibrationOptions) -> dict[str, Any]:
+    given = {"targets": options.targets, "ignore": options.ignore, "observers": options.observers}
+    return {**given, **_unchanged(options)}
+
+
 def _with_scheme(job: Job, scheme: QuantizationConfig) -> Job:
     options = replace(job.callback.options, scheme=scheme, targets=None, ignore=(), observers=None)
     callback = CalibrationCallback(options, module=job.config.module, token_mask=job.config.token_mask, show=False)
@@ -113,10 +135,7 @@ def _measure(job: Job, options: CalibrationOptions) -> Sensitivity:
             batches[: config.task.batches],
             plain(config.task.candidates),
             calibration=batches,
-            targets=options.targets,
-            ignore=options.ignore,
-            observers=options.observers,
-            **_unchanged(options),
+            **_of_candidates(options),
         )
 
 

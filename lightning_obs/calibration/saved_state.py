@@ -19,7 +19,7 @@ from lightning_obs.distributed.sync import Collectives, sync_statistics
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.checksums import CHECKSUMS
 from lightning_obs.model.qparams import write_qparams
-from lightning_obs.model.sharding import without_wrappers
+from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
 from lightning_obs.schemes.stored_qparams import find_misfits

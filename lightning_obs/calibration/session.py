@@ -39,7 +39,8 @@ from lightning_obs.model.qparams import (
     write_qparams,
 )
 from lightning_obs.model.quantized_forward import is_inside_quantized
-from lightning_obs.model.sharding import register_fsdp_units, unwrapped, without_wrappers
+from lightning_obs.model.sharding import register_fsdp_units
+from lightning_obs.model.wrappers import unwrapped, without_wrappers
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key

@@ -21,12 +21,13 @@ from typing_extensions import override
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import find_mask
+from lightning_obs.callbacks.export_at_end import ExportAtEnd
 from lightning_obs.callbacks.logged import log_layers, log_numbers
 from lightning_obs.callbacks.strategies import collectives_of, repeated_in_batch, repeated_samples, require_exact
+from lightning_obs.callbacks.which_module import describe, find_module
 from lightning_obs.checkpoint.export import export_checkpoint
 from lightning_obs.errors import CalibrationError, warn
-from lightning_obs.model.kinds import is_transformers_model
-from lightning_obs.model.sharding import in_shards, register_fsdp_units, reshard, unwrapped
+from lightning_obs.model.sharding import in_shards, register_fsdp_units, reshard
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
 from lightning_obs.report.page import Report, write_report
@@ -40,8 +41,10 @@ class SessionCallback(Callback):
 
     Args:
         scheme: or :class:`~lightning_obs.CalibrationOptions`.
-        module: attribute path of the module to calibrate and export. Default: the one transformers model that the
-            LightningModule holds, else the LightningModule itself.
+        module: attribute path of the module to calibrate and export; ``""`` is the LightningModule itself. Default: the
+            one transformers model that the LightningModule holds (of several, those nearest to it count), else the
+            LightningModule itself.
+        export_folder, export_overwrite: as for :class:`~lightning_obs.CalibrationCallback`.
         sanity_check: also calibrate in fit's sanity check (its few batches). Off: nothing happens there.
         token_mask: where to find, in a batch, which tokens count: a key (``"attention_mask"``) or a function of the
             batch. A tensor ``(batch, tokens)``, nonzero for tokens that count; the others (padding) reach no observer.
@@ -55,6 +58,8 @@ class SessionCallback(Callback):
         scheme: SchemeLike | CalibrationOptions | None,
         *,
         module: str | None = None,
+        export_folder: str | os.PathLike[str] | None = None,
+        export_overwrite: bool = False,
         sanity_check: bool = False,
         token_mask: str | Callable[[Any], torch.Tensor] | None = None,
         log: bool | None = None,
@@ -65,11 +70,14 @@ class SessionCallback(Callback):
         self.drift = ScaleDrift()
         self.options = CalibrationOptions.of(scheme, **options)
         self.module, self.sanity_check, self.token_mask = module, sanity_check, token_mask
+        self.at_end = ExportAtEnd(export_folder, export_overwrite)
         self.session: CalibrationSession | None = None
         #: a state that was loaded and that no session has taken yet
         self._waiting_state: dict[str, Any] | None = None
         #: the LightningModule of the last session: its tokenizer is exported, its root unit resharded
         self._owner: LightningModule | None = None
+        #: what was said about which module is calibrated
+        self._said = ""
 
     @property
     def label(self) -> str:
@@ -195,8 +203,13 @@ class SessionCallback(Callback):
         """Whether loggers are told."""
         return bool(trainer.loggers) if self.tells_loggers is None else self.tells_loggers
 
+    @property
+    def has_calibrated(self) -> bool:
+        """Whether there are qparams, found by this callback or loaded."""
+        return self.session is not None and self.session.has_written
+
     def _calibrated_session(self) -> CalibrationSession:
-        if self.session is None or not self.session.has_written:
+        if self.session is None or not self.has_calibrated:
             raise CalibrationError(
                 "nothing was calibrated yet", remedy="run trainer.validate or trainer.fit with this callback first."
             )
@@ -217,9 +230,10 @@ class SessionCallback(Callback):
         collectives = collectives_of(trainer)
         if isinstance(trainer.strategy.model, nn.Module):
             register_fsdp_units(trainer.strategy.model)  # it may hold parameters of the model that is calibrated
-        model = find_module(pl_module, self.module)
+        path, model = find_module(pl_module, self.module)
         if self.session is None or self.session.model is not model:
             self.session = CalibrationSession(model, self.options)
+            self._say(describe(pl_module, path, self.session))
         require_exact(trainer, self.session)
         self.session.collectives = collectives
         self._owner = pl_module
@@ -227,6 +241,11 @@ class SessionCallback(Callback):
         if state is not None:
             self.take_state(self.session, state)
         return self.session
+
+    def _say(self, text: str) -> None:
+        if text != self._said:
+            rank_zero_info(f"{self.label}: {text}")
+        self._said = text
 
     def take_state(self, session: CalibrationSession, state: Mapping[str, Any]) -> None:
         """Write what a checkpoint holds to the modules of a new session."""
@@ -289,60 +308,27 @@ class SessionCallback(Callback):
     # ------------------------------------------------------------------ the end, however it comes
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse, before the first batch, an ``export_folder`` that cannot be written in the end."""
+        if self.at_end.is_due(trainer, stage):
+            self.at_end.require_possible(trainer)
+
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave nothing behind; Lightning calls no teardown after an exception or Ctrl-C."""
         self.clean_up()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave nothing behind."""
+        """Leave nothing behind; write the checkpoint to ``export_folder``. Not called after an exception."""
         self.clean_up()
+        if self.at_end.is_due(trainer, stage):
+            self.at_end.write(trainer, stage, self.export if self.has_calibrated else None)
 
     def clean_up(self) -> None:
         """Take every hook out. Can be called at any time, any number of times."""
         if self.session is not None:
             self.session.detach()
-
-
-def find_module(pl_module: nn.Module, path: str | None = None) -> nn.Module:
-    """The module to calibrate inside a LightningModule.
-
-    Args:
-        pl_module: the LightningModule.
-        path: attribute path; None looks for the one child that is a transformers model.
-
-    Raises:
-        CalibrationError: no such attribute, or several transformers models to choose from.
-    """
-    if path is not None:
-        try:
-            module = pl_module.get_submodule(path)
-        except AttributeError as error:
-            children = ", ".join(name for name, _ in pl_module.named_children()) or "none"
-            raise CalibrationError(
-                f"{type(pl_module).__name__} has no module {path!r}", expected=f"one of its modules: {children}"
-            ) from error
-        return _innermost(module)
-    children_inside = {name: _innermost(child) for name, child in pl_module.named_children()}
-    models = {name: child for name, child in children_inside.items() if is_transformers_model(child)}
-    if len(models) > 1:
-        raise CalibrationError(
-            f"{type(pl_module).__name__} holds several transformers models",
-            where=list(models),
-            remedy='say which one: CalibrationCallback(module="...").',
-        )
-    return next(iter(models.values()), pl_module)
-
-
-def _innermost(module: nn.Module) -> nn.Module:
-    """The module inside FSDP1's wrapper, torch.compile's and peft's."""
-    module = unwrapped(module)
-    original = getattr(module, "_orig_mod", module)
-    assert isinstance(original, nn.Module)
-    original = unwrapped(original)
-    if hasattr(original, "peft_config") and hasattr(original, "get_base_model"):
-        original = original.get_base_model()  # type: ignore[operator]
-    return original
 
 
 def _loaders(trainer: Trainer) -> list[Any]:

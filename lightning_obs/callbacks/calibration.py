@@ -32,8 +32,14 @@ class CalibrationCallback(SessionCallback):
     Args:
         scheme: preset name (``"FP8"``, ``"INT8_STATIC"``, ``"W4A16"``...), dict, ``QuantizationConfig``, or
             :class:`~lightning_obs.CalibrationOptions`.
-        module: attribute path of the module to calibrate and export. Default: the one transformers model that the
-            LightningModule holds, else the LightningModule itself.
+        module: attribute path of the module to calibrate and export; ``""`` is the LightningModule itself. Default: the
+            one transformers model that the LightningModule holds (of several, those nearest to it count), else the
+            LightningModule itself. Which one it is, and what stays out, is said once.
+        export_folder: write the checkpoint there when ``validate`` or ``fit`` has ended, as ``export(export_folder)``
+            would: what was calibrated last. A folder that is taken, and a fit without validation, are errors before the
+            first batch. What an earlier run of this callback has written is replaced. Nothing is written in
+            ``fast_dev_run``, nor where a run ends with an error or Ctrl-C.
+        export_overwrite: replace the checkpoint that is in ``export_folder`` before the first run.
         sanity_check: also calibrate in fit's sanity check (its few batches). Off: nothing happens there.
         token_mask: where to find, in a batch, which tokens count: a key (``"attention_mask"``) or a function of the
             batch. A tensor ``(batch, tokens)``, nonzero for tokens that count; the others (padding) reach no observer.

@@ -73,8 +73,8 @@ class QuantizationAwareTraining(SessionCallback):
             ``training_step`` returns; 0: none. It costs one more forward per step.
         teacher: takes the calls that the quantized model takes. None: the model itself, unquantized.
         **options: as for :class:`CalibrationCallback`: ``targets``, ``ignore``, ``observers``, ``kv_cache``,
-            ``module``, ``on_missing``, ``reload``, ``sanity_check``, ``token_mask``, ``log`` (here also how far the
-            logits are from the teacher's, ``quant/distillation``).
+            ``module``, ``export_folder``, ``export_overwrite``, ``on_missing``, ``reload``, ``sanity_check``,
+            ``token_mask``, ``log`` (here also how far the logits are from the teacher's, ``quant/distillation``).
 
     Raises:
         CalibrationError: by the constructor for wrong arguments; when fit starts, for a precision whose weights are
@@ -139,14 +139,7 @@ class QuantizationAwareTraining(SessionCallback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse what cannot work before any training; hand learned scales to the optimizer, wrap the loss."""
-        if trainer.precision not in _PRECISIONS:
-            raise CalibrationError(
-                "training needs weights in the precision that they were loaded in",
-                got=f"Trainer(precision={str(trainer.precision)!r})",
-                expected=", ".join(_PRECISIONS),
-                remedy="use bf16-mixed; for weights in bfloat16 load the model with dtype=torch.bfloat16 and leave "
-                "precision at 32-true.",
-            )
+        self.require_precision(trainer)
         session = self.prepare(trainer, pl_module)
         with ExitStack() as stack:
             if self._training is not None and self._training.learned is not None and trainer.optimizers:
@@ -161,6 +154,22 @@ class QuantizationAwareTraining(SessionCallback):
                     )
                 )
             self._on_fit = stack.pop_all()
+
+    @staticmethod
+    def require_precision(trainer: Trainer) -> None:
+        """Refuse a Trainer that trains weights in another precision than they were loaded in.
+
+        Raises:
+            CalibrationError: its precision is such a one.
+        """
+        if trainer.precision not in _PRECISIONS:
+            raise CalibrationError(
+                "training needs weights in the precision that they were loaded in",
+                got=f"Trainer(precision={str(trainer.precision)!r})",
+                expected=", ".join(_PRECISIONS),
+                remedy="use bf16-mixed; for weights in bfloat16 load the model with dtype=torch.bfloat16 and leave "
+                "precision at 32-true.",
+            )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -37,7 +37,8 @@ from lightning_obs.model.experts import routers
 from lightning_obs.model.kinds import compressible_type, is_transformers_model
 from lightning_obs.model.lora import refuse_unmerged
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams
-from lightning_obs.model.sharding import in_shards, register_fsdp_units, unwrapped, without_wrappers
+from lightning_obs.model.sharding import in_shards, register_fsdp_units
+from lightning_obs.model.wrappers import unwrapped, without_wrappers
 from lightning_obs.schemes.stored_qparams import find_misfits
 from lightning_obs.schemes.target import Target
 

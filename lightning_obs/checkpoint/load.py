@@ -25,6 +25,7 @@ from lightning_obs.model.checksums import remember
 from lightning_obs.model.kinds import compressible_type
 from lightning_obs.model.qparams import write_qparams
 from lightning_obs.model.quantized_forward import quantize_forward
+from lightning_obs.model.wrappers import unwrapped
 from lightning_obs.schemes.stored_qparams import expected_shapes, find_misfits
 from lightning_obs.schemes.target import Target
 
@@ -53,7 +54,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
         CalibrationError: files are missing or damaged; names, shapes or values do not fit the model or its scheme. The
             model is unchanged then.
     """
-    folder = Path(folder)
+    given, model, folder = model, unwrapped(model), Path(folder)
     with _reading(folder / CONFIG_FILE) as path:
         raw = json.loads(path.read_text()).get("quantization_config")
         config = None if raw is None else QuantizationConfig.model_validate(raw)
@@ -73,7 +74,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
                 target.module.quantization_status = QuantizationStatus.DECOMPRESSED
             quantize_forward(target.module, trainable=target.scheme.weights is None)
         remember(model)
-    return model
+    return given
 
 
 @contextmanager

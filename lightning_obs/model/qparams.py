@@ -30,7 +30,7 @@ from torch import nn
 
 from lightning_obs.model.checksums import CHECKSUMS
 from lightning_obs.model.kinds import compressible_type, has_kv_cache
-from lightning_obs.model.sharding import without_wrappers
+from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.numerics.reshape import ATTENTION
 
 SUFFIXES = ("scale", "zero_point", "global_scale")

@@ -6,9 +6,6 @@ piece of its weight, on many ranks an empty one. Neither its shape nor the unit 
 there: the wrapper stands above the module, often above the model that is calibrated. So while the outermost wrapper is
 at hand, every module gets its unit (:func:`register_fsdp_units`); the rest of the package asks the module.
 
-Wrappers also stand in names (``layers.0._fsdp_wrapped_module.fc1``). Whoever reads names, or wants a ``state_dict``
-that gathers nothing, does it :func:`without_wrappers`.
-
 Only one unit is made whole at a time, never the model (unless it is one unit: then nothing else can be done).
 """
 
@@ -27,10 +24,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_obs.distributed.failures import all_ranks_answer
 from lightning_obs.errors import CalibrationError
+from lightning_obs.model.wrappers import inside
 
 _UNIT = "flat_unit"
-#: where a wrapper of FSDP1, or of activation checkpointing, keeps the module that it wraps
-_INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 @dataclass(eq=False)
@@ -78,10 +74,13 @@ def register_fsdp_units(root: nn.Module) -> None:
             got="cpu_offload=True",
             remedy="FSDPStrategy(cpu_offload=False), or FSDP2: ModelParallelStrategy.",
         )
-    if isinstance(root, FullyShardedDataParallel):
+    outermost: nn.Module | None = root
+    while outermost is not None and not isinstance(outermost, FullyShardedDataParallel):
+        outermost = inside(outermost)
+    if outermost is not None:
         # Else the first unit that is made whole would take itself for the root. Buffers made here are written to later.
         with torch.inference_mode(False):
-            root.check_is_root()
+            outermost.check_is_root()
     for wrapper in wrappers:
         if _UNIT not in vars(wrapper):
             vars(wrapper)[_UNIT] = unit = FlatUnit(wrapper)
@@ -156,36 +155,6 @@ def by_unit(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
     for module in modules:
         units.setdefault(unit_of(module) or module, []).append(module)
     return list(units.values())
-
-
-# ---------------------------------------------------------------------- wrappers
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside wrappers of FSDP1 and of activation checkpointing."""
-    inside = next((module._modules[key] for key in _INSIDE if key in module._modules), None)
-    return module if inside is None else unwrapped(inside)
-
-
-@contextmanager
-def without_wrappers(model: nn.Module) -> Iterator[None]:
-    """Take all wrappers out of ``model`` inside the ``with`` block, so that names are those of the model without them.
-
-    The model must not run meanwhile.
-    """
-    wrapped = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent._modules.items()
-        if child is not None and name not in _INSIDE and unwrapped(child) is not child
-    ]
-    try:
-        for parent, name, child in wrapped:
-            parent._modules[name] = unwrapped(child)
-        yield
-    finally:
-        for parent, name, child in wrapped:
-            parent._modules[name] = child
 
 
 def in_shards(module: nn.Module) -> bool:

@@ -78,7 +78,7 @@ def test_two_ranks_of_ddp_print_and_write_once_and_give_the_scales_of_one(comman
 @pytest.mark.slow
 def test_two_ranks_of_ddp_fine_tune_and_measure_the_reloaded_checkpoint(command_line, tmp_path):
     done = command_line(
-        "task=finetune", "scheme=w4a16", "scheme.weights.group_size=32", "trainer.devices=2", "trainer.strategy=ddp",
+        "task=finetune", "scheme=w4a16", "group_size=32", "trainer.devices=2", "trainer.strategy=ddp",
         "trainer.max_steps=4", "data.train_batches=8", "export.folder=two", "export.verify=false", "output_dir=run",
         new_process=True,
     )  # fmt: skip
@@ -109,6 +109,7 @@ def test_it_works_when_installed_from_a_wheel_into_another_folder(tiny_overrides
         cwd=tmp_path, env={"PYTHONPATH": str(site), "PATH": ""}, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert where.stdout.strip().startswith(str(site))
+    assert (site / "lightning_obs" / "py.typed").is_file()
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "lightning_obs", *tiny_overrides, "export=none"],
         cwd=tmp_path, env={"PYTHONPATH": str(site), "PATH": "", "HF_HUB_OFFLINE": "1"},

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from lightning_obs import CalibrationCallback, CalibrationError
-from lightning_obs.callbacks.base import find_module
+from lightning_obs.callbacks.which_module import find_module
 from tests.callbacks.calibration_modules import Language, Plain, trainer
 
 # ---------------------------------------------------------------------- which module
@@ -13,8 +14,9 @@ from tests.callbacks.calibration_modules import Language, Plain, trainer
 
 def test_the_one_transformers_model_is_found(tiny_llama):
     module = Language(tiny_llama())
-    assert find_module(module) is module.model
-    assert find_module(Plain()).__class__ is Plain
+    assert find_module(module) == ("model", module.model)
+    plain = Plain()
+    assert find_module(plain) == ("", plain)
 
 
 def test_two_transformers_models_have_to_be_told_apart(tiny_llama):
@@ -22,12 +24,79 @@ def test_two_transformers_models_have_to_be_told_apart(tiny_llama):
     module.teacher = tiny_llama()
     with pytest.raises(CalibrationError, match="several transformers models: model, teacher"):
         find_module(module)
-    assert find_module(module, "teacher") is module.teacher
+    assert find_module(module, "teacher") == ("teacher", module.teacher)
 
 
 def test_an_unknown_module_path_lists_the_modules():
     with pytest.raises(CalibrationError, match=r"Plain has no module 'nett'.*one of its modules: net"):
         find_module(Plain(), "nett")
+
+
+class Wrapped(torch.nn.Module):
+    """One wrapper deeper: the model beside a head of one's own."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.backbone, self.head = model, torch.nn.Linear(8, 2)
+
+    def forward(self, **batch):
+        return self.backbone(**batch)
+
+
+def test_a_transformers_model_one_wrapper_deeper_is_found(tiny_llama):
+    module = Language(Wrapped(tiny_llama()))
+    assert find_module(module) == ("model.backbone", module.model.backbone)
+    assert find_module(torch.nn.ModuleList([module])) == ("0.model.backbone", module.model.backbone)
+
+
+def test_of_several_transformers_models_the_nearest_counts(tiny_llama):
+    module = Language(tiny_llama())
+    module.other = Wrapped(tiny_llama())
+    assert find_module(module) == ("model", module.model)
+
+
+def test_a_transformers_model_inside_of_a_metric_is_not_calibrated(tiny_llama):
+    class Score(Metric):
+        def __init__(self):
+            super().__init__()
+            self.model = tiny_llama()
+
+        def update(self): ...
+
+        def compute(self): ...
+
+    module = Plain()
+    module.score = Score()
+    assert find_module(module) == ("", module)
+
+
+def tokens():
+    return DataLoader([{"input_ids": torch.arange(8)}], batch_size=2)
+
+
+def said(caplog, *callbacks, module, data=None, runs=1):
+    with caplog.at_level("INFO"):
+        for _ in range(runs):
+            trainer(*callbacks).validate(module, data or tokens(), verbose=False)
+    return [record.message for record in caplog.records if "calibrating" in record.message]
+
+
+def test_which_module_is_calibrated_and_what_is_left_out_is_said_once(tiny_llama, caplog):
+    module = Language(Wrapped(tiny_llama()))
+    callback = CalibrationCallback("FP8", ignore=["lm_head"], show=False)
+    assert said(caplog, callback, module=module, runs=2) == [
+        "FP8: calibrating LlamaForCausalLM (`model.backbone`): 14 of 15 Linear; left out: lm_head; "
+        "not part of it, and left in full precision: model.head"
+    ]
+
+
+def test_an_empty_path_calibrates_the_lightning_module_itself(tiny_llama, caplog):
+    module = Language(tiny_llama())
+    callback = CalibrationCallback("FP8", module="", reload="unchecked", ignore=["model.lm_head"], show=False)
+    assert said(caplog, callback, module=module) == [
+        "FP8: calibrating Language (the LightningModule itself): 14 of 15 Linear; left out: model.lm_head"
+    ]
+    assert "model.model.layers.0.mlp.up_proj" in callback.result.modules
 
 
 def test_hydra_containers_are_taken():

@@ -22,12 +22,11 @@ from lightning_obs.model.sharding import (
     in_shards,
     register_fsdp_units,
     unit_of,
-    unwrapped,
     whole_shape,
     whole_unit,
-    without_wrappers,
 )
 from lightning_obs.model.weights import matrix_shape
+from lightning_obs.model.wrappers import unwrapped, without_wrappers
 from tests.lightning_ranks import exact
 from tests.moe_models import HIDDEN, StackedBlock
 from tests.ranks import run_ranks

@@ -1,0 +1,100 @@
+"""Which module inside a LightningModule is calibrated, and what that leaves out."""
+
+from __future__ import annotations
+
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.errors import CalibrationError, name_list
+from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.model.lora import inside_adapted
+from lightning_obs.model.wrappers import unwrapped
+
+
+def find_module(pl_module: nn.Module, path: str | None = None) -> tuple[str, nn.Module]:
+    """The path of the module to calibrate inside a LightningModule, and the module, without its wrappers.
+
+    Args:
+        pl_module: the LightningModule.
+        path: attribute path, ``""`` for the LightningModule itself; None looks for the one transformers model that it
+            holds. Of several, those nearest to the LightningModule count; models inside of torchmetrics' metrics do
+            not.
+
+    Raises:
+        CalibrationError: no such attribute, or several transformers models to choose from.
+    """
+    if path is not None:
+        try:
+            module = pl_module.get_submodule(path)
+        except AttributeError as error:
+            children = ", ".join(name for name, _ in pl_module.named_children()) or "none"
+            raise CalibrationError(
+                f"{type(pl_module).__name__} has no module {path!r}", expected=f"one of its modules: {children}"
+            ) from error
+        return path, _innermost(module)
+    models = _nearest_models(pl_module)
+    if len(models) > 1:
+        raise CalibrationError(
+            f"{type(pl_module).__name__} holds several transformers models",
+            where=list(models),
+            remedy='say which one: CalibrationCallback(module="...").',
+        )
+    return next(iter(models.items()), ("", pl_module))
+
+
+def _nearest_models(pl_module: nn.Module) -> dict[str, nn.Module]:
+    """The transformers models that stand nearest to the LightningModule, by their paths."""
+    level: dict[str, nn.Module] = {"": pl_module}
+    while level:
+        level = {
+            f"{path}.{name}".lstrip("."): _innermost(child)
+            for path, module in level.items()
+            for name, child in module.named_children()
+            if not isinstance(child, Metric)
+        }
+        models = {path: module for path, module in level.items() if is_transformers_model(module)}
+        if models:
+            return models
+    return {}
+
+
+def describe(pl_module: nn.Module, path: str, session: CalibrationSession) -> str:
+    """Which module a session calibrates, how many of its layers, and which layers of these kinds it leaves out.
+
+    Args:
+        pl_module: the LightningModule.
+        path: of the module inside of it.
+        session: of that module.
+    """
+    planned = {target.module for target in session.plan.targets}
+    kinds = {type(module) for module in planned}
+    adapters = inside_adapted(session.model)
+    within = {
+        module: name
+        for name, module in session.model.named_modules()
+        if module in planned or (type(module) in kinds and name not in adapters)
+    }
+    everything = set(session.model.modules())
+    inside = [name for module, name in within.items() if module not in planned]
+    beside = [name for name, module in pl_module.named_modules() if type(module) in kinds and module not in everything]
+    names = "/".join(sorted(kind.__name__ for kind in kinds))
+    where = f"`{path}`" if path else "the LightningModule itself"
+    text = (
+        f"calibrating {type(session.model).__name__} ({where}): {len(planned)} of {len(planned) + len(inside)} {names}"
+    )
+    if inside:
+        text += f"; left out: {name_list(inside, 3)}"
+    if beside:
+        text += f"; not part of it, and left in full precision: {name_list(beside, 3)}"
+    return text
+
+
+def _innermost(module: nn.Module) -> nn.Module:
+    """The module inside wrappers and peft's adapters."""
+    module = unwrapped(module)
+    if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
+        base = module.get_base_model()  # type: ignore[operator]
+        assert isinstance(base, nn.Module)
+        return base
+    return module
