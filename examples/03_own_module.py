@@ -48,7 +48,7 @@ def pictures(count: int, seed: int) -> TensorDataset:
 
 L.seed_everything(0)
 module, held_out = Stripes(), DataLoader(pictures(256, seed=1), batch_size=64)
-# compressed-tensors stores Linear; the convolution's qparams go to a file beside it, load_checkpoint reads both.
+# The convolution is stored in int8 like the Linear modules; load_checkpoint reads both.
 calibration = CalibrationCallback("INT8_STATIC", targets=["Linear", "Conv2d"], module="net")
 trainer = L.Trainer(
     max_epochs=options.epochs, callbacks=[calibration], logger=False, enable_checkpointing=False, accelerator="cpu"

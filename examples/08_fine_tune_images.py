@@ -102,7 +102,7 @@ trainer(options.epochs, callback).fit(module, data)
 tuned = accuracy(callback)
 callback.export(options.out)
 
-# compressed-tensors stores Linear; the convolutions' qparams go to a file beside it. load_checkpoint reads both.
+# Convolutions are stored in int8 like Linear; load_checkpoint reads both.
 quantized_logits = module.logits
 loaded = Digits()
 load_checkpoint(loaded.net, options.out)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
     from lightning_obs.checkpoint.export import export_checkpoint
     from lightning_obs.checkpoint.load import load_checkpoint
+    from lightning_obs.checkpoint.onnx_file import export_onnx
     from lightning_obs.errors import CalibrationError, CalibrationWarning
     from lightning_obs.model.experts import linearize_experts
     from lightning_obs.model.quantized_forward import quantized
@@ -40,6 +41,7 @@ _HOME = {
     "QuantizationAwareTraining": "lightning_obs.callbacks.quantization_aware_training",
     "choose_observers": "lightning_obs.report.observer_choice",
     "export_checkpoint": "lightning_obs.checkpoint.export",
+    "export_onnx": "lightning_obs.checkpoint.onnx_file",
     "linearize_experts": "lightning_obs.model.experts",
     "load_checkpoint": "lightning_obs.checkpoint.load",
     "mixed_precision": "lightning_obs.report.mixed_precision",
@@ -58,6 +60,7 @@ __all__ = [
     "QuantizationAwareTraining",
     "choose_observers",
     "export_checkpoint",
+    "export_onnx",
     "linearize_experts",
     "load_checkpoint",
     "mixed_precision",

@@ -1,6 +1,6 @@
 """A calibrated model's state dict as a checkpoint holds it, wherever its weights lie.
 
-One module after the other is compressed, by compressed-tensors' functional compressors, into a state dict of its own:
+One module after the other is compressed (:mod:`.entries`) into a state dict of its own:
 the model is not touched, and never held twice.
 
 Where weights are sharded over ranks, rank 0 is the one that keeps the result. Under FSDP2 each rank compresses the rows
@@ -16,11 +16,11 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from lightning_obs.checkpoint.compressed_rows import compress_rows, compressor_of, gather_rows, rows_per_scale
+from lightning_obs.checkpoint.compressed_rows import compress_rows, gather_rows, rows_per_scale
+from lightning_obs.checkpoint.entries import compress_entries
 from lightning_obs.distributed.collectives import gather_objects
 from lightning_obs.distributed.failures import sendable
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.kinds import compressible_type
 from lightning_obs.model.qparams import get_scheme, quantized_states, read_qparams
 from lightning_obs.model.sharding import by_unit, is_sharded, unit_of, whole_tensor, whole_unit
 
@@ -83,8 +83,8 @@ def compressed_bytes(module: nn.Module) -> int:
 
 
 def _is_compressible(module: nn.Module) -> bool:
-    """Whether compressed-tensors compresses the module."""
-    return get_scheme(module) is not None and compressible_type(module) is not None
+    """Whether the module's entries are compressed: it was calibrated, and is no attention module."""
+    return get_scheme(module) is not None and not quantized_states(module)
 
 
 def _own_entries(module: nn.Module, prefix: str, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -102,10 +102,7 @@ def _own_entries(module: nn.Module, prefix: str, state: Mapping[str, torch.Tenso
 def _compressed(module: nn.Module, own: dict[str, torch.Tensor], sharded: bool) -> dict[str, torch.Tensor]:
     scheme = get_scheme(module)
     assert scheme is not None
-    own = own | read_qparams(module)
-    if scheme.weights is not None:
-        own = compressor_of(scheme.format).compress(own, scheme)
-    entries = {key: value.contiguous() for key, value in own.items() if value is not None}
+    entries = compress_entries(module, own | read_qparams(module), scheme)
     return {key: value.to("cpu", copy=True) for key, value in entries.items()} if sharded else entries
 
 

@@ -7,25 +7,18 @@ have to be gathered first.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationStrategy
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_obs.checkpoint.entries import compressor_of
 from lightning_obs.model.kinds import compressible_type
 from lightning_obs.model.qparams import get_scheme, read_qparams
 from lightning_obs.model.sharding import rows_of_ranks, whole_tensor
 
 _ONE_SCALE_A_ROW = (QuantizationStrategy.CHANNEL, QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
-
-
-def compressor_of(name: Any) -> Any:
-    """compressed-tensors' compressor of a format."""
-    return BaseCompressor.get_value_from_registry(CompressionFormat(name).value)
 
 
 def rows_per_scale(module: nn.Module) -> int | None:

@@ -3,13 +3,12 @@
 The live model is not touched (:mod:`lightning_obs.checkpoint.compress`). The folder appears under its final name only
 when it is complete (:mod:`lightning_obs.checkpoint.folder`).
 
-What compressed-tensors cannot hold (convolutions...) stays in full precision in ``model.safetensors``; its
-quantization parameters go to ``qparams.safetensors``, where :func:`~lightning_obs.load_checkpoint` finds them.
+``config.json`` says what is quantized and how, ``model.safetensors`` holds the tensors (:mod:`.entries`), also of what
+compressed-tensors' own readers do not know (convolutions...), which :func:`~lightning_obs.load_checkpoint` reads.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,14 +26,14 @@ from torch import nn
 from lightning_obs.checkpoint.compress import compressed_state_dict
 from lightning_obs.checkpoint.engine_names import add_stored_names
 from lightning_obs.checkpoint.folder import require_room, whole_or_not_at_all
-from lightning_obs.checkpoint.load import CONFIG_FILE, QPARAMS_FILE, WEIGHTS_FILE
+from lightning_obs.checkpoint.load import WEIGHTS_FILE
 from lightning_obs.distributed.collectives import gather_objects
 from lightning_obs.distributed.failures import require_no_failure
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.attention import marked_as_hooked
 from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.experts import routers
-from lightning_obs.model.kinds import compressible_type, is_transformers_model
+from lightning_obs.model.kinds import holds_parameters, is_transformers_model
 from lightning_obs.model.lora import refuse_unmerged
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.sharding import in_shards, register_fsdp_units
@@ -129,12 +128,8 @@ def _write(model: nn.Module, folder: Path, tensors: dict[str, torch.Tensor], tok
         _save_pretrained(model, folder, tensors)
     else:
         save_file(_unshared(tensors), folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    if compressor is not None:
-        add_stored_names(compressor.quantization_config, model, _tensor_names(folder))
-        compressor.update_config(str(folder))
-    elif not (folder / CONFIG_FILE).exists():
-        (folder / CONFIG_FILE).write_text("{}\n")
-    _save_own_qparams(model, folder)
+    add_stored_names(compressor.quantization_config, model, _tensor_names(folder))
+    compressor.update_config(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
 
@@ -147,11 +142,9 @@ def _tensor_names(folder: Path) -> list[str]:
     return names
 
 
-def _model_compressor(model: nn.Module) -> ModelCompressor | None:
+def _model_compressor(model: nn.Module) -> ModelCompressor:
     with marked_as_hooked(model, [m for _, m in calibrated_modules(model) if "q" in quantized_states(m)]):
         compressor = ModelCompressor.from_pretrained_model(model)
-    if compressor.quantization_config is None:  # only modules that compressed-tensors cannot hold
-        return None
     compressor.quantization_config.quantization_status = QuantizationStatus.COMPRESSED
     compressor.quantization_config.ignore = _ignored(model, compressor.quantization_config)
     return compressor
@@ -161,11 +154,11 @@ def _ignored(model: nn.Module, config: QuantizationConfig) -> list[str]:
     """compressed-tensors' list, and what it leaves out although a reader would look for scales there."""
     ignored = list(config.ignore or [])
     targets = [target for group in config.config_groups.values() for target in getattr(group, "targets", [])]
-    # A subclass of Linear of which none is quantized: it lists by class, and readers match by inheritance.
+    # It lists by class, of which it knows some quantized module; readers match by inheritance and by patterns, too.
     left = [
         name
         for name, module in match_named_modules(model, targets, ignored)
-        if get_scheme(module) is None and compressible_type(module) is not None
+        if get_scheme(module) is None and holds_parameters(module)
     ]
     # Here a router may be a bare parameter; vLLM has a Linear there.
     return list(dict.fromkeys([*ignored, *left, *routers(model)]))
@@ -195,14 +188,3 @@ def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         result[name] = value.clone().contiguous() if storage in seen else value.contiguous()
         seen.add(storage)
     return result
-
-
-def _save_own_qparams(model: nn.Module, folder: Path) -> None:
-    """Beside the checkpoint, those of modules that compressed-tensors cannot hold."""
-    own = {n: m for n, m in calibrated_modules(model) if compressible_type(m) is None and not quantized_states(m)}
-    if not own:
-        return
-    given = {name: get_scheme(module) for name, module in own.items()}
-    schemes = {name: scheme.model_dump(mode="json") for name, scheme in given.items() if scheme is not None}
-    tensors = {f"{name}.{key}": value for name, module in own.items() for key, value in read_qparams(module).items()}
-    save_file(_unshared(tensors), folder / QPARAMS_FILE, metadata={"schemes": json.dumps(schemes)})

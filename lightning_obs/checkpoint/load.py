@@ -1,6 +1,7 @@
 """Load a checkpoint of :func:`~lightning_obs.export_checkpoint` back into a plain module.
 
-transformers loads its own models; this is for every other module, and for what compressed-tensors cannot hold.
+transformers loads its own models; this is for every other module, and for what transformers does not know quantized
+(convolutions, its own Conv1D).
 """
 
 from __future__ import annotations
@@ -14,24 +15,25 @@ from pathlib import Path
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 from compressed_tensors.utils.match import match_named_modules, match_targets
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from lightning_obs.checkpoint.compressed_rows import compressor_of
+from lightning_obs.checkpoint.entries import compress_entries, decompress_entries
 from lightning_obs.checkpoint.folder import refuse_damage
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.checksums import remember
-from lightning_obs.model.kinds import compressible_type
 from lightning_obs.model.qparams import write_qparams
 from lightning_obs.model.quantized_forward import quantize_forward
 from lightning_obs.model.wrappers import unwrapped
+from lightning_obs.schemes.plan import is_meant
 from lightning_obs.schemes.stored_qparams import expected_shapes, find_misfits
 from lightning_obs.schemes.target import Target
 
 WEIGHTS_FILE = "model.safetensors"
-QPARAMS_FILE = "qparams.safetensors"
 CONFIG_FILE = "config.json"
+
+#: of earlier versions: held the scales of what is stored like all else now
+_EARLIER_FILE = "qparams.safetensors"
 
 _Qparams = dict[str, dict[str, torch.Tensor]]
 
@@ -55,6 +57,10 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
             model is unchanged then.
     """
     given, model, folder = model, unwrapped(model), Path(folder)
+    if (folder / _EARLIER_FILE).exists():
+        raise CalibrationError(
+            f"{folder} was written by an earlier version", got=_EARLIER_FILE, remedy="export the checkpoint again."
+        )
     with _reading(folder / CONFIG_FILE) as path:
         raw = json.loads(path.read_text()).get("quantization_config")
         config = None if raw is None else QuantizationConfig.model_validate(raw)
@@ -62,14 +68,13 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
     with _reading(folder / WEIGHTS_FILE) as path:
         state = load_file(path)
         stored = {target.name: _decompressed(target, state) for target in targets}
-    targets += (own := _own_targets(model, folder, stored))
     _require_fit(model, targets, state, stored)
-    refuse_damage(folder, [CONFIG_FILE, WEIGHTS_FILE, QPARAMS_FILE])  # last: what comes before says more
+    refuse_damage(folder, [CONFIG_FILE, WEIGHTS_FILE])  # last: what comes before says more
     with torch.inference_mode(False), torch.no_grad():
         model.load_state_dict(state)
         for target in targets:
             write_qparams(target.module, target.scheme, stored[target.name])
-            if target not in own and target.scheme.weights is not None:
+            if target.scheme.weights is not None:
                 # The weight is on the grid already, it need not be quantized at each forward.
                 target.module.quantization_status = QuantizationStatus.DECOMPRESSED
             quantize_forward(target.module, trainable=target.scheme.weights is None)
@@ -98,7 +103,7 @@ def _reading(path: Path) -> Iterator[Path]:
 
 
 def _compressed_targets(model: nn.Module, config: QuantizationConfig) -> list[Target]:
-    """The modules that the config says compressed-tensors has compressed."""
+    """The modules that the config says are quantized."""
     if config.kv_cache_scheme is not None:
         raise CalibrationError(
             "the checkpoint has a quantized kv cache, which transformers loads", remedy="from_pretrained(folder)."
@@ -109,11 +114,12 @@ def _compressed_targets(model: nn.Module, config: QuantizationConfig) -> list[Ta
         own_format = group if group.format is not None else group.model_copy(update={"format": config.format})
         by_target |= dict.fromkeys(group.targets, own_format)
     matched = {id(m) for _, m in match_named_modules(model, list(by_target), config.ignore)}
-    return [
-        Target(name, module, by_target[match_targets(name, module, list(by_target))[0]])
+    found = [
+        (name, module, match_targets(name, module, list(by_target))[0])
         for name, module in model.named_modules(remove_duplicate=False)
-        if id(module) in matched and compressible_type(module) is not None
+        if id(module) in matched
     ]
+    return [Target(name, module, by_target[target]) for name, module, target in found if is_meant(target, module)]
 
 
 def _decompressed(target: Target, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -122,12 +128,7 @@ def _decompressed(target: Target, state: dict[str, torch.Tensor]) -> dict[str, t
     own = {key: value for key, value in module.state_dict().items() if "." not in key}
     local = {key[len(prefix) :]: state[key] for key in state if key.rpartition(".")[0] == target.name}
     _require_entries(target, own, local)
-    if scheme.weights is not None:
-        packed = local.get("weight_zero_point")
-        if packed is not None and len(packed) == 1:
-            # compressed-tensors 0.20 views the transpose as bytes, for which its last stride has to be 1.
-            local["weight_zero_point"] = packed.reshape(-1, 1).t()
-        local = compressor_of(scheme.format).decompress(local, scheme)
+    local = decompress_entries(module, local, scheme)
     for key in [key for key in state if key.rpartition(".")[0] == target.name]:
         del state[key]
     state.update({prefix + key: local[key].to(own[key].dtype) for key in own.keys() & local.keys()})
@@ -136,9 +137,7 @@ def _decompressed(target: Target, state: dict[str, torch.Tensor]) -> dict[str, t
 
 def _require_entries(target: Target, own: dict[str, torch.Tensor], local: dict[str, torch.Tensor]) -> None:
     """Refuse entries of other names, shapes or formats than those that the module itself, compressed, would have."""
-    expected = own | _any_qparams(target)
-    if target.scheme.weights is not None:
-        expected = compressor_of(target.scheme.format).compress(expected, target.scheme)
+    expected = compress_entries(target.module, own | _any_qparams(target), target.scheme)
     prefix = f"{target.name}." if target.name else ""
     misfits = []
     for name in sorted(expected.keys() | local.keys()):
@@ -150,7 +149,7 @@ def _require_entries(target: Target, own: dict[str, torch.Tensor], local: dict[s
 
 def _any_qparams(target: Target) -> dict[str, torch.Tensor]:
     """Quantization parameters as the module will have them, but for their values."""
-    qparams, device = {}, next(target.module.parameters()).device
+    qparams, device = {}, next(target.module.parameters(), torch.empty(0)).device
     for base, args in target.args.items():
         for name, shape in expected_shapes(target, base).items():
             dtype = args.zp_dtype if name.endswith("zero_point") else None
@@ -162,26 +161,6 @@ def _form(value: torch.Tensor) -> str:
     """Dtype and shape; weights in full precision may have another dtype than the model's."""
     dtype = "float" if value.is_floating_point() and value.itemsize > 1 else str(value.dtype).removeprefix("torch.")
     return f"{dtype} {tuple(value.shape)}"
-
-
-def _own_targets(model: nn.Module, folder: Path, stored: _Qparams) -> list[Target]:
-    """The modules that compressed-tensors cannot hold; their qparams are put into ``stored``."""
-    if not (folder / QPARAMS_FILE).is_file():
-        return []
-    with _reading(folder / QPARAMS_FILE) as path, safe_open(path, "pt") as file:
-        schemes = {
-            name: QuantizationScheme.model_validate(scheme)
-            for name, scheme in json.loads(file.metadata()["schemes"]).items()
-        }
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (it is no dict)
-    stored.update((name, {}) for name in schemes)
-    for key, value in tensors.items():
-        name, _, own = key.rpartition(".")
-        stored.setdefault(name, {})[own] = value
-    modules = dict(model.named_modules())
-    unknown = sorted(stored.keys() - modules.keys())
-    refuse(unknown, f"{path} names modules that {type(model).__name__} has not")
-    return [Target(name, modules[name], scheme) for name, scheme in schemes.items()]
 
 
 def _require_fit(model: nn.Module, targets: list[Target], state: dict[str, torch.Tensor], stored: _Qparams) -> None:

@@ -12,8 +12,13 @@ def is_transformers_model(module: object) -> bool:
 
 
 def compressible_type(module: nn.Module) -> type[nn.Module] | None:
-    """The type under which compressed-tensors can store the module (Linear, Embedding), or None."""
+    """The type by which compressed-tensors' readers know the module (Linear, Embedding), or None."""
     return next((cls for cls in (nn.Linear, nn.Embedding) if isinstance(module, cls)), None)
+
+
+def holds_parameters(module: nn.Module) -> bool:
+    """Whether the module has parameters of its own, so that it is no container and no activation function."""
+    return next(module.parameters(recurse=False), None) is not None
 
 
 def has_kv_cache(module: nn.Module) -> bool:

@@ -34,10 +34,9 @@ from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.numerics.reshape import ATTENTION
 
 SUFFIXES = ("scale", "zero_point", "global_scale")
-_OWN_SCHEME = "calibrated_scheme"
 _ARGS = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
 _QPARAMS = tuple(f"{base}_{suffix}" for base in (*_ARGS, *ATTENTION) for suffix in SUFFIXES)
-_SCHEME = ("quantization_scheme", "quantization_status", "quantization_enabled", _OWN_SCHEME)
+_SCHEME = ("quantization_scheme", "quantization_status", "quantization_enabled")
 
 #: what calibration has put on each module of a model: plain attributes, and buffers
 Calibration: TypeAlias = dict[nn.Module, tuple[dict[str, Any], dict[str, Any]]]
@@ -53,7 +52,7 @@ def scheme_args(scheme: QuantizationScheme) -> Iterator[tuple[str, QuantizationA
 
 def get_scheme(module: nn.Module) -> QuantizationScheme | None:
     """The scheme that a module was calibrated with, or None."""
-    return getattr(module, "quantization_scheme", None) or getattr(module, _OWN_SCHEME, None)
+    return getattr(module, "quantization_scheme", None)
 
 
 def quantized_states(module: nn.Module) -> tuple[str, ...]:
@@ -90,10 +89,8 @@ def write_qparams(module: nn.Module, scheme: QuantizationScheme, qparams: dict[s
     _clear(module)
     for name, value in qparams.items():
         setattr(module, name, value)
-    kind = compressible_type(module) or (type(module) if has_kv_cache(module) else None)
-    if kind is None:
-        setattr(module, _OWN_SCHEME, scheme)
-        return
+    # compressed-tensors knows no convolutions; their weights are stored as those of a Linear are.
+    kind = compressible_type(module) or (type(module) if has_kv_cache(module) else nn.Linear)
     scheme.format = storage_format(kind, scheme)
     module.quantization_scheme = scheme
     module.quantization_status = QuantizationStatus.FROZEN

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus, set_forward_quantized
@@ -43,6 +43,9 @@ from lightning_obs.numerics.fake_quantize import fake_quantize as fake_quantize_
 from lightning_obs.numerics.fake_quantize import fake_quantize_dynamic, learned_scale
 from lightning_obs.numerics.reshape import ATTENTION
 
+#: ``(value, base name)`` to what a module computes with; a weight comes and goes in its own shape
+Writer: TypeAlias = Callable[[torch.Tensor, str], torch.Tensor]
+
 _STATE = "quantized_forward"
 _INSIDE = "inside_quantized"
 #: of modules whose weight holds numbers of the format already
@@ -56,10 +59,12 @@ class Switch:
     Attributes:
         weights: weights.
         activations: inputs and outputs.
+        writer: quantizes and dequantizes in numerics' place.
     """
 
     weights: bool = True
     activations: bool = True
+    writer: Writer | None = None
 
 
 @dataclass
@@ -144,16 +149,17 @@ def is_inside_quantized(module: nn.Module) -> bool:
     return _INSIDE in vars(module)
 
 
-def quantize_forward(module: nn.Module, *, trainable: bool = True) -> Callable[[], None]:
+def quantize_forward(module: nn.Module, *, trainable: bool = True, writer: Writer | None = None) -> Callable[[], None]:
     """Let a calibrated module run quantized, its parameters as buffers, and return what undoes it.
 
     Args:
         module: copies and pickles of it run quantized too.
         trainable: off: a gradient for its weight is an error.
+        writer: quantizes and dequantizes by operations of its own, also a weight that is on the grid already.
     """
     with ExitStack() as stack:
         stack.callback(_register_qparams(module))
-        stack.callback(_replace_forward(module, Switch(), trainable=trainable))
+        stack.callback(_replace_forward(module, Switch(writer=writer), trainable=trainable))
         return stack.pop_all().close
 
 
@@ -330,6 +336,8 @@ def _refuse_training(gradient: torch.Tensor) -> None:
 def quantized_weight(module: nn.Module) -> torch.Tensor | None:
     """The weight after quantize and dequantize, in its own shape, with gradients; None without a weight."""
     weight = _weight_in_use(module)
+    if weight is not None and getattr(module, _STATE, _DEFAULT).switch.writer is not None:
+        return fake_quantize(module, weight, "weight")
     matrix = None if weight is None else to_matrix(module, weight)
     if weight is None or matrix is None:
         return weight
@@ -353,6 +361,8 @@ def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> tor
     args = _args(module, base_name) if _is_on(module, quantization.switch, base_name) else None
     if args is None or not has_range(module, base_name, args):
         return value
+    if quantization.switch.writer is not None:
+        return quantization.switch.writer(value, base_name)
     global_scale = getattr(module, f"{base_name}_global_scale", None)
     if args.dynamic:
         return fake_quantize_dynamic(value, args, global_scale=global_scale)
@@ -370,7 +380,8 @@ def _is_on(module: nn.Module, switch: Switch, base_name: str) -> bool:
         return False
     if base_name != "weight":
         return switch.activations
-    return switch.weights and getattr(module, "quantization_status", None) not in _ON_THE_GRID
+    on_the_grid = getattr(module, "quantization_status", None) in _ON_THE_GRID
+    return switch.weights and (switch.writer is not None or not on_the_grid)
 
 
 def _args(module: nn.Module, base_name: str) -> QuantizationArgs | None:

@@ -11,6 +11,7 @@ from compressed_tensors.utils.match import match_named_modules, match_targets
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.model.kinds import holds_parameters
 from lightning_obs.model.lora import base_of, inside_adapted
 from lightning_obs.schemes.attention import find_states
 from lightning_obs.schemes.config import config_groups
@@ -75,11 +76,14 @@ def _choose(
     for name, module in match_named_modules(model, list(by_target), ignore):
         if name not in left_alone:
             pattern, module = match_targets(name, module, list(by_target))[0], base_of(module)
-            if not (pattern.startswith("re:") and _holds_nothing(module)):
+            if is_meant(pattern, module):
                 targets.append(Target(name, module, by_target[pattern]))
     return targets
 
 
-def _holds_nothing(module: nn.Module) -> bool:
-    """A container or an activation function: a pattern like ``re:.*mlp.*`` matches it beside what it is meant for."""
-    return next(module.parameters(recurse=False), None) is None
+def is_meant(target: str, module: nn.Module) -> bool:
+    """Whether a target that matches a module means it.
+
+    A pattern like ``re:.*mlp.*`` matches containers and activation functions beside what it is meant for.
+    """
+    return not target.startswith("re:") or holds_parameters(module)

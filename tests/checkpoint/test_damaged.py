@@ -13,7 +13,7 @@ from lightning_obs import CalibrationError, CalibrationSession, export_checkpoin
 
 
 class Net(nn.Module):
-    """A convolution, whose qparams have a file of their own, a wide layer and a head."""
+    """A convolution, a wide layer and a head."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ def drop(name):
         ("model", drop("fc.weight_zero_point"), r"fc\.weight_zero_point is missing instead of int32 \(4, 2\)"),
         ("model", drop("head.weight_scale"), r"head\.weight_scale is missing"),
         ("model", drop("head.input_zero_point"), r"head\.input_zero_point is missing"),
-        ("model", drop("conv.bias"), r"conv\.bias is missing instead of \(8,\)"),
+        ("model", drop("conv.bias"), r"conv\.bias is missing instead of float \(8,\)"),
         ("model", put("fc.forward", torch.ones(1)), r"fc\.forward is float \(1,\) instead of absent"),
         ("model", put("other", torch.ones(1)), r"other is \(1,\) instead of absent"),
         ("model", put("head.weight_scale", torch.ones(1, 1)), r"head\.weight_scale is float \(1, 1\) instead of"),
@@ -101,12 +101,12 @@ def drop(name):
         ("model", fill("fc.weight_scale", -1), r"fc\.weight_scale is not finite and positive"),
         ("model", fill("fc.weight_shape", 31), r"model\.safetensors cannot be read"),
         ("model", fill("head.bias", 1), r"files of .* have changed since they were written: model\.safetensors"),
-        ("qparams", drop("conv.weight_scale"), r"conv\.weight_scale is missing"),
-        ("qparams", drop("conv.input_zero_point"), r"conv\.input_zero_point is missing"),
-        ("qparams", put("conv.forward", torch.ones(1)), r"conv\.forward belongs to nothing that is quantized"),
-        ("qparams", put("nothing.input_scale", torch.ones(1)), r"names modules that Net has not: nothing"),
-        ("qparams", put("conv.weight_scale", torch.ones(1)), r"conv\.weight_scale has shape \(1,\) instead of"),
-        ("qparams", fill("conv.weight_scale", float("inf")), r"conv\.weight_scale is not finite and positive"),
+        ("model", drop("conv.weight_scale"), r"conv\.weight_scale is missing"),
+        ("model", drop("conv.input_zero_point"), r"conv\.input_zero_point is missing"),
+        ("model", put("conv.forward", torch.ones(1)), r"conv\.forward is float \(1,\) instead of absent"),
+        ("model", put("conv.weight_scale", torch.ones(1)), r"conv\.weight_scale is float \(1,\) instead of"),
+        ("model", put("conv.weight", torch.ones(8, 3, 3, 3)), r"conv\.weight is float .* instead of int8 \(8, 27\)"),
+        ("model", fill("conv.weight_scale", float("inf")), r"conv\.weight_scale is not finite and positive"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(folder, file, change, message):
@@ -114,14 +114,14 @@ def test_tensors_that_do_not_fit_are_named(folder, file, change, message):
     refused(folder, message)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "qparams.safetensors"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_file_that_is_missing_is_named(folder, name):
     (folder / name).unlink()
     refused(folder, rf"has no {name}|missing: {name}")
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "qparams.safetensors", "lightning_obs.json"])
-@pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.99])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "lightning_obs.json"])
+@pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.95])
 def test_a_file_that_is_cut_off_is_named(folder, name, share):
     whole = (folder / name).read_bytes()
     (folder / name).write_bytes(whole[: int(share * len(whole))])

@@ -7,10 +7,10 @@ import pickle
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, GPT2Config, GPT2LMHeadModel
+from transformers.pytorch_utils import Conv1D
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, load_checkpoint, quantized
 from lightning_obs.checkpoint import export
@@ -240,17 +240,120 @@ def test_a_narrow_head_with_zero_points_of_groups_is_loaded(rows, bits, tmp_path
         assert torch.equal(loaded(x), model(x))
 
 
-def test_what_compressed_tensors_cannot_hold_has_its_qparams_in_a_file_of_its_own(cnn, tmp_path):
+def test_a_convolution_is_stored_like_a_linear_of_its_matrix(cnn, tmp_path):
     with CalibrationSession(cnn, "INT8_STATIC", targets=["Linear", "Conv2d"]):
         cnn(torch.randn(2, 3, 8, 8))
     export_checkpoint(cnn, tmp_path / "out")
-    with safe_open(tmp_path / "out" / "qparams.safetensors", "pt") as file:
-        assert sorted(file.keys()) == ["conv.input_scale", "conv.weight_scale"]
-        assert file.get_tensor("conv.weight_scale").shape == (8, 1)
-        assert "conv" in json.loads(file.metadata()["schemes"])
     stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(stored["conv.weight"], cnn.conv.weight)
-    assert stored["head.weight"].dtype is torch.int8
+    for name, shape in {"conv": (8, 27), "head": tuple(cnn.head.weight.shape)}.items():
+        assert stored[f"{name}.weight"].dtype is torch.int8
+        assert stored[f"{name}.weight"].shape == shape
+        assert stored[f"{name}.weight_scale"].shape == (shape[0], 1)
+        assert stored[f"{name}.input_scale"].shape == (1,)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    assert set(group["targets"]) == {"Linear", "Conv2d"}
+
+
+#: what compressed-tensors does not know: a module and an input
+OTHERS = {
+    "Conv1d": (lambda: nn.Conv1d(32, 6, 3), (2, 32, 9)),
+    "Conv2d": (lambda: nn.Conv2d(32, 6, 3), (2, 32, 9, 9)),
+    "Conv3d": (lambda: nn.Conv3d(32, 6, 2), (2, 32, 3, 3, 3)),
+    "depthwise": (lambda: nn.Conv2d(16, 16, (4, 8), groups=16), (2, 16, 9, 9)),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(32, 6, 3), (2, 32, 9)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(32, 6, 2), (2, 32, 5, 5)),
+    "Conv1D of transformers": (lambda: Conv1D(6, 32), (2, 5, 32)),
+}
+INPUT8 = {"num_bits": 8, "observer": "static_minmax"}
+#: scheme, and the most bytes that are stored for a weight, scales and padding included
+STORED_BYTES = {
+    "int8": ({"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": INPUT8}, 1.25),
+    "int8 tensor": ({"weights": {"num_bits": 8, "strategy": "tensor"}, "input_activations": INPUT8}, 1.1),
+    "packed int8": ({"weights": {"num_bits": 8, "strategy": "channel"}}, 1.25),
+    "int4 groups": ({"weights": {"num_bits": 4, "group_size": 16}}, 0.85),
+    "int4 groups asymmetric": ({"weights": {"num_bits": 4, "group_size": 16, "symmetric": False}}, 1.1),
+    "int4 and inputs": ({"weights": {"num_bits": 4, "strategy": "channel"}, "input_activations": INPUT8}, 0.75),
+    "fp8": ("FP8", 1.25),
+    "fp8 block": ({"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [4, 24]}}, 1.25),
+    "mxfp4": ("MXFP4A16", 0.55),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("scheme", STORED_BYTES)
+def test_every_module_with_a_weight_matrix_is_stored_small_and_loaded_with_the_same_outputs(kind, scheme, tmp_path):
+    (make, shape), (scheme, most) = OTHERS[kind], STORED_BYTES[scheme]
+    model, x = nn.Sequential(make()), torch.randn(shape)
+    with CalibrationSession(model, scheme, targets="0") as session:
+        for batch in [x] if session.plan.needs_data else ():
+            model(batch)
+    with torch.no_grad(), quantized(model):
+        expected = model(x)
+    stored = load_file(export_checkpoint(model, tmp_path / "out") / "model.safetensors")
+    values = model[0].weight.numel()
+    assert (
+        sum(v.nbytes for k, v in stored.items() if k.startswith("0.weight") and k != "0.weight_shape") < most * values
+    )
+    with torch.no_grad():
+        assert torch.equal(load_checkpoint(nn.Sequential(make()), tmp_path / "out")(x), expected)
+        assert not torch.equal(model(x), expected)
+
+
+def test_a_module_without_weight_matrix_whose_input_is_quantized_is_loaded(tmp_path):
+    def build():
+        return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8))
+
+    model, x = build(), torch.randn(5, 8)
+    with CalibrationSession(model, {"g": {"targets": ["LayerNorm", "ReLU"], "input_activations": INPUT8}}):
+        model(x)
+    with torch.no_grad(), quantized(model):
+        expected = model(x)
+    loaded = load_checkpoint(build(), export_checkpoint(model, tmp_path / "out"))
+    with torch.no_grad():
+        assert torch.equal(load_checkpoint(build(), tmp_path / "out")(x), expected)
+        assert not torch.equal(model(x), expected)
+    assert loaded[2].quantization_scheme.input_activations.num_bits == 8
+
+
+def test_a_pattern_that_matches_containers_and_what_was_ignored_is_loaded(tmp_path):
+    def build():
+        return nn.ModuleDict(
+            {"body": nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))}
+        )
+
+    model, x = build().eval(), torch.randn(2, 3, 8, 8)
+    ignore = ["BatchNorm2d", "body.3"]
+    with CalibrationSession(model, "INT8_STATIC", targets=["re:.*body.*"], ignore=ignore) as session:
+        model["body"](x)
+    assert list(session.result.modules) == ["body.0"]
+    with torch.no_grad(), quantized(model):
+        expected = model["body"](x)
+    loaded = load_checkpoint(build().eval(), export_checkpoint(model, tmp_path / "out"))
+    with torch.no_grad():
+        assert torch.equal(loaded["body"](x), expected)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_named(cnn, tmp_path):
+    with CalibrationSession(cnn, "W8A8"):
+        pass
+    folder = export_checkpoint(cnn, tmp_path / "out")
+    (folder / "qparams.safetensors").touch()
+    with pytest.raises(CalibrationError, match=r"earlier version.*export the checkpoint again"):
+        load_checkpoint(type(cnn)(), folder)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_was_loaded_goes_through_torch_export(cnn, tmp_path, grad):
+    with CalibrationSession(cnn, "INT8_STATIC", targets=["Linear", "Conv2d"]):
+        cnn(torch.randn(2, 3, 8, 8))
+    loaded = load_checkpoint(type(cnn)(), export_checkpoint(cnn, tmp_path / "out")).eval()
+    image = torch.randn(2, 3, 8, 8)
+    with torch.set_grad_enabled(grad):
+        program = torch.export.export(loaded, (image,))
+    with torch.no_grad():
+        assert torch.equal(program.module()(image), loaded(image))
+        assert not torch.equal(program.module()(image), cnn(image))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -1,0 +1,253 @@
+"""QDQ ONNX files: what onnxruntime computes with them, how small they are, what is refused."""
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from lightning_obs import (
+    CalibrationError,
+    CalibrationSession,
+    export_checkpoint,
+    export_onnx,
+    load_checkpoint,
+    quantized,
+)
+from lightning_obs.checkpoint import onnx_file
+
+WEIGHTS = {"num_bits": 8, "strategy": "channel"}
+INPUTS = {"num_bits": 8, "observer": "static_minmax"}
+ASYMMETRIC = {**INPUTS, "symmetric": False}
+
+
+class Norms(nn.Module):
+    """Convolutions of several kinds with batch norms that have seen data, one of which turns signs around."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU6())
+        self.depthwise = nn.Sequential(nn.Conv2d(16, 16, 3, groups=16), nn.BatchNorm2d(16), nn.ReLU())
+        self.up = nn.Sequential(nn.ConvTranspose2d(16, 8, 2), nn.BatchNorm2d(8))
+        self.head = nn.Linear(8, 4)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                nn.init.uniform_(module.weight, -1.5, 1.5)
+                nn.init.normal_(module.bias)
+                nn.init.normal_(module.running_mean, std=0.1)
+                nn.init.uniform_(module.running_var, 0.5, 2)
+
+    def forward(self, image):
+        return self.head(self.up(self.depthwise(self.first(image))).mean((-2, -1)))
+
+
+def tokens():
+    return nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+
+
+IMAGES, TOKENS = (Norms, lambda: torch.randn(4, 3, 9, 9)), (tokens, lambda: torch.randint(0, 50, (2, 7)))
+CONVOLUTIONS = ["Conv2d", "ConvTranspose2d", "Linear"]
+CASES = {
+    "int8": (IMAGES, {"targets": CONVOLUTIONS, "weights": WEIGHTS, "input_activations": INPUTS}),
+    "int8 asymmetric inputs": (IMAGES, {"targets": CONVOLUTIONS, "weights": WEIGHTS, "input_activations": ASYMMETRIC}),
+    "int8, one scale": (
+        IMAGES,
+        {"targets": CONVOLUTIONS, "weights": {"strategy": "tensor"}, "input_activations": INPUTS},
+    ),
+    "int4 asymmetric": (
+        IMAGES,
+        {"targets": CONVOLUTIONS, "weights": {"num_bits": 4, "strategy": "channel", "symmetric": False}},
+    ),
+    "outputs too": (IMAGES, {"targets": ["Linear"], "weights": WEIGHTS, "output_activations": ASYMMETRIC}),
+    "int8 of tokens": (TOKENS, {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ASYMMETRIC}),
+    "int8 embedding": (TOKENS, {"targets": ["Embedding"], "weights": WEIGHTS}),
+    "int4 groups": (TOKENS, {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}),
+    "int3 groups": (TOKENS, {"targets": ["Linear"], "weights": {"num_bits": 3, "group_size": 16, "symmetric": False}}),
+}
+
+
+def calibrated(build, x, scheme):
+    model = build().eval()
+    with (
+        CalibrationSession(model, {"group": scheme} if isinstance(scheme, dict) else scheme) as session,
+        torch.no_grad(),
+    ):
+        for batch in [x] if session.plan.needs_data else ():
+            model(batch)
+    return model
+
+
+def run(file, *inputs, optimized=True):
+    options = onnxruntime.SessionOptions()
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_inputs()]
+    return torch.from_numpy(session.run(None, dict(zip(names, (x.numpy() for x in inputs), strict=True)))[0])
+
+
+def initializers(file):
+    return {value.name: value for value in onnx.load(file).graph.initializer}
+
+
+FAST = ["int8 asymmetric inputs", "int4 groups"]
+
+
+@pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+def test_onnxruntime_computes_what_quantized_does(case, tmp_path):
+    torch.manual_seed(0)
+    (build, make_input), scheme = CASES[case]
+    x = make_input()
+    model = calibrated(build, x, scheme)
+    with torch.no_grad():
+        before = model(x)
+        with quantized(model):
+            expected = model(x)
+    file = export_onnx(model, tmp_path / "model.onnx", x)
+    onnx.checker.check_model(file)
+    assert (before - expected).abs().max() > 1e-3
+    torch.testing.assert_close(run(file, x, optimized=False), expected, atol=2e-5, rtol=1e-5)
+    # Sums in another order: an input beside a rounding boundary may go to the next level.
+    assert (run(file, x) - expected).abs().max() < 0.05 * (before - expected).abs().max()
+    with torch.no_grad():
+        assert torch.equal(model(x), before)
+
+
+def test_weights_are_stored_as_integers_and_nothing_beside_them(tmp_path):
+    x = torch.randn(2, 3, 9, 9)
+    model = calibrated(Norms, x, CASES["int8"][1])
+    stored = initializers(export_onnx(model, tmp_path / "model.onnx", x))
+    kinds = onnx.TensorProto
+    for name in ("first.0", "depthwise.0", "up.0", "head"):
+        assert stored[f"{name}.weight_codes"].data_type == kinds.INT8
+        assert list(stored[f"{name}.weight_codes"].dims) == list(model.get_submodule(name).weight.shape)
+    floats = [name for name, value in stored.items() if value.data_type == kinds.FLOAT and len(value.dims) > 1]
+    assert floats == []
+    nodes = onnx.load(tmp_path / "model.onnx").graph.node
+    assert sum(node.op_type == "BatchNormalization" for node in nodes) == 1  # behind the transposed convolution
+
+
+@pytest.mark.slow
+def test_weights_of_4_bits_are_stored_in_4_bits(tmp_path):
+    x = torch.randint(0, 50, (2, 7))
+    stored = initializers(export_onnx(calibrated(tokens, x, CASES["int4 groups"][1]), tmp_path / "model.onnx", x))
+    narrow = [value for value in stored.values() if value.data_type == onnx.TensorProto.INT4]
+    weights = [value for value in narrow if list(value.dims) in ([64, 32], [8, 64])]
+    assert sorted(len(value.raw_data) for value in weights) == [8 * 64 // 2, 64 * 32 // 2]
+    assert not any(list(value.dims) == [64, 32] for value in stored.values() if value not in weights)
+
+
+@pytest.mark.slow
+def test_what_was_loaded_gives_the_same_file(tmp_path):
+    x = torch.randn(2, 3, 9, 9)
+    model = calibrated(Norms, x, CASES["int8 asymmetric inputs"][1])
+    loaded = load_checkpoint(Norms().eval(), export_checkpoint(model, tmp_path / "folder"))
+    one, other = (export_onnx(m, tmp_path / f"{name}.onnx", x) for name, m in {"a": model, "b": loaded}.items())
+    first, second = (initializers(file) for file in (one, other))
+    assert first == second
+    assert torch.equal(run(one, x), run(other, x))
+
+
+@pytest.mark.slow
+def test_a_batch_of_any_size_and_keyword_arguments(tmp_path):
+    model = calibrated(Norms, torch.randn(2, 3, 9, 9), CASES["int8"][1])
+    shapes = {"image": {0: torch.export.Dim.DYNAMIC}}
+    file = export_onnx(model, tmp_path / "m.onnx", {"image": torch.randn(2, 3, 9, 9)}, dynamic_shapes=shapes)
+    x = torch.randn(5, 3, 9, 9) / 4
+    with torch.no_grad(), quantized(model):
+        torch.testing.assert_close(run(file, x), model(x), atol=2e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------- refused
+
+
+def refused(model, message, tmp_path, x=None, **options):
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(CalibrationError, match=message):
+        export_onnx(model, tmp_path / "m.onnx", torch.randn(2, 16) if x is None else x, **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+
+GROUPED = {"weights": {"num_bits": 4, "group_size": 16}}
+
+
+@pytest.mark.parametrize(
+    ("build", "scheme", "message"),
+    [
+        (mlp, "FP8", r"cannot hold 8-bit floating point: 0 \(weight\), 0 \(input\).*Expected integers.*INT8_STATIC"),
+        (
+            mlp,
+            {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", **WEIGHTS | {"num_bits": 4}}},
+            "4-bit fl",
+        ),
+        (mlp, "W8A8", r"range is found at run time: 0 \(input\), 2 \(input\)"),
+        (
+            mlp,
+            {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": {**INPUTS, "num_bits": 4}},
+            "4-bit activations per tensor",
+        ),
+        (lambda: nn.Conv2d(16, 4, 1), {"targets": ["Conv2d"], **GROUPED}, "weights of 4 dimensions per group"),
+    ],
+)
+def test_a_scheme_that_qdq_cannot_express_is_refused(build, scheme, message, tmp_path):
+    model = calibrated(lambda: nn.Sequential(build()) if build is not mlp else mlp(), torch.randn(2, 16), scheme)
+    refused(model, message, tmp_path)
+
+
+def int8(x=None):
+    return calibrated(mlp, torch.randn(2, 16) if x is None else x, {"targets": ["Linear"], "weights": WEIGHTS})
+
+
+def test_a_model_that_is_not_ready_is_refused(tmp_path):
+    refused(mlp().eval(), "Sequential was not calibrated.*CalibrationSession", tmp_path)
+    refused(int8().train(), r"is in training mode.*model\.eval", tmp_path)
+    changed = int8()
+    with torch.no_grad():
+        changed[0].weight.mul_(2)
+    refused(changed, r"changed since the model was calibrated: 0\.weight", tmp_path)
+    x = torch.randn(2, 16, dtype=torch.bfloat16)
+    half = calibrated(lambda: mlp().bfloat16(), x, {"targets": ["Linear"], "weights": WEIGHTS})
+    refused(half, r"not in float32.*0\.bias \(torch\.bfloat16\)", tmp_path, x)
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_file, "find_spec", lambda name: None if name == "onnxscript" else name)
+    refused(int8(), r'not installed: onnxscript.*pip install "lightning-obs\[onnx\]"', tmp_path)
+
+
+@pytest.mark.slow
+def test_a_file_that_is_there_is_replaced_only_when_asked(tmp_path):
+    (tmp_path / "m.onnx").write_text("precious")
+    refused(int8(), r"m\.onnx is already there.*overwrite=True", tmp_path)
+    assert (tmp_path / "m.onnx").read_text() == "precious"
+    export_onnx(int8(), tmp_path / "m.onnx", torch.randn(2, 16), overwrite=True)
+    onnx.checker.check_model(tmp_path / "m.onnx")
+
+
+def test_a_model_that_cannot_be_traced_is_named_and_stays_as_it_was(tmp_path):
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.fc(x) if x.sum() > 0 else x
+
+    model = calibrated(Branches, torch.ones(2, 16), {"targets": ["Linear"], "weights": WEIGHTS})
+    before, buffers = set(vars(model.fc)), dict(model.named_buffers())
+    refused(model, "ONNX exporter cannot export Branches.*torch.onnx.export", tmp_path, torch.ones(2, 16))
+    assert set(vars(model.fc)) == before
+    assert dict(model.named_buffers()) == buffers
+
+
+def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
+    def full(self, path, **options):
+        path.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch.onnx.ONNXProgram, "save", full)
+    refused(int8(), "cannot be written. Got No space left", tmp_path)
