@@ -16,7 +16,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_obs import __version__
 from lightning_obs.errors import CalibrationError
 
 
@@ -53,7 +52,8 @@ def main() -> None:
 def versions() -> str:
     """Of the package and of what its results depend on, for a report of a fault."""
     names = ("torch", "lightning", "transformers", "compressed-tensors")
-    return f"lightning_obs {__version__} ({', '.join(f'{name} {version(name)}' for name in names)})"
+    others = ", ".join(f"{name} {version(name)}" for name in names)
+    return f"lightning_obs {version('lightning-obs')} ({others})"
 
 
 def _stop(message: str) -> None:
