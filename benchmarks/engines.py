@@ -40,6 +40,11 @@ HERE = Path(__file__).parent
 ENGINE = HERE.parent / ".venv-engines" / "bin" / "python"
 PROMPT = "The capital of France is"
 MOVED, STEPS = 1e-6, 4
+COLUMNS = (
+    *("scheme", "lightning_obs says of vLLM", "kernel here", "size", "perplexity in vLLM", "in transformers"),
+    *("difference [nats]", "transformers' own", "load [s]"),
+)
+SPEED = ("prefill [tokens/s]", "decode, 1 sequence", "decode, 4 sequences")
 
 
 def weights(**args: Any) -> dict[str, Any]:
@@ -106,7 +111,9 @@ def main() -> int:
     )
     blocks = [batch["input_ids"] for batch in text.test_dataloader()]
     job = {"blocks": [block[0].tolist() for block in blocks], "prompt": tokenizer(PROMPT)["input_ids"]}
-    wrong = 0
+    wrong, texts = 0, {}
+    columns = [*COLUMNS, *SPEED] if options.speed else COLUMNS
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         for name in options.rows:
             row = measure(name, source, text, tokenizer, job, options, Path(scratch))
@@ -114,7 +121,11 @@ def main() -> int:
                 options.keep.mkdir(parents=True, exist_ok=True)
                 (options.keep / f"{name.replace(' ', '_')}.json").write_text(json.dumps(row))
             wrong += not row["as_said"]
-            print(line(row), flush=True)
+            print(line(row, options.speed), flush=True)
+            if "greedy" in row["vllm"]:
+                texts[name] = tokenizer.decode(row["vllm"]["greedy"])
+    print(f"\n| scheme | {PROMPT!r} goes on, greedily |\n|---|---|")
+    print("\n".join(f"| `{name}` | {text!r} |" for name, text in texts.items()))
     return int(wrong > 0)
 
 
@@ -162,7 +173,12 @@ def exported(name: str, source: Any, text: TextData, folder: Path) -> Verdict:
 
 def fine_tuned(row: dict[str, Any], source: Any, text: TextData, folder: Path) -> Verdict:
     callback = QuantizationAwareTraining(row["scheme"], ignore=["lm_head"], observe="train", calibration_batches=2)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "enable_progress_bar": False,
+    }
     trainer = Trainer(max_steps=row["steps"], callbacks=[callback], limit_val_batches=1, accelerator="cpu", **quiet)
     trainer.fit(CausalLM(source), text)  # and validate, at the end of these steps: that is what is exported
     callback.export(folder)
@@ -228,7 +244,7 @@ def first_words(text: str) -> str:
     return re.split(" for layer_name|: num_bits| in this scheme", text, maxsplit=1)[0]
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: dict[str, Any], speed: bool) -> str:
     vllm, here = row["vllm"], row["transformers"]
     runs = (
         f"refused: {first_words(vllm['refused'])}"
@@ -240,7 +256,8 @@ def line(row: dict[str, Any]) -> str:
     cells = [f"`{row['name']}`", first_words(row["says"]), runs, human_size(row["size"])]
     cells += [f"{perplexity(each):.2f}" if "logprobs" in each else "refused" for each in (vllm, here)]
     cells += [f"{row[key]:.3f}" if key in row else "" for key in ("difference", "own_difference")]
-    cells += [f"{vllm[key]:.0f}" if key in vllm else "" for key in ("load", "prefill", "decode_1", "decode_4")]
+    keys = ("load", *(("prefill", "decode_1", "decode_4") if speed else ()))
+    cells += [f"{vllm[key]:.0f}" if key in vllm else "" for key in keys]
     return f"| {' | '.join(cells)} |"
 
 

@@ -150,9 +150,11 @@ def use_plain_kernels(config: dict[str, Any]) -> None:
     from vllm.model_executor.layers.quantization.compressed_tensors import schemes
     from vllm.platforms import PlatformEnum
 
-    groups = config["quantization_config"]["config_groups"].values()
-    inputs = next((group["input_activations"] for group in groups if group.get("input_activations")), None)
-    quantize = Inputs(inputs)
+    groups = list(config["quantization_config"]["config_groups"].values())
+    given = [group.get("input_activations") for group in groups]
+    quantize = Inputs(next(filter(None, given), None))
+    packed = [args for args, group in zip(given, groups, strict=True) if _is_packed(group)]
+    quantize_of_packed = Inputs(next(iter(packed), None))
     cpu = PlatformEnum.CPU
 
     class Always:
@@ -210,7 +212,7 @@ def use_plain_kernels(config: dict[str, Any]) -> None:
             layer.plain = weight * scale.float().repeat_interleave(columns // scale.shape[1], 1)
 
         def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
-            return torch.nn.functional.linear(quantize(x), layer.plain.to(x.dtype), bias)
+            return torch.nn.functional.linear(quantize_of_packed(x), layer.plain.to(x.dtype), bias)
 
     class PlainFp4Kernel:
         """NVFP4 and MXFP4: elements in nibbles, scales per group."""
@@ -242,10 +244,7 @@ def use_plain_kernels(config: dict[str, Any]) -> None:
     linear._POSSIBLE_FP8_KERNELS[cpu] = [PlainFp8Kernel]
     linear._POSSIBLE_WFP8A16_KERNELS[cpu] = [PlainFp8WeightKernel]
     linear._POSSIBLE_FP8_BLOCK_KERNELS[cpu] = [PlainFp8BlockKernel]
-    if inputs is None:
-        linear._POSSIBLE_KERNELS[cpu] = [*linear._POSSIBLE_KERNELS[cpu], PlainIntegerKernel]
-    else:  # what the CPU has would leave the inputs alone
-        linear._POSSIBLE_KERNELS[cpu] = [PlainIntegerKernel]
+    linear._POSSIBLE_KERNELS[cpu] = [PlainIntegerKernel]  # what the CPU has takes bfloat16, and leaves inputs alone
     for module, name, kernel in (
         (schemes.compressed_tensors_w4a4_nvfp4, "init_nvfp4_linear_kernel", PlainFp4Kernel),
         (schemes.compressed_tensors_w4a4_mxfp4, "init_mxfp4_linear_kernel", PlainFp4Kernel),
@@ -257,6 +256,11 @@ def use_plain_kernels(config: dict[str, Any]) -> None:
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
     CompressedTensorsConfig._is_fp8_w4a8_sm90 = classmethod(lambda cls, *args: cls._is_fp8_w4a8(*args))
+
+
+def _is_packed(group: dict[str, Any]) -> bool:
+    weights = group["weights"] or {}
+    return weights.get("type") == "int" and (weights["num_bits"] < 8 or not group.get("input_activations"))
 
 
 def to_fp8(value: torch.Tensor, scale: torch.Tensor | None = None, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
