@@ -55,12 +55,11 @@ def test_every_recipe_prints_its_four_perplexities(tiny, tmp_path):
         full, calibrated, tuned, reloaded = map(float, figures)
         assert tuned < calibrated
         assert reloaded == tuned
-        if calibrated <= full:  # a model of random weights may gain
+        if calibrated - full < 1e-3 * full:  # a model of random weights may gain
             assert recovered == "nothing lost"
         else:
-            assert float(recovered.rstrip("%")) == pytest.approx(
-                100 * (calibrated - tuned) / (calibrated - full), abs=1
-            )
+            share = min(1.0, max(0.0, (calibrated - tuned) / (calibrated - full)))
+            assert float(recovered.rstrip("%")) == pytest.approx(100 * share, abs=1)
         assert float(minutes) < 10
 
 

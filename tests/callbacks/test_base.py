@@ -75,7 +75,7 @@ def tokens():
 
 
 def said(caplog, *callbacks, module, data=None, runs=1):
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
         for _ in range(runs):
             trainer(*callbacks).validate(module, data or tokens(), verbose=False)
     return [record.message for record in caplog.records if "calibrating" in record.message]

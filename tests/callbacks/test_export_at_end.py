@@ -126,7 +126,7 @@ def test_a_run_that_ends_with_an_error_writes_nothing(tmp_path):
 
 
 def test_fast_dev_run_writes_nothing_and_says_so(tmp_path, caplog):
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
         fit(make(tmp_path / "out"), Plain(), fast_dev_run=True)
     assert list(tmp_path.iterdir()) == []
     assert "out is not written" in caplog.text
