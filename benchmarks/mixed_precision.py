@@ -42,9 +42,12 @@ from lightning_obs.report.summary import poor_layers
 IGNORE = ["lm_head"]
 
 
-def weights(bits: int, observer: str | None = None, group: int | None = None, **kwargs: Any) -> dict[str, Any]:
+def weights(
+    bits: int, observer: str | None = None, group: int | None = None, symmetric: bool = True, **kwargs: Any
+) -> dict[str, Any]:
     layout = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
-    return {"weights": {"num_bits": bits, "observer": observer, "observer_kwargs": kwargs, **layout}}
+    args = {"num_bits": bits, "observer": observer, "observer_kwargs": kwargs, "symmetric": symmetric}
+    return {"weights": args | layout}
 
 
 def static_int8(observer: str) -> dict[str, Any]:
@@ -63,13 +66,16 @@ class Bench:
 
     def sensitivity(self, schemes: dict[str, Any], data: bool = True) -> Sensitivity:
         batches = self.calibration[: self.measured] if data else None
-        return sensitivity(self.model, batches, schemes, calibration=self.calibration, ignore=IGNORE)
+        # "dequantize": transformers loads packed weights with zero points only so; vLLM loads them.
+        return sensitivity(
+            self.model, batches, schemes, calibration=self.calibration, ignore=IGNORE, reload="dequantize"
+        )
 
     @contextmanager
     def calibrated(self, scheme: Any, **options: Any) -> Iterator[nn.Module]:
         before = calibration_of(self.model)  # a module that this plan leaves out would keep an earlier plan's scales
         try:
-            with CalibrationSession(self.model, scheme, **options) as session, torch.no_grad():
+            with CalibrationSession(self.model, scheme, reload="dequantize", **options) as session, torch.no_grad():
                 for batch in self.calibration if session.needs_data else ():
                     self.model(**batch)
             yield self.model
@@ -140,22 +146,25 @@ def int8(bench: Bench) -> None:
 def int4(bench: Bench, budgets: list[float]) -> None:
     """W4A16 in groups of 64 with 8-bit weights as the alternative, chosen by divergence and by weight error.
 
-    ``imatrix4`` weighs squared errors (norm 2) by the inputs.
+    ``imatrix4`` weighs squared errors (norm 2) by the inputs; ``asym4`` has zero points too.
     """
     candidates = {
         "minmax4": weights(4, group=64),
         "imatrix4": weights(4, "imatrix_mse", group=64, norm=2.0),
+        "asym4": weights(4, "imatrix_mse", group=64, symmetric=False, norm=2.0),
         "int8": weights(8),
     }
-    found = bench.sensitivity(candidates)
+    every = bench.sensitivity(candidates)
+    found = only(every, "minmax4", "imatrix4", "int8")
     print("\n| bits per weight | MB | estimated KL | modules |\n|---|---|---|---|")
     for plan in frontier(found, 15):
         counts = ", ".join(f"{count} {scheme}" for scheme, count in plan.counts.items())
         print(f"| {plan.bits:.3f} | {plan.size / 1e6:.1f} | {plan.loss:.4f} | {counts} |")
     by_weight = bench.sensitivity({name: candidates[name] for name in ("minmax4", "int8")}, data=False)
-    rows = {"minmax4": plan_of(found, "minmax4"), "imatrix4": plan_of(found, "imatrix4")}
+    rows = {name: plan_of(every, name) for name in ("minmax4", "imatrix4", "asym4")}
     for budget in budgets:
         rows[f"{budget:g} bits"] = choose_schemes(found, budget)
+        rows[f"{budget:g} bits, asym4 too"] = choose_schemes(every, budget)
         chosen = choose_schemes(by_weight, budget).schemes
         rows[f"{budget:g} bits, layers chosen by weight error"] = plan_of(
             found, {name: "int8" if scheme == "int8" else "imatrix4" for name, scheme in chosen.items()}

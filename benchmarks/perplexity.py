@@ -37,11 +37,6 @@ with tempfile.TemporaryDirectory() as scratch:
             run(Path(scratch) / "int8_ignore", "scheme=int8_static", f"ignore_from={int8_report}"),
         ),
         (
-            "`scheme=int8_static observer=histogram`",
-            "static INT8, ranges of least error",
-            run(Path(scratch) / "histogram", "scheme=int8_static", "observer=histogram"),
-        ),
-        (
             "`scheme=int8_static_asym`",
             "static INT8, inputs with a zero point, ranges of least error",
             run(Path(scratch) / "asym", "scheme=int8_static_asym"),

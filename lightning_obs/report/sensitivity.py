@@ -220,8 +220,16 @@ def _calibrated_twins(
         session.finalize()  # and detach
         for target in session.plan.targets:
             if target.name not in session.skipped:
-                twins[name, target.name] = copy.copy(target.module)
+                twins[name, target.name] = _twin(target.module)
     return twins
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """A copy that shares parameters; the qparams that its quantized forward registers are its own."""
+    twin = copy.copy(module)
+    twin._buffers = dict(module._buffers)
+    twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+    return twin
 
 
 def _groups(model: nn.Module, sessions: Mapping[str, CalibrationSession]) -> list[tuple[str, ...]]:

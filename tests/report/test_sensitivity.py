@@ -48,6 +48,17 @@ def test_the_estimate_is_the_divergence_with_one_layer_quantized(classifier, sch
     assert found.tokens == 2048
 
 
+def test_candidates_with_other_parameters_do_not_share_them(classifier):
+    """Zero points, global scales and input scales of one are not seen by the next."""
+    x = torch.randn(256, 32)
+    asymmetric = {"weights": {**INT4["weights"], "symmetric": False}}
+    together = {"asymmetric": asymmetric, "int4": INT4, "static": "INT8_STATIC", "nvfp4": "NVFP4", "dynamic": "W8A8"}
+    found = sensitivity(classifier, [x], together, reload="unchecked")
+    for name, scheme in together.items():
+        alone = sensitivity(classifier, [x], {name: scheme}, reload="unchecked")
+        assert found.layers[name] == pytest.approx(alone.layers[name])
+
+
 def test_the_estimate_is_right_on_average_where_errors_of_tokens_agree(tiny_llama, batches):
     """Every sequence in one block, many signs: nothing is left out, and the noise averages out."""
     model, ids = tiny_llama(), torch.cat([batch["input_ids"] for batch in batches])[:, :8]
