@@ -66,16 +66,14 @@ class Bench:
 
     def sensitivity(self, schemes: dict[str, Any], data: bool = True) -> Sensitivity:
         batches = self.calibration[: self.measured] if data else None
-        # "dequantize": transformers loads packed weights with zero points only so; vLLM loads them.
-        return sensitivity(
-            self.model, batches, schemes, calibration=self.calibration, ignore=IGNORE, reload="dequantize"
-        )
+        # vLLM loads packed weights with zero points beside others, transformers does not.
+        return sensitivity(self.model, batches, schemes, calibration=self.calibration, ignore=IGNORE, reload="vllm")
 
     @contextmanager
     def calibrated(self, scheme: Any, **options: Any) -> Iterator[nn.Module]:
         before = calibration_of(self.model)  # a module that this plan leaves out would keep an earlier plan's scales
         try:
-            with CalibrationSession(self.model, scheme, reload="dequantize", **options) as session, torch.no_grad():
+            with CalibrationSession(self.model, scheme, reload="vllm", **options) as session, torch.no_grad():
                 for batch in self.calibration if session.needs_data else ():
                     self.model(**batch)
             yield self.model
