@@ -95,14 +95,14 @@ def better_inputs(config: QuantizationConfig, errors: Sequence[LayerError]) -> s
     >>> from lightning_obs.schemes.config import resolve_config
     >>> poor = LayerError("down_proj", sqnr=4.0, clipped=0.0, low=-1.0, high=1.0)
     >>> better_inputs(resolve_config("INT8_STATIC"), [poor])
-    'int8 inputs with a zero point, their range found by `histogram`, lose less: scheme=int8_static_asym'
+    'int8 inputs with a zero point, their range found by `histogram`, may lose less: scheme=int8_static_asym'
     >>> better_inputs(resolve_config("INT8_STATIC_ASYM"), [poor])
     """
     inputs = [scheme.input_activations for scheme in config.config_groups.values()]
     static = [args for args in inputs if args is not None and args.type == "int" and args.dynamic is False]
     if not poor_layers(errors) or not any(args.num_bits == 8 and args.symmetric for args in static):
         return None
-    return "int8 inputs with a zero point, their range found by `histogram`, lose less: scheme=int8_static_asym"
+    return "int8 inputs with a zero point, their range found by `histogram`, may lose less: scheme=int8_static_asym"
 
 
 def _ranks(result: CalibrationResult) -> str:
