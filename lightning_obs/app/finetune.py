@@ -1,7 +1,7 @@
 """Fine-tune a calibrated model through fake quantization, and measure what it brought.
 
-Four perplexities on held-out text: full precision, calibrated only, fine-tuned, and of the checkpoint loaded again. The
-last two are the same number, or something is wrong.
+Its quality on held-out data is measured four times: full precision, calibrated only, fine-tuned, and of the checkpoint
+loaded again. The last two are the same number, or something is wrong.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 
 from hydra.utils import instantiate
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 
 from lightning_obs.app.console import say
-from lightning_obs.app.job import Job
+from lightning_obs.app.job import Job, load_again
+from lightning_obs.app.quality import Quality, measure_quality
 
 
 def fine_tune(job: Job) -> float:
@@ -35,8 +36,8 @@ def fine_tune(job: Job) -> float:
     return time.perf_counter() - started
 
 
-def perplexity_of_checkpoint(job: Job, folder: Path) -> float | None:
-    """Perplexity of what transformers loads from ``folder``, on the held-out text; None if a rank cannot read it.
+def quality_of_checkpoint(job: Job, folder: Path) -> Quality | None:
+    """Quality of what is loaded from ``folder``, on the held-out data; None if a rank cannot read it.
 
     Every rank measures its share. Ranks that torchrun started may have composed another folder, so rank 0 says which.
     """
@@ -44,7 +45,5 @@ def perplexity_of_checkpoint(job: Job, folder: Path) -> float | None:
     written = Path(strategy.broadcast(str(folder.resolve())))
     if not strategy.reduce_boolean_decision(written.is_dir()):
         return None
-    say("· perplexity of the checkpoint, loaded again")
-    loaded: LightningModule = instantiate(job.config.model, path=str(written), dtype="auto")
-    trainer: Trainer = instantiate(job.config.trainer)
-    return float(trainer.test(loaded, datamodule=job.data, verbose=False)[0]["perplexity"])
+    say("· measuring the checkpoint, loaded again")
+    return measure_quality(load_again(job, written), instantiate(job.config.trainer), job.data)

@@ -6,12 +6,17 @@ Hydra's containers become dicts and lists here; nothing below the app knows of H
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import instantiate
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import get_object, instantiate
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -22,7 +27,9 @@ from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
 from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.checkpoint.folder import require_free
+from lightning_obs.checkpoint.load import load_checkpoint
 from lightning_obs.errors import CalibrationError
+from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.schemes.options import CalibrationOptions
 
 
@@ -46,6 +53,20 @@ class Job:
     trainer: Trainer
     evaluator: Trainer
 
+    def inputs(self, batch: Any, device: torch.device | None = None) -> Mapping[str, Any]:
+        """Keyword arguments of ``model`` for a batch: the module's ``model_inputs``, or all of the batch.
+
+        Args:
+            batch: from one of the DataLoaders.
+            device: to run on; None: where the model is.
+        """
+        of_module = getattr(self.module, "model_inputs", None)
+        if of_module is not None:
+            inputs = of_module(batch)
+        else:
+            inputs = {**batch, **({"use_cache": False} if is_transformers_model(self.model) else {})}
+        return move_data_to_device(inputs, device or next(self.model.parameters()).device)
+
 
 def make_job(config: DictConfig) -> Job:
     """Make what the config describes. A mistake in the config is an error before the model is loaded.
@@ -59,13 +80,58 @@ def make_job(config: DictConfig) -> Job:
     folder = Path(config.export.folder) if config.export.folder else None
     if folder is not None:
         require_free(folder, config.export.overwrite)
-    with step("loading the model"):
-        module: LightningModule = instantiate(config.model)
-    with step("reading the text"):
-        data: LightningDataModule = instantiate(config.data, tokenizer=getattr(module, "tokenizer", None))
+    module = load_module(config)
+    data = make_data(config, module)
     _, model = find_module(module, config.module)
     trainer, evaluator = instantiate(config.trainer, callbacks=[callback]), instantiate(config.trainer)
     return Job(config, callback, module, model, data, folder, trainer, evaluator)
+
+
+def made(node: Any, **given: Any) -> Any:
+    """What a config describes, with arguments that it does not hold.
+
+    Raises:
+        CalibrationError: what the constructor raised, not wrapped in Hydra's own error.
+    """
+    try:
+        return instantiate(node, **given)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, CalibrationError):
+            raise error.__cause__ from None
+        raise
+
+
+def load_module(config: DictConfig) -> LightningModule:
+    """The LightningModule that ``model`` describes."""
+    with step("loading the model"):
+        module: LightningModule = made(config.model)
+    return module
+
+
+def make_data(config: DictConfig, module: LightningModule) -> LightningDataModule:
+    """The data that ``data`` describes, told of the module what its constructor asks for.
+
+    That is whatever the module's ``for_data()`` returns, or its ``tokenizer``.
+    """
+    of_module = getattr(module, "for_data", None)
+    offered = {"tokenizer": getattr(module, "tokenizer", None)} if of_module is None else of_module()
+    asked = inspect.signature(get_object(config.data._target_)).parameters
+    with step("reading the data"):
+        told = {name: value for name, value in offered.items() if name in asked}
+        data: LightningDataModule = made(config.data, _convert_="all", **told)
+    return data
+
+
+def load_again(job: Job, folder: Path) -> LightningModule:
+    """A new LightningModule with what was exported to ``folder``, loaded as a user loads it."""
+    wanted = job.config.model
+    if is_transformers_model(job.model):
+        as_saved = {"dtype": "auto"} if "dtype" in wanted else {}
+        module: LightningModule = made(wanted, path=str(folder), **as_saved)
+    else:
+        module = made(wanted)
+        load_checkpoint(find_module(module, job.config.module)[1], folder)
+    return module
 
 
 def make_callback(config: DictConfig) -> SessionCallback:

@@ -16,20 +16,22 @@ from torch import distributed as dist
 from lightning_obs.app.calibrate import calibrate, evaluate, layer_errors
 from lightning_obs.app.causal_lm import DEFAULT_MODEL
 from lightning_obs.app.console import quiet_lightning
-from lightning_obs.app.finetune import fine_tune, perplexity_of_checkpoint
+from lightning_obs.app.finetune import fine_tune, quality_of_checkpoint
 from lightning_obs.app.job import Job, make_job, plain
 from lightning_obs.app.measure import compare_runs, evaluate_checkpoint
 from lightning_obs.app.plan import choose_plan, choose_tensor_observers
 from lightning_obs.app.preflight import preflight, say_duration
+from lightning_obs.app.quality import Quality
 from lightning_obs.app.write import write_checkpoint
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.page import Report, write_report
+from lightning_obs.report.quality import quality_row
 from lightning_obs.report.summary import better_inputs, folder_size, poor_layers, print_report, summary
 
-#: share of the perplexity that calibration has to lose for a share of it to mean something
+#: share of the model's quality that calibration has to lose for a share of it to mean something
 _LOST = 1e-3
 
 
@@ -46,7 +48,7 @@ def run(config: DictConfig) -> dict[str, Any]:
     job = make_job(config)
     preflight(job)
     say_duration(job)
-    full = evaluate(job, "perplexity in full precision", as_quantized=False)
+    full = evaluate(job, "in full precision", as_quantized=False)
     planned: dict[str, Any] = {}
     if config.task.name == "plan":
         job, planned = choose_plan(job)
@@ -54,15 +56,15 @@ def run(config: DictConfig) -> dict[str, Any]:
         job = choose_tensor_observers(job)
     outcome = Outcome(calibrate(job), full, planned=planned)
     if isinstance(job.callback, QuantizationAwareTraining):
-        outcome.calibrated = evaluate(job, "perplexity calibrated")
+        outcome.calibrated = evaluate(job, "as calibrated")
         outcome.seconds_trained = fine_tune(job)
         outcome.result = job.callback.result or outcome.result
     outcome.errors = layer_errors(job, outcome.counts)
-    outcome.quantized = evaluate(job, "perplexity quantized")
+    outcome.quantized = evaluate(job, "quantized")
     if job.folder is not None:
         outcome.lines = write_checkpoint(job, job.folder, outcome.result)
         if outcome.calibrated is not None:
-            outcome.reloaded = perplexity_of_checkpoint(job, job.folder)
+            outcome.reloaded = quality_of_checkpoint(job, job.folder)
             if outcome.reloaded is None:
                 outcome.lines.append("not loaded again: some ranks cannot read that folder")
     row = report(job, outcome)
@@ -73,10 +75,10 @@ def run(config: DictConfig) -> dict[str, Any]:
 
 @dataclass
 class Outcome:
-    """Perplexities on held-out text and what goes with them; None: not measured.
+    """Quality on held-out data and what goes with it; None: not measured.
 
     Attributes:
-        full: perplexity in full precision.
+        full: in full precision.
         calibrated: after calibration, before fine-tuning.
         quantized: of what was exported.
         reloaded: of the checkpoint, loaded again.
@@ -87,10 +89,10 @@ class Outcome:
     """
 
     result: CalibrationResult
-    full: float | None = None
-    calibrated: float | None = None
-    quantized: float | None = None
-    reloaded: float | None = None
+    full: Quality | None = None
+    calibrated: Quality | None = None
+    quantized: Quality | None = None
+    reloaded: Quality | None = None
     seconds_trained: float | None = None
     errors: list[LayerError] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
@@ -98,28 +100,47 @@ class Outcome:
     planned: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def perplexity(self) -> tuple[float, float] | None:
-        """Before and after."""
-        return None if self.full is None or self.quantized is None else (self.full, self.quantized)
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        """Before and after, by name."""
+        if self.full is None or self.quantized is None:
+            return {}
+        return {self.full.name: (self.full.value, self.quantized.value)}
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What a comparison of runs shows of it."""
+        if self.full is None or self.quantized is None:
+            return {"metric": None}
+        name = self.full.name
+        others = {"calibrated": self.calibrated, "reloaded": self.reloaded}
+        return {
+            **quality_row(name, self.full.value, self.quantized.value),
+            **{f"{name}_{when}": None if one is None else one.value for when, one in others.items()},
+        }
 
     @property
     def recovered(self) -> float | None:
         """How much fine-tuning brought back of what calibration lost, from 0 (nothing, or less) to 1 (all, or more).
 
-        None where calibration lost next to nothing: a share of that is noise.
+        None where calibration lost next to nothing, since a share of that is noise, or where nobody says which
+        direction is better.
         """
         if self.full is None or self.calibrated is None or self.quantized is None:
             return None
-        lost = self.calibrated - self.full
-        return None if lost < _LOST * self.full else min(1.0, max(0.0, (self.calibrated - self.quantized) / lost))
+        if self.full.higher_is_better is None:
+            return None
+        sign = -1 if self.full.higher_is_better else 1
+        lost = sign * (self.calibrated.value - self.full.value)
+        back = sign * (self.calibrated.value - self.quantized.value)
+        return None if lost < _LOST * abs(self.full.value) or not lost else min(1.0, max(0.0, back / lost))
 
     def add_fine_tuning_lines(self) -> None:
         """Say what fine-tuning brought, where there was any."""
         if self.calibrated is not None:
             values = {"full precision": self.full, "calibrated": self.calibrated, "fine-tuned": self.quantized}
-            shown = {name: value for name, value in {**values, "reloaded": self.reloaded}.items() if value is not None}
-            text = ", ".join(f"{name} {value:.3f}" for name, value in shown.items())
-            self.lines.append(f"perplexity on held-out text: {text}")
+            measured = {**values, "reloaded": self.reloaded}.items()
+            text = ", ".join(f"{when} {one.value:.3f}" for when, one in measured if one is not None)
+            self.lines.append(f"{self.calibrated.name} on held-out data: {text}")
         if self.seconds_trained is not None:
             share = self.recovered
             brought = "" if share is None else f", and brought back {share:.0%} of what calibration lost"
@@ -139,9 +160,7 @@ def report(job: Job, outcome: Outcome) -> dict[str, Any]:
         sizes = (sum(tensors.values()), folder_size(job.folder))
     row = {
         "run": job.callback.label,
-        "perplexity": outcome.perplexity,
-        "perplexity_calibrated": outcome.calibrated,
-        "perplexity_reloaded": outcome.reloaded,
+        **outcome.row,
         "recovered": outcome.recovered,
         "seconds_trained": outcome.seconds_trained,
         "size": sizes[1] if sizes else None,
@@ -157,7 +176,7 @@ def report(job: Job, outcome: Outcome) -> dict[str, Any]:
                 title=f"{job.callback.label} \N{MIDDLE DOT} {model}",
                 result=result,
                 errors=errors,
-                metrics={} if outcome.perplexity is None else {"perplexity": outcome.perplexity},
+                metrics=outcome.metrics,
                 sizes=sizes,
                 counts=outcome.counts,
                 drift=job.callback.drift,
@@ -173,5 +192,5 @@ def report(job: Job, outcome: Outcome) -> dict[str, Any]:
         outcome.lines += [advice] if advice else []
         lines, worst = [*outcome.lines, f"report {path}{hint}"], config.report.worst_layers
         print()
-        print_report(summary(result, errors, perplexity=outcome.perplexity, sizes=sizes, lines=lines, worst=worst))
+        print_report(summary(result, errors, metrics=outcome.metrics, sizes=sizes, lines=lines, worst=worst))
     return row

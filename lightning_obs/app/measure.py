@@ -8,34 +8,44 @@ from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 
-from lightning_obs.app.console import say, step
-from lightning_obs.app.job import plain
+from lightning_obs.app.console import say
+from lightning_obs.app.job import load_module, make_data, plain
+from lightning_obs.app.quality import measure_quality
+from lightning_obs.app.task_module import SIMILARITY
 from lightning_obs.errors import CalibrationError
 from lightning_obs.report.page import Report, write_report
+from lightning_obs.report.quality import number, quality_of, quality_row
 from lightning_obs.report.summary import comparison_table, folder_size, human_size, print_report
 
-#: what a comparison shows of a run
-_COMPARED = ("run", "perplexity", "size", "seconds", "worst_sqnr")
+#: what a comparison shows of a run, beside its metric
+_COMPARED = ("run", "size", "seconds", "worst_sqnr")
 
 
 def evaluate_checkpoint(config: DictConfig) -> dict[str, Any]:
-    """Perplexity of ``model.path`` on held-out text, as transformers loads it; the row of a comparison."""
-    with step("loading the model"):
-        module: LightningModule = instantiate(config.model)
-    with step("reading the text"):
-        data: LightningDataModule = instantiate(config.data, tokenizer=getattr(module, "tokenizer", None))
+    """Quality of ``model.path`` on held-out data, as it is loaded; the row of a comparison.
+
+    Raises:
+        CalibrationError: nothing can be measured of this model on these data.
+    """
+    module = load_module(config)
+    data = make_data(config, module)
     trainer: Trainer = instantiate(config.trainer)
     path = config.model.get("path")
-    say(f"· perplexity of {path or 'the default model'}")
-    metrics = trainer.test(module, datamodule=data, verbose=False)[0]
-    perplexity = float(metrics["perplexity"])
+    say(f"· measuring {path or 'the default model'}")
+    found = measure_quality(module, trainer, data)
+    if found is None or found.name == SIMILARITY:
+        raise CalibrationError(
+            "nothing judges the model by itself on these data",
+            got="test_step logs nothing" if found is None else "only its similarity to an unquantized model",
+            remedy="data.label_field=<the field of the labels>; images: one folder for each class.",
+        )
     size = folder_size(path) if path and Path(path).is_dir() else None
-    row: dict[str, Any] = {"run": str(path or "default model"), "perplexity": (None, perplexity), "size": size}
+    row = {"run": str(path or "default model"), **quality_row(found.name, None, found.value), "size": size}
     if trainer.is_global_zero:
-        say(f"perplexity {perplexity:.3f}" + ("" if size is None else f"  size {human_size(size)}"))
+        say(f"{found.name} {number(found.value)}" + ("" if size is None else f"  size {human_size(size)}"))
         extra = {**row, "config": plain(config)}
         say(f"report {write_report(config.output_dir, Report(row['run'], runs=[_compared(row)], extra=extra))}")
     return row
@@ -75,4 +85,5 @@ def _row_of(path: Path) -> dict[str, Any]:
 
 
 def _compared(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: row.get(key) for key in _COMPARED}
+    name, before, after = quality_of(row)
+    return {**{key: row.get(key) for key in _COMPARED}, **({} if name is None else quality_row(name, before, after))}

@@ -20,7 +20,6 @@ from lightning_obs.app.job import Job, plain
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.report.mixed_precision import (
     MixedPlan,
     choose_schemes,
@@ -106,8 +105,7 @@ def _require_one_device(job: Job) -> None:
 def _batches(job: Job) -> list[dict[str, Any]]:
     device = job.trainer.strategy.root_device
     job.module.to(device)
-    extra = {"use_cache": False} if is_transformers_model(job.model) else {}
-    return [{**{k: v.to(device) for k, v in batch.items()}, **extra} for batch in job.data.val_dataloader()]
+    return [dict(job.inputs(batch, device)) for batch in job.data.val_dataloader()]
 
 
 def _unchanged(options: CalibrationOptions) -> dict[str, Any]:

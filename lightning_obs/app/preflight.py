@@ -16,12 +16,13 @@ from lightning_obs.app.plan import check_candidates
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
 from lightning_obs.callbacks.which_module import describe, find_module
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.kinds import is_transformers_model
 
 #: a step of training in forward passes: one there, about two back
 _PASSES_OF_A_STEP = 3
 #: forward passes from which on it is said how long they take
 _WORTH_SAYING = 20
+#: what the package's own data are told; data of one's own may count in another way
+_BATCHES = ("batches", "eval_batches", "train_batches")
 
 
 def preflight(job: Job) -> None:
@@ -53,13 +54,12 @@ def say_duration(job: Job) -> None:
     if passes < _WORTH_SAYING:
         return
     device = job.trainer.strategy.root_device
-    batch = {key: value.to(device) for key, value in next(iter(job.data.test_dataloader())).items()}
-    extra = {"use_cache": False} if is_transformers_model(job.model) else {}
+    batch = job.inputs(next(iter(job.data.test_dataloader())), device)
     job.module.to(device)
     with torch.inference_mode():
-        job.model(**batch, **extra)
+        job.model(**batch)
         started = time.perf_counter()
-        job.model(**batch, **extra)
+        job.model(**batch)
         seconds = time.perf_counter() - started
     say(
         f"· about {passes * seconds / 60:.1f} minutes for {passes} forward passes of {seconds:.2g} s on each of "
@@ -74,16 +74,16 @@ def forward_passes(config: DictConfig, needs_data: bool) -> int:
         config: of the run.
         needs_data: whether calibration runs any batches.
     """
-    data, task = config.data, config.task
-    measured = int(data.eval_batches) if config.evaluate else 0
-    calibrated = int(data.batches) if needs_data else 0
+    data, task = {key: int(config.data.get(key) or 0) for key in _BATCHES}, config.task
+    measured = data["eval_batches"] if config.evaluate else 0
+    calibrated = data["batches"] if needs_data else 0
     passes = 2 * measured + calibrated + int(config.report.layer_error_batches)
     if task.name == "finetune":
         steps = int(config.trainer.get("max_steps", -1))
         of_a_step = _PASSES_OF_A_STEP + (1 if task.callback.distill else 0)
-        passes += (int(data.train_batches) if steps < 0 else steps) * of_a_step + int(data.batches) + 2 * measured
+        passes += (data["train_batches"] if steps < 0 else steps) * of_a_step + data["batches"] + 2 * measured
     elif task.name == "plan":
-        passes += int(data.batches) + int(task.batches) * _PASSES_OF_A_STEP
+        passes += data["batches"] + int(task.batches) * _PASSES_OF_A_STEP
     elif task.name == "observers":
-        passes += 2 * int(data.batches)
+        passes += 2 * data["batches"]
     return passes

@@ -1,8 +1,9 @@
-"""Load a checkpoint as its users will, and compare logits. Run as a file, so that lightning_obs is not imported.
+"""Load a checkpoint as its users will, and compare its output. Run as a file, so that lightning_obs is not imported.
 
 python reload_check.py CHECKPOINT REFERENCE.safetensors [--prompt TEXT] [--dequantize]
 
-Prints one line of JSON: the largest difference of logits, the text that was generated, the packages that were used.
+Prints one line of JSON: the largest difference of logits (of hidden states, where there are none), the text that was
+generated, the packages that were used.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import json
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 
 def main() -> int:
-    """Return 0 if the logits are equal, 1 if they differ."""
+    """Return 0 if the outputs are equal, 1 if they differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint")
-    parser.add_argument("reference", help="safetensors file with input_ids and logits")
+    parser.add_argument("reference", help="safetensors file with `output`, and the inputs as `input.<name>`")
     parser.add_argument("--prompt", default=None)
     parser.add_argument("--new-tokens", type=int, default=20)
     parser.add_argument("--dequantize", action="store_true")
@@ -35,13 +37,15 @@ def main() -> int:
     arguments = {}
     if options.dequantize:
         arguments["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(options.checkpoint, **arguments).eval()
+    written_by = transformers.AutoConfig.from_pretrained(options.checkpoint).architectures[0]
+    model = getattr(transformers, written_by).from_pretrained(options.checkpoint, **arguments).eval()
     if any("Experts" in type(module).__name__ for module in model.modules()):
         model.set_experts_implementation("eager")  # the others add in another order
     reference = load_file(options.reference)
     with torch.inference_mode():
-        logits = model(input_ids=reference["input_ids"], use_cache=False).logits
-    difference = (logits.double() - reference["logits"].double()).abs().max().item()
+        inputs = {name.removeprefix("input."): value for name, value in reference.items() if name != "output"}
+        what, output = first_tensor(model(**inputs))
+    difference = (output.double() - reference["output"].double()).abs().max().item()
     text = None
     if options.prompt is not None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.checkpoint)
@@ -52,6 +56,7 @@ def main() -> int:
         json.dumps(
             {
                 "difference": difference,
+                "what": what,
                 "text": text,
                 "transformers": transformers.__version__,
                 "lightning_obs_imported": "lightning_obs" in sys.modules,
@@ -59,6 +64,15 @@ def main() -> int:
         )
     )
     return 0 if difference == 0.0 else 1
+
+
+def first_tensor(output: Any) -> tuple[str, Any]:
+    """The logits of a model's output, or the first tensor that it has, and what that is called."""
+    if getattr(output, "logits", None) is not None:
+        return "logits", output.logits
+    if hasattr(output, "to_tuple"):
+        return "hidden states", output.to_tuple()[0]
+    return "outputs", output
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from lightning_obs.errors import refuse
 from lightning_obs.numerics.histogram import Support, linear_bins
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.pictures import as_svg, comparison_figure, drift_figure, frontier_figure
+from lightning_obs.report.quality import change, number, quality_of
 from lightning_obs.report.scale_drift import ScaleDrift
 from lightning_obs.report.summary import POOR_SQNR, expert_line, human_size, poor_layers
 from lightning_obs.report.table import layer_row, write_csv
@@ -38,7 +39,7 @@ class Report:
         title: of the page.
         result: of the calibration.
         errors: of the layers, worst first.
-        metrics: before and after, ``{"perplexity": (14.80, 15.19)}``; lower is better.
+        metrics: by name, before and after, ``{"perplexity": (14.80, 15.19)}``.
         sizes: bytes before and after.
         counts: how often each input value was seen, by module name.
         drift: how scales have moved.
@@ -106,7 +107,10 @@ def report_data(report: Report) -> dict[str, Any]:
         "sensitivity_unit": report.sensitivity_unit,
         "layers": list(_layers(report)),
         "frontier": [dict(point) for point in report.frontier],
-        "runs": [dict(run) for run in report.runs],
+        "runs": [
+            {**run, "quality": dict(zip(("name", "before", "after"), quality_of(run), strict=True))}
+            for run in report.runs
+        ],
         "drift": None if report.drift is None else {"steps": report.drift.steps, "drifts": report.drift.drifts},
     }
 
@@ -114,7 +118,7 @@ def report_data(report: Report) -> dict[str, Any]:
 def page(report: Report, data: Mapping[str, Any]) -> str:
     """The page as text."""
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
-    environment.filters["human_size"] = human_size
+    environment.filters |= {"human_size": human_size, "number": number}
     pictures = [(title, as_svg(figure, title)) for title, figure in _figures(report)]
     poor = poor_layers(report.errors, fused=None if report.result is None else report.result.fused or None)
     # The page needs no more digits than it shows.
@@ -134,8 +138,7 @@ def _facts(report: Report) -> Iterable[tuple[str, str]]:
         yield "calibration", f"{result.seconds:.1f} s"
     for name, (before, after) in report.metrics.items():
         if before is not None and after is not None:
-            change = f" ({100 * (after / before - 1):+.1f}\N{NO-BREAK SPACE}%)" if before else ""
-            yield name, f"{before:.4g} \N{RIGHTWARDS ARROW} {after:.4g}{change}"
+            yield name, change(before, after, "\N{RIGHTWARDS ARROW}").replace(" %", "\N{NO-BREAK SPACE}%")
     if report.sizes is not None:
         yield "size", f"{human_size(report.sizes[0])} \N{RIGHTWARDS ARROW} {human_size(report.sizes[1])}"
     if result is not None and any(sum(counts) for counts in result.expert_tokens.values()):
@@ -165,13 +168,14 @@ def _figures(report: Report) -> Iterable[tuple[str, Any]]:
         yield "Loss against size", frontier_figure(report.frontier)
     if report.drift is not None and len(report.drift.steps) > 1:
         yield "Drift of the scales", drift_figure(report.drift.steps, report.drift.drifts)
-    runs = [
-        {"run": run["run"], "size": run["size"], "quality": run["perplexity"][1]}
-        for run in report.runs
-        if run.get("size") and run.get("perplexity")
-    ]
-    if runs:
-        yield "Runs: quality against size", comparison_figure(runs)
+    judged = [(run, *quality_of(run)) for run in report.runs if run.get("size")]
+    for metric in dict.fromkeys(name for _, name, _, after in judged if name is not None and after is not None):
+        runs = [
+            {"run": run["run"], "size": run["size"], "quality": after}
+            for run, name, _, after in judged
+            if name == metric and after is not None
+        ]
+        yield f"Runs: {metric} against size", comparison_figure(runs, metric)
 
 
 def _short(value: Any) -> Any:

@@ -76,8 +76,8 @@ def drift_figure(steps: Sequence[int], drifts: Mapping[str, Sequence[float]], sh
     return fig
 
 
-def comparison_figure(runs: Sequence[Mapping[str, Any]]) -> Figure:
-    """Quality against size, a point for each run: ``size`` [MiB] and ``quality``, lower is better."""
+def comparison_figure(runs: Sequence[Mapping[str, Any]], metric: str) -> Figure:
+    """A metric against size, a point for each run: ``size`` in bytes, shown in MiB, and ``quality``."""
     fig, ax = _axes(6.4, 3.4)
     for run in runs:
         ax.plot(run["size"] / 2**20, run["quality"], "o", color=ACCENT, markersize=5)
@@ -89,7 +89,7 @@ def comparison_figure(runs: Sequence[Mapping[str, Any]]) -> Figure:
             fontsize=8,
             color=TEXT,
         )
-    ax.set(xlabel="size [MiB]", ylabel="perplexity")
+    ax.set(xlabel="size [MiB]", ylabel=metric)
     ax.margins(x=0.2, y=0.15)
     return fig
 

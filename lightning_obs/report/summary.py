@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -17,6 +17,7 @@ from rich.text import Text
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import name_list
 from lightning_obs.report.layer_errors import LayerError
+from lightning_obs.report.quality import change, number, quality_of
 from lightning_obs.schemes.fused_layers import find_fused
 
 #: below this [dB] more than 3 % of a typical token's output energy is quantization noise
@@ -42,7 +43,7 @@ def summary(
     result: CalibrationResult,
     errors: Sequence[LayerError] = (),
     *,
-    perplexity: tuple[float, float] | None = None,
+    metrics: Mapping[str, tuple[float, float]] | None = None,
     sizes: tuple[int, int] | None = None,
     lines: Iterable[str] = (),
     worst: int = 5,
@@ -52,7 +53,7 @@ def summary(
     Args:
         result: of the calibration.
         errors: from :func:`~lightning_obs.report.layer_errors.measure_layer_errors`, worst first.
-        perplexity: before and after.
+        metrics: by name, before and after, ``{"perplexity": (14.80, 15.19)}``.
         sizes: bytes on disk before and after.
         lines: further lines (paths).
         worst: how many layers to show.
@@ -77,10 +78,7 @@ def summary(
         parts.append(Text(expert_line(result)))
     if result.fallback:
         parts.append(Text(f"with the activations' range of their siblings: {name_list(result.fallback)}"))
-    facts = []
-    if perplexity is not None:
-        before, after = perplexity
-        facts.append(f"perplexity {before:.2f} -> {after:.2f} ({100 * (after / before - 1):+.1f} %)")
+    facts = [f"{name} {change(before, after)}" for name, (before, after) in (metrics or {}).items()]
     if sizes is not None:
         facts.append(f"size {human_size(sizes[0])} -> {human_size(sizes[1])}")
     if facts:
@@ -149,17 +147,25 @@ def _number(value: float | None, form: str) -> str:
 
 
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Several runs side by side. Each row: overrides, perplexity (before, after), size, seconds, poor layers."""
+    """Several runs side by side. Each row: overrides, its metric (before, after), size, seconds, worst layer."""
     table = Table(title="comparison", title_justify="left", box=None, pad_edge=False, header_style="bold")
     table.add_column("run", overflow="fold")
-    for title in ("perplexity", "change [%]", "size", "calibration [s]", "worst SQNR [dB]"):
+    names = {name for name, _, _ in map(quality_of, rows) if name is not None}
+    for title in (
+        next(iter(names)) if len(names) == 1 else "metric",
+        "change [%]",
+        "size",
+        "calibration [s]",
+        "worst SQNR [dB]",
+    ):
         table.add_column(Text(title), justify="right")
     for row in rows:
-        before, after = row.get("perplexity") or (None, None)
+        name, before, after = quality_of(row)
+        shown = "" if after is None else number(after)
         table.add_row(
             Text(str(row.get("run", ""))),
-            "" if after is None else f"{after:.3f}",
-            "" if after is None or before is None else f"{100 * (after / before - 1):+.2f}",
+            shown if len(names) < 2 or not shown else f"{name} {shown}",
+            "" if after is None or not before else f"{100 * (after / before - 1):+.2f}",
             "" if row.get("size") is None else human_size(row["size"]),
             "" if row.get("seconds") is None else f"{row['seconds']:.1f}",
             "" if row.get("worst_sqnr") is None else f"{row['worst_sqnr']:.1f}",

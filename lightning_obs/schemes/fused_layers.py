@@ -17,6 +17,7 @@ from lightning_obs.errors import CalibrationError, refuse
 #: attribute names, under one parent, of the modules that are fused
 FUSED_GROUPS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
     ("gate_proj", "up_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("w1", "w3"),

@@ -2,8 +2,8 @@
 
 Read from vLLM 0.32.0 (``compressed_tensors.py``, ``compressed_tensors_moe.py``, the lists of kernels in
 ``kernels/linear``) and held against that release by ``make engines`` (docs/engines.md). vLLM decides by family, the
-first that fits; what fits none, its loader refuses. Which of vLLM's models a checkpoint belongs to is not looked at: a
-model that it does not have, it does not load in full precision either.
+first that fits; what fits none, its loader refuses. Which of vLLM's models a checkpoint belongs to is not looked at
+(but that it has no T5, BART or Marian): a model that it does not have, it does not load in full precision either.
 """
 
 from __future__ import annotations
@@ -223,6 +223,10 @@ def check_vllm(model: nn.Module, targets: list[Target], fused_groups: Sequence[S
     Raises:
         CalibrationError: vLLM's loader refuses it, and why.
     """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and model.main_input_name == "input_ids":
+        raise CalibrationError(
+            f"{VLLM} has no models that read text with an encoder and write it with a decoder", got=type(model).__name__
+        )
     linear = [target for target in targets if not target.states]
     refuse(
         [f"{t.name} ({type(t.module).__name__})" for t in linear if compressible_type(t.module) is not nn.Linear],

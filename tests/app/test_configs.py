@@ -1,5 +1,6 @@
 """Every config composes, can be instantiated, and opens with a command that works."""
 
+import inspect
 import shlex
 
 import pytest
@@ -43,6 +44,13 @@ def test_every_target_is_a_class():
         get_class(target)
 
 
+@pytest.mark.parametrize("path", [path for path in GROUPS if path.parts[0] in ("model", "data")], ids=str)
+def test_every_model_and_all_data_name_a_class_that_takes_what_the_config_sets(path):
+    config = OmegaConf.to_container(select(f"{path.parts[0]}={path.stem}"))[path.parts[0]]
+    known = inspect.signature(get_class(config.pop("_target_"))).parameters
+    assert set(config) <= set(known)
+
+
 def commands():
     for path in FILES:
         for line in (config_dir() / path).read_text().splitlines():
@@ -52,9 +60,9 @@ def commands():
 
 @pytest.mark.parametrize("command", list(commands()))
 def test_the_command_that_a_config_opens_with_composes(command):
-    words = shlex.split(
-        command.replace("<folder or hub name>", "folder").replace("<text file, jsonl, or folder>", "text")
-    )
+    for placeholder in ("<folder or hub name>", "<text file, jsonl, or folder>", "<folder of images>"):
+        command = command.replace(placeholder, "folder")
+    words = shlex.split(command)
     overrides = [word for word in words[3:] if not word.startswith("--")]
     if "--multirun" in words:
         overrides = [f"{key}={value.split(',')[0]}" for key, value in (word.split("=", 1) for word in overrides)]

@@ -93,7 +93,7 @@ def test_a_checkpoint_with_other_logits_is_an_error(composed, tmp_path, monkeypa
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     monkeypatch.setattr(CalibrationCallback, "export", damage)
-    with pytest.raises(CalibrationError, match=r"gives other logits.*a difference of [1-9\d.]+, expected 0\.0"):
+    with pytest.raises(CalibrationError, match=r"gives other outputs.*a difference of [1-9\d.]+, expected 0\.0"):
         run(composed("evaluate=false"))
 
 
@@ -114,7 +114,7 @@ def test_fine_tuning_prints_four_perplexities_of_which_the_last_two_are_one(comp
         )
     )
     output = capsys.readouterr().out
-    assert "perplexity on held-out text: full precision" in output
+    assert "perplexity on held-out data: full precision" in output
     assert "largest difference of logits 0.0" in output
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     before, after = report["perplexity"]
@@ -145,7 +145,7 @@ def test_a_checkpoint_is_evaluated_to_the_perplexity_of_the_run_that_wrote_it(
     row = run(composed("task=evaluate", f"model.path={folder}", f"output_dir={tmp_path / 'again'}"))
     assert row["perplexity"] == (None, written["perplexity"][1])
     assert row["size"] == written["size"]
-    assert f"perplexity {row['perplexity'][1]:.3f}" in capsys.readouterr().out
+    assert f"perplexity {row['perplexity'][1]:.2f}" in capsys.readouterr().out
     report = json.loads((tmp_path / "again" / "report.json").read_text())
     assert report["perplexity"] == [None, written["perplexity"][1]]
     compare = composed(

@@ -7,6 +7,7 @@ from lightning_obs.__main__ import versions
 from lightning_obs.app.job import make_callback
 from lightning_obs.app.main import Outcome, run
 from lightning_obs.app.preflight import forward_passes
+from lightning_obs.app.quality import Quality
 
 
 @pytest.fixture
@@ -79,18 +80,25 @@ def test_forward_passes_are_counted(composed, overrides, passes):
 
 
 @pytest.mark.parametrize(
-    ("full", "calibrated", "tuned", "share"),
+    ("full", "calibrated", "tuned", "higher_is_better", "share"),
     [
-        (20.0, 30.0, 25.0, 0.5),
-        (20.0, 30.0, 19.0, 1.0),
-        (20.0, 30.0, 31.0, 0.0),
-        (20.0, 20.01, 25.0, None),
-        (20.0, 19.0, 18.0, None),
-        (None, 30.0, 25.0, None),
+        (20.0, 30.0, 25.0, False, 0.5),
+        (20.0, 30.0, 19.0, False, 1.0),
+        (20.0, 30.0, 31.0, False, 0.0),
+        (20.0, 20.01, 25.0, False, None),
+        (20.0, 19.0, 18.0, False, None),
+        (0.9, 0.7, 0.85, True, 0.75),
+        (0.7, 0.9, 0.85, True, None),
+        (0.9, 0.7, 0.85, None, None),
     ],
 )
-def test_what_fine_tuning_brought_back_is_a_share(full, calibrated, tuned, share):
-    assert Outcome(None, full=full, calibrated=calibrated, quantized=tuned).recovered == share
+def test_what_fine_tuning_brought_back_is_a_share(full, calibrated, tuned, higher_is_better, share):
+    measured = [Quality("metric", value, higher_is_better) for value in (full, calibrated, tuned)]
+    assert Outcome(None, *measured).recovered == (None if share is None else pytest.approx(share))
+
+
+def test_what_was_not_measured_is_no_share():
+    assert Outcome(None, calibrated=Quality("metric", 30.0, False)).recovered is None
 
 
 def test_version_is_the_package_s_own(command_line):

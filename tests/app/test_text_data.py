@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lightning_obs import CalibrationError
-from lightning_obs.app.text_data import TextData, read_documents
+from lightning_obs.app.text_data import TextData
+from lightning_obs.app.text_files import read_documents
 
 
 class Letters:

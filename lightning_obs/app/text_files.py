@@ -1,0 +1,170 @@
+"""Read texts, and objects with texts, from files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from codecs import BOM_UTF8
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from lightning_obs.errors import CalibrationError
+
+_SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".json", ".csv", ".parquet")
+
+
+def read_documents(
+    path: str | os.PathLike[str] | None, text_field: str = "text", option: str = "data.path"
+) -> Iterator[str]:
+    """Texts of a file or folder, in a fixed order: ``text_field`` of what :func:`read_rows` reads.
+
+    Raises:
+        CalibrationError: see :func:`read_rows`; a row without such a text.
+    """
+    for place, row in read_rows(path, text_field, option):
+        yield text_of(place, row, text_field)
+
+
+def read_rows(
+    path: str | os.PathLike[str] | None, text_field: str = "text", option: str = "data.path"
+) -> Iterator[tuple[str, Any]]:
+    """Objects of a file or folder, in a fixed order, each with the place where it stands.
+
+    Args:
+        path: a text file in UTF-8 (an object is a paragraph); a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file; a
+            folder of such files, or one saved by ``datasets``. None: Python's own documentation.
+        text_field: the field of a text that is in no file of objects, and a column that a saved dataset must have.
+        option: what errors call ``path``.
+
+    Raises:
+        CalibrationError: no such file; what cannot be read, by file and line.
+    """
+    if path is None:
+        from pydoc_data.topics import topics
+
+        yield from ((f"the topic {name}", {text_field: topics[name]}) for name in sorted(topics))
+        return
+    path = Path(path)
+    if not path.exists():
+        raise CalibrationError(f"{option}={path} does not exist")
+    if path.is_dir():
+        if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+            yield from _saved_dataset(path, text_field, option)
+            return
+        files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in _SUFFIXES and file.is_file()]
+        if not files:
+            raise CalibrationError(
+                f"{option}={path} holds nothing to read", expected=f"files ending in {', '.join(_SUFFIXES)}"
+            )
+        for file in files:
+            yield from read_rows(file, text_field, option)
+        return
+    readers = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+    suffix = path.suffix.lower()
+    if suffix in readers:
+        yield from readers[suffix](path)
+    else:
+        paragraphs = (paragraph for paragraph in _decoded(path).split("\n\n") if paragraph.strip())
+        yield from ((str(path), {text_field: paragraph}) for paragraph in paragraphs)
+
+
+def text_of(place: str, row: Any, field: str, option: str = "data.text_field") -> str:
+    """The text in a field of a row.
+
+    Raises:
+        CalibrationError: there is none; ``option`` names the field.
+    """
+    value = row.get(field) if isinstance(row, dict) else None
+    if not isinstance(value, str):
+        raise CalibrationError(
+            f"{place} has no text in the field {field!r}", got=repr(row)[:80], remedy=f"name the field: {option}=..."
+        )
+    return value
+
+
+def _decoded(path: Path) -> str:
+    data = path.read_bytes().removeprefix(BOM_UTF8)
+    try:
+        text = data.decode("utf-8")
+        bad = data.find(b"\0")  # which decodes, and is in no text
+    except UnicodeDecodeError as error:
+        bad = error.start
+    if bad >= 0:
+        raise CalibrationError(
+            f"{path}:{data.count(10, 0, bad) + 1} is no text in UTF-8",
+            got=f"byte 0x{data[bad]:02x}",
+            remedy="convert it (iconv -f latin1 -t utf-8), or give a text, jsonl, json, csv or parquet file.",
+        )
+    return text.replace("\r\n", "\n")
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(_decoded(path).split("\n"), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise _unreadable(f"{path}:{number}", "JSON", error) from error
+            yield f"{path}:{number}", row
+
+
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
+    """A list of objects, or lines of them as many call it too."""
+    text = _decoded(path)
+    if not text.lstrip().startswith("["):
+        yield from _json_lines(path)
+        return
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(f"{path}:{getattr(error, 'lineno', 1)}", "JSON", error) from error
+    yield from ((f"{path}[{index}]", row) for index, row in enumerate(rows))
+
+
+def _csv(path: Path) -> Iterator[tuple[str, Any]]:
+    rows = csv.DictReader(StringIO(_decoded(path), newline=""), strict=True)
+    try:
+        for row in rows:
+            yield f"{path}:{rows.line_num}", row
+    except csv.Error as error:
+        raise _unreadable(f"{path}:{rows.reader.line_num}", "CSV", error) from error
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise CalibrationError(
+            f"{path} is read by the package pyarrow, which is not installed", remedy="pip install pyarrow"
+        ) from error
+    try:
+        rows = (row for batch in parquet.ParquetFile(path).iter_batches() for row in batch.to_pylist())
+        yield from ((f"{path}[{index}]", row) for index, row in enumerate(rows))
+    except (OSError, ValueError) as error:  # what pyarrow raises is one of them
+        raise _unreadable(str(path), "Parquet", error) from error
+
+
+def _unreadable(place: str, kind: str, error: Exception) -> CalibrationError:
+    return CalibrationError(f"{place} is no {kind}", got=str(error)[:200], remedy="mend the file, or leave it out.")
+
+
+def _saved_dataset(path: Path, text_field: str, option: str) -> Iterator[tuple[str, Any]]:
+    try:
+        from datasets import DatasetDict, load_from_disk
+    except ImportError as error:
+        raise CalibrationError(
+            f"{option}={path} was saved by the package datasets, which is not installed", remedy="pip install datasets"
+        ) from error
+    loaded = load_from_disk(str(path))
+    parts = list(loaded.values()) if isinstance(loaded, DatasetDict) else [loaded]
+    for part in parts:
+        if text_field not in part.column_names:
+            raise CalibrationError(
+                f"{path} has no column {text_field!r}",
+                expected=", ".join(part.column_names),
+                remedy="data.text_field=...",
+            )
+        yield from ((f"{path}[{index}]", row) for index, row in enumerate(part))
