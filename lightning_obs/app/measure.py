@@ -17,7 +17,7 @@ from lightning_obs.app.quality import measure_quality
 from lightning_obs.app.task_module import SIMILARITY
 from lightning_obs.errors import CalibrationError
 from lightning_obs.report.page import Report, write_report
-from lightning_obs.report.quality import number, quality_of, quality_row
+from lightning_obs.report.quality import precise, quality_of, quality_row
 from lightning_obs.report.summary import comparison_table, folder_size, human_size, print_report
 
 #: what a comparison shows of a run, beside its metric
@@ -45,7 +45,7 @@ def evaluate_checkpoint(config: DictConfig) -> dict[str, Any]:
     size = folder_size(path) if path and Path(path).is_dir() else None
     row = {"run": str(path or "default model"), **quality_row(found.name, None, found.value), "size": size}
     if trainer.is_global_zero:
-        say(f"{found.name} {number(found.value)}" + ("" if size is None else f"  size {human_size(size)}"))
+        say(f"{found.name} {precise(found.value)}" + ("" if size is None else f"  size {human_size(size)}"))
         extra = {**row, "config": plain(config)}
         say(f"report {write_report(config.output_dir, Report(row['run'], runs=[_compared(row)], extra=extra))}")
     return row

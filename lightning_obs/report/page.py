@@ -21,7 +21,7 @@ from lightning_obs.errors import refuse
 from lightning_obs.numerics.histogram import Support, linear_bins
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.pictures import as_svg, comparison_figure, drift_figure, frontier_figure
-from lightning_obs.report.quality import change, number, quality_of
+from lightning_obs.report.quality import change, precise, quality_of
 from lightning_obs.report.scale_drift import ScaleDrift
 from lightning_obs.report.summary import POOR_SQNR, expert_line, human_size, poor_layers
 from lightning_obs.report.table import layer_row, write_csv
@@ -118,7 +118,7 @@ def report_data(report: Report) -> dict[str, Any]:
 def page(report: Report, data: Mapping[str, Any]) -> str:
     """The page as text."""
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {"human_size": human_size, "number": number}
+    environment.filters |= {"human_size": human_size, "number": precise}
     pictures = [(title, as_svg(figure, title)) for title, figure in _figures(report)]
     poor = poor_layers(report.errors, fused=None if report.result is None else report.result.fused or None)
     # The page needs no more digits than it shows.

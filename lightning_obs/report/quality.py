@@ -6,13 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def number(value: float) -> str:
-    """Four significant digits.
+def number(value: float, digits: int = 4) -> str:
+    """A value with so many significant digits.
 
-    >>> number(14.8), number(0.91304), number(1234.5)
-    ('14.80', '0.9130', '1234')
+    >>> number(14.8), number(0.91304), number(1234.4), number(14.8, 5)
+    ('14.80', '0.9130', '1234', '14.800')
     """
-    return f"{value:#.4g}".rstrip(".")
+    return f"{value:#.{digits}g}".rstrip(".")
+
+
+def precise(value: float) -> str:
+    """A value to be compared with others: five significant digits."""
+    return number(value, 5)
 
 
 def change(before: float, after: float, arrow: str = "->") -> str:

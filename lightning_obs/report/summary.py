@@ -17,7 +17,7 @@ from rich.text import Text
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import name_list
 from lightning_obs.report.layer_errors import LayerError
-from lightning_obs.report.quality import change, number, quality_of
+from lightning_obs.report.quality import change, precise, quality_of
 from lightning_obs.schemes.fused_layers import find_fused
 
 #: below this [dB] more than 3 % of a typical token's output energy is quantization noise
@@ -161,7 +161,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
         table.add_column(Text(title), justify="right")
     for row in rows:
         name, before, after = quality_of(row)
-        shown = "" if after is None else number(after)
+        shown = "" if after is None else precise(after)
         table.add_row(
             Text(str(row.get("run", ""))),
             shown if len(names) < 2 or not shown else f"{name} {shown}",

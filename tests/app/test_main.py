@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_obs import CalibrationError
 from lightning_obs.app.main import run
+from lightning_obs.report.quality import precise
 
 
 def test_a_run_calibrates_exports_verifies_and_reports(composed, tmp_path, capsys):
@@ -145,7 +146,7 @@ def test_a_checkpoint_is_evaluated_to_the_perplexity_of_the_run_that_wrote_it(
     row = run(composed("task=evaluate", f"model.path={folder}", f"output_dir={tmp_path / 'again'}"))
     assert row["perplexity"] == (None, written["perplexity"][1])
     assert row["size"] == written["size"]
-    assert f"perplexity {row['perplexity'][1]:.2f}" in capsys.readouterr().out
+    assert f"perplexity {precise(row['perplexity'][1])}" in capsys.readouterr().out
     report = json.loads((tmp_path / "again" / "report.json").read_text())
     assert report["perplexity"] == [None, written["perplexity"][1]]
     compare = composed(
@@ -155,7 +156,7 @@ def test_a_checkpoint_is_evaluated_to_the_perplexity_of_the_run_that_wrote_it(
     assert [one["run"] for one in rows] == ["INT8_STATIC (run)", f"{folder} (again)"]
     assert "comparison" in capsys.readouterr().out
     page = (tmp_path / "c" / "report.html").read_text()
-    assert "Runs: quality against size" in page
+    assert "Runs: perplexity against size" in page
     assert page.count("INT8_STATIC (run)") >= 2  # in the picture and in the table
 
 

@@ -232,8 +232,8 @@ def test_runs_with_different_metrics_stand_side_by_side(composed, tmp_path, caps
         (tmp_path / name / "report.json").write_text(json.dumps(found))
     run(composed("task=compare", f"runs=[{tmp_path / 'a'},{tmp_path / 'b'}]"))
     table = capsys.readouterr().out
-    assert "perplexity 0.2500" in table
-    assert "accuracy 0.2500" in table
+    assert "perplexity 0.25000" in table
+    assert "accuracy 0.25000" in table
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Runs: perplexity against size" in page
     assert "Runs: accuracy against size" in page
