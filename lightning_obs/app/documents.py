@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
@@ -17,6 +17,9 @@ from lightning_obs.errors import CalibrationError
 
 Sample = dict[str, Any]
 
+#: words that make a paragraph of the default text a sample
+_SENTENCE = 8
+
 
 class DocumentData(LightningDataModule):
     """Texts, padded to the longest of a batch: ``val_dataloader`` to calibrate on, ``test_dataloader`` held out.
@@ -26,7 +29,8 @@ class DocumentData(LightningDataModule):
 
     Args:
         tokenizer: a transformers tokenizer.
-        path: see :func:`~lightning_obs.app.text_files.read_rows`; each object is a sample.
+        path: see :func:`~lightning_obs.app.text_files.read_rows`; each object is a sample. None: paragraphs of Python's
+            own documentation.
         batches: calibration batches.
         batch_size: samples per batch.
         tokens: of a text; longer ones are cut.
@@ -67,7 +71,7 @@ class DocumentData(LightningDataModule):
         self.batch_size, self.num_workers, self.targets = batch_size, num_workers, targets
         self._tokenizer, self._tokens, self._label2id = tokenizer, tokens, label2id or {}
         self._text_field, self._label_field, self._target_field = text_field, label_field, target_field
-        seen = list(read_rows(path, text_field))
+        seen = list(_default_rows(text_field) if path is None else read_rows(path, text_field))
         if eval_path is not None:
             held_out = list(read_rows(eval_path, text_field, "data.eval_path"))
         else:
@@ -133,6 +137,13 @@ class DocumentData(LightningDataModule):
                 expected=f"a number, or one of {', '.join(self._label2id) or 'the names that the model knows'}",
                 remedy="name the field: data.label_field=...",
             ) from error
+
+
+def _default_rows(text_field: str) -> Iterator[tuple[str, Any]]:
+    """Paragraphs of the default text that are sentences, not headings."""
+    for place, row in read_rows(None, text_field):
+        paragraphs = (text.strip() for text in row[text_field].split("\n\n"))
+        yield from ((place, {text_field: text}) for text in paragraphs if len(text.split()) >= _SENTENCE)
 
 
 def _require_samples(rows: Sequence[object], count: int, what: str, option: str) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import shlex
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -74,3 +75,15 @@ def test_every_config_opens_with_what_it_is_for(path):
     lines = [line for line in (config_dir() / path).read_text().splitlines() if not line.startswith("# @package")]
     assert lines[0].startswith("# ")
     assert "python -m lightning_obs" in "\n".join(lines[:6])
+
+
+PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("models.md",)]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [line for page in PAGES for line in page.read_text().splitlines() if line.startswith("python -m lightning_obs")],
+)
+def test_the_commands_of_a_page_compose(command):
+    words = shlex.split(command.replace("<folder or hub name>", "folder").replace("<folder of images>", "folder"))
+    make_callback(select(*words[3:]))

@@ -149,6 +149,11 @@ def test_a_model_without_a_path_says_so(command_line):
     assert "Missing mandatory value: model.path" in done.stderr
 
 
+def test_the_default_text_has_paragraphs_enough():
+    data = DocumentData(tiny_tokenizer(), batches=64, eval_batches=64)
+    assert all(len(row["input_ids"]) > 30 for row in data.calibration)
+
+
 def test_without_a_target_text_the_second_half_of_a_text_is_the_target(tmp_path):
     (tmp_path / "a.txt").write_text("one two three four\n\nfive six seven eight")
     data = DocumentData(
