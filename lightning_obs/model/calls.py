@@ -1,11 +1,17 @@
-"""The tensor that a module reads as its input, in the arguments of a call."""
+"""A call of a module: with a batch, and which tensor of its arguments is its input."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+
+
+def call_on(model: nn.Module, batch: Mapping[str, Any] | torch.Tensor) -> Any:
+    """The model's output for keyword arguments, or for one tensor."""
+    return model(**batch) if isinstance(batch, Mapping) else model(batch)
 
 
 def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -21,7 +21,7 @@ from torch import nn
 from torchmetrics import MetricCollection
 
 from lightning_obs.distributed.collectives import Collectives
-from lightning_obs.model.calls import first_input
+from lightning_obs.model.calls import call_on, first_input
 from lightning_obs.model.compile_stance import run_eagerly
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
 from lightning_obs.model.quantized_forward import quantize_forward
@@ -112,10 +112,7 @@ def measure_layer_errors(
             probe = _Probe(name, inputs, outputs, counts)
             stack.callback(module.register_forward_hook(probe, with_kwargs=True).remove)
         for batch in batches:
-            if isinstance(batch, Mapping):
-                model(**batch)
-            else:
-                model(batch)
+            call_on(model, batch)
     # Outputs are compared as they come out: they have no grid, and nothing of them is clipped here.
     written = {name: replace(error, clipped=None) for name, error in _errors(outputs, names).items()}
     found = _joined(layers, measure_weights(model, collectives), _errors(inputs, names), written)

@@ -32,6 +32,7 @@ from torch import nn
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.compress import compressed_bytes
 from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.model.calls import call_on
 from lightning_obs.model.compile_stance import run_eagerly
 from lightning_obs.model.qparams import calibration_of, put_back
 from lightning_obs.model.quantized_forward import quantize_forward, quantized_weight
@@ -214,7 +215,7 @@ def _calibrated_twins(
             session.attach()
             stack.callback(session.detach)
         for batch in batches if observing and batches else ():
-            _call(model, batch)
+            call_on(model, batch)
     twins: _Twins = {}
     for name, session in sessions.items():
         session.finalize()  # and detach
@@ -293,7 +294,7 @@ class _Meter:
                 hook = self._hook(name)
                 stack.callback(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True).remove)
             for number, batch in enumerate(batches):
-                logits = _logits(_call(model, batch))
+                logits = _logits(call_on(model, batch))
                 generator = torch.Generator(logits.device).manual_seed(seed + number)
                 logits.backward(_probe(logits.detach(), generator))
                 tokens += logits[..., 0].numel()
@@ -381,10 +382,6 @@ def _logits(output: Any) -> torch.Tensor:
             remedy="wrap the model in a module that returns its logits.",
         )
     return found
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    return model(**batch) if isinstance(batch, Mapping) else model(batch)
 
 
 @contextmanager
