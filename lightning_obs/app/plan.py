@@ -28,7 +28,7 @@ from lightning_obs.report.mixed_precision import (
     frontier_table,
     plan_of,
 )
-from lightning_obs.report.observer_choice import choose_observers
+from lightning_obs.report.observer_choice import choose_for
 from lightning_obs.report.sensitivity import Sensitivity, sensitivity
 from lightning_obs.report.summary import print_report
 from lightning_obs.schemes.options import CalibrationOptions
@@ -55,7 +55,7 @@ def choose_plan(job: Job) -> tuple[Job, dict[str, Any]]:
     worst = {name: max(losses.get(name, 0.0) for losses in measured.layers.values()) for name in plan.schemes}
     unit = f"{measured.method}, worst candidate" + (", nats" if measured.method == "divergence" else "")
     shown = {"sensitivity": worst, "sensitivity_unit": unit, "choices": plan.schemes, "frontier": rows}
-    return _with_scheme(job, plan.config), shown
+    return _with_options(job, asked.with_config(plan.config)), shown
 
 
 def choose_tensor_observers(job: Job) -> Job:
@@ -65,14 +65,11 @@ def choose_tensor_observers(job: Job) -> Job:
         CalibrationError: nothing to choose; whatever is wrong with a candidate on these data.
     """
     asked, folder = job.callback.options, Path(job.config.output_dir)
-    scheme = asked.config.model_copy(deep=True, update={"kv_cache_scheme": None})
     with step("scoring observers"):
-        choice = choose_observers(
-            job.model, _batches(job), scheme, plain(job.config.task.candidates), **_unchanged(asked)
-        )
+        choice, options = choose_for(job.model, _batches(job), asked, plain(job.config.task.candidates))
     print_report(choice.table())
     say(f"wrote {_write_scheme(folder, choice.config, 'Observers chosen by task=observers.')}  (scheme=plan)")
-    return _with_scheme(job, choice.config)
+    return _with_options(job, options)
 
 
 def check_candidates(job: Job) -> None:
@@ -108,19 +105,12 @@ def _batches(job: Job) -> list[dict[str, Any]]:
     return [dict(job.inputs(batch, device)) for batch in job.data.val_dataloader()]
 
 
-def _unchanged(options: CalibrationOptions) -> dict[str, Any]:
-    """The options that hold for every candidate."""
-    names = ("on_missing", "reload", "calibrate_all_experts", "fused_groups", "join_fused_scales")
-    return {name: getattr(options, name) for name in names}
-
-
 def _of_candidates(options: CalibrationOptions) -> dict[str, Any]:
     given = {"targets": options.targets, "ignore": options.ignore, "observers": options.observers}
-    return {**given, **_unchanged(options)}
+    return {**given, **options.beside_scheme}
 
 
-def _with_scheme(job: Job, scheme: QuantizationConfig) -> Job:
-    options = replace(job.callback.options, scheme=scheme, targets=None, ignore=(), observers=None)
+def _with_options(job: Job, options: CalibrationOptions) -> Job:
     callback = CalibrationCallback(options, module=job.config.module, token_mask=job.config.token_mask, show=False)
     return replace(job, callback=callback, trainer=instantiate(job.config.trainer, callbacks=[callback]))
 

@@ -69,6 +69,8 @@ class SessionCallback(Callback):
         #: scales of this run, calibration by calibration
         self.drift = ScaleDrift()
         self.options = CalibrationOptions.of(scheme, **options)
+        #: of the scheme that was asked for: it names the state in checkpoints
+        self.label = self.options.label
         self.module, self.sanity_check, self.token_mask = module, sanity_check, token_mask
         self.at_end = ExportAtEnd(export_folder, export_overwrite)
         self.session: CalibrationSession | None = None
@@ -78,11 +80,6 @@ class SessionCallback(Callback):
         self._owner: LightningModule | None = None
         #: what was said about which module is calibrated
         self._said = ""
-
-    @property
-    def label(self) -> str:
-        """Short name of the scheme, for reports."""
-        return self.options.label
 
     @property
     def ignore(self) -> list[str]:

@@ -14,9 +14,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_obs.callbacks.auto_observers import AUTO, AutoObservers
 from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.quantized_validation import QuantizedValidation
 from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.report.observer_choice import ObserverChoice
 from lightning_obs.report.summary import layer_table, print_report
 from lightning_obs.schemes.config import SchemeLike
 from lightning_obs.schemes.options import CalibrationOptions
@@ -58,7 +60,9 @@ class CalibrationCallback(SessionCallback):
         show: print the layers that lose most at the end of ``trainer.validate``.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``targets``, ``ignore``, ``observers``,
             ``kv_cache``, ``on_missing``, ``reload``, ``calibrate_all_experts``, ``fused_groups``,
-            ``join_fused_scales``.
+            ``join_fused_scales``. ``observers="auto"`` chooses them by measurement in the first validation
+            (:func:`~lightning_obs.choose_observers`; ``callback.choice`` says what was scored), on one device, for
+            models with logits. It keeps what the model is called with, and runs it again.
 
     Raises:
         CalibrationError: by the constructor for a wrong option; before the first batch for targets, shapes or devices;
@@ -76,7 +80,8 @@ class CalibrationCallback(SessionCallback):
         show: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__(scheme, **options)
+        self._auto = AutoObservers() if options.get("observers") == AUTO else None
+        super().__init__(scheme, **{**options, **({} if self._auto is None else {"observers": None})})
         if not 0 <= float(evaluate) <= 1:
             raise CalibrationError("evaluate", got=evaluate, expected="True, False, or a share in (0, 1]")
         for name, number in (("every_n_epochs", every_n_epochs), ("max_batches", max_batches)):
@@ -87,6 +92,11 @@ class CalibrationCallback(SessionCallback):
         self.show = show
         #: the second pass of the validation that runs now
         self._second_pass: QuantizedValidation | None = None
+
+    @property
+    def choice(self) -> ObserverChoice | None:
+        """What ``observers="auto"`` has scored; None before, and without it."""
+        return None if self._auto is None else self._auto.choice
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -113,6 +123,8 @@ class CalibrationCallback(SessionCallback):
         if self.evaluate and not trainer.sanity_checking:
             self._second_pass = QuantizedValidation(trainer, pl_module, session.model, self.evaluate)
         self.observe_validation(trainer, session)
+        if self._auto is not None:
+            self._auto.start(session, trainer, masked=self.token_mask is not None)
 
     @override
     def on_validation_batch_start(
@@ -132,6 +144,10 @@ class CalibrationCallback(SessionCallback):
         """Compute and write the quantization parameters; ModelCheckpoint, which runs later, saves them."""
         if self.session is None or not self.session.is_attached:
             return
+        if self._auto is not None and self._auto.is_keeping:
+            with trainer.precision_plugin.val_step_context():
+                self.session = self._auto.choose(self.session, self.options)
+            self.options = self.session.options
         self.finish_calibration(self.session, pl_module)
         shown = self.show and trainer.state.fn == TrainerFn.VALIDATING
         errors = self.layer_errors() if shown or self.logs(trainer) else None
@@ -168,6 +184,8 @@ class CalibrationCallback(SessionCallback):
         """Take every hook out. Can be called at any time, any number of times."""
         super().clean_up()
         self._second_pass = None
+        if self._auto is not None:
+            self._auto.stop()
 
     def _is_due(self, trainer: Trainer) -> bool:
         if trainer.sanity_checking:
@@ -200,7 +218,17 @@ class CalibrationCallback(SessionCallback):
         if self._waiting_state is not None:
             return self._waiting_state
         state = self.session.state_dict() if self.session is not None else {}
-        return state if state.get("qparams") else {}
+        if not state.get("qparams"):
+            return {}
+        return state if self._auto is None else {**state, **self._auto.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the saved qparams until the model is on its device, and the observers that were chosen for them."""
+        if self._auto is not None:
+            self._auto.load_state_dict(state_dict, self.options)
+            self.options = self._auto.options or self.options
+        super().load_state_dict(state_dict)
 
     def _restore(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._waiting_state is not None:

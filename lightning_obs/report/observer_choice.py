@@ -22,6 +22,7 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.report.mixed_precision import config_of
 from lightning_obs.report.sensitivity import Batches, Sensitivity, sensitivity
 from lightning_obs.schemes.config import SchemeLike, config_groups, make_observer, resolve_config
+from lightning_obs.schemes.options import CalibrationOptions
 
 #: what is tried for what a scheme observes, where it fits the scheme; the first is always tried
 CANDIDATES: dict[str, list[dict[str, Any]]] = {
@@ -115,6 +116,21 @@ def choose_observers(
     schemes = {f"{base_name}: {label}": config for (base_name, label), config in variants.items()}
     measured = sensitivity(model, scored, schemes, calibration=observed, **options)
     return _choose(measured, base, tried)
+
+
+def choose_for(
+    model: nn.Module,
+    batches: Batches,
+    options: CalibrationOptions,
+    candidates: Mapping[str, Sequence[str | Mapping[str, Any]]] | None = None,
+) -> tuple[ObserverChoice, CalibrationOptions]:
+    """:func:`choose_observers` for the scheme of some options, and the options with what was chosen.
+
+    The kv cache has no weights to score, so its observers stay what they are.
+    """
+    scheme = options.config.model_copy(deep=True, update={"kv_cache_scheme": None})
+    choice = choose_observers(model, batches, scheme, candidates, **options.beside_scheme)
+    return choice, options.with_config(choice.config)
 
 
 def _choose(

@@ -294,7 +294,7 @@ class _Meter:
                 hook = self._hook(name)
                 stack.callback(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True).remove)
             for number, batch in enumerate(batches):
-                logits = _logits(call_on(model, batch))
+                logits = logits_of(call_on(model, batch))
                 generator = torch.Generator(logits.device).manual_seed(seed + number)
                 logits.backward(_probe(logits.detach(), generator))
                 tokens += logits[..., 0].numel()
@@ -369,7 +369,12 @@ def _probe(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return probe.sub_(p * (p.sqrt() * signs).sum(-1, keepdim=True)).to(logits.dtype)
 
 
-def _logits(output: Any) -> torch.Tensor:
+def logits_of(output: Any) -> torch.Tensor:
+    """The logits ``(..., classes)`` in a model's output.
+
+    Raises:
+        CalibrationError: there are none.
+    """
     found = getattr(output, "logits", None)
     if found is None and isinstance(output, Mapping):
         found = output.get("logits")

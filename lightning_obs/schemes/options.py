@@ -101,6 +101,16 @@ class CalibrationOptions:
         return label(self.scheme, self.config)
 
     @property
+    def beside_scheme(self) -> dict[str, Any]:
+        """The fields that say nothing of what is quantized and how it is observed."""
+        names = ("on_missing", "reload", "calibrate_all_experts", "fused_groups", "join_fused_scales")
+        return {name: getattr(self, name) for name in names}
+
+    def with_config(self, config: QuantizationConfig) -> CalibrationOptions:
+        """These options with a config that says scheme, targets, ignore and observers together."""
+        return replace(self, scheme=config, targets=None, ignore=(), observers=None)
+
+    @property
     def all_fused_groups(self) -> tuple[tuple[str, ...], ...]:
         """The known groups of modules that engines fuse, and the user's own."""
         return fused_groups_with(self.fused_groups)

@@ -1,0 +1,127 @@
+"""``observers="auto"``: in the first validation, choose the observer of each tensor by measurement.
+
+What the model is called with is kept while the validation runs (for a language model token ids: little). At its end
+:func:`~lightning_obs.choose_observers` scores the candidates on some of it, and a session with the chosen observers
+runs all of it again. Later validations calibrate with what was chosen.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig
+from lightning.pytorch import Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
+
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.errors import CalibrationError
+from lightning_obs.model.calls import call_on
+from lightning_obs.report.observer_choice import ObserverChoice, choose_for
+from lightning_obs.report.sensitivity import logits_of
+from lightning_obs.schemes.options import CalibrationOptions
+
+AUTO = "auto"
+#: batches that candidates observe and are scored on, half of them each
+SCORED = 32
+_CHOSEN = "chosen_config"
+
+
+class AutoObservers:
+    """The choice of one callback: before it, while inputs are kept, and after it.
+
+    Attributes:
+        options: with the observers that were chosen; None before.
+        choice: what was scored; None before, and after a resume.
+    """
+
+    def __init__(self) -> None:
+        self.options: CalibrationOptions | None = None
+        self.choice: ObserverChoice | None = None
+        self._kept: list[dict[str, Any]] = []
+        self._hook: Any = None
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether inputs are kept now."""
+        return self._hook is not None
+
+    def start(self, session: CalibrationSession, trainer: Trainer, masked: bool) -> None:
+        """Keep what the model is called with, until :meth:`choose` or :meth:`stop`; nothing after the choice.
+
+        Raises:
+            CalibrationError: several devices, or a token mask, of which the score knows nothing.
+        """
+        if self.options is not None:
+            return
+        if trainer.world_size > 1 or masked:
+            raise CalibrationError(
+                'observers="auto" chooses on one device, and without a token mask',
+                got=f"{trainer.world_size} devices{', a token mask' if masked else ''}",
+                remedy="choose there (callback.choice.config), then calibrate here with that scheme.",
+            )
+        self.stop()
+
+        def keep(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not session.is_paused:
+                if not self._kept:
+                    logits_of(output)  # a model without logits is an error now, not at the end
+                self._kept.append(_by_name(model, args, kwargs))
+
+        self._hook = session.model.register_forward_hook(keep, with_kwargs=True)
+
+    def stop(self) -> None:
+        """Keep nothing any more."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook, self._kept = None, []
+
+    def choose(self, session: CalibrationSession, asked: CalibrationOptions) -> CalibrationSession:
+        """Choose, and return an attached session with the chosen observers, which has observed all that was kept.
+
+        Args:
+            session: observed the same batches; it is detached.
+            asked: the options without observers.
+        """
+        model, batches = session.model, session.batches
+        with torch.inference_mode(False):  # what was made in inference mode has no gradients
+            kept = [apply_to_collection(inputs, torch.Tensor, torch.clone) for inputs in self._kept]
+        self.stop()
+        session.detach()
+        self.choice, self.options = choose_for(model, kept[:SCORED], asked)
+        chosen = CalibrationSession(model, self.options)
+        chosen.collectives = session.collectives
+        chosen.attach(count_calls=False)
+        with torch.no_grad():
+            for inputs in kept:
+                call_on(model, inputs)
+        chosen.batches = batches
+        return chosen
+
+    def state_dict(self) -> dict[str, Any]:
+        """The chosen config, as a string."""
+        return {} if self.options is None else {_CHOSEN: self.options.config.model_dump_json()}
+
+    def load_state_dict(self, state: Mapping[str, Any], asked: CalibrationOptions) -> None:
+        """Take what :meth:`state_dict` gave; what it does not hold is chosen in the next validation."""
+        self.choice = None
+        text = state.get(_CHOSEN)
+        self.options = None if text is None else asked.with_config(QuantizationConfig.model_validate_json(text))
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, by name."""
+    names = [name for name, p in inspect.signature(model.forward).parameters.items() if p.kind in _NAMED]
+    if len(args) > len(names):
+        raise CalibrationError(
+            f'observers="auto" calls {type(model).__name__} again, with arguments by their names',
+            got=f"{len(args)} positional arguments, {len(names)} names",
+            remedy="call it with keyword arguments.",
+        )
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
