@@ -26,10 +26,10 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A site of files in site/, which a browser opens from the disk. mkdocs-material's notice about mkdocs 2 is not about this one.
+# The docs as a site in site/. Without its variable mkdocs-material prints a notice about mkdocs 2, which this is not.
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "wrote site/index.html"
+	@echo "wrote site/index.html; its search needs a server: $(BIN)/python -m http.server -d site"
 
 $(VENV)/.installed: pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
