@@ -21,7 +21,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = [file for file in files.documentation_pages() if "/" not in file.src_uri]
     for path in sorted({path for page in pages for path in OUTSIDE.findall(page.content_string)}):
         source = Path(config.config_file_path).parent / path
-        text = f"# {path}\n\n````{source.suffix[1:]}\n{source.read_text()}\n````\n"
+        shown = f"# {path}\n\n````{source.suffix[1:]}\n{source.read_text()}\n````\n"
+        text = f"---\nsearch: {{exclude: true}}\n---\n{shown}"
         files.append(File.generated(config, f"repository/{path}.md", content=text))
     return files
 
