@@ -10,7 +10,7 @@ IMAGE_PACKAGES := timm torchvision
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test lint fast parity engines benchmarks benchmarks-parity clean
+.PHONY: demo test lint fast docs parity engines benchmarks benchmarks-parity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -28,6 +28,11 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The docs as a site in site/. Without its variable mkdocs-material prints a notice about mkdocs 2, which this is not.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "wrote site/index.html; its search needs a server: $(BIN)/python -m http.server -d site"
+
 $(VENV)/.installed: pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -40,6 +45,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
 	rm -rf $(VENV)/timm
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --target $(VENV)/timm $(IMAGE_PACKAGES)
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	touch $@
 
 # llm-compressor pins older compressed-tensors and transformers, so it gets an environment of its own.
@@ -86,4 +95,4 @@ engines: $(VENV)/.installed-test .venv-engines/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-parity .venv-engines outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-parity .venv-engines site outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis

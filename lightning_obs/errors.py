@@ -24,9 +24,10 @@ class CalibrationError(ValueError):
         expected: what would have been right.
         remedy: what the user can do about it.
 
-    >>> print(CalibrationError("columns are not divisible", where=["fc1"], got="10 columns",
-    ...                        expected="a multiple of 4", remedy="list it in `ignore`."))
-    columns are not divisible: fc1. Got 10 columns, expected a multiple of 4. Remedy: list it in `ignore`.
+    Examples:
+        >>> print(CalibrationError("columns are not divisible", where=["fc1"], got="10 columns",
+        ...                        expected="a multiple of 4", remedy="list it in `ignore`."))
+        columns are not divisible: fc1. Got 10 columns, expected a multiple of 4. Remedy: list it in `ignore`.
     """
 
     def __init__(

@@ -1,21 +1,16 @@
 """The page about choosing schemes and observers: its Python and its commands run."""
 
-import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.in_process import run_command_line
+from tests.markdown import blocks, commands, page
 from tests.tiny_model import save_tiny_llama
 
-PAGE = (Path(__file__).parents[1] / "docs" / "choosing.md").read_text()
-
-
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+PAGE = page("docs/choosing.md")
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +20,15 @@ def tiny(tmp_path_factory):
 
 def test_the_python_runs_from_top_to_bottom(tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny)
-    page = {"model": model, "batches": [{"input_ids": torch.randint(3, 128, (2, 16))} for _ in range(2)]}
-    for code in blocks("python"):
-        exec(compile(code, "docs/choosing.md", "exec"), page)
-    assert page["plan"].counts == {"int8": 14}
-    assert set(page["choice"].losses) == {"input", "weight"}
+    known = {"model": model, "batches": [{"input_ids": torch.randint(3, 128, (2, 16))} for _ in range(2)]}
+    for code in blocks(PAGE, "python"):
+        exec(compile(code, "docs/choosing.md", "exec"), known)
+    assert known["plan"].counts == {"int8": 14}
+    assert set(known["choice"].losses) == {"input", "weight"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [line for block in blocks("bash") for line in block.splitlines()])
+@pytest.mark.parametrize("command", commands(PAGE))
 def test_the_command_runs(command, tiny, tmp_path):
     words = shlex.split(command)
     assert words[:3] == ["python", "-m", "lightning_obs"]

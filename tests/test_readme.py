@@ -1,10 +1,9 @@
-"""Every command and every piece of Python in the README runs, on a tiny model."""
+"""Every command and every piece of Python in the README runs, on a tiny model; of two pages of the docs, too."""
 
 import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import lightning as L
 import pytest
@@ -13,23 +12,14 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from tests.in_process import run_command_line
+from tests.markdown import ROOT, blocks, commands, page
 from tests.tiny_model import save_tiny_llama
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-DOCS = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
-
-
-COMMANDS = [
-    line.split("  #")[0].strip()
-    for block in blocks("bash")
-    for line in block.splitlines()
-    if line.strip() and not line.startswith("#")
-]
+README = page("README.md")
+DOCS = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMMANDS = commands(README)
+APPLICATION = [c for c in (*COMMANDS, *commands(page("docs/command_line.md"))) if not c.startswith("make")]
+PYTHON = [*blocks(README, "python"), *blocks(page("docs/schemes.md"), "python")]
 
 
 class LanguageModel(L.LightningModule):
@@ -55,7 +45,7 @@ def text(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(c, marks=[pytest.mark.slow] * ("ddp" in c)) for c in COMMANDS if not c.startswith("make")],
+    [pytest.param(c, marks=[pytest.mark.slow] * ("ddp" in c)) for c in APPLICATION],
 )
 def test_the_command_runs(command, tiny, text, tmp_path):
     command = command.replace("<folder or hub name>", str(tiny)).replace("<text, jsonl or dataset folder>", str(text))
@@ -87,7 +77,7 @@ def test_ci_runs_the_readmes_test_command():
     assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("make test")
 
 
-@pytest.mark.parametrize("code", blocks("python"), ids=range(len(blocks("python"))))
+@pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX` has been removed")  # the README's own Trainer
 def test_the_python_runs(code, tiny, tmp_path, monkeypatch, own_registry):
     monkeypatch.chdir(tmp_path)

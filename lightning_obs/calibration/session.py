@@ -74,11 +74,12 @@ class CalibrationSession:
         CalibrationError: by the constructor, whatever is wrong with scheme, targets or shapes; at the end of the block,
             whatever is wrong with the data. Nothing is written in either case.
 
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> with CalibrationSession(model, "INT8_STATIC", ignore=["2"]) as session:
-    ...     _ = model(torch.ones(3, 4))
-    >>> session.result.modules, model[0].input_scale.shape
-    (['0'], torch.Size([1]))
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> with CalibrationSession(model, "INT8_STATIC", ignore=["2"]) as session:
+        ...     _ = model(torch.ones(3, 4))
+        >>> session.result.modules, model[0].input_scale.shape
+        (['0'], torch.Size([1]))
     """
 
     def __init__(

@@ -34,17 +34,6 @@ class CalibrationCallback(SessionCallback):
     Args:
         scheme: preset name (``"FP8"``, ``"INT8_STATIC"``, ``"W4A16"``...), dict, ``QuantizationConfig``, or
             :class:`~lightning_obs.CalibrationOptions`.
-        module: attribute path of the module to calibrate and export; ``""`` is the LightningModule itself. Default: the
-            one transformers model that the LightningModule holds (of several, those nearest to it count), else the
-            LightningModule itself. Which one it is, and what stays out, is said once.
-        export_folder: write the checkpoint there when ``validate`` or ``fit`` has ended, as ``export(export_folder)``
-            would: what was calibrated last. A folder that is taken, and a fit without validation, are errors before the
-            first batch. What an earlier run of this callback has written is replaced. Nothing is written in
-            ``fast_dev_run``, nor where a run ends with an error or Ctrl-C.
-        export_overwrite: replace the checkpoint that is in ``export_folder`` before the first run.
-        sanity_check: also calibrate in fit's sanity check (its few batches). Off: nothing happens there.
-        token_mask: where to find, in a batch, which tokens count: a key (``"attention_mask"``) or a function of the
-            batch. A tensor ``(batch, tokens)``, nonzero for tokens that count; the others (padding) reach no observer.
         evaluate: run the validation once more through the quantized model, after each calibration. What
             ``validation_step`` logs for the epoch then appears a second time, as ``<name>_quantized``, in time for
             ``ModelCheckpoint(monitor="val_loss_quantized")`` and ``EarlyStopping``. A number in (0, 1): with that share
@@ -53,16 +42,30 @@ class CalibrationCallback(SessionCallback):
         max_batches: observe the first so many batches of a validation, on each rank; None: all.
         dataloaders: which of several validation loaders are observed, by number, or by key where they are a dict;
             None: all.
-        log: tell the Trainer's loggers: ``quant/sqnr_min``, ``quant/sqnr_median`` [dB], ``quant/clipped_max`` [%],
-            tokens of the experts, how far scales have moved, seconds; and the table of all layers once per calibration.
-            These are of weights, and of inputs that an observer counted; no data are run for them. Default: if there
-            are loggers.
         show: print the layers that lose most at the end of ``trainer.validate``.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``targets``, ``ignore``, ``observers``,
             ``kv_cache``, ``on_missing``, ``reload``, ``calibrate_all_experts``, ``fused_groups``,
-            ``join_fused_scales``. ``observers="auto"`` chooses them by measurement in the first validation
-            (:func:`~lightning_obs.choose_observers`; ``callback.choice`` says what was scored), on one device, for
-            models with logits. It keeps what the model is called with, and runs it again.
+            ``join_fused_scales``; and those below. ``observers="auto"`` chooses them by measurement in the first
+            validation (:func:`~lightning_obs.choose_observers`; ``callback.choice`` says what was scored), on one
+            device, for models with logits. It keeps what the model is called with, and runs it again.
+
+    Keyword Args:
+        module (str | None): attribute path of the module to calibrate and export; ``""`` is the LightningModule itself.
+            Default: the one transformers model that the LightningModule holds (of several, those nearest to it count),
+            else the LightningModule itself. Which one it is, and what stays out, is said once.
+        export_folder (str | None): write the checkpoint there when ``validate`` or ``fit`` has ended, as
+            ``export(export_folder)`` would: what was calibrated last. A folder that is taken, and a fit without
+            validation, are errors before the first batch. What an earlier run of this callback has written is replaced.
+            Nothing is written in ``fast_dev_run``, nor where a run ends with an error or Ctrl-C.
+        export_overwrite (bool): replace the checkpoint that is in ``export_folder`` before the first run.
+        sanity_check (bool): also calibrate in fit's sanity check (its few batches). Off: nothing happens there.
+        token_mask (str | Callable[[Any], torch.Tensor] | None): where to find, in a batch, which tokens count: a key
+            (``"attention_mask"``) or a function of the batch. A tensor ``(batch, tokens)``, nonzero for tokens that
+            count; the others (padding) reach no observer.
+        log (bool | None): tell the Trainer's loggers: ``quant/sqnr_min``, ``quant/sqnr_median`` [dB],
+            ``quant/clipped_max`` [%], tokens of the experts, how far scales have moved, seconds; and the table of all
+            layers once per calibration. These are of weights, and of inputs that an observer counted; no data are run
+            for them. Default: if there are loggers.
 
     Raises:
         CalibrationError: by the constructor for a wrong option; before the first batch for targets, shapes or devices;

@@ -112,13 +112,14 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
     parameters have changed since, so that these are not the numbers of a checkpoint. Where weights are sharded, all
     ranks must enter the block.
 
-    >>> from lightning_obs import CalibrationSession
-    >>> model = nn.Sequential(nn.Linear(4, 4, bias=False))
-    >>> _ = nn.init.constant_(model[0].weight, 0.3)
-    >>> with CalibrationSession(model, "W8A8"):
-    ...     pass
-    >>> with quantized(model):
-    ...     _ = model(torch.ones(1, 4))
+    Examples:
+        >>> from lightning_obs import CalibrationSession
+        >>> model = nn.Sequential(nn.Linear(4, 4, bias=False))
+        >>> _ = nn.init.constant_(model[0].weight, 0.3)
+        >>> with CalibrationSession(model, "W8A8"):
+        ...     pass
+        >>> with quantized(model):
+        ...     _ = model(torch.ones(1, 4))
     """
     refuse_unmerged(model, "quantized()")
     if next(calibrated_modules(model), None) is None:

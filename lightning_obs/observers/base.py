@@ -51,13 +51,14 @@ class Observer(Registry):
         CalibrationError: an unknown base name; a hyperparameter that the class does not declare in
             ``hyperparameters`` (a class that declares none takes what it is given).
 
-    >>> args = QuantizationArgs(num_bits=8)
-    >>> observer = Observer.load_from_registry("static_minmax", base_name="input", args=args)
-    >>> _ = observer(torch.tensor([[-1.0, 2.0]]))(torch.tensor([[0.0, 3.0]]))
-    >>> observer.get_min_max()
-    (tensor([-1.]), tensor([3.]))
-    >>> observer.get_qparams()["scale"]
-    tensor([0.0235])
+    Examples:
+        >>> args = QuantizationArgs(num_bits=8)
+        >>> observer = Observer.load_from_registry("static_minmax", base_name="input", args=args)
+        >>> _ = observer(torch.tensor([[-1.0, 2.0]]))(torch.tensor([[0.0, 3.0]]))
+        >>> observer.get_min_max()
+        (tensor([-1.]), tensor([3.]))
+        >>> observer.get_qparams()["scale"]
+        tensor([0.0235])
     """
 
     #: statistic attribute -> reduction over ranks. One that is not named here is that of the lowest rank that has it.

@@ -123,13 +123,14 @@ class HistogramObserver(CountingObserver, keeps_extremes=True):
     - ``entropy``: the range times ``2 ** (-i / 32)``, down to a sixteenth, with the least Kullback-Leibler divergence
       of the quantized distribution from the observed one.
 
-    Args:
-        criterion: mse, percentile or entropy.
-        percentile: for ``percentile``: in percent, in (50, 100].
-        maxshrink: for ``mse``: the largest share by which the range may shrink, in [0, 1].
-        patience: for ``mse``: candidates in a row without improvement that end the search; None: nothing ends it.
-        grid: for ``mse``: steps per whole range.
-        norm: for ``mse``: exponent of the error.
+    Keyword Args:
+        criterion (str): mse, percentile or entropy.
+        percentile (float): for ``percentile``: in percent, in (50, 100].
+        maxshrink (float): for ``mse``: the largest share by which the range may shrink, in [0, 1].
+        patience (int | None): for ``mse``: candidates in a row without improvement that end the search; None: nothing
+            ends it.
+        grid (int): for ``mse``: steps per whole range.
+        norm (float): for ``mse``: exponent of the error.
 
     Raises:
         CalibrationError: a hyperparameter outside these, or a strategy other than tensor and attn_head.

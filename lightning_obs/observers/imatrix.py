@@ -28,13 +28,13 @@ class IMatrixMSEObserver(MemorylessMSEObserver, by_rows=True):
     Observes ``(N, *Q, G)``. Ranges are ``(*Q,)`` in the units of the weight. ``input_squares`` is ``(C,)`` in float64,
     the sum over ``input_count`` tokens: batches and ranks are merged by addition.
 
-    Args:
-        maxshrink: how much of the range may be given up, in [0, 1].
-        patience: the search ends after so many p in a row that improved no scale of the tensor; 0: it visits all.
-        grid: steps per unit of p.
-        norm: exponent of the error.
-        expand: factor on the range before the search, at least 1.
-        strict: a weight whose inputs were not seen is an error. Off: it is searched with equal weights.
+    Keyword Args:
+        maxshrink (float): how much of the range may be given up, in [0, 1].
+        patience (int): the search ends after so many p in a row that improved no scale of the tensor; 0: it visits all.
+        grid (int): steps per unit of p.
+        norm (float): exponent of the error.
+        expand (float): factor on the range before the search, at least 1.
+        strict (bool): a weight whose inputs were not seen is an error. Off: it is searched with equal weights.
 
     Raises:
         CalibrationError: a value outside of these; observed is not a weight; no inputs, or inputs of another width.

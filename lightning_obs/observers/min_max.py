@@ -63,8 +63,8 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver, by_rows=True, keeps_extreme
 class MinMaxObserver(MovingAverageObserver, MemorylessMinMaxObserver, by_rows=True):
     """A moving average of each tensor's smallest and largest value. The default for activations.
 
-    Args:
-        averaging_constant: c, the weight of the newest tensor, in (0, 1]. 1 keeps the newest only.
+    Keyword Args:
+        averaging_constant (float): c, the weight of the newest tensor, in (0, 1]. 1 keeps the newest only.
 
     Raises:
         CalibrationError: ``averaging_constant`` outside (0, 1].

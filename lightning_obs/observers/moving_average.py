@@ -19,8 +19,8 @@ class MovingAverageObserver(Observer):
     ``range <- (1 - c) * range + c * range_of_this_tensor``, starting at the first tensor's range. By definition it
     depends on the order of the batches and on how they are cut; ``static_minmax`` does not.
 
-    Args:
-        averaging_constant: c, the weight of the newest tensor, in (0, 1]. 1 keeps the newest only.
+    Keyword Args:
+        averaging_constant (float): c, the weight of the newest tensor, in (0, 1]. 1 keeps the newest only.
 
     Raises:
         CalibrationError: ``averaging_constant`` outside (0, 1].
@@ -28,12 +28,13 @@ class MovingAverageObserver(Observer):
     Reference:
         Jacob et al., Quantization and Training of Neural Networks, 2018, arXiv:1712.05877, section 3.1.
 
-    >>> class Spread(MovingAverageObserver):
-    ...     def measure(self, observed):
-    ...         return -observed.std().reshape(1), observed.std().reshape(1)
-    >>> observer = Spread("input", QuantizationArgs(), averaging_constant=0.5)
-    >>> observer(torch.tensor([[0.0, 2.0]]))(torch.tensor([[0.0, 4.0]])).get_min_max()
-    (tensor([-2.1213]), tensor([2.1213]))
+    Examples:
+        >>> class Spread(MovingAverageObserver):
+        ...     def measure(self, observed):
+        ...         return -observed.std().reshape(1), observed.std().reshape(1)
+        >>> observer = Spread("input", QuantizationArgs(), averaging_constant=0.5)
+        >>> observer(torch.tensor([[0.0, 2.0]]))(torch.tensor([[0.0, 4.0]])).get_min_max()
+        (tensor([-2.1213]), tensor([2.1213]))
     """
 
     _act_sync_dict: ClassVar[dict[str, Any]] = {"min_vals": dist.ReduceOp.AVG, "max_vals": dist.ReduceOp.AVG}

@@ -27,12 +27,12 @@ class MemorylessMSEObserver(Observer, by_rows=True):
     Observes ``(N, *Q, G)``: N observations, Q the shape of the scales, G values per scale. Ranges are ``(*Q,)`` in the
     units of the observed tensor.
 
-    Args:
-        maxshrink: how much of the range may be given up, in [0, 1].
-        patience: the search ends after so many p in a row that improved no scale of the tensor.
-        grid: steps per unit of p.
-        norm: exponent of the error; 2 is the mean squared error, more fears large errors more.
-        expand: factor on the range before the search, at least 1.
+    Keyword Args:
+        maxshrink (float): how much of the range may be given up, in [0, 1].
+        patience (int): the search ends after so many p in a row that improved no scale of the tensor.
+        grid (int): steps per unit of p.
+        norm (float): exponent of the error; 2 is the mean squared error, more fears large errors more.
+        expand (float): factor on the range before the search, at least 1.
 
     Raises:
         CalibrationError: a value outside of these; ``compile``, which earlier versions took.
@@ -160,9 +160,8 @@ class MemorylessMSEObserver(Observer, by_rows=True):
 class MovingAverageMSEObserver(MovingAverageObserver, MemorylessMSEObserver, by_rows=True):
     """A moving average of the range that loses least of each tensor.
 
-    Args:
-        averaging_constant: the weight of the newest tensor, in (0, 1]. 1 keeps the newest only.
-        maxshrink, patience, grid, norm, expand: see :class:`MemorylessMSEObserver`.
+    Keyword Args:
+        averaging_constant (float): the weight of the newest tensor, in (0, 1]. 1 keeps the newest only.
     """
 
     hyperparameters: ClassVar[dict[str, Any] | None] = {}

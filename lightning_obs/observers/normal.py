@@ -25,8 +25,8 @@ class NormalObserver(Observer):
     Observes ``(N, *Q, G)``, any strategy. Ranges are ``(*Q,)`` in float32. ``std`` is the sample's, with n - 1; a
     single value has none and is its own range.
 
-    Args:
-        k: half of the range's width in standard deviations, above 0.
+    Keyword Args:
+        k (float): half of the range's width in standard deviations, above 0.
 
     Raises:
         CalibrationError: ``k`` not above 0.

@@ -23,8 +23,8 @@ class PercentileObserver(CountingObserver, keeps_extremes=True):
 
     Observes ``(N, *Q, G)``: one scale per tensor or per attention head. Ranges are ``(*Q,)``.
 
-    Args:
-        percentile: in percent, in (50, 100]. 99.9 cuts one value in a thousand off each end.
+    Keyword Args:
+        percentile (float): in percent, in (50, 100]. 99.9 cuts one value in a thousand off each end.
 
     Raises:
         CalibrationError: ``percentile`` outside (50, 100], or a strategy other than tensor and attn_head.

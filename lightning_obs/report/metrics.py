@@ -178,13 +178,14 @@ def layer_metrics(names: Sequence[str], **kwargs: Any) -> MetricCollection:
         names: of the layers.
         **kwargs: of ``torchmetrics.Metric``, such as ``sync_on_compute``.
 
-    >>> from compressed_tensors.quantization import QuantizationArgs
-    >>> from lightning_obs.numerics.quantization_error import grid_error
-    >>> metrics = layer_metrics(["fc"])
-    >>> metrics.update("fc", grid_error(torch.tensor([[1.0, -2.0]]), torch.tensor([1.0]), None, QuantizationArgs(),
-    ...                                 "input"))
-    >>> metrics.compute()["cosine"], metrics.compute()["bits"]
-    (tensor(1., dtype=torch.float64), tensor(1.))
+    Examples:
+        >>> from compressed_tensors.quantization import QuantizationArgs
+        >>> from lightning_obs.numerics.quantization_error import grid_error
+        >>> metrics = layer_metrics(["fc"])
+        >>> metrics.update("fc", grid_error(torch.tensor([[1.0, -2.0]]), torch.tensor([1.0]), None, QuantizationArgs(),
+        ...                                 "input"))
+        >>> metrics.compute()["cosine"], metrics.compute()["bits"]
+        (tensor(1., dtype=torch.float64), tensor(1.))
     """
     kinds = {
         "sqnr": SQNR,

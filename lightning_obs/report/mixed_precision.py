@@ -91,12 +91,13 @@ def mixed_precision(
         CalibrationError: a budget below what the smallest candidates need, or one that cannot be read; all modules are
             best left in full precision; whatever :func:`~lightning_obs.sensitivity` raises.
 
-    >>> import torch
-    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-    >>> small, large = ({"weights": {"num_bits": bits, "strategy": "channel"}} for bits in (4, 8))
-    >>> config = mixed_precision(model, [torch.randn(8, 64)], {"int4": small, "int8": large}, budget=5.5)
-    >>> {name: group.targets for name, group in config.config_groups.items()}
-    {'int4': ['0'], 'int8': ['2']}
+    Examples:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+        >>> small, large = ({"weights": {"num_bits": bits, "strategy": "channel"}} for bits in (4, 8))
+        >>> config = mixed_precision(model, [torch.randn(8, 64)], {"int4": small, "int8": large}, budget=5.5)
+        >>> {name: group.targets for name, group in config.config_groups.items()}
+        {'int4': ['0'], 'int8': ['2']}
     """
     plan = choose_schemes(sensitivity(model, batches, schemes, **options), budget, at_most=at_most)
     if plan.config is None:

@@ -95,11 +95,12 @@ def choose_observers(
         CalibrationError: nothing to observe; a candidate that does not fit; fewer than two batches; whatever
             :func:`~lightning_obs.sensitivity` raises.
 
-    >>> import torch
-    >>> model = nn.Sequential(nn.Linear(16, 8))
-    >>> choice = choose_observers(model, torch.randn(4, 32, 16), "INT8_STATIC", {"input": ["minmax"]})
-    >>> sorted(choice.losses["input"]), set(choice.observers["0"])
-    (['minmax', 'static_minmax'], {'input'})
+    Examples:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(16, 8))
+        >>> choice = choose_observers(model, torch.randn(4, 32, 16), "INT8_STATIC", {"input": ["minmax"]})
+        >>> sorted(choice.losses["input"]), set(choice.observers["0"])
+        (['minmax', 'static_minmax'], {'input'})
     """
     observed = list(batches)
     scored = observed[1::2] if held_out is None else list(held_out)

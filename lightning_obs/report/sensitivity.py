@@ -128,10 +128,11 @@ def sensitivity(
         Martens, New Insights and Perspectives on the Natural Gradient Method, 2020, arXiv:1412.1193, sections 5 and 9
         (KL and the Fisher); Dong et al., HAWQ-V2, 2020, arXiv:1911.03852 (sensitivities of second order).
 
-    >>> model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-    >>> found = sensitivity(model, [torch.randn(8, 16)], {"int8": "W8A8", "none": None})
-    >>> [group.names for group in found.groups], found.groups[0].sizes
-    ([('0',), ('2',)], {'int8': 320, 'none': 1024})
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> found = sensitivity(model, [torch.randn(8, 16)], {"int8": "W8A8", "none": None})
+        >>> [group.names for group in found.groups], found.groups[0].sizes
+        ([('0',), ('2',)], {'int8': 320, 'none': 1024})
     """
     candidates = _named(schemes)
     refuse([n for n, m in model.named_modules() if in_shards(m)], "sensitivities need whole weights, on one device")

@@ -56,11 +56,12 @@ class CalibrationOptions:
     Raises:
         CalibrationError: whatever is wrong without a model: an unknown scheme, field, observer or choice.
 
-    >>> CalibrationOptions("FP8", ignore="lm_head").label
-    'FP8'
-    >>> CalibrationOptions("FP8", on_missing="wran")
-    Traceback (most recent call last):
-    lightning_obs.errors.CalibrationError: on_missing. Got 'wran', expected 'error', 'warn', 'siblings'.
+    Examples:
+        >>> CalibrationOptions("FP8", ignore="lm_head").label
+        'FP8'
+        >>> CalibrationOptions("FP8", on_missing="wran")
+        Traceback (most recent call last):
+        lightning_obs.errors.CalibrationError: on_missing. Got 'wran', expected 'error', 'warn', 'siblings'.
     """
 
     scheme: SchemeLike | None

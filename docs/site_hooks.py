@@ -1,0 +1,42 @@
+"""What the site needs beyond its pages: links that leave ``docs/``, and the roles in docstrings.
+
+On GitHub a page links to the repository's files (``../examples/03_own_module.py``). The site has them as pages of their
+own, so that it is whole wherever it lies. Docstrings name other objects as Sphinx's roles do; here they become links
+into the reference, where it has the object.
+"""
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)\)")
+ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):<code>~?([\w.]+)</code>")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the files outside of docs/ to which a page in it links."""
+    pages = [file for file in files.documentation_pages() if "/" not in file.src_uri]
+    for path in sorted({path for page in pages for path in OUTSIDE.findall(page.content_string)}):
+        source = Path(config.config_file_path).parent / path
+        shown = f"# {path}\n\n````{source.suffix[1:]}\n{source.read_text()}\n````\n"
+        text = f"---\nsearch: {{exclude: true}}\n---\n{shown}"
+        files.append(File.generated(config, f"repository/{path}.md", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links out of docs/ lead to these."""
+    return markdown if "/" in page.file.src_uri else OUTSIDE.sub(r"](repository/\1.md)", markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Make a link of a role, or plain code where the reference does not have the object."""
+    return ROLE.sub(_reference, html)
+
+
+def _reference(role: re.Match[str]) -> str:
+    path = role[1]
+    return f'<autoref optional identifier="{path}"><code>{path.rsplit(".", 1)[-1]}</code></autoref>'
