@@ -49,8 +49,8 @@ def require_free(folder: Path, overwrite: bool) -> None:
         if any(target.iterdir()) and not overwrite:
             raise CalibrationError(
                 f"{folder} is already there",
-                remedy="choose another folder, or set overwrite=True, which replaces a checkpoint (export_overwrite=True "
-                "of a callback, export.overwrite=true on the command line).",
+                remedy="choose another folder, or set overwrite=True, which replaces a checkpoint (a callback's "
+                "export_overwrite=True; export.overwrite=true on the command line).",
             )
         _refuse_foreign(folder, target)
 
