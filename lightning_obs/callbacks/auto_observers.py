@@ -44,6 +44,14 @@ class AutoObservers:
         self._kept: list[dict[str, Any]] = []
         self._hook: Any = None
 
+    @classmethod
+    def asked_for(cls, options: dict[str, Any]) -> AutoObservers | None:
+        """Take ``observers="auto"`` out of a callback's options; None if it is not there."""
+        if options.get("observers") != AUTO:
+            return None
+        options["observers"] = None
+        return cls()
+
     @property
     def is_keeping(self) -> bool:
         """Whether inputs are kept now."""

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_obs.callbacks.auto_observers import AUTO, AutoObservers
+from lightning_obs.callbacks.auto_observers import AutoObservers
 from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.quantized_validation import QuantizedValidation
 from lightning_obs.errors import CalibrationError, warn
@@ -83,8 +83,8 @@ class CalibrationCallback(SessionCallback):
         show: bool = True,
         **options: Any,
     ) -> None:
-        self._auto = AutoObservers() if options.get("observers") == AUTO else None
-        super().__init__(scheme, **{**options, **({} if self._auto is None else {"observers": None})})
+        self._auto = AutoObservers.asked_for(options)
+        super().__init__(scheme, **options)
         if not 0 <= float(evaluate) <= 1:
             raise CalibrationError("evaluate", got=evaluate, expected="True, False, or a share in (0, 1]")
         for name, number in (("every_n_epochs", every_n_epochs), ("max_batches", max_batches)):

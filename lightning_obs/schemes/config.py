@@ -7,7 +7,7 @@ and tried, so that a typo is an error where it was made.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from compressed_tensors.quantization import (
     QuantizationArgs,
@@ -62,7 +62,7 @@ def resolve_config(
     *,
     targets: str | Sequence[str] | None = None,
     ignore: str | Sequence[str] = (),
-    observers: ObserversLike = None,
+    observers: ObserversLike | Literal["auto"] = None,
     kv_cache: KVCacheLike = None,
 ) -> QuantizationConfig:
     """Make one ``QuantizationConfig`` of what a user can write.
@@ -87,8 +87,8 @@ def resolve_config(
             "observers",
             got=repr(observers),
             expected="a dict by base name, {'input': 'minmax'}",
-            remedy="choose_observers(model, batches, scheme) or `task=observers` choose them by measurement, for each "
-            "tensor.",
+            remedy="CalibrationCallback(observers='auto'), choose_observers(model, batches, scheme) and "
+            "`task=observers` choose by measurement, for each tensor.",
         )
     targets = [targets] if isinstance(targets, str) else list(targets) if targets is not None else None
     ignore = [ignore] if isinstance(ignore, str) else list(ignore)

@@ -32,7 +32,8 @@ class CalibrationOptions:
         ignore: modules to leave alone: names, class names, ``re:`` patterns. Names are those inside the calibrated
             module: ``"lm_head"``, not ``"model.lm_head"``, where a LightningModule's ``model`` is of transformers.
         observers: observer per base name (weight, input, output; q, k, v):
-            ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``.
+            ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``. ``"auto"`` is for
+            :class:`~lightning_obs.CalibrationCallback`, which chooses.
         kv_cache: quantize k and v of every attention module (transformers models): ``"FP8"``, ``"FP8_HEAD"``, a dict or
             ``QuantizationArgs``. With ``scheme=None`` nothing else is quantized.
         on_missing: what to do when no data reached a module: ``"error"``; ``"warn"`` and leave it in full precision; or
@@ -68,7 +69,7 @@ class CalibrationOptions:
     _: KW_ONLY
     targets: str | Sequence[str] | None = None
     ignore: str | Sequence[str] = ()
-    observers: ObserversLike = None
+    observers: ObserversLike | Literal["auto"] = None
     kv_cache: KVCacheLike = None
     on_missing: OnMissing = "error"
     reload: Reload = "default"

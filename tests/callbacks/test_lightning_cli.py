@@ -44,6 +44,12 @@ def of(cli, kind):
     return next(one for one in cli.trainer.callbacks if isinstance(one, kind))
 
 
+def test_observers_can_be_chosen_by_measurement_from_yaml(tmp_path):
+    chosen = callback("CalibrationCallback", scheme="INT8_STATIC", module="net", observers="auto", show=False)
+    cli = run("validate", config(tmp_path, chosen))
+    assert of(cli, CalibrationCallback).choice is not None
+
+
 def test_every_option_of_calibration_can_stand_in_yaml(tmp_path):
     options = {
         "scheme": {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": {"num_bits": 8}},
