@@ -144,25 +144,32 @@ def int8(bench: Bench) -> None:
 def int4(bench: Bench, budgets: list[float]) -> None:
     """W4A16 in groups of 64 with 8-bit weights as the alternative, chosen by divergence and by weight error.
 
-    ``imatrix4`` weighs squared errors (norm 2) by the inputs; ``asym4`` has zero points too.
+    ``imatrix4`` weighs squared errors (norm 2) by the inputs; ``asym4`` has zero points too. Groups of 32 are uniform
+    schemes of sizes in between, with a plan of no more bytes beside each.
     """
     candidates = {
         "minmax4": weights(4, group=64),
         "imatrix4": weights(4, "imatrix_mse", group=64, norm=2.0),
         "asym4": weights(4, "imatrix_mse", group=64, symmetric=False, norm=2.0),
+        "imatrix4 in groups of 32": weights(4, "imatrix_mse", group=32, norm=2.0),
+        "asym4 in groups of 32": weights(4, "imatrix_mse", group=32, symmetric=False, norm=2.0),
         "int8": weights(8),
     }
+    uniform = [name for name in candidates if name != "int8"]
     every = bench.sensitivity(candidates)
+    finest = only(every, "minmax4", "imatrix4", "asym4", "int8")
     found = only(every, "minmax4", "imatrix4", "int8")
     print("\n| bits per weight | MB | estimated KL | modules |\n|---|---|---|---|")
     for plan in frontier(found, 15):
         counts = ", ".join(f"{count} {scheme}" for scheme, count in plan.counts.items())
         print(f"| {plan.bits:.3f} | {plan.size / 1e6:.1f} | {plan.loss:.4f} | {counts} |")
     by_weight = bench.sensitivity({name: candidates[name] for name in ("minmax4", "int8")}, data=False)
-    rows = {name: plan_of(every, name) for name in ("minmax4", "imatrix4", "asym4")}
+    rows = {name: plan_of(every, name) for name in uniform}
+    for name in uniform[3:]:
+        rows[f"no more bytes than {name}"] = choose_schemes(finest, f"{rows[name].size} B")
     for budget in budgets:
         rows[f"{budget:g} bits"] = choose_schemes(found, budget)
-        rows[f"{budget:g} bits, asym4 too"] = choose_schemes(every, budget)
+        rows[f"{budget:g} bits, asym4 too"] = choose_schemes(finest, budget)
         chosen = choose_schemes(by_weight, budget).schemes
         rows[f"{budget:g} bits, layers chosen by weight error"] = plan_of(
             found, {name: "int8" if scheme == "int8" else "imatrix4" for name, scheme in chosen.items()}
