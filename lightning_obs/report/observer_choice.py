@@ -39,6 +39,9 @@ CANDIDATES: dict[str, list[dict[str, Any]]] = {
         {"name": "imatrix_mse", "norm": 2.0},
     ],
 }
+#: share of the overall best candidate's loss below which another one is taken for a tensor: estimates of one tensor are
+#: noisy, and the best of several noisy ones is often only lucky
+CLEARLY = 0.8
 _FIELDS = {"input": "input_activations", "weight": "weights"}
 
 
@@ -138,15 +141,20 @@ def _choose(
     measured: Sensitivity, base: QuantizationConfig, tried: Mapping[str, Sequence[dict[str, Any]]]
 ) -> ObserverChoice:
     observers: dict[str, dict[str, dict[str, Any]]] = {}
-    losses: dict[str, dict[str, float]] = {base_name: {} for base_name in tried}
+    losses = {
+        base_name: {
+            _label(one): sum(g.losses[f"{base_name}: {_label(one)}"] for g in measured.groups) for one in of_base
+        }
+        for base_name, of_base in tried.items()
+    }
     chosen = dict.fromkeys(tried, 0.0)
     for group in measured.groups:
         for base_name, of_base in tried.items():
             score = {_label(one): group.losses[f"{base_name}: {_label(one)}"] for one in of_base}
-            best = min(of_base, key=lambda one: score[_label(one)])
+            best, favourite = _best(of_base, score), _best(of_base, losses[base_name])
+            if score[_label(best)] > CLEARLY * score[_label(favourite)]:
+                best = favourite
             chosen[base_name] += score[_label(best)]
-            for name, loss in score.items():
-                losses[base_name][name] = losses[base_name].get(name, 0.0) + loss
             for module in group.names:
                 observers.setdefault(module, {})[base_name] = dict(best)
     any_variant = next(iter(measured.schemes.values()))
@@ -159,6 +167,10 @@ def _choose(
     config = config_of(modules, list(base.ignore or []))
     assert config is not None
     return ObserverChoice(config, observers, losses, chosen)
+
+
+def _best(candidates: Sequence[dict[str, Any]], losses: Mapping[str, float]) -> dict[str, Any]:
+    return min(candidates, key=lambda one: losses[_label(one)])
 
 
 def _as_written(base: QuantizationConfig, variant: QuantizationScheme) -> QuantizationScheme:

@@ -6,7 +6,9 @@ from rich.console import Console
 from torch import nn
 
 from lightning_obs import CalibrationError, CalibrationOptions, CalibrationSession, choose_observers
-from lightning_obs.report.sensitivity import sensitivity
+from lightning_obs.report.observer_choice import _choose
+from lightning_obs.report.sensitivity import Group, Sensitivity, sensitivity
+from lightning_obs.schemes.config import resolve_config
 
 INT4 = {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}
 
@@ -110,3 +112,22 @@ def test_one_batch_is_too_few(classifier, outliers):
 def test_observers_auto_names_the_way():
     with pytest.raises(CalibrationError, match=r"observers\. Got 'auto'.*choose_observers\(model, batches, scheme\)"):
         CalibrationOptions("INT8_STATIC", observers="auto")
+
+
+def test_a_tensor_leaves_the_overall_best_observer_only_for_one_that_is_clearly_better():
+    base = resolve_config("INT8_STATIC")
+    (scheme,) = base.config_groups.values()
+    tried = {"input": [{"name": "static_minmax"}, {"name": "minmax"}]}
+    losses = {"overall": (1.0, 5.0), "little": (1.0, 0.9), "clearly": (1.0, 0.5)}
+    groups = [
+        Group((name,), 8, {"input: static_minmax": first, "input: minmax": second}, {})
+        for name, (first, second) in losses.items()
+    ]
+    measured = Sensitivity(groups, {}, {"input: minmax": dict.fromkeys(losses, scheme)})
+    choice = _choose(measured, base, tried)
+    assert {name: of["input"]["name"] for name, of in choice.observers.items()} == {
+        "overall": "static_minmax",
+        "little": "static_minmax",
+        "clearly": "minmax",
+    }
+    assert choice.chosen == {"input": 2.5}
