@@ -130,7 +130,7 @@ class DocumentData(LightningDataModule):
             return self._label2id[value]
         try:
             return int(value) if float(value) == int(float(value)) else float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise CalibrationError(
                 f"{place} has no label in the field {self._label_field!r}",
                 got=repr(value),

@@ -170,7 +170,7 @@ def _timm() -> Any:
     try:
         import timm
         import timm.data
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # the latter from a torchvision that is built for another torch
         raise CalibrationError(
             "model=timm needs the package timm, which cannot be imported", got=str(error), remedy="pip install timm"
         ) from error

@@ -146,4 +146,14 @@ class OneOutputPerSample(TaskModule):
                 got=type(self.model).__name__,
                 remedy="leave data.label_field out, or give a model for sequence classification.",
             )
-        return batch[LABELS]
+        labels = batch[LABELS]
+        if self.accuracy is not None:
+            wrong = labels[(labels < 0) | (labels >= self.accuracy.num_classes) | (labels != labels.long())]
+            if len(wrong):
+                raise CalibrationError(
+                    f"labels that {type(self.model).__name__} has no class for",
+                    got=str(sorted(set(wrong.tolist()))[:5]),
+                    expected=f"whole numbers from 0 to {self.accuracy.num_classes - 1}",
+                    remedy="name another field (data.label_field=...), or count the classes from 0.",
+                )
+        return labels

@@ -133,6 +133,15 @@ def test_labels_for_a_model_without_a_head_are_an_error(other, encoder):
         run(other("encoder", encoder, "data.batch_size=4", "data.label_field=stars", "export=none"))
 
 
+@pytest.mark.parametrize("label", [2, 0.5, -1])
+def test_a_label_without_a_class_is_an_error(other, classifier, tmp_path, label):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"text": f"text {i}", "n": label}) for i in range(32)))
+    labelled = ["data.batch_size=4", "data.label_field=n", f"data.path={path}", "export=none"]
+    with pytest.raises(CalibrationError, match=rf"no class for.*\[{label}\].*from 0 to 1"):
+        run(other("encoder", classifier, *labelled))
+
+
 def test_an_unknown_label_is_named_with_its_place(other, classifier, reviews):
     with pytest.raises(CalibrationError, match=r"reviews\.jsonl:1 has no label in the field 'short'.*bad, good"):
         run(other("encoder", classifier, "data.batch_size=4", "data.label_field=short"))
