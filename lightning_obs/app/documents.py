@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
-from typing_extensions import override
 
-from lightning_obs.app.text_data import require_positive
+from lightning_obs.app.data import CalibrationData, require_positive
 from lightning_obs.app.text_files import read_rows, text_of
 from lightning_obs.errors import CalibrationError
 
@@ -21,7 +19,7 @@ Sample = dict[str, Any]
 _SENTENCE = 8
 
 
-class DocumentData(LightningDataModule):
+class DocumentData(CalibrationData):
     """Texts, padded to the longest of a batch: ``val_dataloader`` to calibrate on, ``test_dataloader`` held out.
 
     Batches have ``input_ids`` and ``attention_mask`` ``(batch_size, tokens)``. With ``label_field`` they have
@@ -66,9 +64,10 @@ class DocumentData(LightningDataModule):
         label2id: Mapping[str, int] | None = None,
         targets: bool = False,
     ) -> None:
-        super().__init__()
+        pad = (DataCollatorForSeq2Seq if targets else DataCollatorWithPadding)(tokenizer)
+        super().__init__(batch_size, num_workers, partial(_padded, pad))
         require_positive(batches=batches, batch_size=batch_size, tokens=tokens, eval_batches=eval_batches)
-        self.batch_size, self.num_workers, self.targets = batch_size, num_workers, targets
+        self.targets = targets
         self._tokenizer, self._tokens, self._label2id = tokenizer, tokens, label2id or {}
         self._text_field, self._label_field, self._target_field = text_field, label_field, target_field
         seen = list(_default_rows(text_field) if path is None else read_rows(path, text_field))
@@ -82,31 +81,6 @@ class DocumentData(LightningDataModule):
         samples = [self._sample(*row) for row in seen[:wanted]]
         self.calibration, self.training = samples[: batches * batch_size], samples[batches * batch_size :]
         self.held_out = [self._sample(*row) for row in held_out[:measured]]
-
-    @override
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Batches to train on, in another order each epoch."""
-        return self._loader(self.training, shuffle=True)
-
-    @override
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Batches to calibrate on."""
-        return self._loader(self.calibration)
-
-    @override
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Batches that calibration does not see."""
-        return self._loader(self.held_out)
-
-    def _loader(self, samples: Sequence[Sample], shuffle: bool = False) -> DataLoader[Any]:
-        collate = (DataCollatorForSeq2Seq if self.targets else DataCollatorWithPadding)(self._tokenizer)
-        return DataLoader(
-            samples,  # type: ignore[arg-type]
-            batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            shuffle=shuffle,
-            collate_fn=lambda chosen: dict(collate(chosen)),
-        )
 
     def _sample(self, place: str, row: Any) -> Sample:
         text = text_of(place, row, self._text_field)
@@ -137,6 +111,11 @@ class DocumentData(LightningDataModule):
                 expected=f"a number, or one of {', '.join(self._label2id) or 'the names that the model knows'}",
                 remedy="name the field: data.label_field=...",
             ) from error
+
+
+def _padded(pad: Callable[[list[Sample]], Mapping[str, Any]], samples: list[Sample]) -> dict[str, Any]:
+    """A function, not a lambda: processes that are spawned get the data pickled."""
+    return dict(pad(samples))
 
 
 def _default_rows(text_field: str) -> Iterator[tuple[str, Any]]:

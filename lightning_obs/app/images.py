@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import nn
-from torch.utils.data import DataLoader, Subset, default_collate
+from torch.utils.data import Subset, default_collate
 from typing_extensions import override
 
 from lightning_obs.app.console import say
+from lightning_obs.app.data import CalibrationData, require_positive
 from lightning_obs.app.task_module import LABELS, OneOutputPerSample
-from lightning_obs.app.text_data import require_positive
 from lightning_obs.checkpoint.load import load_checkpoint
 from lightning_obs.errors import CalibrationError
 
@@ -67,7 +66,7 @@ class TimmModel(OneOutputPerSample):
         return output.flatten(1)
 
 
-class ImageData(LightningDataModule):
+class ImageData(CalibrationData):
     """Images of a folder: ``val_dataloader`` to calibrate on, ``test_dataloader`` held out.
 
     One folder for each class, as many as the model has classes, are labels, in the order of their names. Otherwise
@@ -102,9 +101,8 @@ class ImageData(LightningDataModule):
         eval_path: str | os.PathLike[str] | None = None,
         tokens: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, num_workers)
         require_positive(batches=batches, batch_size=batch_size, eval_batches=eval_batches)
-        self.batch_size, self.num_workers = batch_size, num_workers
         images = _folder(path, data_config, "data.path")
         others = images if eval_path is None else _folder(eval_path, data_config, "data.eval_path")
         half, held_out = range(len(images)), range(len(others))
@@ -121,6 +119,7 @@ class ImageData(LightningDataModule):
                 )
         folders = [images.reader.class_to_idx, others.reader.class_to_idx]
         self.labelled = folders[0] == folders[1] and len(folders[0]) == classes
+        self.collate = _with_labels if self.labelled else _without_labels
         if not self.labelled:
             counts = "/".join(str(len(folder)) for folder in folders)
             say(f"\N{MIDDLE DOT} images without labels: {counts} folders to calibrate/measure on, {classes} classes")
@@ -131,30 +130,6 @@ class ImageData(LightningDataModule):
         self.calibration = Subset(images, chosen[: batches * batch_size])
         self.training = Subset(images, chosen[batches * batch_size : wanted])
         self.held_out = Subset(others, measured_on[:measured])
-
-    @override
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Batches to train on, in another order each epoch."""
-        return self._loader(self.training, shuffle=True)
-
-    @override
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Batches to calibrate on."""
-        return self._loader(self.calibration)
-
-    @override
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Batches that calibration does not see."""
-        return self._loader(self.held_out)
-
-    def _loader(self, images: Any, shuffle: bool = False) -> DataLoader[Any]:
-        return DataLoader(
-            images,
-            batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            shuffle=shuffle,
-            collate_fn=_with_labels if self.labelled else _without_labels,
-        )
 
 
 def _with_labels(samples: list[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:

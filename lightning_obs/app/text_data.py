@@ -10,15 +10,14 @@ import os
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, Dataset
-from typing_extensions import override
+from torch.utils.data import Dataset
 
+from lightning_obs.app.data import CalibrationData, require_positive
 from lightning_obs.app.text_files import read_documents
 from lightning_obs.errors import CalibrationError
 
 
-class TextData(LightningDataModule):
+class TextData(CalibrationData):
     """Blocks of tokens: ``val_dataloader`` to calibrate on, ``test_dataloader`` held out.
 
     Args:
@@ -54,7 +53,7 @@ class TextData(LightningDataModule):
         train_batches: int = 0,
         eval_path: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, num_workers)
         require_positive(batches=batches, batch_size=batch_size, tokens=tokens, eval_batches=eval_batches)
         documents = list(read_documents(path, text_field))
         if eval_path is not None:
@@ -64,38 +63,11 @@ class TextData(LightningDataModule):
                 half = len(documents[0]) // 2
                 documents = [documents[0][:half], documents[0][half:]]
             seen, held_out = documents[0::2], documents[1::2]
-        self.batch_size, self.num_workers = batch_size, num_workers
         wanted = (batches + train_batches) * batch_size
         blocks = _blocks(tokenizer, seen, wanted, tokens, "calibration", "batches")
         self.calibration = TokenBlocks(blocks.tokens[: batches * batch_size])
         self.training = TokenBlocks(blocks.tokens[batches * batch_size :])
         self.held_out = _blocks(tokenizer, held_out, eval_batches * batch_size, tokens, "held-out", "eval_batches")
-
-    @override
-    def train_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
-        """Batches to train on, in another order each epoch."""
-        return DataLoader(self.training, batch_size=self.batch_size, num_workers=self.num_workers, shuffle=True)
-
-    @override
-    def val_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
-        """Batches to calibrate on: ``{"input_ids": (batch_size, tokens)}``."""
-        return DataLoader(self.calibration, batch_size=self.batch_size, num_workers=self.num_workers)
-
-    @override
-    def test_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
-        """Batches that calibration does not see."""
-        return DataLoader(self.held_out, batch_size=self.batch_size, num_workers=self.num_workers)
-
-
-def require_positive(**sizes: object) -> None:
-    """Refuse options of the group ``data`` that are no positive whole numbers.
-
-    Raises:
-        CalibrationError: which one.
-    """
-    for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CalibrationError(f"data.{name}", got=repr(value), expected="a positive whole number")
 
 
 class TokenBlocks(Dataset[dict[str, torch.Tensor]]):

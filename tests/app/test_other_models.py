@@ -1,6 +1,7 @@
 """Encoders, models with encoder and decoder, and modules of one's own on the command line."""
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -158,8 +159,9 @@ def test_a_model_without_a_path_says_so(command_line):
     assert "Missing mandatory value: model.path" in done.stderr
 
 
-def test_the_default_text_has_paragraphs_enough():
-    data = DocumentData(tiny_tokenizer(), batches=64, eval_batches=64)
+def test_the_default_text_has_paragraphs_enough_and_its_data_can_be_pickled():
+    data = pickle.loads(pickle.dumps(DocumentData(tiny_tokenizer(), batches=64, eval_batches=64)))
+    assert next(iter(data.val_dataloader()))["input_ids"].shape[0] == 8
     assert all(len(row["input_ids"]) > 30 for row in data.calibration)
 
 
