@@ -21,8 +21,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_obs import CalibrationSession
+from lightning_obs.fine_tuning.quantized_training import QuantizedTraining
 from lightning_obs.model.qparams import calibrated_modules
-from lightning_obs.training.quantized_training import QuantizedTraining
 
 SCHEMES = {
     "INT8 static": "INT8_STATIC",

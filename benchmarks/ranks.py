@@ -25,8 +25,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lightning_obs import CalibrationSession, export_checkpoint
-from lightning_obs.distributed.sync import Collectives
-from tests.ranks import run_ranks
+from lightning_obs.ranks.sync import Collectives
+from tests.rank_processes import run_ranks
 
 SCHEME = {"weights": {"num_bits": 4, "group_size": 128}}
 

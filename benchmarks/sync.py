@@ -31,8 +31,8 @@ from rich.table import Table
 from torch import distributed as dist
 from torch import multiprocessing
 
-from lightning_obs.distributed.sync import Collectives, Op, sync_statistics
 from lightning_obs.observers import Observer
+from lightning_obs.ranks.sync import Collectives, Op, sync_statistics
 
 GOAL = 50
 

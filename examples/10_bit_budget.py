@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationSession, export_checkpoint, quantized, sensitivity
 from lightning_obs.app.causal_lm import load_causal_lm
-from lightning_obs.report.mixed_precision import choose_schemes, frontier, frontier_table
+from lightning_obs.choice.mixed_precision import choose_schemes, frontier
+from lightning_obs.report.frontier import frontier_table
 from lightning_obs.report.summary import print_report
 
 parser = argparse.ArgumentParser()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_obs import CalibrationSession, export_checkpoint, load_checkpoint, quantized
-from lightning_obs.distributed.collectives import Collectives
+from lightning_obs.ranks.collectives import Collectives
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", required=True)

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
     from lightning_obs.checkpoint.export import export_checkpoint
     from lightning_obs.checkpoint.load import load_checkpoint
-    from lightning_obs.checkpoint.onnx_file import export_onnx
+    from lightning_obs.choice.mixed_precision import mixed_precision
+    from lightning_obs.choice.observer_choice import choose_observers
+    from lightning_obs.choice.sensitivity import sensitivity
     from lightning_obs.errors import CalibrationError, CalibrationWarning
-    from lightning_obs.model.experts import linearize_experts
-    from lightning_obs.model.quantized_forward import quantized
+    from lightning_obs.forward.quantized_forward import quantized
+    from lightning_obs.moe.experts import linearize_experts
     from lightning_obs.observers import Observer
-    from lightning_obs.report.mixed_precision import mixed_precision
-    from lightning_obs.report.observer_choice import choose_observers
-    from lightning_obs.report.sensitivity import sensitivity
+    from lightning_obs.onnx.export import export_onnx
     from lightning_obs.schemes.options import CalibrationOptions
 
 __version__ = "0.1.0"
@@ -39,14 +39,14 @@ _HOME = {
     "CalibrationSession": "lightning_obs.calibration.session",
     "Observer": "lightning_obs.observers",
     "QuantizationAwareTraining": "lightning_obs.callbacks.quantization_aware_training",
-    "choose_observers": "lightning_obs.report.observer_choice",
+    "choose_observers": "lightning_obs.choice.observer_choice",
     "export_checkpoint": "lightning_obs.checkpoint.export",
-    "export_onnx": "lightning_obs.checkpoint.onnx_file",
-    "linearize_experts": "lightning_obs.model.experts",
+    "export_onnx": "lightning_obs.onnx.export",
+    "linearize_experts": "lightning_obs.moe.experts",
     "load_checkpoint": "lightning_obs.checkpoint.load",
-    "mixed_precision": "lightning_obs.report.mixed_precision",
-    "quantized": "lightning_obs.model.quantized_forward",
-    "sensitivity": "lightning_obs.report.sensitivity",
+    "mixed_precision": "lightning_obs.choice.mixed_precision",
+    "quantized": "lightning_obs.forward.quantized_forward",
+    "sensitivity": "lightning_obs.choice.sensitivity",
 }
 
 __all__ = [

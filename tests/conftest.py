@@ -15,7 +15,7 @@ from compressed_tensors.registry import registry as ct_registry
 from hypothesis import settings
 from torch import nn
 
-from lightning_obs.model.compile_stance import eager_blocks
+from lightning_obs.forward.compile_stance import eager_blocks
 from lightning_obs.observers import Observer
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))

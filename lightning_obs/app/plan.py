@@ -19,17 +19,16 @@ from lightning_obs.app.console import say, step
 from lightning_obs.app.job import Job, plain
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.calibration import CalibrationCallback
-from lightning_obs.errors import CalibrationError
-from lightning_obs.report.mixed_precision import (
+from lightning_obs.choice.mixed_precision import (
     MixedPlan,
     choose_schemes,
     frontier,
-    frontier_rows,
-    frontier_table,
     plan_of,
 )
-from lightning_obs.report.observer_choice import choose_for
-from lightning_obs.report.sensitivity import Sensitivity, sensitivity
+from lightning_obs.choice.observer_choice import choose_for
+from lightning_obs.choice.sensitivity import Sensitivity, sensitivity
+from lightning_obs.errors import CalibrationError
+from lightning_obs.report.frontier import frontier_rows, frontier_table
 from lightning_obs.report.summary import print_report
 from lightning_obs.schemes.options import CalibrationOptions
 

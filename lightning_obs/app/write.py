@@ -19,8 +19,8 @@ from lightning_obs.app.job import Job, load_again
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.errors import CalibrationError
+from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.model.kinds import is_transformers_model
-from lightning_obs.model.quantized_forward import quantized
 
 _CHECK_TOKENS = 128
 #: in front of the names of inputs in the file that the new process reads

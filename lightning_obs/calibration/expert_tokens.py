@@ -16,16 +16,16 @@ from torch import nn
 
 from lightning_obs.calibration.token_mask import TokenSelection
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.calls import first_input
-from lightning_obs.model.experts import LinearExperts, expert_containers
+from lightning_obs.forward.calls import first_input
+from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.model.kinds import is_transformers_model
-from lightning_obs.model.quantized_forward import is_inside_quantized
+from lightning_obs.moe.experts import LinearExperts, expert_containers
 
 
 class ExpertWatch:
     """The experts of a model while it is calibrated.
 
-    Experts are those of :func:`~lightning_obs.model.experts.expert_containers`. What a :class:`LinearExperts` reads
+    Experts are those of :func:`~lightning_obs.moe.experts.expert_containers`. What a :class:`LinearExperts` reads
     are its own inputs; a ``ModuleList`` is never called, so what its parent reads is taken.
 
     Args:

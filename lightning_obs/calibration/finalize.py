@@ -19,8 +19,6 @@ from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.missing_data import borrow_ranges, check_coverage
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.weights import Weights
-from lightning_obs.distributed.failures import sendable
-from lightning_obs.distributed.sync import Collectives, Synced, sync_statistics
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.qparams import as_stored, clear_qparams, read_qparams, write_qparams
@@ -28,6 +26,8 @@ from lightning_obs.model.sharding import reshard
 from lightning_obs.numerics.qparams import QParamsDict
 from lightning_obs.numerics.reshape import ATTENTION
 from lightning_obs.observers import Key, Observer
+from lightning_obs.ranks.failures import sendable
+from lightning_obs.ranks.sync import Collectives, Synced, sync_statistics
 from lightning_obs.schemes.attention import count_heads
 from lightning_obs.schemes.options import CalibrationOptions
 from lightning_obs.schemes.target import Plan, Target

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.measurement_cache import LastRead
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.attention import hooked_attention, register_state_hook
-from lightning_obs.model.calls import first_input
-from lightning_obs.model.compile_stance import run_eagerly
-from lightning_obs.model.quantized_forward import is_inside_quantized
+from lightning_obs.forward.attention import hooked_attention, register_state_hook
+from lightning_obs.forward.calls import first_input
+from lightning_obs.forward.compile_stance import run_eagerly
+from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
 from lightning_obs.schemes.target import Target

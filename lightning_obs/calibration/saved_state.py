@@ -14,14 +14,14 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from lightning_obs.distributed.agreement import is_plain
-from lightning_obs.distributed.sync import Collectives, sync_statistics
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.checksums import CHECKSUMS
 from lightning_obs.model.qparams import write_qparams
 from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
+from lightning_obs.ranks.agreement import is_plain
+from lightning_obs.ranks.sync import Collectives, sync_statistics
 from lightning_obs.schemes.stored_qparams import find_misfits
 from lightning_obs.schemes.target import Plan
 
@@ -153,7 +153,7 @@ def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives
     (moving averages, sums of floats, undeclared statistics) is kept rank by rank. Observers go on with their own.
 
     Raises:
-        CalibrationError: see :func:`dump_statistics` and :func:`~lightning_obs.distributed.sync.sync_statistics`.
+        CalibrationError: see :func:`dump_statistics` and :func:`~lightning_obs.ranks.sync.sync_statistics`.
     """
     apart: dict[str, dict[str, Any]] = {}
     copies: dict[Key, Observer] = {}

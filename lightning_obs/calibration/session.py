@@ -23,10 +23,9 @@ from lightning_obs.calibration.hooks import ObserverHooks
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import dump_state, load_state
 from lightning_obs.calibration.token_mask import require_mask
-from lightning_obs.distributed.collectives import Collectives
 from lightning_obs.errors import CalibrationError, name_list, warn
+from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.model.checksums import CHECKSUMS, remember
-from lightning_obs.model.experts import LinearExperts
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.qparams import (
     Calibration,
@@ -38,12 +37,13 @@ from lightning_obs.model.qparams import (
     read_qparams,
     write_qparams,
 )
-from lightning_obs.model.quantized_forward import is_inside_quantized
 from lightning_obs.model.sharding import register_fsdp_units
 from lightning_obs.model.wrappers import unwrapped, without_wrappers
+from lightning_obs.moe.experts import LinearExperts
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
+from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.config import SchemeLike, make_observer
 from lightning_obs.schemes.options import CalibrationOptions
 from lightning_obs.schemes.plan import build_plan

@@ -29,12 +29,12 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from lightning_obs.distributed.sync import Collectives, share_weights
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.sharding import by_unit, groups_of_shards, rows_of_ranks, unit_of, whole_tensor, whole_unit
 from lightning_obs.model.weights import matrix_shape, rows_come_first, to_matrix, weight_matrix
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.rows import rows_per_scale
+from lightning_obs.ranks.sync import Collectives, share_weights
 
 #: first row and row after the last, on one rank
 Rows: TypeAlias = tuple[int, int]
@@ -111,7 +111,7 @@ class Weights:
             how many collectives this took, gathered weights not counted.
 
         Raises:
-            CalibrationError: on every rank alike, see :func:`~lightning_obs.distributed.sync.share_weights`.
+            CalibrationError: on every rank alike, see :func:`~lightning_obs.ranks.sync.share_weights`.
         """
         whole = {key: self.observers[key] for key in keys if key not in self._rows}
         shards = {key: list(self._shards(key)) for key in keys if key in self._rows}

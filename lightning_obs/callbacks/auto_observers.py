@@ -18,10 +18,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.choice.observer_choice import ObserverChoice, choose_for
+from lightning_obs.choice.sensitivity import logits_of
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.calls import call_on
-from lightning_obs.report.observer_choice import ObserverChoice, choose_for
-from lightning_obs.report.sensitivity import logits_of
+from lightning_obs.forward.calls import call_on
 from lightning_obs.schemes.options import CalibrationOptions
 
 AUTO = "auto"

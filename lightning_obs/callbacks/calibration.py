@@ -17,8 +17,8 @@ from typing_extensions import override
 from lightning_obs.callbacks.auto_observers import AutoObservers
 from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.quantized_validation import QuantizedValidation
+from lightning_obs.choice.observer_choice import ObserverChoice
 from lightning_obs.errors import CalibrationError, warn
-from lightning_obs.report.observer_choice import ObserverChoice
 from lightning_obs.report.summary import layer_table, print_report
 from lightning_obs.schemes.config import SchemeLike
 from lightning_obs.schemes.options import CalibrationOptions

@@ -1,7 +1,7 @@
 """Fine-tune through fake quantization, so that the checkpoint gives the numbers that validation saw.
 
 While fit runs, the forward of every planned module is replaced on the instance
-(:mod:`~lightning_obs.model.quantized_forward`). Three rules say which ranges are in force, and make the promise hold:
+(:mod:`~lightning_obs.forward.quantized_forward`). Three rules say which ranges are in force, and make the promise hold:
 
 * A validation runs through what would be exported at that moment. Weights are observed anew before its first batch
   (after weight averaging has swapped the weights in), and nothing changes until it has ended.
@@ -35,10 +35,10 @@ from lightning_obs.calibration.token_mask import find_mask
 from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.distillation import as_teacher, distill_in_training_step
 from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.fine_tuning.phase import Phase
+from lightning_obs.fine_tuning.quantized_training import QuantizedTraining
 from lightning_obs.schemes.config import SchemeLike
 from lightning_obs.schemes.options import CalibrationOptions
-from lightning_obs.training.phase import Phase
-from lightning_obs.training.quantized_training import QuantizedTraining
 
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 

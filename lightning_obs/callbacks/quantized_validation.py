@@ -36,8 +36,8 @@ from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.model.checksums import CHECKSUMS
-from lightning_obs.model.quantized_forward import quantized
 
 #: appended to the names of what the second pass logs
 SUFFIX = "_quantized"

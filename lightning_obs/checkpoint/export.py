@@ -27,17 +27,17 @@ from lightning_obs.checkpoint.compress import compressed_state_dict
 from lightning_obs.checkpoint.engine_names import add_stored_names
 from lightning_obs.checkpoint.folder import require_room, whole_or_not_at_all
 from lightning_obs.checkpoint.load import WEIGHTS_FILE
-from lightning_obs.distributed.collectives import gather_objects
-from lightning_obs.distributed.failures import require_no_failure
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.model.attention import marked_as_hooked
+from lightning_obs.forward.attention import marked_as_hooked
 from lightning_obs.model.checksums import changed_since
-from lightning_obs.model.experts import routers
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model
 from lightning_obs.model.lora import refuse_unmerged
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.sharding import in_shards, register_fsdp_units
 from lightning_obs.model.wrappers import unwrapped, without_wrappers
+from lightning_obs.moe.experts import routers
+from lightning_obs.ranks.collectives import gather_objects
+from lightning_obs.ranks.failures import require_no_failure
 from lightning_obs.schemes.stored_qparams import find_misfits
 from lightning_obs.schemes.target import Target
 

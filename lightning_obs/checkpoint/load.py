@@ -21,9 +21,9 @@ from torch import nn
 from lightning_obs.checkpoint.entries import compress_entries, decompress_entries
 from lightning_obs.checkpoint.folder import refuse_damage
 from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.qparams import write_qparams
-from lightning_obs.model.quantized_forward import quantize_forward
 from lightning_obs.model.wrappers import unwrapped
 from lightning_obs.schemes.plan import is_meant
 from lightning_obs.schemes.stored_qparams import expected_shapes, find_misfits

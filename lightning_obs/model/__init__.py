@@ -1,4 +1,4 @@
-"""What is done to a module of the user's, and undone: qparams on it, its quantized forward, its shards, its experts.
+"""A module of the user's: its weight and where it rests, qparams on it, wrappers and adapters around it, checksums.
 
-It may import ``distributed`` and all below. Start reading in ``qparams.py``.
+It may import ``ranks`` and all below. Start reading in ``qparams.py``.
 """

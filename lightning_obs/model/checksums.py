@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parameter import is_lazy
 
-from lightning_obs.distributed.collectives import add_up
 from lightning_obs.model.lora import adapters_of
 from lightning_obs.model.sharding import first_element, groups_of_shards, reshard
 from lightning_obs.model.weights import full_weight
 from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.numerics.checksum import checksum
+from lightning_obs.ranks.collectives import add_up
 
 #: a module and the name of one of its own parameters or buffers
 Place: TypeAlias = tuple[nn.Module, str]

@@ -22,9 +22,9 @@ from torch import nn
 from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_obs.distributed.failures import all_ranks_answer
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.wrappers import inside
+from lightning_obs.ranks.failures import all_ranks_answer
 
 _UNIT = "flat_unit"
 

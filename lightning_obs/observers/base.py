@@ -377,7 +377,7 @@ class Observer(Registry):
     def sync_activation_stats(self) -> list[Any]:
         """Start one all_reduce per statistic in ``_act_sync_dict`` and return the handles to wait for.
 
-        Kept for code written to the guide; :mod:`lightning_obs.distributed.sync` packs all observers' statistics.
+        Kept for code written to the guide; :mod:`lightning_obs.ranks.sync` packs all observers' statistics.
         """
         present = {name: op for name, op in self._act_sync_dict.items() if hasattr(self, name)}
         return [dist.all_reduce(getattr(self, name), op=op, async_op=True) for name, op in present.items()]

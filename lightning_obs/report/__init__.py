@@ -1,4 +1,4 @@
-"""What a person looks at and decides by: metrics, errors, sensitivity, the mixed plan, the summary, the page.
+"""What a person looks at: metrics, layer errors, the closing summary, the page.
 
-It may import ``training`` and all below; no Lightning. Start reading in ``layer_errors.py``.
+It may import ``choice`` and all below; no Lightning. Start reading in ``layer_errors.py``.
 """

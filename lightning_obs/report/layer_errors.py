@@ -20,11 +20,10 @@ import torch
 from torch import nn
 from torchmetrics import MetricCollection
 
-from lightning_obs.distributed.collectives import Collectives
-from lightning_obs.model.calls import call_on, first_input
-from lightning_obs.model.compile_stance import run_eagerly
+from lightning_obs.forward.calls import call_on, first_input
+from lightning_obs.forward.compile_stance import run_eagerly
+from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
-from lightning_obs.model.quantized_forward import quantize_forward
 from lightning_obs.model.sharding import in_shards, reshard, whole_tensor, whole_unit
 from lightning_obs.model.weights import full_weight, to_matrix
 from lightning_obs.numerics.histogram import Support, join_supports, support_of
@@ -34,6 +33,7 @@ from lightning_obs.numerics.quantization_error import (
     grid_error,
     only_range,
 )
+from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.report.metrics import layer_metrics, leader
 
 

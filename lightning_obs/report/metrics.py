@@ -17,8 +17,8 @@ import torch
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
-from lightning_obs.distributed.collectives import Collectives
 from lightning_obs.numerics.quantization_error import CODES, SUMS, ErrorSums
+from lightning_obs.ranks.collectives import Collectives
 
 
 class LayerMetric(Metric):

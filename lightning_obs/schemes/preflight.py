@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_obs.errors import CalibrationError, name_list, refuse, warn
-from lightning_obs.model.experts import expert_containers, fused_experts, hub_names, linear_experts, modules_beside
 from lightning_obs.model.kinds import compressible_type, is_transformers_model
 from lightning_obs.model.lora import adapters_of, is_adapted
 from lightning_obs.model.qparams import qparams_home
 from lightning_obs.model.sharding import unit_of, whole_shape
 from lightning_obs.model.weights import matrix_shape
+from lightning_obs.moe.experts import expert_containers, fused_experts, hub_names, linear_experts, modules_beside
 from lightning_obs.observers.base import Key, Observer
 from lightning_obs.schemes.fused_layers import find_fused
 from lightning_obs.schemes.target import Target

@@ -15,7 +15,10 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.model.experts import (
+from lightning_obs.model.kinds import compressible_type, is_transformers_model
+from lightning_obs.model.qparams import storage_format
+from lightning_obs.model.weights import matrix_shape
+from lightning_obs.moe.experts import (
     GATE_UP_DOWN_MODEL_TYPES,
     W123_MODEL_TYPES,
     LinearExperts,
@@ -23,9 +26,6 @@ from lightning_obs.model.experts import (
     linear_experts,
     model_type,
 )
-from lightning_obs.model.kinds import compressible_type, is_transformers_model
-from lightning_obs.model.qparams import storage_format
-from lightning_obs.model.weights import matrix_shape
 from lightning_obs.schemes.preflight import partly_planned
 from lightning_obs.schemes.target import Target, Verdict, scheme_identity
 from lightning_obs.schemes.vllm import check_vllm, warn_of_vllm

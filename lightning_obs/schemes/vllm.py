@@ -16,8 +16,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, name_list, refuse, warn
-from lightning_obs.model.experts import linear_experts
 from lightning_obs.model.kinds import compressible_type
+from lightning_obs.moe.experts import linear_experts
 from lightning_obs.schemes.config import describe
 from lightning_obs.schemes.preflight import gates, partly_fused, partly_planned
 from lightning_obs.schemes.target import Target

@@ -8,7 +8,7 @@ from tests.callbacks.calibration_modules import Plain, bare, hooks_on, loader, t
 from tests.lightning_ranks import Module, like_torchrun, samples
 from tests.lightning_ranks import loader as rank_loader
 from tests.lightning_ranks import trainer as rank_trainer
-from tests.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 CALLBACKS = pytest.mark.parametrize("kind", [CalibrationCallback, QuantizationAwareTraining])
 

@@ -12,7 +12,7 @@ from lightning_obs.observers.mse import MemorylessMSEObserver
 from tests.callbacks.fsdp1_modules import Block, Blocks, Module, alone, fsdp1_trainer, policies, run, same, same_files
 from tests.lightning_ranks import Module as Experts
 from tests.lightning_ranks import Net, calibration, like_torchrun, loader, samples, trainer
-from tests.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 # ---------------------------------------------------------------------- the qparams of one device
 

@@ -14,7 +14,7 @@ from lightning_obs.observers import Observer
 from lightning_obs.observers.min_max import MemorylessMinMaxObserver
 from tests.callbacks.fsdp1_modules import Module, fsdp1_trainer, run
 from tests.lightning_ranks import calibration, like_torchrun
-from tests.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 
 @Observer.register("fails_on_rank_1")

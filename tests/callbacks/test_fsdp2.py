@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from lightning_obs import CalibrationCallback, CalibrationError, load_checkpoint, quantized
 from lightning_obs.model.qparams import read_qparams
 from tests.lightning_ranks import Module, Net, calibration, like_torchrun, loader, samples, trainer
-from tests.ranks import run_ranks
+from tests.rank_processes import run_ranks
 from tests.tiny_model import save_tiny_llama
 
 EVERY = samples(24, experts=(0, 1, 2))

@@ -14,7 +14,7 @@ from tests.callbacks.calibration_modules import Plain, hooks_on, loader, trainer
 from tests.lightning_ranks import Module, calibration, like_torchrun, samples
 from tests.lightning_ranks import loader as rank_loader
 from tests.lightning_ranks import trainer as rank_trainer
-from tests.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 HISTOGRAM = {"observers": {"input": "histogram"}}
 

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_obs import CalibrationSession, QuantizationAwareTraining, quantized
+from lightning_obs.fine_tuning.quantized_training import QuantizedTraining
 from lightning_obs.model.qparams import read_qparams
 from lightning_obs.numerics.fake_quantize import fake_quantize
-from lightning_obs.training.quantized_training import QuantizedTraining
 from tests.attention_models import CASES, attention, cached_states, logits, traces
 from tests.callbacks.qat_modules import Language, from_step, language_data, quiet, trainer
 from tests.lightning_ranks import like_torchrun
-from tests.ranks import run_ranks
+from tests.rank_processes import run_ranks
 from tests.tiny_model import save_tiny_llama
 from tests.versions import checkpointing_of
 

@@ -27,7 +27,7 @@ from tests.callbacks.test_qat_ranks import (
     share,
 )
 from tests.lightning_ranks import like_torchrun
-from tests.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 OPTIONS = {
     "static": {"calibration_batches": 3},

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_obs import QuantizationAwareTraining
 from lightning_obs.model.qparams import read_qparams
 from tests.lightning_ranks import WIDTH, Module, like_torchrun, samples, trainer
-from tests.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 W4 = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 4, "symmetric": False}}
 SYMMETRIC_W4 = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 4}}

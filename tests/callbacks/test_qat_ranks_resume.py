@@ -23,7 +23,7 @@ from tests.callbacks.test_qat_ranks import (
     share,
 )
 from tests.lightning_ranks import WIDTH, like_torchrun
-from tests.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 # ---------------------------------------------------------------------- resume
 

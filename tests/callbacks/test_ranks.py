@@ -17,7 +17,7 @@ from lightning_obs.errors import CalibrationWarning
 from lightning_obs.model.qparams import read_qparams
 from lightning_obs.observers.mse import MemorylessMSEObserver
 from tests.lightning_ranks import Module, Net, calibration, like_torchrun, loader, samples, trainer
-from tests.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 EXACT = [("static_minmax", "memoryless_minmax"), ("histogram", "memoryless_mse"), ("static_minmax", "imatrix_mse")]
 

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
 from lightning_obs.checkpoint.compressed_rows import compress_rows, compressor_of, gather_rows, rows_per_scale
-from lightning_obs.distributed.sync import Collectives
 from lightning_obs.model.qparams import get_scheme, read_qparams
+from lightning_obs.ranks.sync import Collectives
 from lightning_obs.schemes.config import preset_names
-from tests.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 SCHEMES = [
     "FP8", "FP8_BLOCK", "FP8_DYNAMIC", "W8A8", "INT8_STATIC", "W4A8", "W4A16", "W3A16", "W8A16", "MXFP4", "MXFP6A16",

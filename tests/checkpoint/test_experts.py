@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from lightning_obs import CalibrationSession, export_checkpoint, linearize_experts, quantized
-from lightning_obs.model.experts import GATE_UP_DOWN_MODEL_TYPES, W123_MODEL_TYPES
+from lightning_obs.moe.experts import GATE_UP_DOWN_MODEL_TYPES, W123_MODEL_TYPES
 from lightning_obs.schemes.config import preset_names
 from tests.moe_models import FAMILY, FP8_BLOCK, KINDS, W4A16_32, tiny_moe
 from tests.versions import dequantizes_activations_too

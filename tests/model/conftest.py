@@ -1,6 +1,6 @@
 import pytest
 
-from tests.model.quantized_modules import calibrated_everything
+from tests.forward.quantized_modules import calibrated_everything
 
 
 @pytest.fixture

@@ -14,9 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, linearize_experts, quantized
-from lightning_obs.distributed.sync import Collectives
 from lightning_obs.model.checksums import changed_since, checksums
-from lightning_obs.model.experts import LinearExperts
 from lightning_obs.model.sharding import (
     by_unit,
     in_shards,
@@ -27,9 +25,11 @@ from lightning_obs.model.sharding import (
 )
 from lightning_obs.model.weights import matrix_shape
 from lightning_obs.model.wrappers import unwrapped, without_wrappers
+from lightning_obs.moe.experts import LinearExperts
+from lightning_obs.ranks.sync import Collectives
 from tests.lightning_ranks import exact
 from tests.moe_models import HIDDEN, StackedBlock
-from tests.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 
 class Tied(nn.Module):

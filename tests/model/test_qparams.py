@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from lightning_obs import CalibrationSession, quantized
 from lightning_obs.errors import CalibrationWarning
-from lightning_obs.model.calls import first_input, replace_input
+from lightning_obs.forward.calls import first_input, replace_input
+from lightning_obs.forward.quantized_forward import quantized_weight
 from lightning_obs.model.qparams import (
     calibrated_modules,
     clear_qparams,
@@ -20,7 +21,6 @@ from lightning_obs.model.qparams import (
     read_qparams,
     write_qparams,
 )
-from lightning_obs.model.quantized_forward import quantized_weight
 from lightning_obs.model.weights import weight_matrix
 
 INT8_STATIC = {

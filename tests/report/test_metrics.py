@@ -11,7 +11,7 @@ from lightning_obs.numerics.qparams import compute_global_scale, compute_qparams
 from lightning_obs.numerics.quantization_error import counted_error, difference_error, grid_error, only_range
 from lightning_obs.numerics.reshape import flatten_for_calibration
 from lightning_obs.report.metrics import SQNR, layer_metrics, leader
-from tests.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 ARGS = [
     QuantizationArgs(num_bits=8, strategy="tensor"),
@@ -121,7 +121,7 @@ def test_reset_forgets_and_plot_shows_each_layer():
 
 
 def on_rank(rank):
-    from lightning_obs.distributed.collectives import Collectives
+    from lightning_obs.ranks.collectives import Collectives
 
     torch.manual_seed(0)
     x = torch.randn(8, 4)

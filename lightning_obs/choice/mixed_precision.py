@@ -1,0 +1,268 @@
+"""Choose a scheme for each layer, so that the model loses least within a budget of bits.
+
+Estimated losses of layers (:mod:`.sensitivity`) add up, as second-order effects of small independent errors do. With
+one binary variable for each group of modules and each scheme, the best choice within a linear budget is a
+multiple-choice knapsack, which HiGHS solves (``scipy.optimize.milp``). Modules that engines fuse are one group, so they
+have one scheme. Sizes are those of the checkpoint, scales included.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+from torch import nn
+
+from lightning_obs.choice.sensitivity import Batches, Schemes, Sensitivity, sensitivity
+from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.schemes.target import scheme_identity
+
+#: bits per weight as a number, or bytes as ``"90 MB"``
+Budget: TypeAlias = "float | str | None"
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class MixedPlan:
+    """One scheme for each module.
+
+    Attributes:
+        schemes: by module name, the name of the scheme.
+        loss: the sum of the groups' estimated losses, in the units of :attr:`Sensitivity.method`.
+        size: bytes of the modules' weights and scales in a checkpoint.
+        weights: how many weights that are.
+        config: what :class:`~lightning_obs.CalibrationCallback`, the command line and the export take: a group for each
+            scheme that was chosen. None if nothing is quantized.
+    """
+
+    schemes: dict[str, str]
+    loss: float
+    size: int
+    weights: int
+    config: QuantizationConfig | None
+
+    @property
+    def bits(self) -> float:
+        """Bits per weight, scales included."""
+        return 8 * self.size / self.weights
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many modules have each scheme."""
+        names = list(self.schemes.values())
+        return {name: names.count(name) for name in dict.fromkeys(names)}
+
+
+def mixed_precision(
+    model: nn.Module,
+    batches: Batches | None,
+    schemes: Schemes,
+    budget: Budget = None,
+    *,
+    at_most: Mapping[str, float] | None = None,
+    **options: Any,
+) -> QuantizationConfig:
+    """Choose one of several schemes for each layer, so that the model's predictions change least within a budget.
+
+    :func:`~lightning_obs.sensitivity` and :func:`choose_schemes` in one; call these for the estimated losses, other
+    budgets of the same model, and the frontier.
+
+    Args:
+        model: a module whose output is logits; it is not changed.
+        batches: to measure on, and to calibrate candidates that need it; None: the weights' own error decides.
+        schemes: candidates: preset names or ``{name: scheme}``; None is full precision.
+        budget: bits per weight on average over all modules that the candidates target, scales included (``4.5``), or
+            bytes (``"90 MB"``); None: as much as the best needs.
+        at_most: by name of a scheme, the largest share of the weights that may have it (``{"W8A8": 0.1}``).
+        **options: of :func:`~lightning_obs.sensitivity`: ``ignore``, ``targets``, ``calibration``, ``fused_groups``...
+
+    Returns:
+        A config with one group for each scheme that was chosen; modules without one are in its ``ignore``.
+
+    Raises:
+        CalibrationError: a budget below what the smallest candidates need, or one that cannot be read; all modules are
+            best left in full precision; whatever :func:`~lightning_obs.sensitivity` raises.
+
+    Examples:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+        >>> small, large = ({"weights": {"num_bits": bits, "strategy": "channel"}} for bits in (4, 8))
+        >>> config = mixed_precision(model, [torch.randn(8, 64)], {"int4": small, "int8": large}, budget=5.5)
+        >>> {name: group.targets for name, group in config.config_groups.items()}
+        {'int4': ['0'], 'int8': ['2']}
+    """
+    plan = choose_schemes(sensitivity(model, batches, schemes, **options), budget, at_most=at_most)
+    if plan.config is None:
+        raise CalibrationError(
+            "every module is best left in full precision",
+            got=f"budget {budget}",
+            remedy="a smaller budget, or no full precision among the candidates.",
+        )
+    return plan.config
+
+
+def choose_schemes(
+    measured: Sensitivity, budget: Budget = None, *, at_most: Mapping[str, float] | None = None
+) -> MixedPlan:
+    """The plan with the least estimated loss within a budget; see :func:`mixed_precision`.
+
+    Raises:
+        CalibrationError: nothing fits the budget; an unknown scheme in ``at_most``, or a share outside [0, 1].
+    """
+    names = _scheme_names(measured)
+    refuse(sorted(set(at_most or {}) - set(names)), "at_most names no candidate", expected=", ".join(names))
+    shares = {name: float(share) for name, share in (at_most or {}).items()}
+    refuse(
+        [f"{n} ({s:g})" for n, s in shares.items() if not 0 <= s <= 1], "at_most takes shares of the weights, 0 to 1"
+    )
+    limit = None if budget is None else budget_in_bytes(budget, measured.weights)
+    chosen = _solve(measured, names, limit, shares)
+    if chosen is None:
+        least = sum(min(group.sizes.values()) for group in measured.groups)
+        raise CalibrationError(
+            "no choice of schemes fits the budget",
+            got=f"budget {budget}" + (f", at_most {dict(at_most)}" if at_most else ""),
+            expected=f"at least {8 * least / measured.weights:.4g} bits per weight, {least} bytes",
+            remedy="a larger budget, or a smaller scheme among the candidates.",
+        )
+    return _plan(measured, chosen)
+
+
+def plan_of(measured: Sensitivity, schemes: str | Mapping[str, str]) -> MixedPlan:
+    """The plan that gives every module this scheme, or each module the one named for it.
+
+    Raises:
+        CalibrationError: no candidate of that name; no scheme, or two, for the modules of a group.
+    """
+    names, chosen = _scheme_names(measured), []
+    for group in measured.groups:
+        asked = {schemes if isinstance(schemes, str) else schemes.get(name) for name in group.names}
+        scheme = asked.pop()
+        if scheme is None or asked or scheme not in names:
+            got = f"{scheme!r}" + (f" and {asked.pop()!r}" if asked else "")
+            expected = f"one of {', '.join(names)} for all of them"
+            raise CalibrationError("no scheme for modules", where=group.names, got=got, expected=expected)
+        chosen.append(scheme)
+    return _plan(measured, chosen)
+
+
+def frontier(measured: Sensitivity, points: int = 16, *, at_most: Mapping[str, float] | None = None) -> list[MixedPlan]:
+    """The best plans from the smallest size to the size at which nothing is gained any more, smallest first.
+
+    Args:
+        measured: losses and sizes.
+        points: how many budgets are tried, evenly spaced in bits per weight. Plans that come out twice are left out.
+        at_most: as in :func:`mixed_precision`.
+    """
+    best = choose_schemes(measured, at_most=at_most)
+    least = sum(min(group.sizes.values()) for group in measured.groups)
+    plans: dict[tuple[str, ...], MixedPlan] = {}
+    for size in np.linspace(least, max(best.size, least), max(2, points)):
+        chosen = _solve(measured, _scheme_names(measured), int(np.ceil(size)), dict(at_most or {}))
+        if chosen is not None:
+            plans[tuple(chosen)] = _plan(measured, chosen)
+    return list(plans.values())
+
+
+def budget_in_bytes(budget: float | str, weights: int) -> int:
+    """A budget as bytes, for so many weights.
+
+    >>> budget_in_bytes(4.5, weights=1000), budget_in_bytes("90 MB", weights=1000), budget_in_bytes("1KiB", weights=1)
+    (562, 90000000, 1024)
+    """
+    text = str(budget).strip()
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)", text)
+    unit = found.group(2).upper() if found else "?"
+    if found is None or (unit and unit not in _UNITS) or float(found.group(1)) <= 0:
+        raise CalibrationError(
+            "budget", got=repr(budget), expected="bits per weight (4.5), or bytes ('90 MB', '80 MiB')"
+        )
+    value = float(found.group(1))
+    return int(value * _UNITS[unit]) if unit else int(value * weights / 8)
+
+
+# ---------------------------------------------------------------------- the knapsack
+
+
+def _scheme_names(measured: Sensitivity) -> list[str]:
+    return list(measured.groups[0].sizes) if measured.groups else []
+
+
+def _solve(
+    measured: Sensitivity, names: Sequence[str], limit: int | None, shares: Mapping[str, float]
+) -> list[str] | None:
+    """The name of a scheme for each group, or None where nothing fits."""
+    groups, count = measured.groups, len(names)
+    losses = np.array([[group.losses[name] for name in names] for group in groups]).ravel()
+    sizes = np.array([[group.sizes[name] for name in names] for group in groups], dtype=float).ravel()
+    weights = np.repeat([float(group.weights) for group in groups], count)
+    variables = np.arange(len(losses))
+    one_each = coo_array((np.ones(len(losses)), (variables // count, variables)))
+    constraints = [LinearConstraint(one_each, 1, 1)]
+    if limit is not None:
+        constraints.append(LinearConstraint(sizes[None] / measured.weights, ub=limit / measured.weights))
+    for name, share in shares.items():
+        of_scheme = np.where(variables % count == names.index(name), weights, 0.0)
+        constraints.append(LinearConstraint(of_scheme[None] / measured.weights, ub=share))
+    # HiGHS' tolerances are absolute: losses in units of their mean. Of equal losses the smaller size is better.
+    cost = losses / max(losses.mean(), np.finfo(float).tiny) + 1e-6 * sizes / max(sizes.max(), 1.0)
+    found = milp(
+        cost,
+        integrality=np.ones_like(cost),
+        bounds=Bounds(0, 1),
+        constraints=constraints,
+        options={"mip_rel_gap": 1e-4},
+    )
+    if found.x is None:
+        return None
+    return [names[int(place)] for place in found.x.reshape(-1, count).argmax(1)]
+
+
+def _plan(measured: Sensitivity, chosen: Sequence[str]) -> MixedPlan:
+    pairs = list(zip(measured.groups, chosen, strict=True))
+    schemes = {name: scheme for group, scheme in pairs for name in group.names}
+    return MixedPlan(
+        schemes,
+        sum(group.losses[scheme] for group, scheme in pairs),
+        sum(group.sizes[scheme] for group, scheme in pairs),
+        measured.weights,
+        _config(measured, schemes),
+    )
+
+
+def _config(measured: Sensitivity, schemes: Mapping[str, str]) -> QuantizationConfig | None:
+    of_modules = {module: (name, measured.schemes.get(name, {}).get(module)) for module, name in schemes.items()}
+    return config_of(of_modules, measured.ignore)
+
+
+def config_of(
+    modules: Mapping[str, tuple[str, QuantizationScheme | None]], ignore: Sequence[str]
+) -> QuantizationConfig | None:
+    """One group for each thing that is done to modules, targeting them by name; None if nothing is done to any.
+
+    Args:
+        modules: for each module a name for its group, and its scheme; None leaves it in full precision.
+        ignore: what the config ignores besides.
+    """
+    members: dict[tuple[str, str], list[str]] = {}
+    kinds: dict[tuple[str, str], QuantizationScheme] = {}
+    for module, (name, scheme) in modules.items():
+        if scheme is not None:
+            kind = name, scheme_identity(scheme)
+            members.setdefault(kind, []).append(module)
+            kinds.setdefault(kind, scheme)
+    if not members:
+        return None
+    used = [name for name, _ in members]
+    groups: dict[str, QuantizationScheme] = {}
+    for kind, names in members.items():
+        own = kind[0] if used.count(kind[0]) == 1 else f"{kind[0]}_{len(groups)}"
+        groups[own] = kinds[kind].model_copy(deep=True, update={"targets": names})
+    left = [module for module, (_, scheme) in modules.items() if scheme is None]
+    return QuantizationConfig(config_groups=dict(groups), ignore=[*ignore, *left])

@@ -1,0 +1,237 @@
+"""Choose the observer of each tensor by what it costs the model's predictions on batches that it did not observe.
+
+An observer is a candidate like any other: the same scheme with another range. So the score is that of
+:mod:`.sensitivity`: the change of a layer's output, weighted by what it does to the predictions. Some batches are
+observed, others are scored, so each is run once. All candidates are scored under the same random signs, so that small
+differences between them count.
+
+Modules that an engine fuses have one scheme, and so one observer for their inputs and one for their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from rich.table import Table
+from torch import nn
+
+from lightning_obs.choice.mixed_precision import config_of
+from lightning_obs.choice.sensitivity import Batches, Sensitivity, sensitivity
+from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.schemes.config import SchemeLike, config_groups, make_observer, resolve_config
+from lightning_obs.schemes.options import CalibrationOptions
+
+#: what is tried for what a scheme observes, where it fits the scheme; the first is always tried
+CANDIDATES: dict[str, list[dict[str, Any]]] = {
+    "input": [
+        {"name": "static_minmax"},
+        {"name": "minmax"},
+        {"name": "histogram"},
+        {"name": "histogram", "criterion": "entropy"},
+    ],
+    "weight": [
+        {"name": "memoryless_minmax"},
+        {"name": "memoryless_mse"},
+        {"name": "imatrix_mse"},
+        {"name": "imatrix_mse", "norm": 2.0},
+    ],
+}
+#: share of the overall best candidate's loss below which another one is taken for a tensor: estimates of one tensor are
+#: noisy, and the best of several noisy ones is often only lucky
+CLEARLY = 0.8
+_FIELDS = {"input": "input_activations", "weight": "weights"}
+
+
+@dataclass(frozen=True)
+class ObserverChoice:
+    """Which observer each tensor got, and what it gained.
+
+    Attributes:
+        config: the scheme with these observers: a group for each combination that was chosen.
+        observers: by module and base name, the observer's name and hyperparameters.
+        losses: by base name and candidate, its estimated loss over all modules, in nats per token on held-out batches.
+        chosen: by base name, the loss of the choice; never above that of any candidate.
+    """
+
+    config: QuantizationConfig
+    observers: dict[str, dict[str, dict[str, Any]]]
+    losses: dict[str, dict[str, float]]
+    chosen: dict[str, float]
+
+    def table(self) -> Table:
+        """Candidates beside the choice, for a person."""
+        table = Table(title="observers", title_justify="left", box=None, pad_edge=False, header_style="dim")
+        for column in ("of", "observer", "estimated loss", "tensors"):
+            table.add_column(column, justify="left" if column in ("of", "observer") else "right")
+        for base_name, losses in self.losses.items():
+            used = [_label(of_module[base_name]) for of_module in self.observers.values() if base_name in of_module]
+            for name, loss in losses.items():
+                table.add_row(base_name, name, f"{loss:.4g}", str(used.count(name)))
+            table.add_row(base_name, "chosen by tensor", f"{self.chosen[base_name]:.4g}", str(len(used)))
+        return table
+
+
+def choose_observers(
+    model: nn.Module,
+    batches: Batches,
+    scheme: SchemeLike,
+    candidates: Mapping[str, Sequence[str | Mapping[str, Any]]] | None = None,
+    *,
+    held_out: Batches | None = None,
+    **options: Any,
+) -> ObserverChoice:
+    """Find the observer of each weight and each static input that changes the model's predictions least.
+
+    Args:
+        model: a module whose output is logits; it is not changed.
+        batches: to observe. Without ``held_out`` every second one is scored instead.
+        scheme: as for :class:`~lightning_obs.CalibrationSession`.
+        candidates: by base name (input, weight), names of observers or dicts of name and hyperparameters. Default:
+            those of :data:`CANDIDATES` that fit the scheme.
+        held_out: batches to score on, if not every second one.
+        **options: of :func:`~lightning_obs.sensitivity` (``ignore``, ``targets``, ``seed``...).
+
+    Raises:
+        CalibrationError: nothing to observe; a candidate that does not fit; fewer than two batches; whatever
+            :func:`~lightning_obs.sensitivity` raises.
+
+    Examples:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(16, 8))
+        >>> choice = choose_observers(model, torch.randn(4, 32, 16), "INT8_STATIC", {"input": ["minmax"]})
+        >>> sorted(choice.losses["input"]), set(choice.observers["0"])
+        (['minmax', 'static_minmax'], {'input'})
+    """
+    observed = list(batches)
+    scored = observed[1::2] if held_out is None else list(held_out)
+    observed = observed[0::2] if held_out is None else observed
+    if not observed or not scored:
+        raise CalibrationError("observers are compared on batches that they did not observe", got="too few batches")
+    base = resolve_config(scheme, targets=options.pop("targets", None), ignore=options.pop("ignore", ()))
+    tried = _fitting(base, candidates)
+    variants = {
+        (base_name, _label(one)): _with_observers(base, {base_name: one})
+        for base_name, of_base in tried.items()
+        for one in of_base
+    }
+    schemes = {f"{base_name}: {label}": config for (base_name, label), config in variants.items()}
+    measured = sensitivity(model, scored, schemes, calibration=observed, **options)
+    return _choose(measured, base, tried)
+
+
+def choose_for(
+    model: nn.Module,
+    batches: Batches,
+    options: CalibrationOptions,
+    candidates: Mapping[str, Sequence[str | Mapping[str, Any]]] | None = None,
+) -> tuple[ObserverChoice, CalibrationOptions]:
+    """:func:`choose_observers` for the scheme of some options, and the options with what was chosen.
+
+    The kv cache has no weights to score, so its observers stay what they are.
+    """
+    scheme = options.config.model_copy(deep=True, update={"kv_cache_scheme": None})
+    choice = choose_observers(model, batches, scheme, candidates, **options.beside_scheme)
+    return choice, options.with_config(choice.config)
+
+
+def _choose(
+    measured: Sensitivity, base: QuantizationConfig, tried: Mapping[str, Sequence[dict[str, Any]]]
+) -> ObserverChoice:
+    observers: dict[str, dict[str, dict[str, Any]]] = {}
+    losses = {
+        base_name: {
+            _label(one): sum(g.losses[f"{base_name}: {_label(one)}"] for g in measured.groups) for one in of_base
+        }
+        for base_name, of_base in tried.items()
+    }
+    chosen = dict.fromkeys(tried, 0.0)
+    for group in measured.groups:
+        for base_name, of_base in tried.items():
+            score = {_label(one): group.losses[f"{base_name}: {_label(one)}"] for one in of_base}
+            best, favourite = _best(of_base, score), _best(of_base, losses[base_name])
+            if score[_label(best)] > CLEARLY * score[_label(favourite)]:
+                best = favourite
+            chosen[base_name] += score[_label(best)]
+            for module in group.names:
+                observers.setdefault(module, {})[base_name] = dict(best)
+    any_variant = next(iter(measured.schemes.values()))
+    modules: dict[str, tuple[str, QuantizationScheme | None]] = {}
+    for module, of_module in observers.items():
+        scheme = any_variant.get(module)
+        if scheme is not None:
+            label = ", ".join(f"{base_name} {_label(one)}" for base_name, one in of_module.items())
+            modules[module] = label, _observed_by(_as_written(base, scheme), of_module)
+    config = config_of(modules, list(base.ignore or []))
+    assert config is not None
+    return ObserverChoice(config, observers, losses, chosen)
+
+
+def _best(candidates: Sequence[dict[str, Any]], losses: Mapping[str, float]) -> dict[str, Any]:
+    return min(candidates, key=lambda one: losses[_label(one)])
+
+
+def _as_written(base: QuantizationConfig, variant: QuantizationScheme) -> QuantizationScheme:
+    """The group of the config that a candidate was made of."""
+    return next(group for group in config_groups(base) if group.targets == variant.targets)
+
+
+def _with_observers(base: QuantizationConfig, of_bases: Mapping[str, Mapping[str, Any]]) -> QuantizationConfig:
+    config = base.model_copy(deep=True)
+    for name, group in config.config_groups.items():
+        config.config_groups[name] = _observed_by(group, of_bases)
+    return config
+
+
+def _observed_by(group: QuantizationScheme, of_bases: Mapping[str, Mapping[str, Any]]) -> QuantizationScheme:
+    group = group.model_copy(deep=True)
+    for base_name, one in of_bases.items():
+        args = getattr(group, _FIELDS[base_name])
+        if args is not None and args.dynamic is not True:
+            args.observer = one["name"]
+            args.observer_kwargs = {key: value for key, value in one.items() if key != "name"}
+    return group
+
+
+def _fitting(
+    base: QuantizationConfig, candidates: Mapping[str, Sequence[str | Mapping[str, Any]]] | None
+) -> dict[str, list[dict[str, Any]]]:
+    """Candidates by base name. Those of the user's have to fit the scheme; of our own, those that do are taken."""
+    refuse(sorted(set(candidates or {}) - set(_FIELDS)), "observers are chosen for input and weight")
+    tried: dict[str, list[dict[str, Any]]] = {}
+    for base_name, defaults in CANDIDATES.items():
+        given = None if candidates is None else candidates.get(base_name, ())
+        groups = [getattr(group, _FIELDS[base_name]) for group in config_groups(base)]
+        if (candidates is not None and not given) or all(args is None or args.dynamic is True for args in groups):
+            continue
+        own = [{"name": one} if isinstance(one, str) else dict(one) for one in given or ()]
+        for one in [defaults[0], *(own if given else defaults[1:])]:
+            try:
+                config = _with_observers(base, {base_name: one})
+                for group in config_groups(config):
+                    args = getattr(group, _FIELDS[base_name])
+                    if args is not None and args.dynamic is not True:
+                        make_observer(base_name, args)
+            except CalibrationError:
+                if given:
+                    raise
+                continue
+            if one not in tried.setdefault(base_name, []):
+                tried[base_name].append(one)
+    if not tried:
+        raise CalibrationError(
+            "there is no observer to choose", got=f"candidates {candidates}", remedy="choose a scheme that observes."
+        )
+    return tried
+
+
+def _label(one: Mapping[str, Any]) -> str:
+    """An observer as a person writes it.
+
+    >>> _label({"name": "imatrix_mse", "norm": 2.0})
+    'imatrix_mse(norm=2.0)'
+    """
+    hyperparameters = ", ".join(f"{key}={value}" for key, value in one.items() if key != "name")
+    return f"{one['name']}({hyperparameters})" if hyperparameters else str(one["name"])

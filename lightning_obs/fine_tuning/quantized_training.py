@@ -1,0 +1,287 @@
+"""The ranges of a model while it is trained: found, refreshed, learned, saved. No Lightning in it.
+
+A :class:`~lightning_obs.CalibrationSession` calibrates a model that stands still. Here the model changes
+between two observations, so weights and activations are observed at different times, and what is half observed can be
+saved and taken up again.
+
+Lightning validates and tests under inference mode. Nothing that training needs may be born in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_obs.calibration.saved_state import dump_observation, dump_statistics, load_observation, load_statistics
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.fine_tuning.learned_scales import LearnedScales
+from lightning_obs.fine_tuning.phase import Phase
+from lightning_obs.forward.quantized_forward import Switch, fake_quantized_states, has_range, quantize_training_forward
+from lightning_obs.model.checksums import changed_since
+from lightning_obs.model.qparams import get_scheme
+from lightning_obs.numerics.reshape import ATTENTION
+from lightning_obs.observers.base import Key, Observer
+
+
+class QuantizedTraining:
+    """Ranges of one session's model.
+
+    Args:
+        session: observes and writes.
+        learn_scales: let an optimizer train the scales, see :attr:`learned`.
+
+    Raises:
+        CalibrationError: scales are to be learned, and none can be.
+    """
+
+    def __init__(self, session: CalibrationSession, learn_scales: bool = False) -> None:
+        self.session = session
+        #: what is quantized now
+        self.switch = Switch()
+        self.learned = LearnedScales(session.plan) if learn_scales else None
+        self.phase = Phase.NEW
+        #: batches still to be observed, while OBSERVING
+        self.batches_left = 0
+        #: a validation runs through what would be exported at this moment
+        self.validating = False
+        self._forwards: ExitStack | None = None  # gives every module its own forward back; None while none is replaced
+        # A resumed run may stand between two observations: weights are newer than their ranges, and stay so.
+        self._resumed = False
+
+    def take(self, session: CalibrationSession) -> None:
+        """Go on with another session of the same model and scheme."""
+        if session is not self.session:
+            self.session.detach()
+        self.session = session
+        if self.learned is not None:
+            self.learned.follow(session.plan)
+
+    # ------------------------------------------------------------------ the forward
+
+    @torch.inference_mode(False)
+    def start(self, around: nn.Module | None = None) -> None:
+        """Let the modules run quantized, and know the ranges of their weights. Again: nothing happens.
+
+        Args:
+            around: what holds the model, and perhaps its torch.compile'd wrapper.
+        """
+        if self._forwards is not None:
+            return
+        with ExitStack() as stack:
+            if any(
+                hasattr(m, "_orig_mod") or m._compiled_call_impl is not None
+                for m in (around or self.session.model).modules()
+            ):
+                torch.compiler.reset()  # graphs compiled before do not see a new hook (of outputs), in silence
+                stack.callback(torch.compiler.reset)
+            targets = self.session.plan.targets
+            states = {target.module: tuple(target.states) for target in targets if target.states}
+            stack.enter_context(fake_quantized_states(self.session.model, states, self.switch))
+            for target in targets:
+                if not target.states:
+                    stack.callback(
+                        quantize_training_forward(target.module, self.switch, output="output" in target.args)
+                    )
+            self._forwards = stack.pop_all()
+        if self._resumed and self.is_quantized:
+            self._write_learned(refreshed=False)
+        else:
+            self.refresh_weights()
+        self._resumed = False
+
+    def stop(self) -> None:
+        """Give every module its own forward back. Can be called at any time."""
+        self.session.detach()
+        self.validating = False
+        if self._forwards is not None:
+            self._forwards.close()
+            self._forwards = None
+
+    @contextmanager
+    def unquantized(self) -> Iterator[None]:
+        """Run in full precision, unobserved, inside the ``with`` block."""
+        before = replace(self.switch)
+        self.switch.weights = self.switch.activations = False
+        try:
+            with self.session.paused():
+                yield
+        finally:
+            self.switch.weights, self.switch.activations = before.weights, before.activations
+
+    # ------------------------------------------------------------------ ranges
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether anything was calibrated."""
+        return any(get_scheme(target.module) is not None for target in self.session.plan.targets)
+
+    @property
+    def has_all_ranges(self) -> bool:
+        """Whether every range that data have to give is known (except of modules that data never reached)."""
+        return all(
+            has_range(target.module, base_name, args)
+            for target in self.session.plan.targets
+            if target.name not in self.session.skipped
+            for base_name, args in target.args.items()
+        )
+
+    @property
+    def can_refresh(self) -> bool:
+        """Whether data would change the range of an activation that is known."""
+        learned = self.learned is not None and self.learned.covers(("input", "output", *ATTENTION))
+        return self.session.needs_data and not learned
+
+    # ------------------------------------------------------------------ transitions
+
+    def begin_training_batch(self) -> bool:
+        """Put in force what the last validation found.
+
+        Returns:
+            Whether ranges of activations are due: nothing was observed yet, or a validation has ended.
+        """
+        self.validating = False
+        phase = self.phase
+        if phase is Phase.GATHERED:
+            self.write(weights=True)
+        elif phase is Phase.VALIDATED:  # weight averaging has swapped other weights in meanwhile
+            self.refresh_weights()
+        if phase is not Phase.OBSERVING:
+            self.phase = Phase.TRAINING
+        return phase in (Phase.NEW, Phase.VALIDATED)
+
+    def observe_training(self, batches: int) -> None:
+        """Observe so many training batches; :meth:`count_batch` after each writes the ranges after the last."""
+        self.session.attach(count_calls=False)
+        self.phase, self.batches_left = Phase.OBSERVING, batches
+
+    @torch.inference_mode(False)
+    def go_on_observing(self) -> None:
+        """After :meth:`stop` or :meth:`load_state_dict`: observe what is left to be observed."""
+        if self.phase is Phase.OBSERVING and not self.session.is_attached:
+            batches, seen = self.session.batches, dump_statistics(self.session.observers)
+            self.session.attach(count_calls=False)
+            load_statistics(self.session.observers, seen)
+            self.session.batches = batches
+
+    def count_batch(self) -> None:
+        """One of the batches of :meth:`observe_training` has ended; after the last the ranges are written."""
+        self.session.batches += 1
+        self.batches_left -= 1
+        if not self.batches_left:
+            self.write()
+
+    def begin_validation(self) -> None:
+        """Run through what would be exported at this moment, weights as they are now. Again: nothing happens."""
+        if self.validating:
+            return
+        self.end_observation()
+        self.refresh_weights()
+        self.switch.weights = self.switch.activations = True
+        self.validating = True
+
+    def observe_validation(self) -> None:
+        """Observe the validation that has begun; :meth:`gather` at its end."""
+        self.session.attach(count_calls=False)
+
+    def gather(self) -> None:
+        """End to observe a validation, and keep what was seen until the next training batch."""
+        self.session.detach()
+        self.phase = Phase.GATHERED
+
+    def end_validation(self) -> None:
+        """A validation between training batches has ended, or a resumed run has passed over it."""
+        self.validating = False
+        if self.phase is not Phase.GATHERED:
+            self.phase = Phase.VALIDATED
+
+    def end_observation(self) -> None:
+        """A validation has come before the last of the training batches: what was seen so far has to do."""
+        if self.phase is Phase.OBSERVING:
+            if self.session.batches:
+                self.write()
+            else:
+                self.give_up()
+
+    def give_up(self) -> None:
+        """End to observe, and forget what was seen."""
+        self.session.detach()
+        self.phase, self.batches_left = Phase.NEW, 0
+
+    def write(self, weights: bool = False) -> None:
+        """Write the ranges that data gave.
+
+        Args:
+            weights: observe the weights too (they are, if their observers want inputs).
+        """
+        wants_inputs = any(observer.needs_inputs for observer in self.session.observers.values())
+        self.session.finalize(weights=weights or wants_inputs)
+        self.phase, self.batches_left = Phase.TRAINING, 0
+        self._write_learned()
+
+    # ------------------------------------------------------------------ weights
+
+    def refresh_weights(self) -> None:
+        """Observe the weights as they are now, if they changed; write learned scales as they are now."""
+        session = self.session
+        excused = session.skipped | set(session.result.fallback if session.result is not None else ())
+        wanting = {name: o.lacks_inputs for (name, _), o in session.observers.items() if o.needs_inputs}
+        # What was seen differs from rank to rank until it is merged.
+        unfinished = self.phase in (Phase.OBSERVING, Phase.GATHERED) or not self.is_quantized
+        lacking = bool(wanting) and (unfinished or any(wanting[name] for name in wanting.keys() - excused))
+        unknown = any(get_scheme(target.module) is None for target in session.plan.targets)
+        if not lacking and (unknown or changed_since(session.model)):
+            session.finalize(activations=False)
+        self._write_learned()
+
+    @torch.inference_mode(False)
+    def _write_learned(self, refreshed: bool = True) -> None:
+        if self.learned is not None and self._forwards is not None:
+            self.learned.start()
+            # Refreshed are the zero points too, so scale and zero point are of the weights as they are now.
+            self.session.write_scales(self.learned.values(), of_present_weights=refreshed)
+
+    # ------------------------------------------------------------------ resume
+
+    @torch.inference_mode(False)
+    def state_dict(self) -> dict[str, Any]:
+        """What the session's own state does not hold: learned scales, and an observation that is not complete.
+
+        On several ranks every rank must call this, as Lightning does: they have seen different data.
+        """
+        session = self.session
+        state: dict[str, Any] = {"phase": self.phase.value, "left": self.batches_left, "batches": session.batches}
+        if self.phase in (Phase.OBSERVING, Phase.GATHERED):
+            state["observed"] = dump_observation(self._fed(), session.collectives)
+        else:  # what a weight's next observation needs, the same on all ranks
+            state["statistics"] = dump_statistics({key: o for key, o in session.observers.items() if o.needs_inputs})
+        if self.learned is not None:
+            state["learned"] = self.learned.state_dict()
+        return state
+
+    @torch.inference_mode(False)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a :meth:`state_dict`; learned scales keep the parameters that the optimizer has.
+
+        An observation that another number of ranks began is given up, where its statistics depend on the ranks.
+
+        Raises:
+            CalibrationError: its learned scales are of other modules.
+        """
+        self.session.detach()
+        self._resumed = True
+        self.phase, self.batches_left = Phase.of_state(state), state.get("left", 0)
+        self.session.batches = state.get("batches", 0)
+        load_statistics(self.session.observers, state.get("statistics", {}))
+        if "observed" in state and not load_observation(self._fed(), state["observed"], self.session.collectives):
+            self.give_up()
+        if self.learned is not None and "learned" in state:
+            self.learned.load_state_dict(state["learned"])
+
+    def _fed(self) -> dict[Key, Observer]:
+        """The observers that data reach."""
+        return {key: observer for key, observer in self.session.observers.items() if observer.observes_data}

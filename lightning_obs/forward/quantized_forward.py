@@ -1,0 +1,399 @@
+"""Run modules through fake quantization: calibrated ones inside :func:`quantized`, and a model in training.
+
+A module's ``forward`` is replaced, on the instance, by one that quantizes and dequantizes input, weight and output with
+gradients (``numerics.fake_quantize``) and otherwise computes as before. There is one such forward, so validation sees
+what training trained; its numbers are bit for bit those of compressed-tensors' and of the exported checkpoint.
+
+What makes this differ from compressed-tensors' own forward:
+
+* The quantized weight is a tensor of its own in autograd's graph; the parameter is never written to (compressed-tensors
+  swaps ``weight.data``). So it can be recomputed (activation checkpointing), gathered (FSDP2) and pruned meanwhile.
+* Every module with a weight matrix is quantized: convolutions and transformers' Conv1D too, their weight as a matrix.
+* A tensor whose range is not known yet passes unquantized.
+* Attention states are quantized where compressed-tensors' hooked modules read them, with gradients in its place.
+
+Nothing is registered in training: ``state_dict``, ``parameters()`` and ``buffers()`` of the model stay what they are.
+While a module runs inside :func:`quantized`, its quantization parameters are buffers that ``state_dict`` leaves out, so
+that they follow the model to a device (Lightning moves it there inside the ``with`` block); otherwise they are plain
+attributes (see ``qparams``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus, set_forward_quantized
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_obs.errors import CalibrationError, name_list, warn
+from lightning_obs.forward.attention import find_owner, hooked_attention, register_state_change
+from lightning_obs.forward.calls import replace_input
+from lightning_obs.forward.compile_stance import run_eagerly
+from lightning_obs.model.checksums import changed_since
+from lightning_obs.model.lora import adapters_of, refuse_unmerged
+from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
+from lightning_obs.model.weights import from_matrix, full_weight, to_matrix
+from lightning_obs.numerics.fake_quantize import fake_quantize as fake_quantize_with
+from lightning_obs.numerics.fake_quantize import fake_quantize_dynamic, learned_scale
+from lightning_obs.numerics.reshape import ATTENTION
+
+#: ``(value, base name)`` to what a module computes with; a weight comes and goes in its own shape
+Writer: TypeAlias = Callable[[torch.Tensor, str], torch.Tensor]
+
+_STATE = "quantized_forward"
+_INSIDE = "inside_quantized"
+#: of modules whose weight holds numbers of the format already
+_ON_THE_GRID = (QuantizationStatus.COMPRESSED, QuantizationStatus.DECOMPRESSED)
+
+
+@dataclass
+class Switch:
+    """What is quantized now; one for all modules of a model.
+
+    Attributes:
+        weights: weights.
+        activations: inputs and outputs.
+        writer: quantizes and dequantizes in numerics' place.
+    """
+
+    weights: bool = True
+    activations: bool = True
+    writer: Writer | None = None
+
+
+@dataclass
+class LearnedScale:
+    """A scale that is trained: the one that was found, and the logarithm of what it is multiplied by."""
+
+    calibrated: torch.Tensor
+    log_factor: nn.Parameter
+
+    def value(self) -> torch.Tensor:
+        """The scale now, with a gradient to the factor."""
+        return learned_scale(self.calibrated, self.log_factor)
+
+
+@dataclass
+class _Quantization:
+    """How a module runs quantized. Kept on it as a plain attribute, so that it is copied with it."""
+
+    switch: Switch = field(default_factory=Switch)
+    #: an instance's own forward that was there before (a wrapper of somebody else's)
+    before: Callable[..., Any] | None = None
+    #: a forward hook quantizes the output
+    output_by_hook: bool = False
+    #: off: the weight is a checkpoint's, rounded already, and a step would leave its grid
+    trainable: bool = True
+    #: base name -> scale; empty unless scales are learned
+    learned: dict[str, LearnedScale] = field(default_factory=dict)
+
+
+_DEFAULT = _Quantization()
+
+# ---------------------------------------------------------------------- entering and leaving
+
+
+@contextmanager
+def quantized(model: nn.Module) -> Iterator[nn.Module]:
+    """Run a calibrated model through fake quantization inside the ``with`` block.
+
+    Weights and activations of calibrated modules are quantized and dequantized at each forward, to the numbers of
+    compressed-tensors' own functions, so what comes out is what the exported checkpoint gives. Weights are not changed.
+    Blocks nest; the forward of every module is back as it was afterwards, also after an exception. No calibration
+    observes what runs inside, so ``validation_step`` can log a metric of the quantized model.
+
+    A :class:`CalibrationWarning` says that nothing was calibrated, so that the model runs in full precision, or which
+    parameters have changed since, so that these are not the numbers of a checkpoint. Where weights are sharded, all
+    ranks must enter the block.
+
+    Examples:
+        >>> from lightning_obs import CalibrationSession
+        >>> model = nn.Sequential(nn.Linear(4, 4, bias=False))
+        >>> _ = nn.init.constant_(model[0].weight, 0.3)
+        >>> with CalibrationSession(model, "W8A8"):
+        ...     pass
+        >>> with quantized(model):
+        ...     _ = model(torch.ones(1, 4))
+    """
+    refuse_unmerged(model, "quantized()")
+    if next(calibrated_modules(model), None) is None:
+        warn(f"quantized() runs {type(model).__name__} in full precision: it was not calibrated")
+    elif changed := changed_since(model):
+        warn(
+            f"quantized() runs {type(model).__name__} with scales that are older than {len(changed)} of its parameters "
+            f"and buffers: {name_list(changed)}. Calibrate the model as it is now."
+        )
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(_set(module, **{_INSIDE: True}))
+        attention: dict[nn.Module, dict[nn.Module, tuple[str, ...]]] = {}
+        for _, module in list(calibrated_modules(model)):
+            if states := quantized_states(module):
+                stack.callback(_register_qparams(module))
+                attention.setdefault(find_owner(model, module), {})[module] = states
+            else:
+                stack.callback(quantize_forward(module))
+        for owner, modules in attention.items():
+            stack.enter_context(fake_quantized_states(owner, modules, Switch()))
+        stack.enter_context(run_eagerly())
+        yield model
+
+
+def is_inside_quantized(module: nn.Module) -> bool:
+    """Whether the module is run by a :func:`quantized` block, which nothing observes."""
+    return _INSIDE in vars(module)
+
+
+def quantize_forward(module: nn.Module, *, trainable: bool = True, writer: Writer | None = None) -> Callable[[], None]:
+    """Let a calibrated module run quantized, its parameters as buffers, and return what undoes it.
+
+    Args:
+        module: copies and pickles of it run quantized too.
+        trainable: off: a gradient for its weight is an error.
+        writer: quantizes and dequantizes by operations of its own, also a weight that is on the grid already.
+    """
+    with ExitStack() as stack:
+        stack.callback(_register_qparams(module))
+        stack.callback(_replace_forward(module, Switch(writer=writer), trainable=trainable))
+        return stack.pop_all().close
+
+
+def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool = False) -> Callable[[], None]:
+    """Let a module train through fake quantization, and return what undoes it.
+
+    Args:
+        module: what of it has quantization parameters (``qparams.write_qparams``) is quantized, now or later.
+        switch: turns weights and activations on and off, at any time.
+        output: the module's scheme quantizes its output too. A forward hook does, so that an observer's hook can see
+            the output before.
+    """
+    _move_qparams(module)
+    with ExitStack() as stack:
+        stack.callback(_replace_forward(module, switch, output_by_hook=output))
+        adapters = adapters_of(module)
+        if adapters is not None:
+            # Hooks of the base layer see what they would see after merging: the adapters' sum is a part of its weight.
+            adapted = partial(_adapted_forward, adapters.layer)
+            stack.callback(_set(adapters.layer, forward=adapted))
+        if output:
+            stack.callback(module.register_forward_hook(_quantize_output_by_hook).remove)
+        return stack.pop_all().close
+
+
+@contextmanager
+def fake_quantized_states(
+    model: nn.Module, states: Mapping[nn.Module, Collection[str]], switch: Switch
+) -> Iterator[None]:
+    """Let attention read fake-quantized states, with gradients, inside the ``with`` block.
+
+    Args:
+        model: the transformers model that holds the attention modules.
+        states: attention modules, and which of q, k, v is quantized, now or when its range is known.
+        switch: turns activations, which states are, on and off.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(hooked_attention(model, states))
+        for module, names in states.items():
+            _move_qparams(module)
+            mine = _Quantization(switch)
+            stack.callback(_set(module, **{_STATE: mine}))
+            for name in names:
+                change = partial(_fake_quantize_state, module, name, mine)
+                stack.callback(register_state_change(module, name, change).remove)
+        yield
+
+
+def set_learned_scale(module: nn.Module, base_name: str, learned: LearnedScale) -> None:
+    """Take a scale that is trained in place of the module's own, until the training forward is undone."""
+    getattr(module, _STATE).learned[base_name] = learned
+
+
+def _replace_forward(
+    module: nn.Module, switch: Switch, *, output_by_hook: bool = False, trainable: bool = True
+) -> Callable[[], None]:
+    outer = getattr(module, _STATE, None)  # of a block around this one: quantizing twice is not the same
+    before = _own_forward(module) if outer is None else outer.before
+    if outer is not None:
+        output_by_hook, trainable = output_by_hook or outer.output_by_hook, trainable and outer.trainable
+    quantization = _Quantization(switch, before, output_by_hook, trainable)
+    plain_linear = before is None and type(module).forward is nn.Linear.forward
+    function: Callable[..., Any] = _linear_forward if plain_linear else _forward
+    forward = partial(function, module)  # a bound method would not pickle...
+    vars(forward)["__func__"] = function  # ...but compressed-tensors looks for its function
+    return _set(module, **{_STATE: quantization, "forward": forward})
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The instance's own forward, if it has one; compressed-tensors' quantized one stands for the class's."""
+    forward = vars(module).get("forward")
+    code = getattr(forward, "__code__", None)
+    return None if code is not None and code in set_forward_quantized.__code__.co_consts else forward
+
+
+def _set(module: nn.Module, **attributes: Any) -> Callable[[], None]:
+    """Set the instance's attributes, and return what restores those that were there."""
+    before = {name: vars(module).get(name) for name in attributes}
+    vars(module).update(attributes)
+
+    def undo() -> None:
+        for name, value in before.items():
+            if value is None:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = value
+
+    return undo
+
+
+def _move_qparams(module: nn.Module) -> None:
+    with torch.inference_mode(False):
+        for name, value in read_qparams(module).items():
+            setattr(module, name, value)  # on the module's device
+
+
+def _register_qparams(module: nn.Module) -> Callable[[], None]:
+    with torch.inference_mode(False):
+        plain = {name: value for name, value in read_qparams(module).items() if name not in module._buffers}
+    for name, value in plain.items():
+        delattr(module, name)
+        module.register_buffer(name, value, persistent=False)
+
+    def undo() -> None:
+        for name in plain:
+            value = module._buffers.get(name)
+            if value is not None:  # calibrated anew meanwhile: a plain attribute already
+                delattr(module, name)
+                setattr(module, name, value)
+
+    return undo
+
+
+# ---------------------------------------------------------------------- the forward
+
+
+def _linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # the name that nn.Linear has
+    weight = _weight_in_use(self)
+    assert weight is not None
+    weight = fake_quantize(self, weight, "weight")
+    output = F.linear(fake_quantize(self, input, "input"), weight, self.bias)
+    return output if getattr(self, _STATE).output_by_hook else fake_quantize(self, output, "output")
+
+
+def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    quantization = getattr(self, _STATE)
+    args, kwargs = replace_input(args, kwargs, lambda value: fake_quantize(self, value, "input"))
+    weight = quantized_weight(self)
+    # An entry of the instance's dict is found before its parameter. Pruning keeps the masked weight there already.
+    undo = _set(self, **({} if weight is None else {"weight": weight}))
+    try:
+        before = quantization.before
+        output = type(self).forward(self, *args, **kwargs) if before is None else before(*args, **kwargs)
+    finally:
+        undo()
+    return output if quantization.output_by_hook else _quantize_output(self, output)
+
+
+def _adapted_forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return self.base_layer(x, *args, **kwargs)  # type: ignore[operator]
+
+
+def _quantize_output_by_hook(module: nn.Module, args: Any, output: Any) -> Any:
+    return _quantize_output(module, output)
+
+
+def _quantize_output(module: nn.Module, output: Any) -> Any:
+    return fake_quantize(module, output, "output") if isinstance(output, torch.Tensor) else output
+
+
+def _fake_quantize_state(module: nn.Module, name: str, mine: _Quantization, state: torch.Tensor) -> torch.Tensor:
+    innermost = getattr(module, _STATE, None) is mine
+    return fake_quantize(module, state, name) if innermost else state
+
+
+def _weight_in_use(module: nn.Module) -> torch.Tensor | None:
+    weight = full_weight(module)
+    if weight is None or getattr(module, _STATE, _DEFAULT).trainable:
+        return weight
+    weight = weight.view_as(weight)  # a hook on the parameter itself would not pickle
+    if weight.requires_grad:
+        weight.register_hook(_refuse_training)
+    return weight
+
+
+def _refuse_training(gradient: torch.Tensor) -> None:
+    raise CalibrationError(
+        "the weights of a checkpoint that load_checkpoint loaded are rounded, they cannot be trained",
+        remedy="fine-tune the original model with QuantizationAwareTraining, or freeze these weights "
+        "(requires_grad_(False)).",
+    )
+
+
+def quantized_weight(module: nn.Module) -> torch.Tensor | None:
+    """The weight after quantize and dequantize, in its own shape, with gradients; None without a weight."""
+    weight = _weight_in_use(module)
+    if weight is not None and getattr(module, _STATE, _DEFAULT).switch.writer is not None:
+        return fake_quantize(module, weight, "weight")
+    matrix = None if weight is None else to_matrix(module, weight)
+    if weight is None or matrix is None:
+        return weight
+    quantized = fake_quantize(module, matrix, "weight")
+    return weight if quantized is matrix else from_matrix(module, quantized, weight.shape).contiguous()
+
+
+def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> torch.Tensor:
+    """Quantize and dequantize one tensor with the module's parameters, with gradients.
+
+    Args:
+        module: a calibrated module.
+        value: a weight ``(R, C)``, an activation ``(..., C)`` or an attention state ``(B, H, S, D)``.
+        base_name: weight, input, output, q, k or v.
+
+    Returns:
+        What compressed-tensors returns; ``value`` itself where nothing of it is quantized now: the scheme has nothing
+        for it, its range is not known yet, it is switched off, or it is a weight that is on the grid already.
+    """
+    quantization = getattr(module, _STATE, _DEFAULT)
+    args = _args(module, base_name) if _is_on(module, quantization.switch, base_name) else None
+    if args is None or not has_range(module, base_name, args):
+        return value
+    if quantization.switch.writer is not None:
+        return quantization.switch.writer(value, base_name)
+    global_scale = getattr(module, f"{base_name}_global_scale", None)
+    if args.dynamic:
+        return fake_quantize_dynamic(value, args, global_scale=global_scale)
+    learned = quantization.learned.get(base_name)
+    scale = getattr(module, f"{base_name}_scale") if learned is None else learned.value()
+    zero_point = getattr(module, f"{base_name}_zero_point", None)
+    tokens = 1 if base_name == "weight" else max(1, value.numel() // max(1, value.shape[-1]))
+    return fake_quantize_with(value, scale, zero_point, args, global_scale=global_scale, observations=tokens)
+
+
+def _is_on(module: nn.Module, switch: Switch, base_name: str) -> bool:
+    if base_name in ATTENTION:  # compressed-tensors' own switch is off there while states are hooked
+        return switch.activations
+    if not getattr(module, "quantization_enabled", True):
+        return False
+    if base_name != "weight":
+        return switch.activations
+    on_the_grid = getattr(module, "quantization_status", None) in _ON_THE_GRID
+    return switch.weights and (switch.writer is not None or not on_the_grid)
+
+
+def _args(module: nn.Module, base_name: str) -> QuantizationArgs | None:
+    scheme = get_scheme(module)
+    if scheme is None or base_name in ATTENTION:
+        return None if scheme is None else scheme.input_activations
+    return dict(scheme_args(scheme)).get(base_name)
+
+
+def has_range(module: nn.Module, base_name: str, args: QuantizationArgs) -> bool:
+    """Whether the parameters that ``args`` asks for are on the module; a dynamic range asks for none."""
+    if args.dynamic is True:
+        return True
+    return hasattr(module, f"{base_name}_{'global_scale' if args.dynamic else 'scale'}")

@@ -1,0 +1,264 @@
+"""Write a calibrated model as one ONNX file in QDQ form, for onnxruntime and other engines of ONNX.
+
+torch's exporter traces the model while its modules run the quantized forward, in which a weight is ``DequantizeLinear``
+of stored integers, and an input ``DequantizeLinear(QuantizeLinear(input))``. Engines look for these pairs around a
+convolution or matrix product and compute with integers where they can.
+
+Batch norms that read a convolution are folded away afterwards, for engines find no integer convolution where a batch
+norm stands between it and the next ``QuantizeLinear``. The integers stay what they are: the factor of each channel goes
+to the weight's scale, so nothing is rounded anew. (A negative factor makes a negative scale.)
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, quantize
+from torch import nn
+
+from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.forward.quantized_forward import quantize_forward
+from lightning_obs.model.checksums import changed_since
+from lightning_obs.model.lora import refuse_unmerged
+from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
+from lightning_obs.model.sharding import in_shards
+from lightning_obs.model.weights import from_matrix, rows_come_first, to_matrix
+
+#: the first with integers of 4 bits and scales of groups
+_OPSET = 21
+_PACKAGES = ("onnx", "onnxscript")
+_SUPPORTED = "integers of at most 8 bits for weights, of 8 bits with one calibrated range per tensor for activations"
+_REMEDY = "use INT8_STATIC or a weight-only integer scheme (W8A16, W4A16), or list them in `ignore`."
+
+
+def export_onnx(
+    model: nn.Module,
+    file: str | os.PathLike[str],
+    example: torch.Tensor | Sequence[Any] | Mapping[str, Any],
+    *,
+    dynamic_shapes: Any = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a calibrated model, or one that :func:`~lightning_obs.load_checkpoint` loaded, as a QDQ ONNX file.
+
+    Weights are stored as the checkpoint's integers (int8; int4 at 4 bits and less), so the file has about a quarter of
+    the float one's bytes at 8 bits. What it computes is what :func:`~lightning_obs.quantized` does, up to the order of
+    floating point operations. Needs the packages of the extra ``onnx``; opset 21.
+
+    Args:
+        model: in evaluation mode, in float32. It is not changed.
+        file: written whole or not at all.
+        example: what the model is traced with: one tensor, positional arguments, or keyword arguments.
+        dynamic_shapes: which dimensions may vary, as :func:`torch.export.export` takes it; none by default. A batch of
+            any size: ``({0: torch.export.Dim.DYNAMIC},)``.
+        overwrite: replace ``file``.
+
+    Returns:
+        The file.
+
+    Raises:
+        CalibrationError: the model was not calibrated, has changed since, or is in training; a scheme that QDQ cannot
+            express (floating point formats, dynamic ranges, groups of a convolution's weight, attention states);
+            torch's exporter cannot trace the model; the file is there, or cannot be written.
+
+    Reference:
+        ONNX operators QuantizeLinear and DequantizeLinear, version 21.
+    """
+    file = Path(file)
+    _check_packages()
+    _check_model(model)
+    if file.exists() and not (overwrite and file.is_file()):
+        raise CalibrationError(f"{file} is already there", remedy="choose another name, or set overwrite=True.")
+    program = _traced(model, example, dynamic_shapes)
+    from lightning_obs.onnx.graph import fold_batch_norms, remove_unused, store_4_bit
+
+    fold_batch_norms(program.model)
+    store_4_bit(program.model, set(_codes_of_4_bits(model)))
+    remove_unused(program.model)
+    _save(program, file)
+    return file
+
+
+def _check_packages() -> None:
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    refuse(missing, "packages are not installed", remedy='pip install "lightning-obs[onnx]".')
+
+
+def _check_model(model: nn.Module) -> None:
+    calibrated = dict(calibrated_modules(model))
+    if not calibrated:
+        raise CalibrationError(
+            f"{type(model).__name__} was not calibrated", remedy="run CalibrationSession or CalibrationCallback first."
+        )
+    refuse_unmerged(model, "an ONNX file")
+    refuse(
+        changed_since(model),
+        "parameters and buffers have changed since the model was calibrated",
+        remedy="calibrate the model as it is now, then export.",
+    )
+    if model.training:
+        raise CalibrationError(f"{type(model).__name__} is in training mode", remedy="model.eval() first.")
+    refuse(
+        [name for name, module in model.named_modules() if in_shards(module)],
+        "weights are sharded over ranks",
+        remedy="export_checkpoint, then load_checkpoint in one process and export_onnx there.",
+    )
+    refuse(
+        [name for name, module in calibrated.items() if quantized_states(module)],
+        "ONNX has no quantized attention states",
+        remedy="leave the kv cache in full precision.",
+    )
+    refuse(
+        sorted({f"{n} ({p.dtype})" for n, p in model.named_parameters() if p.dtype != torch.float32}),
+        "the model is not in float32, which onnxruntime's integer kernels expect",
+        remedy="calibrate it in float32.",
+    )
+    reasons: dict[str, list[str]] = {}
+    for name, module in calibrated.items():
+        for base, args in scheme_args(get_scheme(module)):
+            if (reason := _unsupported(module, base, args)) is not None:
+                reasons.setdefault(reason, []).append(f"{name} ({base})")
+    for reason, names in reasons.items():
+        refuse(names, f"QDQ ONNX cannot hold {reason}", expected=_SUPPORTED, remedy=_REMEDY)
+
+
+def _unsupported(module: nn.Module, base: str, args: QuantizationArgs) -> str | None:
+    """Why an ONNX file cannot hold it, or None."""
+    if args.type != "int":
+        return f"{args.num_bits}-bit floating point"
+    if base != "weight":
+        if args.dynamic is not False:
+            return "activations whose range is found at run time"
+        whole = args.strategy == QuantizationStrategy.TENSOR and args.num_bits == 8
+        return None if whole else f"{args.num_bits}-bit activations per {args.strategy.value}"
+    if args.num_bits > 8:
+        return f"{args.num_bits}-bit weights"
+    if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
+        return None
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    if args.strategy == QuantizationStrategy.GROUP and weight.ndim == 2 and rows_come_first(module):
+        return "weights in activation order" if hasattr(module, "weight_g_idx") else None
+    return f"weights of {weight.ndim} dimensions per {args.strategy.value}"
+
+
+# ---------------------------------------------------------------------- tracing
+
+
+class _Linear:
+    """QuantizeLinear and DequantizeLinear of one module's tensors, as torch's exporter writes them.
+
+    The tensors that they read are buffers of the module meanwhile, from which the initializers have their names.
+    Activations are written unsigned, 128 higher and with a zero point that is: the same numbers, and what
+    onnxruntime's kernels for x86 take (1.30 turns signed ones around itself, and fails where a matrix product has three
+    dimensions).
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.attributes: dict[str, dict[str, int]] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+        scheme, qparams = get_scheme(module), read_qparams(module)
+        assert scheme is not None
+        for base, args in scheme_args(scheme):
+            scale = qparams[f"{base}_scale"]
+            zero = qparams.get(f"{base}_zero_point", torch.zeros_like(scale)).to(torch.int8)
+            if base != "weight":
+                zero = (zero.short() + 128).to(torch.uint8)
+            self.attributes[base] = {}
+            if base == "weight":
+                self.buffers["weight_codes"], self.attributes[base] = _codes(module, scale, zero, args)
+            grouped = args.strategy == QuantizationStrategy.GROUP
+            shape = scale.shape if grouped else (-1,) if args.strategy == QuantizationStrategy.CHANNEL else ()
+            self.buffers |= {f"{base}_step": scale.float().reshape(shape), f"{base}_zero": zero.reshape(shape)}
+
+    def __call__(self, value: torch.Tensor, base: str) -> torch.Tensor:
+        """The nodes for one tensor; of a weight, the codes stand for ``value``."""
+        step, zero = getattr(self.module, f"{base}_step"), getattr(self.module, f"{base}_zero")
+        if base == "weight":
+            codes = self.module.weight_codes
+        else:
+            codes = _node("QuantizeLinear", (value, step, zero), {}, torch.uint8, value.shape)
+        return _node("DequantizeLinear", (codes, step, zero), self.attributes[base], value.dtype, value.shape)
+
+
+def _node(
+    name: str, inputs: tuple[Any, ...], attributes: dict[str, Any], dtype: torch.dtype, shape: Sequence[int]
+) -> torch.Tensor:
+    return torch.onnx.ops.symbolic(name, inputs, attributes, dtype=dtype, shape=shape, version=_OPSET)
+
+
+def _codes(
+    module: nn.Module, scale: torch.Tensor, zero: torch.Tensor, args: QuantizationArgs
+) -> tuple[torch.Tensor, dict[str, int]]:
+    """A weight's integers in its own shape, and how scales lie along it."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    matrix = to_matrix(module, weight.detach())
+    assert matrix is not None
+    codes = quantize(matrix, scale, zero, args, dtype=torch.int8)
+    if args.strategy == QuantizationStrategy.GROUP:
+        attributes = {"axis": 1, "block_size": int(args.group_size or 1)}
+    else:
+        attributes = {"axis": 0 if rows_come_first(module) else 1}
+    return from_matrix(module, codes, weight.shape).contiguous(), attributes
+
+
+@contextmanager
+def _in_qdq(model: nn.Module) -> Iterator[None]:
+    with ExitStack() as stack:
+        for _, module in list(calibrated_modules(model)):
+            linear = _Linear(module)
+            for name, value in linear.buffers.items():
+                module.register_buffer(name, value, persistent=False)
+                stack.callback(delattr, module, name)
+            stack.callback(quantize_forward(module, writer=linear))
+        yield
+
+
+def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> Any:
+    keyword = dict(example) if isinstance(example, Mapping) else {}
+    positional = () if keyword else (example,) if isinstance(example, torch.Tensor) else tuple(example)
+    with _in_qdq(model), torch.inference_mode(False), torch.no_grad():
+        try:
+            return torch.onnx.export(
+                model,
+                positional,
+                kwargs=keyword,
+                dynamo=True,
+                opset_version=_OPSET,
+                dynamic_shapes=dynamic_shapes,
+                verbose=False,
+            )
+        except Exception as error:  # the exporter's own, of many kinds
+            raise CalibrationError(
+                f"torch's ONNX exporter cannot export {type(model).__name__}",
+                got=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+                remedy="see torch.onnx.export(model, example, dynamo=True); the model has to be traceable.",
+            ) from error
+
+
+def _codes_of_4_bits(model: nn.Module) -> Iterator[str]:
+    for name, module in calibrated_modules(model):
+        scheme = get_scheme(module)
+        if scheme is not None and scheme.weights is not None and scheme.weights.num_bits <= 4:
+            yield f"{name}.weight_codes" if name else "weight_codes"
+
+
+def _save(program: Any, file: Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".lightning_obs.", dir=file.parent) as folder:
+            program.save(Path(folder) / file.name)
+            os.replace(Path(folder) / file.name, file)
+    except OSError as error:
+        raise CalibrationError(
+            f"{file} cannot be written", got=str(error), remedy="choose a folder on a disk that has room."
+        ) from error

@@ -1,0 +1,81 @@
+"""How one rank talks to the others: a reduction, and a gather of objects; nothing else is ever needed.
+
+Who holds parts of weights asks here too, so that torch.distributed is called in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import distributed as dist
+
+from lightning_obs.ranks.failures import all_ranks_answer
+
+Op: TypeAlias = Literal["sum", "min"]
+
+
+def _alone(tensor: torch.Tensor, op: Op) -> torch.Tensor:
+    return tensor
+
+
+def _only(thing: Any) -> list[Any]:
+    return [thing]
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """How this rank talks to the others. The default is a single device, which talks to nobody.
+
+    Attributes:
+        reduce: ``(tensor, op) -> tensor`` over all ranks, op ``"sum"`` or ``"min"``; may work in place. Called with
+            contiguous one-dimensional tensors of int32, int64 or float64, of the same shape on every rank. In
+            Lightning: ``lambda tensor, op: trainer.strategy.reduce(tensor, reduce_op=op)``.
+            Each rank must see different data, or sums count it twice: under tensor parallelism, reduce over the
+            data-parallel group.
+        gather_object: ``object -> list``: every rank's object, in the order of the ranks.
+        rank: of this process, its place in that list.
+        size: how many ranks there are.
+        device: where reductions take place, and where statistics go that this rank did not have.
+    """
+
+    reduce: Callable[[torch.Tensor, Op], torch.Tensor] = _alone
+    gather_object: Callable[[Any], list[Any]] = _only
+    rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    size: int = 1
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Collectives:
+        """Those of ``torch.distributed``, over the ranks of a process group; by default over all."""
+        if device is None:
+            on_host = "gloo" in dist.get_backend(group)
+            device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+
+        def reduce(tensor: torch.Tensor, op: Op) -> torch.Tensor:
+            with all_ranks_answer():
+                dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MIN, group=group)
+            return tensor
+
+        return cls(
+            reduce, partial(gather_objects, group=group), dist.get_rank(group), device, dist.get_world_size(group)
+        )
+
+
+def gather_objects(thing: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's object, in the order of the ranks."""
+    objects: list[Any] = [None] * dist.get_world_size(group)
+    with all_ranks_answer():
+        dist.all_gather_object(objects, thing, group=group)
+    return objects
+
+
+def add_up(tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """Add the ranks' tensors up in place, in one group of ranks after the other."""
+    for group in groups:
+        with all_ranks_answer():
+            dist.all_reduce(tensor, group=group)
+    return tensor

@@ -1,0 +1,133 @@
+"""The observer of each tensor, chosen on batches that it did not observe."""
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from lightning_obs import CalibrationError, CalibrationOptions, CalibrationSession, choose_observers
+from lightning_obs.choice.observer_choice import _choose
+from lightning_obs.choice.sensitivity import Group, Sensitivity, sensitivity
+from lightning_obs.schemes.config import resolve_config
+
+INT4 = {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}
+
+
+@pytest.fixture
+def classifier():
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
+
+
+@pytest.fixture
+def outliers():
+    """Six batches; one value of a hundred is fifty times as large as the others, in a column that is not used."""
+    x = torch.randn(6, 64, 32)
+    x[:, :, 0] = 0
+    x[:, ::10, 0] = 200
+    return x
+
+
+def test_a_range_that_clips_what_does_not_matter_is_chosen(classifier, outliers):
+    with torch.no_grad():
+        classifier[0].weight[:, 0] = 0
+    choice = choose_observers(
+        classifier, outliers, "INT8_STATIC", {"input": [{"name": "percentile", "percentile": 99.0}]}
+    )
+    assert choice.observers["0"]["input"] == {"name": "percentile", "percentile": 99.0}
+    assert choice.losses["input"]["percentile(percentile=99.0)"] < 0.1 * choice.losses["input"]["static_minmax"]
+
+
+def test_a_range_that_clips_what_matters_is_not(classifier):
+    candidates = {"input": [{"name": "percentile", "percentile": 80.0}]}
+    choice = choose_observers(classifier, torch.randn(6, 64, 32), "INT8_STATIC", candidates)
+    assert {of_module["input"]["name"] for of_module in choice.observers.values()} == {"static_minmax"}
+
+
+def test_the_choice_is_never_worse_than_any_candidate_on_what_was_held_out(classifier, outliers):
+    choice = choose_observers(classifier, outliers, "INT8_STATIC")
+    assert set(choice.losses) == {"input", "weight"}
+    assert "static_minmax" in choice.losses["input"]
+    for base_name, losses in choice.losses.items():
+        assert choice.chosen[base_name] <= min(losses.values())
+
+
+def test_the_losses_are_those_of_the_batches_that_were_held_out(classifier, outliers):
+    choice = choose_observers(classifier, outliers, "INT8_STATIC", {"input": ["static_minmax"]})
+    measured = sensitivity(classifier, outliers[1::2], {"x": "INT8_STATIC"}, calibration=outliers[0::2])
+    total = sum(group.losses["x"] for group in measured.groups)
+    assert choice.losses["input"]["static_minmax"] == pytest.approx(total)
+
+
+def test_the_choice_calibrates_as_any_scheme(classifier, outliers):
+    choice = choose_observers(classifier, outliers, "INT8_STATIC", ignore=["2"])
+    with CalibrationSession(classifier, choice.config) as session:
+        for batch in outliers:
+            classifier(batch)
+    assert session.result.modules == ["0"]
+    for base_name in ("input", "weight"):
+        args = session.observers["0", base_name].args
+        assert {"name": args.observer, **args.observer_kwargs} == choice.observers["0"][base_name]
+
+
+def test_modules_that_are_fused_have_one_observer(tiny_llama, batches):
+    choice = choose_observers(tiny_llama(), batches, INT4, ignore=["lm_head"])
+    for layer in range(2):
+        attention = [choice.observers[f"model.layers.{layer}.self_attn.{name}_proj"] for name in "qkv"]
+        assert attention[0] == attention[1] == attention[2]
+    assert "static_minmax" not in choice.losses.get("input", {})
+
+
+def test_observers_that_do_not_fit_are_left_out_unless_they_are_asked_for(classifier, outliers):
+    scheme = {**INT4, "input_activations": {"num_bits": 8, "strategy": "tensor"}}
+    assert "histogram" in choose_observers(classifier, outliers, scheme).losses["input"]
+    with pytest.raises(CalibrationError, match="one histogram of 512 KiB per scale"):
+        choose_observers(classifier, outliers, INT4, {"weight": ["histogram"]})
+
+
+def test_the_table_says_by_how_much(classifier, outliers):
+    choice = choose_observers(classifier, outliers, "INT8_STATIC", {"input": ["minmax"]})
+    console = Console(width=120, force_terminal=False)
+    with console.capture() as shown:
+        console.print(choice.table())
+    assert f"{choice.losses['input']['minmax']:.4g}" in shown.get()
+    assert f"{choice.chosen['input']:.4g}" in shown.get()
+
+
+@pytest.mark.parametrize("scheme", ["INT8_STATIC", "W8A8"])
+def test_nothing_to_choose_is_an_error(classifier, outliers, scheme):
+    with pytest.raises(CalibrationError, match="there is no observer to choose"):
+        choose_observers(classifier, outliers, scheme, {})
+
+
+def test_observers_of_attention_states_are_refused(classifier, outliers):
+    with pytest.raises(CalibrationError, match="observers are chosen for input and weight: k"):
+        choose_observers(classifier, outliers, "INT8_STATIC", {"k": ["minmax"]})
+
+
+def test_one_batch_is_too_few(classifier, outliers):
+    with pytest.raises(CalibrationError, match="too few batches"):
+        choose_observers(classifier, outliers[:1], "INT8_STATIC")
+
+
+def test_observers_auto_names_the_way():
+    with pytest.raises(CalibrationError, match=r"observers\. Got 'auto'.*choose_observers\(model, batches, scheme\)"):
+        CalibrationOptions("INT8_STATIC", observers="auto")
+
+
+def test_a_tensor_leaves_the_overall_best_observer_only_for_one_that_is_clearly_better():
+    base = resolve_config("INT8_STATIC")
+    (scheme,) = base.config_groups.values()
+    tried = {"input": [{"name": "static_minmax"}, {"name": "minmax"}]}
+    losses = {"overall": (1.0, 5.0), "little": (1.0, 0.9), "clearly": (1.0, 0.5)}
+    groups = [
+        Group((name,), 8, {"input: static_minmax": first, "input: minmax": second}, {})
+        for name, (first, second) in losses.items()
+    ]
+    measured = Sensitivity(groups, {}, {"input: minmax": dict.fromkeys(losses, scheme)})
+    choice = _choose(measured, base, tried)
+    assert {name: of["input"]["name"] for name, of in choice.observers.items()} == {
+        "overall": "static_minmax",
+        "little": "static_minmax",
+        "clearly": "minmax",
+    }
+    assert choice.chosen == {"input": 2.5}

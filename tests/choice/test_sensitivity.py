@@ -1,0 +1,196 @@
+"""Each layer's estimated effect on the model's predictions."""
+
+import copy
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, linearize_experts, sensitivity
+from lightning_obs.forward.quantized_forward import quantize_forward
+from tests.moe_models import tiny_moe
+
+INT4 = {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}
+INT8 = {"weights": {"num_bits": 8, "strategy": "channel"}}
+
+
+@pytest.fixture
+def classifier():
+    """Three layers of which the last matters most: what the first does is nearly lost in the second."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16))
+    with torch.no_grad():
+        model[2].weight.mul_(0.01)
+        model[2].bias.uniform_(0.5, 1)
+    return model
+
+
+def divergence(model, x, layer, scheme):
+    """The truth: the mean KL divergence with one layer quantized."""
+    with torch.no_grad():
+        plain = model(x).double().log_softmax(-1)
+        calibrated = copy.deepcopy(model)
+        with CalibrationSession(calibrated, scheme) as session:
+            if session.needs_data:
+                calibrated(x)
+        undo = quantize_forward(calibrated.get_submodule(layer))
+        moved = calibrated(x).double().log_softmax(-1)
+        undo()
+    return nn.functional.kl_div(moved, plain, log_target=True, reduction="batchmean").item()
+
+
+@pytest.mark.parametrize("scheme", [INT4, "INT8_STATIC", "W8A8"], ids=["int4", "static", "dynamic"])
+def test_the_estimate_is_the_divergence_with_one_layer_quantized(classifier, scheme):
+    x = torch.randn(2048, 32)
+    found = sensitivity(classifier, [x], {"scheme": scheme})
+    for name, estimate in found.layers["scheme"].items():
+        assert estimate == pytest.approx(divergence(classifier, x, name, scheme), rel=0.25)
+    assert found.tokens == 2048
+
+
+def test_candidates_with_other_parameters_do_not_share_them(classifier):
+    """Zero points, global scales and input scales of one are not seen by the next."""
+    x = torch.randn(256, 32)
+    asymmetric = {"weights": {**INT4["weights"], "symmetric": False}}
+    together = {"asymmetric": asymmetric, "int4": INT4, "static": "INT8_STATIC", "nvfp4": "NVFP4", "dynamic": "W8A8"}
+    found = sensitivity(classifier, [x], together, reload="unchecked")
+    for name, scheme in together.items():
+        alone = sensitivity(classifier, [x], {name: scheme}, reload="unchecked")
+        assert found.layers[name] == pytest.approx(alone.layers[name])
+
+
+def test_the_estimate_is_right_on_average_where_errors_of_tokens_agree(tiny_llama, batches):
+    """Every sequence in one block, many signs: nothing is left out, and the noise averages out."""
+    model, ids = tiny_llama(), torch.cat([batch["input_ids"] for batch in batches])[:, :8]
+    found = sensitivity(model, [{"input_ids": ids.repeat(64, 1)}], {"int4": INT4}, ignore=["lm_head"])
+    name = "model.layers.1.mlp.down_proj"
+    with torch.no_grad():
+        plain = model(ids).logits.log_softmax(-1)
+        with CalibrationSession(model, INT4, ignore=["lm_head"]):
+            pass
+        undo = quantize_forward(model.get_submodule(name))
+        moved = model(ids).logits.log_softmax(-1)
+        undo()
+    truth = (plain.exp() * (plain - moved)).sum(-1).mean().item()
+    assert found.layers["int4"][name] == pytest.approx(truth, rel=0.15)
+
+
+def test_more_bits_cost_less_and_full_precision_nothing(classifier):
+    found = sensitivity(classifier, [torch.randn(64, 32)], {"int4": INT4, "int8": INT8, "none": None})
+    assert [group.names for group in found.groups] == [("0",), ("2",), ("4",)]
+    for group in found.groups:
+        assert group.losses["int4"] > group.losses["int8"] > group.losses["none"] == 0
+    assert found.layers["int4"]["4"] > 100 * found.layers["int4"]["0"]
+
+
+def test_modules_that_are_fused_are_measured_together(tiny_llama, batches):
+    found = sensitivity(tiny_llama(), batches, {"int4": INT4}, ignore=["lm_head"])
+    first, *_ = found.groups
+    assert first.names == tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
+    assert len(found.groups) == 8
+    alone = sum(found.layers["int4"][name] for name in first.names)
+    assert first.losses["int4"] != pytest.approx(alone, rel=1e-6)  # their errors meet in one attention
+    assert first.losses["int4"] == pytest.approx(alone, rel=0.9)
+
+
+def test_all_experts_of_a_layer_are_one_group():
+    model = tiny_moe("qwen3_moe")
+    linearize_experts(model)
+    ids = torch.randint(3, 64, (2, 16))
+    found = sensitivity(model, [ids], {"int8": INT8}, ignore=["lm_head", "re:.*gate$"])
+    groups = [group for group in found.groups if any("experts" in name for name in group.names)]
+    assert len(groups) == model.config.num_hidden_layers
+    assert all("experts" in name for group in groups for name in group.names)
+    assert all(group.losses["int8"] > 0 for group in groups)
+
+
+def test_the_model_is_what_it_was(classifier):
+    classifier.train()
+    classifier[0].weight.requires_grad_(False)
+    with CalibrationSession(classifier, "FP8_DYNAMIC"):
+        pass
+    scale, before = classifier[0].weight_scale, {k: v.clone() for k, v in classifier.state_dict().items()}
+    sensitivity(classifier, [torch.randn(8, 32)], {"int4": INT4, "static": "INT8_STATIC"})
+    assert classifier.training
+    assert [p.requires_grad for p in classifier.parameters()] == [False, True, True, True, True, True]
+    assert all(p.grad is None for p in classifier.parameters())
+    assert classifier[0].weight_scale is scale
+    assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in classifier.modules())
+    assert all(torch.equal(value, before[key]) for key, value in classifier.state_dict().items())
+
+
+def test_an_error_leaves_the_model_as_it_was(classifier):
+    with pytest.raises(RuntimeError):
+        sensitivity(classifier, [torch.randn(8, 32), torch.randn(8, 7)], {"static": "INT8_STATIC"})
+    assert all(p.requires_grad for p in classifier.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in classifier.modules())
+    assert not hasattr(classifier[0], "quantization_scheme")
+
+
+def test_the_same_seed_gives_the_same_numbers(classifier):
+    x = torch.randn(8, 32)
+    first, second, other = (sensitivity(classifier, [x], {"int4": INT4}, seed=seed).layers for seed in (0, 0, 1))
+    assert first == second != other
+
+
+def test_without_data_the_error_of_the_weights_is_all_there_is(classifier):
+    found = sensitivity(classifier, None, {"int4": INT4, "int8": INT8})
+    assert (found.method, found.tokens) == ("weight error", 0)
+    weight = classifier[0].weight.detach()
+    scale = weight.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True) / 7.5
+    rounded = (weight.unflatten(1, (-1, 32)) / scale).round().clamp(-8, 7) * scale
+    expected = (rounded.flatten(1) - weight).square().sum() / weight.square().sum()
+    assert found.layers["int4"]["0"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scheme", [INT4, {"weights": {**INT4["weights"], "symmetric": False}}, "INT8_STATIC", "FP8"])
+def test_sizes_are_what_an_export_writes(scheme, dtype, tmp_path):
+    model, x = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16)).to(dtype), torch.randn(4, 64, dtype=dtype)
+    found = sensitivity(model, [x], {"scheme": scheme, "none": None}, reload="unchecked")
+    with CalibrationSession(model, scheme, reload="unchecked") as session:
+        if session.needs_data:
+            model(x)
+    with safe_open(export_checkpoint(model, tmp_path / "out") / "model.safetensors", "pt") as file:
+        written = {key: file.get_tensor(key).nbytes for key in file.keys() if not key.endswith("bias")}  # noqa: SIM118
+    assert sum(group.sizes["scheme"] for group in found.groups) == sum(written.values())
+    assert sum(group.sizes["none"] for group in found.groups) == dtype.itemsize * found.weights
+
+
+def test_candidates_that_observe_need_data(classifier):
+    with pytest.raises(CalibrationError, match=r"candidates that observe data were given none: static"):
+        sensitivity(classifier, None, {"static": "INT8_STATIC", "int8": INT8})
+
+
+@pytest.mark.parametrize("schemes", ["FP8", {}, {"none": None}, [None], 3])
+def test_what_are_no_candidates_is_refused(classifier, schemes):
+    with pytest.raises(CalibrationError, match="schemes"):
+        sensitivity(classifier, None, schemes)
+
+
+def test_a_candidate_that_stands_twice_is_refused(classifier):
+    with pytest.raises(CalibrationError, match="a candidate scheme stands twice: FP8"):
+        sensitivity(classifier, None, ["FP8", None, "FP8"])
+
+
+def test_a_model_without_logits_is_refused(classifier):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = classifier
+
+        def forward(self, x):
+            return self.inner(x), x
+
+    with pytest.raises(CalibrationError, match="measured on logits"):
+        sensitivity(Pair(), [torch.randn(2, 32)], {"int8": INT8})
+
+
+def test_logits_that_are_not_finite_are_refused(classifier):
+    with pytest.raises(CalibrationError, match="logits are not finite"):
+        sensitivity(classifier, [torch.full((2, 32), float("inf"))], {"int8": INT8})
+
+
+def test_attention_states_are_refused(tiny_llama, batches):
+    with pytest.raises(CalibrationError, match="attention states have no weights"):
+        sensitivity(tiny_llama(), batches, {"fp8": "FP8"}, ignore=["lm_head"], kv_cache="FP8")
