@@ -14,7 +14,7 @@ from lightning_obs import (
     load_checkpoint,
     quantized,
 )
-from lightning_obs.checkpoint import onnx_file
+from lightning_obs.onnx import export as onnx_file
 
 WEIGHTS = {"num_bits": 8, "strategy": "channel"}
 INPUTS = {"num_bits": 8, "observer": "static_minmax"}
