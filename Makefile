@@ -10,7 +10,7 @@ IMAGE_PACKAGES := timm torchvision
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test lint fast docs parity engines benchmarks benchmarks-parity clean
+.PHONY: demo test lint fast nightly docs parity engines benchmarks benchmarks-parity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -21,7 +21,10 @@ test: $(VENV)/.installed-test
 	$(PYTEST)
 
 fast: $(VENV)/.installed-test
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not nightly"
+
+nightly: $(VENV)/.installed-test
+	$(PYTEST) -m nightly
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

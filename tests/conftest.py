@@ -25,6 +25,11 @@ settings.load_profile("seeded")
 VOCAB = 128
 
 
+def pytest_collection_modifyitems(items):
+    """Slow tests first: at the end, workers share the many short ones, and none is left alone with a long one."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
