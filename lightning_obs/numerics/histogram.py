@@ -29,9 +29,9 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization.lifecycle import fake_quantize
 
-from lightning_obs.numerics import kernels
+from lightning_obs.numerics.candidates import improves, visited
 from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.patience import Patience
+from lightning_obs.numerics.kernels import launch, reductions
 from lightning_obs.numerics.qparams import compute_qparams
 
 BINS = 1 << 16
@@ -144,13 +144,6 @@ def percentile_range(
     return values[at[0]].to(low.dtype), values[at[1]].to(high.dtype)
 
 
-def shrunk_ranges(low: torch.Tensor, high: torch.Tensor, factors: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Candidate ranges ``(C, *shape)``: the range times each factor, rounded in its own dtype as its scale will be."""
-    dtype = torch.promote_types(low.dtype, torch.float32)
-    each = torch.tensor(factors, dtype=dtype, device=low.device).view(-1, *[1] * low.ndim)
-    return (low.to(dtype) * each).to(low.dtype), (high.to(dtype) * each).to(high.dtype)
-
-
 def candidate_errors(
     found: Support, lows: torch.Tensor, highs: torch.Tensor, args: QuantizationArgs, norm: float
 ) -> torch.Tensor:
@@ -237,20 +230,13 @@ def candidate_divergences(
 def select_candidate(errors: torch.Tensor, patience: int | None = None) -> torch.Tensor:
     """Index ``(Q,)`` of the first least error in ``(C, Q)``.
 
-    The search ends after ``patience`` candidates in a row that improved none of the Q: what lies behind is not looked
-    at, as in the search that goes through the data. None looks at all.
+    The search ends after ``patience`` candidates in a row that improved none of the Q scales, as the search that goes
+    through the data does; None: it visits all.
     """
-    if patience is None:
-        return errors.nan_to_num(nan=torch.inf, posinf=torch.inf).argmin(0)
-    best = torch.full_like(errors[0], torch.inf)
-    index = torch.zeros_like(best, dtype=torch.long)
-    count = Patience(patience)
-    for i, error in enumerate(errors):
-        improved = error < best
-        best, index = torch.where(improved, error, best), index.masked_fill(improved, i)
-        if count.ends(bool(improved.any())):
-            break
-    return index
+    errors = errors.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    if patience is not None:
+        errors = errors[: visited(improves(errors).any(1).tolist(), patience)]
+    return errors.argmin(0)
 
 
 def _quantized_with_each(
@@ -276,7 +262,7 @@ def _power_(value: torch.Tensor, norm: float) -> torch.Tensor:
 
 def _count_flat(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Counts ``(65536,)``, smallest and largest of a flat tensor."""
-    counts = kernels.count_values(values) if kernels.can_read(values) else _count_plainly(values)
+    counts = reductions.count_values(values) if launch.can_read(values) else _count_plainly(values)
     # Reading few values again is faster than looking through the bins.
     if values.dtype != torch.bfloat16 or len(values) <= _TILE:
         return counts, *torch.aminmax(values)

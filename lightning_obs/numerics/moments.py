@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_obs.numerics import kernels
+from lightning_obs.numerics.kernels import launch, reductions
+from lightning_obs.numerics.reshape import tile_size
 
-_TILE = 1 << 16  # elements in float64 at once: 512 KiB
+_TILE = 1 << 16  # elements in float64 at once on a CPU: 512 KiB
 
 
 class Moments(NamedTuple):
@@ -34,8 +35,9 @@ def measure_moments(observed: torch.Tensor) -> Moments:
     flat = observed.flatten(1, -2)
     rows, count, columns = flat.shape
     sums, squares = torch.zeros(2, count, dtype=torch.float64, device=observed.device)
-    width = max(1, min(columns, _TILE))
-    height = max(1, _TILE // width)
+    tile_values = tile_size(observed.device, _TILE)
+    width = max(1, min(columns, tile_values))
+    height = max(1, tile_values // width)
     for part in flat.split(max(1, height // max(1, count))):
         for start, band in zip(range(0, count, height), part.split(height, dim=1), strict=True):
             for tile in band.split(width, dim=2):
@@ -66,9 +68,9 @@ def channel_squares(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     rows = value.reshape(-1, value.shape[-1])
     number = torch.tensor([len(rows)], device=value.device)
-    if kernels.can_read(rows) and rows.stride(1) == 1:
-        return kernels.channel_squares(rows), number
+    if launch.can_read(rows) and rows.stride(1) == 1:
+        return reductions.channel_squares(rows), number
     sums = torch.zeros(rows.shape[1], dtype=torch.float64, device=value.device)
-    for tile in rows.split(max(1, _TILE // max(1, rows.shape[1]))):
+    for tile in rows.split(max(1, tile_size(rows.device, _TILE) // max(1, rows.shape[1]))):
         sums += tile.float().square().sum(0)
     return sums, number

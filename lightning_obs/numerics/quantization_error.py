@@ -12,13 +12,13 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 
 from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.reshape import flatten_for_calibration
+from lightning_obs.numerics.reshape import flatten_for_calibration, tile_size
 
 #: names of the sums: values, of squares, of squared errors, of value times error, rows (and their SQNR in dB), clipped
 SUMS = ("values", "signal", "noise", "cross", "rows", "decibels", "clipped")
 #: codes of up to 8 bits
 CODES = 256
-_TILE = 1 << 17  # values at once: 512 KiB in float32
+_TILE = 1 << 17  # values at once on a CPU: 512 KiB in float32
 
 
 class ErrorSums(NamedTuple):
@@ -58,7 +58,7 @@ def grid_error(
         scale = scale.reshape(expanded).expand(shape).reshape(-1, 1)
         zero_point = None if zero_point is None else zero_point.reshape(expanded).expand(shape).reshape(-1, 1)
     parts = []
-    height = max(1, _TILE // max(1, flat.shape[1]))
+    height = max(1, tile_size(flat.device, _TILE) // max(1, flat.shape[1]))
     for start in range(0, len(flat), height):
         rows = slice(start, start + height)
         of = scale.reshape(1, 1) if len(scale) != len(flat) else scale[rows]

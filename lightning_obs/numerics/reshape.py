@@ -66,6 +66,11 @@ def flatten_for_calibration(
     raise CalibrationError(f"unknown base name {base_name!r}", expected=f"one of {', '.join(BASE_NAMES)}")
 
 
+def tile_size(device: torch.device, on_cpu: int) -> int:
+    """How many elements an operation takes at once: few on a CPU, for its cache; elsewhere each launch has to pay."""
+    return on_cpu if device.type == "cpu" else 1 << 24
+
+
 def _flatten_weight(value: torch.Tensor, args: QuantizationArgs, g_idx: torch.Tensor | None) -> torch.Tensor:
     if args.strategy == QuantizationStrategy.TENSOR:
         return value.reshape(1, 1, -1)

@@ -15,6 +15,7 @@ from torch import distributed as dist
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.numerics.candidates import candidate_ranges
 from lightning_obs.numerics.histogram import (
     Histogram,
     Support,
@@ -25,7 +26,6 @@ from lightning_obs.numerics.histogram import (
     merge_histograms,
     percentile_range,
     select_candidate,
-    shrunk_ranges,
     support,
 )
 from lightning_obs.observers.base import MinMaxTuple, Observer
@@ -214,7 +214,7 @@ class HistogramObserver(CountingObserver, keeps_extremes=True):
         entropy = self.criterion == "entropy"
         steps = max(1, int(self.maxshrink * self.grid))
         factors = _ENTROPY_FACTORS if entropy else [1 - i / self.grid for i in range(steps)]
-        lows, highs = shrunk_ranges(self.min_vals.flatten(), self.max_vals.flatten(), factors)
+        lows, highs = candidate_ranges(self.min_vals.flatten(), self.max_vals.flatten(), factors)
         costs = torch.stack([self._costs(q, lows[:, q], highs[:, q]) for q in range(lows.shape[1])], dim=1)
         chosen = select_candidate(costs, patience=None if entropy else self.patience)
         low, high = (ends.gather(0, chosen[None])[0].reshape(self.min_vals.shape) for ends in (lows, highs))

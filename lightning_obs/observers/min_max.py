@@ -9,7 +9,7 @@ import torch
 from torch import distributed as dist
 from typing_extensions import override
 
-from lightning_obs.numerics.range_search.search import observed_range
+from lightning_obs.numerics.search.ranges import observed_range
 from lightning_obs.observers.base import MinMaxTuple, Observer
 from lightning_obs.observers.moving_average import MovingAverageObserver
 

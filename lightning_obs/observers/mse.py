@@ -11,8 +11,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.numerics.patience import visited
-from lightning_obs.numerics.range_search.search import search_block_range, search_range, shrink_factors
+from lightning_obs.numerics.candidates import shrink_factors, visited
+from lightning_obs.numerics.search.ranges import search_block_range, search_range
 from lightning_obs.observers.base import MinMaxTuple, Observer
 from lightning_obs.observers.moving_average import MovingAverageObserver
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_obs.numerics import histogram as module
+from lightning_obs.numerics.candidates import candidate_ranges
 from lightning_obs.numerics.histogram import (
     BINS,
     Support,
@@ -20,7 +21,6 @@ from lightning_obs.numerics.histogram import (
     merge_histograms,
     percentile_range,
     select_candidate,
-    shrunk_ranges,
     support,
 )
 from lightning_obs.numerics.qparams import compute_qparams
@@ -134,7 +134,7 @@ def test_each_scale_has_a_histogram_of_its_own(n, scales, width):
 def test_without_compiled_loops_and_in_any_tile_the_counts_are_the_same(dtype, monkeypatch):
     x = torch.cat([torch.randn(999), torch.tensor([1e-40, -1e-6, 0.0, -0.0, 3e4])]).to(dtype).reshape(1, 1, -1)
     whole = count_values(x)
-    monkeypatch.setattr(module.kernels, "can_read", lambda _: False)
+    monkeypatch.setattr(module.launch, "can_read", lambda _: False)
     monkeypatch.setattr(module, "_TILE", 7)
     assert same(count_values(x), whole)
 
@@ -225,7 +225,7 @@ def oracle_errors(x, lows, highs, args, norm):
 def test_the_error_of_every_candidate_is_that_of_the_data(x, norm, args):
     x = x.bfloat16()
     counts, low, high = one_scale(x)
-    lows, highs = shrunk_ranges(low, high, [1 - i / 50 for i in range(40)])
+    lows, highs = candidate_ranges(low, high, [1 - i / 50 for i in range(40)])
     errors = candidate_errors(support(counts, low, high), lows, highs, args, norm)
     unit = x.double().abs().max()
     oracle = oracle_errors(x, lows, highs, args, norm) / unit**norm
@@ -242,7 +242,7 @@ def test_the_chosen_candidate_has_the_least_error(x, name):
     x = x.clamp(-1e37, 1e37)  # the width of a range must be a number
     x = torch.where(x.abs() < 1e-30, 0, x)  # and a scale must not be a denormal
     counts, low, high = one_scale(x)
-    lows, highs = shrunk_ranges(low, high, [1 - i / 20 for i in range(16)])
+    lows, highs = candidate_ranges(low, high, [1 - i / 20 for i in range(16)])
     errors = candidate_errors(support(counts, low, high), lows, highs, args, 2.0)
     chosen = select_candidate(errors[:, None], patience=16)
     oracle = oracle_errors(x, lows, highs, args, 2.0) / x.double().abs().max().clamp(min=1e-100) ** 2
@@ -254,7 +254,7 @@ def test_the_chosen_candidate_has_the_least_error(x, name):
 def test_the_choice_does_not_depend_on_the_unit(unit, args):
     def choice(x):
         counts, low, high = one_scale(x)
-        lows, highs = shrunk_ranges(low, high, [1 - i / 50 for i in range(40)])
+        lows, highs = candidate_ranges(low, high, [1 - i / 50 for i in range(40)])
         return select_candidate(candidate_errors(support(counts, low, high), lows, highs, args, 2.4)[:, None], 40)
 
     x = torch.randn(2000).bfloat16()
@@ -264,7 +264,7 @@ def test_the_choice_does_not_depend_on_the_unit(unit, args):
 
 def test_candidates_in_pieces_give_the_same_errors(monkeypatch):
     counts, low, high = one_scale(torch.randn(3000))
-    lows, highs = shrunk_ranges(low, high, [1 - i / 100 for i in range(20)])
+    lows, highs = candidate_ranges(low, high, [1 - i / 100 for i in range(20)])
     found = support(counts, low, high)
     int8 = FORMATS["int8"]
     errors = candidate_errors(found, lows, highs, int8, 2.4)
@@ -350,13 +350,13 @@ def test_entropy_differs_from_the_normalised_one_by_half_the_square_of_what_is_c
 @every_format
 def test_entropy_of_an_all_zero_tensor_prefers_nothing(args):
     counts, low, high = one_scale(torch.zeros(5))
-    found = candidate_divergences(support(counts, low, high), *shrunk_ranges(low, high, [1.0, 0.5]), args)
+    found = candidate_divergences(support(counts, low, high), *candidate_ranges(low, high, [1.0, 0.5]), args)
     assert found.tolist() == [0, 0]
 
 
 def test_a_candidate_with_nothing_inside_is_never_the_best():
     counts, low, high = one_scale(torch.full((9,), 5.0))
-    found = candidate_divergences(support(counts, low, high), *shrunk_ranges(low, high, [1.0, 0.5]), FORMATS["int8"])
+    found = candidate_divergences(support(counts, low, high), *candidate_ranges(low, high, [1.0, 0.5]), FORMATS["int8"])
     assert found.tolist() == [0, math.inf]
 
 

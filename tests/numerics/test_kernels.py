@@ -8,10 +8,10 @@ from compressed_tensors.quantization import QuantizationArgs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_obs.numerics import kernels
 from lightning_obs.numerics.checksum import checksum
+from lightning_obs.numerics.kernels import reductions
 from lightning_obs.numerics.moments import channel_squares
-from lightning_obs.numerics.range_search.search import search_range
+from lightning_obs.numerics.search.ranges import search_range
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -36,13 +36,13 @@ def views(dtype):
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """Work is shared out over threads."""
-    monkeypatch.setattr(kernels, "_PART", 1 << 9)
+    monkeypatch.setattr(reductions, "_PART", 1 << 9)
 
 
 @every_dtype
 def test_extremes_are_those_of_torch_in_every_layout(dtype):
     for view in views(dtype):
-        low, high = kernels.extremes(view)
+        low, high = reductions.extremes(view)
         same(low, view.float().amin((2, 3)).to(dtype))
         same(high, view.float().amax((2, 3)).to(dtype))
 
@@ -54,7 +54,7 @@ numbers = st.floats(width=16) | st.sampled_from([0.0, -0.0, float("nan"), -float
 @given(values=st.lists(numbers, min_size=1, max_size=40), dtype=st.sampled_from(DTYPES))
 def test_extremes_of_any_values_are_those_of_torch(values, dtype):
     view = torch.tensor(values).to(dtype).view(1, 1, 1, -1)
-    low, high = kernels.extremes(view)
+    low, high = reductions.extremes(view)
     same(low, view.float().amin((2, 3)).to(dtype))
     same(high, view.float().amax((2, 3)).to(dtype))
 
@@ -62,8 +62,8 @@ def test_extremes_of_any_values_are_those_of_torch(values, dtype):
 def test_the_storage_of_what_was_read_can_be_freed():
     """FSDP1 frees gathered weights; ``Tensor.numpy()`` would forbid it for good."""
     value = torch.randn(4, 64)
-    kernels.extremes(value[:, None, None])
-    kernels.count_values(value.flatten())
+    reductions.extremes(value[:, None, None])
+    reductions.count_values(value.flatten())
     channel_squares(value)
     checksum(value)
     search_range(value[None, :, None], QuantizationArgs(num_bits=4), [1.0, 0.9])
@@ -86,23 +86,14 @@ def test_squares_are_added_up_in_float64(shape, dtype):
 def test_every_pattern_of_a_half_is_counted_once(dtype):
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     if dtype == torch.bfloat16:
-        assert kernels.count_values(patterns).eq(1).all()
+        assert reductions.count_values(patterns).eq(1).all()
         return
     finite = patterns[patterns.isfinite() & (patterns.float() == patterns.to(dtype).float())]
-    counts = kernels.count_values(finite.to(dtype))
+    counts = reductions.count_values(finite.to(dtype))
     assert counts.sum() == len(finite)
     assert (counts[finite.view(torch.uint16).int()] == 1).all()
 
 
 def test_counts_of_a_large_tensor_are_the_sum_over_its_parts():
     x = torch.randn((1 << 20) + 3)
-    same(kernels.count_values(x), sum(kernels.count_values(part) for part in x.split(70_001)))
-
-
-@pytest.mark.parametrize("size", [1, 3, 1000, (1 << 18) + 7, (1 << 19) + 1])
-@every_dtype
-def test_the_checksum_is_the_same_without_compiled_loops(size, dtype, monkeypatch):
-    value = torch.randn(size).to(dtype)
-    found = checksum(value)
-    monkeypatch.setattr(kernels, "available", lambda: False)
-    assert checksum(value) == found
+    same(reductions.count_values(x), sum(reductions.count_values(part) for part in x.split(70_001)))

@@ -6,8 +6,9 @@ from compressed_tensors.quantization import QuantizationArgs, fake_quantize, pre
 from torch.distributed import ReduceOp
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.numerics.range_search.search import observed_range, search_range, shrink_factors
+from lightning_obs.numerics.candidates import shrink_factors
 from lightning_obs.numerics.reshape import flatten_for_calibration
+from lightning_obs.numerics.search.ranges import observed_range, search_range
 from lightning_obs.observers import MovingAverageMSEObserver, Observer
 
 INT8 = QuantizationArgs(num_bits=8)

@@ -108,19 +108,3 @@ def squares(bits: Any, columns: int, stride: int, sums: Any) -> None:
         for c in range(columns):
             value = np.float64(value_of(piece[c]))
             sums[c] += value * value
-
-
-@jit()
-def checksum(words: Any, at: int, of_tiles: Any, low: Any, high: Any, tile: int) -> Any:
-    """See :func:`lightning_obs.numerics.kernels.checksum`."""
-    total, start = np.int64(0), 0
-    while start < words.size:
-        place = (at + start) % tile
-        piece = words[start : start + tile - place]
-        of_low, of_high = low[place : place + piece.size], high[place : place + piece.size]
-        added = np.int64(0)
-        for i in range(piece.size):
-            added += of_low[i] * piece[i] + of_high[i] * (piece[i] >> 32)
-        total += of_tiles[(at + start) // tile] * added
-        start += piece.size
-    return total

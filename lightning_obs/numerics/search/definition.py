@@ -1,4 +1,4 @@
-"""The search operation by operation, as compressed-tensors quantizes: its definition, and what runs on a GPU.
+"""The search operation by operation, as compressed-tensors quantizes: its definition, and what runs on an accelerator.
 
 A tile of rows meets all candidates before the next is read. bfloat16 and float16 are widened tile by tile: candidates
 (range and scale) are rounded as they will be stored, and only the error is measured in float32. A row longer than a
@@ -11,21 +11,23 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_obs.numerics.candidates import candidate_ranges, improves
 from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.range_search.rows import Rows
+from lightning_obs.numerics.reshape import tile_size
+from lightning_obs.numerics.search.rows import Rows
 
-# Elements of a tile. On a CPU it should stay near the core, elsewhere a launch has to pay.
-_TILE_CPU, _TILE_DEVICE = 1 << 17, 1 << 24
-# Up to here torch runs an elementwise operation on one thread.
+# Elements of a tile on a CPU, where it should stay near the core.
+_TILE = 1 << 17
+# Up to this size torch runs an elementwise operation on one thread.
 _SERIAL = (1 << 15) - 64
 
 
 class Visited(NamedTuple):
-    """Rows (R) after some candidates (C).
+    """Rows (R) after the visited candidates (C).
 
-    ``best`` is the best candidate, ``low`` and ``high`` are the ends that it gives, ``(R,)`` in the dtype of the rows;
-    ``improved`` says of each candidate whether some row was better by it than by all before, ``unsure`` where that is
-    open, ``(C,)``.
+    ``best`` is the best candidate of each row, ``low`` and ``high`` are the ends of its range, ``(R,)`` in the dtype of
+    the rows. ``improved``, ``(C,)``, tells which candidates were better for some row than all before; ``unsure`` tells
+    where the compiled loops leave that open.
     """
 
     low: torch.Tensor
@@ -33,12 +35,6 @@ class Visited(NamedTuple):
     best: torch.Tensor
     improved: torch.Tensor
     unsure: torch.Tensor
-
-
-def shrink(end: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """One end of a range times a factor, rounded to its own dtype, as it will be stored."""
-    wide = torch.promote_types(end.dtype, torch.float32)
-    return (end.to(wide) * factor.to(wide)).to(end.dtype)
 
 
 def visit(rows: Rows, factors: torch.Tensor, grid: NumberGrid, norm: float, expand: float, tile: int = 0) -> Visited:
@@ -52,26 +48,20 @@ def visit(rows: Rows, factors: torch.Tensor, grid: NumberGrid, norm: float, expa
         expand: factor on the observed range.
         tile: elements of a tile; 0 chooses for the device.
     """
-    low, high = (end.mul_(expand) if expand != 1 else end for end in rows.observed_range())
+    low, high = (end * expand for end in rows.observed_range())
     improved = torch.zeros(len(factors), dtype=torch.bool, device=rows.device)
     index = index_of(rows.count, len(factors), rows.device)
-    step = max(1, (tile or _tile(rows)) // rows.size)
+    step = max(1, (tile or tile_size(rows.device, _TILE)) // rows.size)
     for start in range(0, rows.count, step):
         part = slice(start, min(start + step, rows.count))
-        lows, highs = shrink(low[part], factors.unsqueeze(-1)), shrink(high[part], factors.unsqueeze(-1))
+        lows, highs = candidate_ranges(low[part], high[part], factors)
         errors = measure(rows, part, lows, highs, grid, norm, tile)
-        best = torch.full_like(errors[0], torch.finfo(torch.float32).max)
-        for k, error in enumerate(errors):
-            better = error < best
-            improved[k] |= better.any()
-            best = torch.where(better, error, best)
-            low[part], high[part] = torch.where(better, lows[k], low[part]), torch.where(better, highs[k], high[part])
-            index[part].masked_fill_(better, k)
+        better, best = improves(errors), errors.argmin(0, keepdim=True)
+        improved |= better.any(1)
+        index[part] = best[0].to(index.dtype)
+        for end, ends in ((low, lows), (high, highs)):
+            end[part] = torch.where(better.any(0), ends.gather(0, best)[0], end[part])
     return Visited(low, high, index, improved, torch.zeros_like(improved))
-
-
-def _tile(rows: Rows) -> int:
-    return _TILE_CPU if rows.device.type == "cpu" else _TILE_DEVICE
 
 
 def index_of(rows: int, candidates: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -82,28 +72,36 @@ def index_of(rows: int, candidates: int, device: torch.device | str = "cpu") -> 
 def measure(
     rows: Rows, part: slice, lows: torch.Tensor, highs: torch.Tensor, grid: NumberGrid, norm: float, tile: int = 0
 ) -> torch.Tensor:
-    """Errors of ranges ``(C, r)`` on consecutive rows, ``(C, r)``; never NaN."""
-    tile = tile or _tile(rows)
+    """Errors of ranges ``(C, r)`` on consecutive rows, ``(C, r)``; infinite where they are not finite in float32."""
+    tile = tile or tile_size(rows.device, _TILE)
     scale, zero_point = grid.qparams(lows, highs)
     total = torch.zeros(scale.shape, dtype=torch.float64 if rows.size > tile else torch.float32, device=scale.device)
     for values, importance in rows.pieces(part, tile):
-        for some in torch.arange(len(scale)).split(max(1, tile // values.numel())):
+        step = max(1, tile // values.numel())
+        for first in range(0, len(scale), step):
+            some = slice(first, first + step)
             by = scale[some].unsqueeze(-1)
-            # pow rounds otherwise in a scalar loop, which is where the last elements of a thread's share end up: two
-            # candidates of one scale would no longer tie. So there are more elements behind the last, and one thread.
-            count = len(some) * values.numel()
-            padded = values.new_zeros(count + -count % 64)
-            error = padded[:count].view(len(some), *values.shape)
+            padded, error = _room_for_power(values, len(by))
             if zero_point is None:
                 torch.mul(grid.round(values / by), by, out=error)
             else:
                 shift = zero_point[some].unsqueeze(-1)
                 torch.mul(grid.round((values / by).add_(shift)).sub_(shift), by, out=error)
             error.sub_(values).abs_()
-            for some_values in padded.split(_SERIAL):
-                some_values.pow_(norm)
+            for piece in padded.split(_SERIAL if padded.device.type == "cpu" else len(padded)):
+                piece.pow_(norm)
             if importance is not None:
                 error.mul_(importance)
             total[some] += error.sum(-1)
-    most = torch.finfo(torch.float32).max
-    return total.nan_to_num_(nan=most, posinf=most)
+    return total.masked_fill_(~(total < torch.finfo(torch.float32).max), torch.inf)
+
+
+def _room_for_power(values: torch.Tensor, candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for an error of each value and candidate: flat, and without its padding as ``(candidates, *values)``.
+
+    On a CPU pow rounds differently in a scalar loop, which takes the last elements of a thread's share: two candidates
+    of one scale would no longer tie. With padding behind the last element, and one thread, all go through one loop.
+    """
+    count = candidates * values.numel()
+    padded = values.new_zeros(count + -count % 64)
+    return padded, padded[:count].view(candidates, *values.shape)

@@ -1,4 +1,4 @@
-"""The search by compiled loops: what the loops are told, and what the plain execution decides after them.
+"""The search by compiled loops: what the loops are told, and what the definition decides after them.
 
 A row of up to ``_ROW`` values meets all candidates in one visit, tile by tile, the tiles shared out over threads. A
 longer one is added up in pieces, some candidates at a time, since its tensor has few scales, and the search may end
@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from compressed_tensors.quantization.utils import calculate_qparams, should_generate_mx_scales
 
-from lightning_obs.numerics import kernels
+from lightning_obs.numerics.candidates import candidate_ranges, shrink
 from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.patience import Patience
-from lightning_obs.numerics.range_search import plain
-from lightning_obs.numerics.range_search.plain import Visited, shrink
-from lightning_obs.numerics.range_search.power_fit import fit_power
-from lightning_obs.numerics.range_search.rows import Rows
+from lightning_obs.numerics.kernels import launch
+from lightning_obs.numerics.search import definition
+from lightning_obs.numerics.search.cpu_power import fit_power
+from lightning_obs.numerics.search.definition import Visited
+from lightning_obs.numerics.search.rows import Rows
 
-# Values of the longest row that is visited as a whole; of a tile; of what the plain execution gets at once.
+# Values of the longest row that is visited as a whole; of a tile; of what the definition gets at once.
 _ROW, _TILE, _GATHERED = 1 << 16, 1 << 17, 1 << 18
-# Rows of which the best candidates are kept until the plain execution has decided among them.
+# Rows of which the best candidates are kept until the definition has decided among them.
 _SLAB = 1 << 15
 #: dtype of ranges and scales -> (mantissa bits, exponent of the smallest normal number, largest number)
 _STORED = {torch.bfloat16: (7, -126, 3.39e38), torch.float16: (10, -14, 65504.0), torch.float8_e4m3fn: (3, -6, 448.0)}
@@ -36,35 +36,35 @@ def can_search(rows: Rows, grid: NumberGrid, norm: float) -> bool:
     args = grid.args
     scale = args.scale_dtype in (None, rows.dtype, torch.float8_e4m3fn) or should_generate_mx_scales(args)
     integers = grid.number is None and args.zp_dtype in (None, torch.int8)
-    return norm >= 1 and scale and (grid.symmetric or integers) and kernels.can_read(rows.view)
+    return norm >= 1 and scale and (grid.symmetric or integers) and launch.can_read(rows.view)
 
 
 def visit(
     rows: Rows, factors: Sequence[float], grid: NumberGrid, norm: float, expand: float, patience: int | None
 ) -> Visited:
-    """As :func:`.plain.visit`; rows longer than ``_ROW`` may have met fewer candidates than there are."""
+    """As :func:`.definition.visit`; rows longer than ``_ROW`` may have met fewer candidates than there are."""
     search = _Search(rows, factors, grid, norm, expand)
     return search.long_rows(patience) if rows.size > _ROW else search.all_rows()
 
 
 class _Search:
     def __init__(self, rows: Rows, factors: Sequence[float], grid: NumberGrid, norm: float, expand: float) -> None:
-        from lightning_obs.numerics.range_search import kernel
+        from lightning_obs.numerics.search import cpu_kernel
 
-        self.kernel: Any = kernel
+        self.kernel: Any = cpu_kernel
         self.rows, self.grid, self.norm, self.expand = rows, grid, norm, expand
         self.factors = torch.tensor(factors, dtype=torch.float64)
         self.form, distance = _format(grid, rows.dtype, factors, expand)
         self.power = fit_power(norm, distance, grid.usual_error)
-        self.bits = kernels.memory(rows.view)
-        self.weights: Any = None if rows.importance is None else kernels.memory(rows.importance.contiguous())
+        self.bits = launch.memory(rows.view)
+        self.weights: Any = None if rows.importance is None else launch.memory(rows.importance.contiguous())
 
     # ------------------------------------------------------------------ rows that a tile holds
 
     def all_rows(self) -> Visited:
         rows, count = self.rows, len(self.factors)
         low, high = (torch.empty(rows.count, dtype=rows.dtype) for _ in range(2))
-        index = plain.index_of(rows.count, count)
+        index = definition.index_of(rows.count, count)
         side = self.kernel.LANES // self.kernel.lanes_of(rows.size)  # rows of a block: none is cut by a tile
         step = max(side, _TILE // rows.size // side * side)
         slab = max(step, _SLAB // step * step)
@@ -87,7 +87,7 @@ class _Search:
                 here = slice(first - parts.start, min(first + step, stop) - parts.start)
                 self._search(first, here.stop - here.start, *ends[:, here], *chosen[:, here], *flags[number])
 
-            kernels.in_threads(len(parts), work, (stop - start) * rows.size * count)
+            launch.in_threads(len(parts), work, (stop - start) * rows.size * count)
             added = torch.from_numpy(flags.sum(0))
             part = slice(start, stop)
             low[part], high[part] = (torch.from_numpy(end) for end in ends)
@@ -107,7 +107,7 @@ class _Search:
             repeats, size = self.rows.importance.shape
             weights = self._load(self.weights, first, count, repeats, (0, size, 0, 1), shape)
         factors, expand = self.factors.numpy().astype(np.float32), np.float32(self.expand)
-        kernels.run(
+        launch.run(
             self.kernel.search,
             *(tile, weights, count, self.rows.size, factors, expand, self.form, self.power),
             *(low, high, index, rival, sure, maybe),
@@ -116,7 +116,7 @@ class _Search:
     def _settle(
         self, start: int, low: torch.Tensor, high: torch.Tensor, best: torch.Tensor, rival: torch.Tensor
     ) -> torch.Tensor:
-        """Write the chosen range over the observed one; where the loops left it open, the plain execution decides."""
+        """Write the chosen range over the observed one; where the loops left it open, the definition decides."""
         improved = torch.zeros(len(self.factors), dtype=torch.int64)
 
         def some_of(which: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -127,12 +127,12 @@ class _Search:
             pair = torch.stack([best[some], rival[some].long()]).sort(0).values  # the first of equals wins
             lows, highs = (shrink(end[some], self.factors[pair]) for end in (low, high))
             only = self.rows.only(some + start)
-            errors = plain.measure(only, slice(0, only.count), lows, highs, self.grid, self.norm)
+            errors = definition.measure(only, slice(0, only.count), lows, highs, self.grid, self.norm)
             best[some] = torch.where(errors[1] < errors[0], pair[1], pair[0])
         low.copy_(shrink(low, self.factors[best]))
         high.copy_(shrink(high, self.factors[best]))
         for some in some_of(rival == self.kernel.ALL):
-            every = plain.visit(self.rows.only(some + start), self.factors, self.grid, self.norm, self.expand)
+            every = definition.visit(self.rows.only(some + start), self.factors, self.grid, self.norm, self.expand)
             low[some], high[some], best[some] = every.low, every.high, every.best.long()
             improved = improved + every.improved
         return improved
@@ -143,24 +143,23 @@ class _Search:
         rows, count = self.rows, len(self.factors)
         low, high = rows.observed_range()
         size = torch.maximum(-low, high).float().numpy()
-        if self.expand != 1:
-            low, high = low.mul_(self.expand), high.mul_(self.expand)
-        lows, highs = shrink(low, self.factors.unsqueeze(-1)), shrink(high, self.factors.unsqueeze(-1))
+        lows, highs = candidate_ranges(low * self.expand, high * self.expand, self.factors)
         scales, zero_points = self.grid.qparams(lows, highs)
         scale: Any = scales.numpy()
         zeros: Any = np.zeros_like(scale) if zero_points is None else zero_points.numpy()
-        improved, patient, best = list[bool](), Patience(patience), np.full(rows.count, -1)
+        improved, idle, most = list[bool](), 0, count if patience is None else max(1, patience)
+        best = np.full(rows.count, -1)
         errors = np.full((count + 2, rows.count), np.inf)  # beside them, sums of weighed squares and of weights
         exact: dict[tuple[int, int], float] = {}
 
         def is_less(k: int, best: int, r: int) -> bool:
             for one in {k, best} - {one for one, row in exact if row == r}:
                 at = slice(one, one + 1), slice(r, r + 1)
-                exact[one, r] = float(plain.measure(rows, at[1], lows[at], highs[at], self.grid, self.norm))
+                exact[one, r] = float(definition.measure(rows, at[1], lows[at], highs[at], self.grid, self.norm))
             return exact[k, r] < exact[best, r]
 
-        while patient.left and len(improved) < count:
-            some = slice(len(improved), min(count, len(improved) + min(8, patient.left)))
+        while idle < most and len(improved) < count:
+            some = slice(len(improved), min(count, len(improved) + min(8, most - idle)))
             errors[[*range(count)[some], -2, -1]] = self._sum_errors(scale[some], zeros[some], scale[0])
             for k in range(count)[some]:
                 better = False
@@ -171,11 +170,11 @@ class _Search:
                     sums: Any = (np.float32(one) for one in (least, 1 / scale[0, r], size[r], *errors[-2:, r]))
                     off = self.kernel.doubt(*sums, self.kernel.STEPS, self.form, self.power)
                     if off < 0:
-                        return plain.visit(rows, self.factors, self.grid, self.norm, self.expand)
+                        return definition.visit(rows, self.factors, self.grid, self.norm, self.expand)
                     gain = -1.0 if b < 0 else errors[k, r] / errors[b, r] - 1 if errors[b, r] else 0.0
                     if gain < -off or (gain < off and is_less(k, int(b), r)):
                         best[r], better = k, True
-                patient.ends(better)
+                idle = 0 if better else idle + 1
                 improved.append(better)
         at = torch.from_numpy(best).unsqueeze(0)
         flags = torch.tensor(improved)
@@ -203,11 +202,11 @@ class _Search:
                     at = (r % len(self.rows.importance)) * wide + g
                     weights = self._load(self.weights[at:], 0, 1, 1, (0, 0, 0, 1), shape)[0]
                 search = self.kernel.sum_errors
-                kernels.run(
+                launch.run(
                     search, tile, weights, scale[:, r], zeros[:, r], unit[r], self.form, self.power, parts[number]
                 )
 
-            kernels.in_threads(len(starts), work, self.rows.size * len(scale))
+            launch.in_threads(len(starts), work, self.rows.size * len(scale))
             sums[:, r] = parts.sum(0)
         return sums
 
@@ -219,13 +218,13 @@ class _Search:
         lanes = self.kernel.lanes_of(size)
         side = self.kernel.LANES // lanes
         tile = np.empty((-(-count // side), -(-size // lanes), self.kernel.LANES), np.float32)
-        kernels.run(self.kernel.load, bits, first, count, columns, strides, *shape, tile)
+        launch.run(self.kernel.load, bits, first, count, columns, strides, *shape, tile)
         return tile
 
 
 def _format(grid: NumberGrid, dtype: torch.dtype, factors: Sequence[float], expand: float) -> tuple[Any, float]:
     """What the loops are told of a format, and how far a value may be from its number, in units of the first scale."""
-    from lightning_obs.numerics.range_search.kernel import Format
+    from lightning_obs.numerics.search.cpu_kernel import Format
 
     args, mx, half = grid.args, should_generate_mx_scales(grid.args), dtype != torch.float32
     rounded = args.scale_dtype not in (None, dtype) and not mx

@@ -12,8 +12,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.numerics import kernels
 from lightning_obs.numerics.histogram import count_values, support
+from lightning_obs.numerics.kernels import launch, reductions
 
 Range = tuple[torch.Tensor, torch.Tensor]
 
@@ -39,8 +39,8 @@ class Rows:
 
     def observed_range(self) -> Range:
         """Smallest and largest value of every row, ``(R,)`` each."""
-        if kernels.can_read(self.view):
-            low, high = kernels.extremes(self.view)
+        if launch.can_read(self.view):
+            low, high = reductions.extremes(self.view)
         else:
             # With dimensions, aminmax is ten times slower than the two reductions.
             low, high = self.view.amin(-1).amin(-1), self.view.amax(-1).amax(-1)

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.numerics.candidates import shrink_factors, visited
 from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.patience import visited
-from lightning_obs.numerics.range_search import on_cpu, plain, search
-from lightning_obs.numerics.range_search.rows import rows_of_observed
-from lightning_obs.numerics.range_search.search import observed_range, search_block_range, shrink_factors
 from lightning_obs.numerics.reshape import flatten_for_calibration
+from lightning_obs.numerics.search import cpu, definition, ranges
+from lightning_obs.numerics.search.ranges import observed_range, search_block_range
+from lightning_obs.numerics.search.rows import rows_of_observed
 
 FACTORS = shrink_factors(maxshrink=0.2, grid=100.0)
 NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
@@ -40,17 +40,17 @@ STRATEGIES = {
 every_format = pytest.mark.parametrize("args", FORMATS.values(), ids=FORMATS)
 
 
-@pytest.fixture(params=["loops", "plain"], autouse=True)
+@pytest.fixture(params=["loops", "definition"], autouse=True)
 def execution(request, monkeypatch):
     """Every test holds for both executions."""
-    if request.param == "plain":
-        monkeypatch.setattr(on_cpu, "can_search", lambda *_: False)
+    if request.param == "definition":
+        monkeypatch.setattr(cpu, "can_search", lambda *_: False)
     return request.param
 
 
 def search_range(*args, **kwargs):
     """The chosen range."""
-    return search.search_range(*args, **kwargs)[:2]
+    return ranges.search_range(*args, **kwargs)[:2]
 
 
 def brute_force(observed, args, factors, patience=5, norm=2.4, expand=1.0, importance=None):
@@ -152,7 +152,7 @@ def test_no_visited_candidate_has_less_error_in_float64(args, dtype):
 def test_the_tile_changes_nothing_but_rounding(shape, tile):
     observed, factors = torch.randn(shape), torch.tensor(FACTORS, dtype=torch.float64)
     grid, rows = NumberGrid.of(FORMATS["int4"]), rows_of_observed(observed)
-    results = [plain.visit(rows, factors, grid, 2.4, 1.0, tile=tile) for tile in (0, tile)]
+    results = [definition.visit(rows, factors, grid, 2.4, 1.0, tile=tile) for tile in (0, tile)]
     ends = [(found.low.reshape(shape[1:-1]), found.high.reshape(shape[1:-1])) for found in results]
     whole, tiled = (error_at(observed, FORMATS["int4"], found) for found in ends)
     torch.testing.assert_close(tiled, whole, rtol=1e-5, atol=0)
@@ -170,9 +170,9 @@ def test_a_search_of_rows_ends_where_the_last_row_ends():
 @pytest.mark.parametrize("patience", [1, 2, 5])
 def test_parts_that_join_what_improved_end_where_the_whole_ends(name, patience):
     observed = torch.randn(1, 6, 64)
-    whole = search.search_range(observed, FORMATS[name], FACTORS, patience=patience)
+    whole = ranges.search_range(observed, FORMATS[name], FACTORS, patience=patience)
     halves = [
-        search.search_range(part, FORMATS[name], FACTORS, patience=patience, part=True) for part in observed.chunk(2, 1)
+        ranges.search_range(part, FORMATS[name], FACTORS, patience=patience, part=True) for part in observed.chunk(2, 1)
     ]
     improved = [any(each) for each in zip(*(half.improved for half in halves), strict=True)]
     stop = visited(improved, patience)
@@ -236,7 +236,7 @@ numbers = st.one_of(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), rows=st.integers(1, 4), group=st.integers(1, 9), name=st.sampled_from(sorted(FORMATS)))
 def test_any_values_give_the_brute_force_range(data, rows, group, name):
     values = data.draw(st.lists(numbers, min_size=rows * group, max_size=rows * group))
@@ -252,8 +252,8 @@ def test_any_values_give_the_brute_force_range(data, rows, group, name):
 
 def test_uniform_importance_changes_nothing():
     observed = torch.randn(1, 8, 4, 16)
-    plain = search_range(observed, FORMATS["int4"], FACTORS)
-    assert_same(search_range(observed, FORMATS["int4"], FACTORS, importance=torch.ones(4, 16)), plain)
+    expected = search_range(observed, FORMATS["int4"], FACTORS)
+    assert_same(search_range(observed, FORMATS["int4"], FACTORS, importance=torch.ones(4, 16)), expected)
 
 
 @pytest.mark.parametrize("shape", [(16,), (4, 16), (1, 1, 16), (8, 4, 16), (8, 1, 16)])

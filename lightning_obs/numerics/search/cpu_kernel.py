@@ -5,11 +5,11 @@ many lanes, as many as make about 16 steps of it: short rows lie side by side, a
 over lanes serves every shape, it needs no freedom to reorder sums, and what a row adds up does not depend on others.
 
 An error is ``sum(|u - round(u)| ** norm)``, ``u = value / scale``, in units of the first candidate's scale; the power
-is a polynomial (:mod:`.power_fit`). How far the result can be from the plain execution's is bounded by Minkowski's
+is a polynomial (:mod:`.cpu_power`). How far the result can be from the definition's is bounded by Minkowski's
 inequality: distances of vectors differ by no more than the vector of differences is long, and each of these is at most
 ``_ROUNDINGS`` roundings of its value. So ``error ** (1 / norm)`` is off by at most
 ``_ROUNDINGS * 2**-24 * sum(|value / scale| ** norm) ** (1 / norm)``, and the polynomial's error is known. A row whose
-least error has a rival within that, or whose powers come near the ends of float32, is left to the plain execution.
+least error has a rival within that, or whose powers come near the ends of float32, is left to the definition.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_obs.numerics.kernels.jit import jit, value_of
-from lightning_obs.numerics.range_search.power_fit import Power
+from lightning_obs.numerics.search.cpu_power import Power
 
 LANES = 256
 #: numbers that a lane of a long row adds up in float32
 STEPS = 32
-#: instead of the number of the one rival: the plain execution decides among all candidates
+#: instead of the number of the one rival: the definition decides among all candidates
 ALL = -2
-# Of float32, between value and distance, here and in the plain execution together; where zero points are added, more.
+# Roundings of float32 between a value and its distance, of the loops and the definition together; where zero points are
+# added, there are more.
 _ROUNDINGS, _ROUNDINGS_SHIFTED = 10.0, 3.0
 # Polynomials and sums beyond this relative error are not trusted to leave a candidate out.
 _MOST_DOUBT = 0.004

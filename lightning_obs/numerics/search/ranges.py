@@ -9,8 +9,9 @@ The choice: a row (what one scale covers) meets all factors in one visit. From t
 follows where the search should have ended; if that is before the last factor, it runs again with fewer. So rows can be
 searched by several ranks, or in any order: to be one search, they only need to join these notes.
 
-There are two executions. :mod:`.plain` is the definition, operation by operation. On a CPU loops do the work
-(:mod:`.on_cpu`, :mod:`.kernel`), many times as fast, and leave to the plain one what they cannot decide for certain.
+There are two executions. :mod:`.definition` runs operation by operation, on any device. On a CPU compiled loops
+(:mod:`.cpu`, :mod:`.cpu_kernel`) are many times as fast; what they cannot decide for certain, they leave to the
+definition.
 Many bfloat16 values of one scale are counted instead, and each distinct one is measured once (:mod:`..histogram`);
 nothing is lost by that.
 """
@@ -23,11 +24,11 @@ from typing import NamedTuple
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 
+from lightning_obs.numerics.candidates import visited
 from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.patience import visited
-from lightning_obs.numerics.range_search import on_cpu, plain
-from lightning_obs.numerics.range_search.plain import Visited
-from lightning_obs.numerics.range_search.rows import Range, Rows, rows_of_blocks, rows_of_counts, rows_of_observed
+from lightning_obs.numerics.search import cpu, definition
+from lightning_obs.numerics.search.definition import Visited
+from lightning_obs.numerics.search.rows import Range, Rows, rows_of_blocks, rows_of_counts, rows_of_observed
 
 # Values of rows that are searched once more.
 _AT_ONCE = 1 << 18
@@ -39,15 +40,6 @@ class Found(NamedTuple):
     low: torch.Tensor
     high: torch.Tensor
     improved: list[bool]
-
-
-def shrink_factors(maxshrink: float, grid: float) -> list[float]:
-    """The factors to try, from 1 down to (not including) ``1 - maxshrink``, in steps of ``1 / grid``.
-
-    >>> shrink_factors(maxshrink=0.2, grid=20)
-    [1.0, 0.95, 0.9, 0.85]
-    """
-    return [1 - step / grid for step in range(int(maxshrink * grid))]
 
 
 def observed_range(observed: torch.Tensor) -> Range:
@@ -82,7 +74,7 @@ def search_range(
         expand: factor on the observed range before the search; above 1 it tries ranges wider than the values.
         importance: weight of each value's error, broadcastable to ``(*Q, G)``, not negative.
         part: other rows belong to the search too. So it visits all factors, and what they improve decides where the
-            search of all rows ends (:func:`~lightning_obs.numerics.patience.visited`).
+            search of all rows ends (:func:`~lightning_obs.numerics.candidates.visited`).
 
     Returns:
         The range, ``(*Q,)`` each, in the dtype of ``observed``, and what each factor improved. Where no candidate has
@@ -135,14 +127,14 @@ def _search(
 
     def visit(rows: Rows, factors: Sequence[float], patience: int | None, by_loops: bool) -> Visited:
         if by_loops:
-            return on_cpu.visit(rows, factors, grid, norm, expand, patience)
+            return cpu.visit(rows, factors, grid, norm, expand, patience)
         candidates = torch.tensor(factors, dtype=torch.float64, device=rows.device)
-        return plain.visit(rows, candidates, grid, norm, expand)
+        return definition.visit(rows, candidates, grid, norm, expand)
 
     if not factors:
-        low, high = (end.mul_(expand) if expand != 1 else end for end in rows.observed_range())
+        low, high = (end * expand for end in rows.observed_range())
         return Found(low.reshape(shape), high.reshape(shape), [])
-    by_loops = on_cpu.can_search(rows, grid, norm)
+    by_loops = cpu.can_search(rows, grid, norm)
     result = visit(rows, factors, None if part else patience, by_loops)
     stop = visited(result.improved.tolist(), patience)
     if result.unsure.any() and (part or visited((result.improved | result.unsure).tolist(), patience) != stop):

@@ -1,0 +1,63 @@
+"""Candidate ranges of a search: the observed range times one factor after another, and where the search ends.
+
+Factors, ties and early stopping are llm-compressor's: the first of two equal errors is kept, and a search ends after
+``patience`` candidates in a row that improved no scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def shrink_factors(maxshrink: float, grid: float) -> list[float]:
+    """The factors to try, from 1 down to (not including) ``1 - maxshrink``, in steps of ``1 / grid``.
+
+    >>> shrink_factors(maxshrink=0.2, grid=20)
+    [1.0, 0.95, 0.9, 0.85]
+    """
+    return [1 - step / grid for step in range(int(maxshrink * grid))]
+
+
+def shrink(end: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """One end of a range times a factor, rounded to its own dtype, as it will be stored."""
+    wide = torch.promote_types(end.dtype, torch.float32)
+    return (end.to(wide) * factor.to(wide)).to(end.dtype)
+
+
+def candidate_ranges(
+    low: torch.Tensor, high: torch.Tensor, factors: Sequence[float] | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The range times each of C factors: both ends ``(C, *shape)``."""
+    each = torch.as_tensor(factors, dtype=torch.float64, device=low.device).view(-1, *[1] * low.ndim)
+    return shrink(low, each), shrink(high, each)
+
+
+def improves(errors: torch.Tensor) -> torch.Tensor:
+    """Which candidates have less error than all before them, ``(C, R)``; the first: whether its error is finite.
+
+    >>> improves(torch.tensor([[3.0], [3.0], [2.0], [torch.inf]])).flatten().tolist()
+    [True, False, True, False]
+    """
+    before = errors.cummin(0).values.roll(1, 0)
+    before[0] = torch.inf
+    return errors < before
+
+
+def visited(improved: Sequence[bool], patience: int | None) -> int:
+    """How many candidates a search visits.
+
+    Args:
+        improved: of each candidate, whether it improved any scale.
+        patience: the search ends after this many in a row that improved none, at least one; None: it visits all.
+
+    >>> visited([True, False, True, False, False, True], patience=2)
+    5
+    """
+    idle = 0
+    for number, better in enumerate(improved, 1):
+        idle = 0 if better else idle + 1
+        if patience is not None and idle >= max(1, patience):
+            return number
+    return len(improved)

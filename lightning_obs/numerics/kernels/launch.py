@@ -1,0 +1,98 @@
+"""Call a compiled loop: which tensors it can read, their memory, the first compilation, threads.
+
+numba is imported when the first loop is needed; without numba, callers run torch's operations instead. A loop gets flat
+memory as integers and finds values by strides, so nothing is copied or widened before. Loops release Python's lock, so
+work is split over as many Python threads as torch uses; the order of every sum is independent of their number. No
+thread outlives a call, so a process may fork at any time.
+
+A loop is compiled once per machine: numba keeps the result beside the source, else in its own cache folder; each
+process compiles anew where neither can be written to.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from lightning_obs.errors import warn
+
+#: dtypes that the loops read -> the integers, in numpy's words, of their bit patterns, by which the loops know them
+_PATTERNS = {torch.float32: "<u4", torch.bfloat16: "<u2", torch.float16: "<i2"}
+# From this many steps on, starting threads of Python, beside those that torch keeps running, pays off.
+_WORTH = 1 << 26
+
+_ready: set[tuple[object, object]] = set()
+_compiling = threading.Lock()
+
+
+def can_read(value: torch.Tensor) -> bool:
+    """Whether the loops can run on this tensor."""
+    known = value.dtype in _PATTERNS and value.layout == torch.strided
+    return known and value.device.type == "cpu" and available()
+
+
+@functools.cache
+def available() -> bool:
+    """Whether numba can be imported. Where not, a warning says so once."""
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:
+        warn(f"numba cannot be imported ({error}): statistics and range searches run without it, several times slower")
+        return False
+    return True
+
+
+class _Memory:
+    """What numpy needs to look at a tensor; the tensor lives as long as the look. ``Tensor.numpy()`` would do it, but
+    forbids to free the storage early, which FSDP1 does with gathered weights."""
+
+    def __init__(self, value: torch.Tensor, count: int) -> None:
+        self.value = value
+        where = {"data": (value.data_ptr(), False), "shape": (count,), "typestr": _PATTERNS[value.dtype]}
+        self.__array_interface__ = {**where, "version": 3}
+
+
+def memory(value: torch.Tensor) -> Any:
+    """The memory of a tensor from its first element to its last, as flat bit patterns."""
+    import numpy
+
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return numpy.asarray(_Memory(value.detach(), span))
+
+
+def run(loop: Any, *arguments: Any) -> Any:
+    """Call a loop; while it is compiled, or read from the cache, a terminal says what takes so long."""
+    kind = loop, arguments[0].dtype
+    if kind in _ready:
+        return loop(*arguments)
+    with _compiling:
+        from rich.console import Console
+
+        logging.getLogger(__name__).debug("compiling %s", loop)
+        with Console(stderr=True).status("compiling a loop for this machine (once, some seconds)"):
+            result = loop(*arguments)
+        _ready.add(kind)
+    return result
+
+
+def in_threads(parts: int, work: Callable[[int], object], steps: int | None = None) -> None:
+    """Do all parts of some work that does not hold Python's lock, in as many threads as torch uses.
+
+    Args:
+        parts: how many there are.
+        work: does one.
+        steps: of the loops, in all; few are done in this thread. None: many.
+    """
+    threads = 1 if steps is not None and steps < _WORTH else min(torch.get_num_threads(), parts)
+    if threads <= 1:
+        for part in range(parts):
+            work(part)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, range(parts)))
