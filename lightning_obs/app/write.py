@@ -103,6 +103,7 @@ def _answer(job: Job, model: nn.Module) -> tuple[dict[str, Any], torch.Tensor]:
     def shorten(value: torch.Tensor) -> torch.Tensor:
         return value[:1, :_CHECK_TOKENS] if value.ndim == 2 and not value.is_floating_point() else value[:1]
 
+    reload_check.align(model)
     batch = next(iter(job.data.test_dataloader()))
     inputs = dict(job.inputs(apply_to_collection(batch, torch.Tensor, shorten)))
     with torch.inference_mode():
