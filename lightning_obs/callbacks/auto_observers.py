@@ -18,6 +18,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.callbacks.which_module import require_forward
 from lightning_obs.choice.observer_choice import ObserverChoice, choose_for
 from lightning_obs.choice.sensitivity import logits_of
 from lightning_obs.errors import CalibrationError
@@ -57,20 +58,30 @@ class AutoObservers:
         """Whether inputs are kept now."""
         return self._hook is not None
 
-    def start(self, session: CalibrationSession, trainer: Trainer, masked: bool) -> None:
-        """Keep what the model is called with, until :meth:`choose` or :meth:`stop`; nothing after the choice.
+    @staticmethod
+    def require_possible(session: CalibrationSession, trainer: Trainer, masked: bool) -> None:
+        """Refuse, before any training, what the choice cannot do.
 
         Raises:
-            CalibrationError: several devices, or a token mask, of which the score knows nothing.
+            CalibrationError: a module without ``forward``; several devices, or a token mask, which the score ignores.
         """
-        if self.options is not None:
-            return
+        require_forward(session.model, 'observers="auto"')
         if trainer.world_size > 1 or masked:
             raise CalibrationError(
                 'observers="auto" chooses on one device, and without a token mask',
                 got=f"{trainer.world_size} devices{', a token mask' if masked else ''}",
                 remedy="choose there (callback.choice.config), then calibrate here with that scheme.",
             )
+
+    def start(self, session: CalibrationSession, trainer: Trainer, masked: bool) -> None:
+        """Keep what the model is called with, until :meth:`choose` or :meth:`stop`; nothing after the choice.
+
+        Raises:
+            CalibrationError: see :meth:`require_possible`.
+        """
+        if self.options is not None:
+            return
+        self.require_possible(session, trainer, masked)
         self.stop()
 
         def keep(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -95,6 +106,11 @@ class AutoObservers:
             asked: the options without observers.
         """
         model, batches = session.model, session.batches
+        if not self._kept:
+            raise CalibrationError(
+                f'observers="auto": no validation batch called {type(model).__name__}, so there is nothing to score on',
+                remedy='name the module that validation_step calls: CalibrationCallback(module="...").',
+            )
         with torch.inference_mode(False):  # what was made in inference mode has no gradients
             kept = [apply_to_collection(inputs, torch.Tensor, torch.clone) for inputs in self._kept]
         self.stop()

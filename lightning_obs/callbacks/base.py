@@ -24,7 +24,7 @@ from lightning_obs.calibration.token_mask import find_mask
 from lightning_obs.callbacks.export_at_end import ExportAtEnd
 from lightning_obs.callbacks.logged import log_layers, log_numbers
 from lightning_obs.callbacks.strategies import collectives_of, repeated_in_batch, repeated_samples, require_exact
-from lightning_obs.callbacks.which_module import describe, find_module
+from lightning_obs.callbacks.which_module import describe, find_module, require_forward
 from lightning_obs.checkpoint.export import export_checkpoint
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.model.sharding import in_shards, register_fsdp_units, reshard
@@ -142,9 +142,11 @@ class SessionCallback(Callback):
                 observer counted, else of ``batches``.
 
         Raises:
-            CalibrationError: nothing was calibrated yet.
+            CalibrationError: nothing was calibrated yet; ``batches`` for a module without ``forward``.
         """
         session = self._calibrated_session()
+        if batches is not None:
+            require_forward(session.model, "layer_errors(batches)")
         counted = session.input_counts
         with session.in_force():
             if batches is None:

@@ -105,6 +105,8 @@ class CalibrationCallback(SessionCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a wrong configuration before hours of training; restore the qparams of a resumed run."""
         session = self.prepare(trainer, pl_module)
+        if self._auto is not None:
+            self._auto.require_possible(session, trainer, masked=self.token_mask is not None)
         if not trainer.enable_validation and not session.has_written:
             warn(
                 f"{self.label}: this Trainer will not validate, so nothing will be calibrated. Give fit a validation "

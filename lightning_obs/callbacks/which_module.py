@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import Metric
 
@@ -17,9 +18,9 @@ def find_module(pl_module: nn.Module, path: str | None = None) -> tuple[str, nn.
 
     Args:
         pl_module: the LightningModule.
-        path: attribute path, ``""`` for the LightningModule itself; None looks for the one transformers model that it
-            holds. Of several, those nearest to the LightningModule count; models inside of torchmetrics' metrics do
-            not.
+        path: attribute path, ``""`` for the LightningModule itself. None: the one transformers model that it holds (of
+            several, those nearest to it; none inside torchmetrics' metrics). Without one, and where the LightningModule
+            has no ``forward`` of its own, its only child with weights. Else the LightningModule itself.
 
     Raises:
         CalibrationError: no such attribute, or several transformers models to choose from.
@@ -40,7 +41,44 @@ def find_module(pl_module: nn.Module, path: str | None = None) -> tuple[str, nn.
             where=list(models),
             remedy='say which one: CalibrationCallback(module="...").',
         )
-    return next(iter(models.items()), ("", pl_module))
+    if models:
+        return next(iter(models.items()))
+    children = [] if has_forward(pl_module) else _weighted_children(pl_module)
+    if len(children) == 1 and has_forward(only := _innermost(children[0][1])):
+        return children[0][0], only
+    return "", pl_module
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module can be called; a LightningModule whose steps call its parts often has no ``forward``."""
+    return "forward" in vars(module) or type(module).forward not in (nn.Module.forward, LightningModule.forward)
+
+
+def require_forward(module: nn.Module, why: str) -> None:
+    """Refuse to call a module without ``forward``.
+
+    Args:
+        module: that is calibrated.
+        why: what calls it.
+
+    Raises:
+        CalibrationError: it has none.
+    """
+    children = [name for name, _ in _weighted_children(module)]
+    if not has_forward(module):
+        raise CalibrationError(
+            f"{why} calls {type(module).__name__}, which has no forward()",
+            expected=f"a module that can be called, such as one of: {', '.join(children)}",
+            remedy=f'say which one: module="{children[0] if children else "..."}"; or write a forward().',
+        )
+
+
+def _weighted_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [
+        (name, child)
+        for name, child in module.named_children()
+        if not isinstance(child, Metric) and next(child.parameters(), None) is not None
+    ]
 
 
 def _nearest_models(pl_module: nn.Module) -> dict[str, nn.Module]:
