@@ -6,15 +6,17 @@ Nothing is written to the model before all of the state was found to fit it.
 from __future__ import annotations
 
 import copy
+import json
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationConfig
 from torch import distributed as dist
 from torch import nn
 
-from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.errors import CalibrationError, name_list, refuse
 from lightning_obs.model.checksums import CHECKSUMS
 from lightning_obs.model.qparams import write_qparams
 from lightning_obs.model.wrappers import without_wrappers
@@ -75,14 +77,7 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> dict[s
             expected=_FORMAT,
             remedy="load it with the version of lightning_obs that wrote it, or calibrate again.",
         )
-    config = plan.config.model_dump_json()
-    if state.get("config") != config:
-        raise CalibrationError(
-            "the saved calibration was made with another scheme, other observers or another ignore list",
-            got=state.get("config"),
-            expected=config,
-            remedy="use the configuration that the checkpoint was calibrated with, or calibrate again.",
-        )
+    refuse_other_options(state, plan.config)
     refuse(
         [key for key in ("qparams", "checksums") if not isinstance(state.get(key), Mapping)],
         "the saved calibration has lost a part",
@@ -108,6 +103,46 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> dict[s
             for name, module in model.named_modules():
                 vars(module)[CHECKSUMS] = dict(state["checksums"].get(name, {}))
     return dict(state["qparams"])
+
+
+def changed_options(state: Mapping[str, Any], config: QuantizationConfig) -> list[str]:
+    """The fields of a config that differ from the config of a saved calibration.
+
+    Returns:
+        ``["ignore: now with 'lm_head'", "weights.num_bits: 8 -> 4"]``.
+    """
+    try:
+        saved = dict(_fields(json.loads(state["config"])))
+    except (KeyError, TypeError, ValueError):
+        return ["its config is missing or damaged"]
+    now = dict(_fields(json.loads(config.model_dump_json())))
+    names = [name for name in dict.fromkeys([*saved, *now]) if saved.get(name) != now.get(name)]
+    return [f"{name}: {_change(saved.get(name), now.get(name))}" for name in names]
+
+
+def refuse_other_options(state: Mapping[str, Any], config: QuantizationConfig) -> None:
+    """Raise a CalibrationError that names the fields in which the config of a saved calibration differs."""
+    refuse(
+        changed_options(state, config),
+        "the saved calibration was made with another scheme, other observers or another ignore list",
+        remedy="use the options that the checkpoint was calibrated with, or calibrate again.",
+    )
+
+
+def _fields(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, each in value.items():
+            yield from _fields(each, f"{name}.{key}".lstrip("."))
+    else:
+        yield name, value
+
+
+def _change(saved: Any, now: Any) -> str:
+    if isinstance(saved, list) and isinstance(now, list):  # names of modules, perhaps hundreds
+        gone, new = ([repr(one) for one in a if one not in b] for a, b in ((saved, now), (now, saved)))
+        parts = (gone and f"without {name_list(gone, 3)}", new and f"with {name_list(new, 3)}")
+        return "now " + (" and ".join(filter(None, parts)) or "in another order")
+    return f"{saved!r} -> {now!r}"
 
 
 def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, Any]]:

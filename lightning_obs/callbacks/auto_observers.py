@@ -28,7 +28,7 @@ from lightning_obs.schemes.options import CalibrationOptions
 AUTO = "auto"
 #: batches that candidates observe and are scored on, half of them each
 SCORED = 32
-_CHOSEN = "chosen_config"
+_CHOSEN, _ASKED = "chosen_config", "asked_config"
 
 
 class AutoObservers:
@@ -42,6 +42,8 @@ class AutoObservers:
     def __init__(self) -> None:
         self.options: CalibrationOptions | None = None
         self.choice: ObserverChoice | None = None
+        #: the options that the choice was made for
+        self._asked: CalibrationOptions | None = None
         self._kept: list[dict[str, Any]] = []
         self._hook: Any = None
 
@@ -116,6 +118,7 @@ class AutoObservers:
         self.stop()
         session.detach()
         self.choice, self.options = choose_for(model, kept[:SCORED], asked)
+        self._asked = asked
         chosen = CalibrationSession(model, self.options)
         chosen.collectives = session.collectives
         chosen.attach(count_calls=False)
@@ -126,13 +129,15 @@ class AutoObservers:
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """The chosen config, as a string."""
-        return {} if self.options is None else {_CHOSEN: self.options.config.model_dump_json()}
+        """The chosen config, and the one that it was chosen for, as strings."""
+        if self.options is None or self._asked is None:
+            return {}
+        return {_CHOSEN: self.options.config.model_dump_json(), _ASKED: self._asked.config.model_dump_json()}
 
     def load_state_dict(self, state: Mapping[str, Any], asked: CalibrationOptions) -> None:
-        """Take what :meth:`state_dict` gave; what it does not hold is chosen in the next validation."""
-        self.choice = None
-        text = state.get(_CHOSEN)
+        """Take what :meth:`state_dict` gave; the next validation chooses what it lacks, or chose for other options."""
+        self.choice, self._asked = None, self._asked or asked
+        text = state.get(_CHOSEN) if state.get(_ASKED) == self._asked.config.model_dump_json() else None
         self.options = None if text is None else asked.with_config(QuantizationConfig.model_validate_json(text))
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.calibration.saved_state import changed_options
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import find_mask
 from lightning_obs.callbacks.export_at_end import ExportAtEnd
@@ -26,7 +27,7 @@ from lightning_obs.callbacks.logged import log_layers, log_numbers
 from lightning_obs.callbacks.strategies import collectives_of, repeated_in_batch, repeated_samples, require_exact
 from lightning_obs.callbacks.which_module import describe, find_module, require_forward
 from lightning_obs.checkpoint.export import export_checkpoint
-from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.errors import CalibrationError, name_list, warn
 from lightning_obs.model.sharding import in_shards, register_fsdp_units, reshard
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
@@ -237,9 +238,19 @@ class SessionCallback(Callback):
         self.session.collectives = collectives
         self._owner = pl_module
         state, self._waiting_state = self._waiting_state, None
-        if state is not None:
+        changed = [] if state is None else changed_options(state, self.session.plan.config)
+        if changed and self.calibrates_anew(trainer):
+            rank_zero_info(
+                f"{self.label}: the checkpoint was calibrated with other options ({name_list(changed)}); "
+                "its calibration is dropped, this run calibrates anew"
+            )
+        elif state is not None:
             self.take_state(self.session, state)
         return self.session
+
+    def calibrates_anew(self, trainer: Trainer) -> bool:
+        """Whether this run makes a calibration of its own, so that a loaded one of other options can be dropped."""
+        return False
 
     def _say(self, text: str) -> None:
         if text != self._said:

@@ -192,6 +192,13 @@ class CalibrationCallback(SessionCallback):
         if self._auto is not None:
             self._auto.stop()
 
+    @override
+    def calibrates_anew(self, trainer: Trainer) -> bool:
+        """In ``validate``, and in a ``fit`` that validates."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            return bool(trainer.enable_validation)
+        return trainer.state.fn == TrainerFn.VALIDATING
+
     def _is_due(self, trainer: Trainer) -> bool:
         if trainer.sanity_checking:
             return self.sanity_check

@@ -29,7 +29,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
-from lightning_obs.calibration.saved_state import state_checksum
+from lightning_obs.calibration.saved_state import refuse_other_options, state_checksum
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import find_mask
 from lightning_obs.callbacks.base import SessionCallback
@@ -339,6 +339,7 @@ class QuantizationAwareTraining(SessionCallback):
     @override
     def take_state(self, session: CalibrationSession, state: Mapping[str, Any]) -> None:
         """Write the ranges of a checkpoint, and take training up where it stood."""
+        refuse_other_options(state, session.plan.config)
         training = state.get("training", {})
         if state.get("training_crc", crc := state_checksum(training)) != crc:  # earlier versions wrote none
             raise CalibrationError(

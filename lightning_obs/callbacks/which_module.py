@@ -43,10 +43,9 @@ def find_module(pl_module: nn.Module, path: str | None = None) -> tuple[str, nn.
         )
     if models:
         return next(iter(models.items()))
-    children = [] if has_forward(pl_module) else _weighted_children(pl_module)
-    if len(children) == 1 and has_forward(only := _innermost(children[0][1])):
-        return children[0][0], only
-    return "", pl_module
+    children = {} if has_forward(pl_module) else _weighted_children(pl_module)
+    callable_ones = {name: child for name, child in children.items() if has_forward(child)}
+    return next(iter(callable_ones.items())) if len(children) == len(callable_ones) == 1 else ("", pl_module)
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -64,8 +63,8 @@ def require_forward(module: nn.Module, why: str) -> None:
     Raises:
         CalibrationError: it has none.
     """
-    children = [name for name, _ in _weighted_children(module)]
     if not has_forward(module):
+        children = list(_weighted_children(module))
         raise CalibrationError(
             f"{why} calls {type(module).__name__}, which has no forward()",
             expected=f"a module that can be called, such as one of: {', '.join(children)}",
@@ -73,12 +72,12 @@ def require_forward(module: nn.Module, why: str) -> None:
         )
 
 
-def _weighted_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [
-        (name, child)
+def _weighted_children(module: nn.Module) -> dict[str, nn.Module]:
+    return {
+        name: _innermost(child)
         for name, child in module.named_children()
         if not isinstance(child, Metric) and next(child.parameters(), None) is not None
-    ]
+    }
 
 
 def _nearest_models(pl_module: nn.Module) -> dict[str, nn.Module]:

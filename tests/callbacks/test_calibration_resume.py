@@ -6,8 +6,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file
 
-from lightning_obs import CalibrationCallback, CalibrationError
+from lightning_obs import CalibrationCallback, CalibrationError, QuantizationAwareTraining
 from lightning_obs.model.qparams import read_qparams
 from tests.callbacks.calibration_modules import Plain, loader, trainer
 
@@ -75,13 +76,6 @@ def test_model_checkpoint_saves_the_calibration_of_the_same_epoch(tmp_path):
     assert torch.equal(saved["qparams"]["net.0.input_scale"], module.net[0].input_scale)
 
 
-def test_a_checkpoint_of_another_scheme_is_refused(tmp_path):
-    fit_and_save(tmp_path / "c.ckpt", CalibrationCallback("INT8_STATIC"))
-    other = CalibrationCallback("INT8_STATIC", ignore=["net.2"])
-    with pytest.raises(CalibrationError, match="another scheme, other observers or another ignore list"):
-        trainer(other, max_epochs=2).fit(Plain(), loader(), loader(), ckpt_path=tmp_path / "c.ckpt")
-
-
 def test_two_calibrations_keep_their_states_apart():
     first, second = CalibrationCallback("FP8"), CalibrationCallback("INT8_STATIC")
     assert first.state_key != second.state_key
@@ -116,3 +110,77 @@ def test_weights_trained_on_after_the_last_validation_are_not_exported_with_old_
         callback.export(tmp_path / "out")
     trainer(callback).validate(module, loader(), verbose=False)
     callback.export(tmp_path / "out")
+
+
+# ---------------------------------------------------------------------- options changed between runs
+
+
+def notes(caplog):
+    return [record.message for record in caplog.records if "other options" in record.message]
+
+
+@pytest.mark.parametrize("entry", ["validate", "fit"])
+def test_a_calibration_that_is_made_anew_drops_one_of_other_options_with_one_line(entry, tmp_path, caplog):
+    module = fit_and_save(tmp_path / "c.ckpt", CalibrationCallback("INT8_STATIC"))
+    resumed, callback = Plain(), CalibrationCallback("INT8_STATIC", ignore=["net.2"], show=False)
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+        run = trainer(callback, max_epochs=2)
+        if entry == "fit":
+            run.fit(resumed, loader(), loader(seed=2), ckpt_path=tmp_path / "c.ckpt")
+        else:
+            run.validate(resumed, loader(seed=2), ckpt_path=tmp_path / "c.ckpt", verbose=False)
+    assert callback.result.modules == ["net.0"]
+    assert not read_qparams(resumed.net[2])
+    (line,) = notes(caplog)
+    assert "(ignore: now with 'net.2')" in line
+    if entry == "validate":
+        assert torch.equal(resumed.net[0].input_scale, module.net[0].input_scale)
+
+
+@pytest.mark.parametrize("entry", ["test", "predict", "fit"])
+def test_where_nothing_is_calibrated_anew_a_checkpoint_of_other_options_is_refused_by_the_fields_that_differ(
+    entry, tmp_path
+):
+    fit_and_save(tmp_path / "c.ckpt", CalibrationCallback("INT8_STATIC"))
+    other = CalibrationCallback("INT8_STATIC", observers={"input": "minmax"}, ignore=["net.2"])
+    run = trainer(other, max_epochs=2, limit_val_batches=0)
+    with pytest.raises(CalibrationError) as error:
+        getattr(run, entry)(Plain(), loader(), ckpt_path=tmp_path / "c.ckpt")
+    assert error.value.where == [
+        "config_groups.group_0.input_activations.observer: 'static_minmax' -> 'minmax'",
+        "ignore: now with 'net.2'",
+    ]
+    assert len(str(error.value)) < 400
+
+
+def test_fine_tuning_cannot_drop_its_ranges_and_names_the_fields_that_differ(tmp_path):
+    options = {"calibration_batches": 1, "learn_scales": True}
+    fit_and_save(tmp_path / "c.ckpt", QuantizationAwareTraining("INT8_STATIC", **options))
+    other = QuantizationAwareTraining("INT8_STATIC", ignore=["net.2"], **options)
+    with pytest.raises(CalibrationError) as error:
+        trainer(other, max_epochs=2).fit(Plain(), loader(), loader(), ckpt_path=tmp_path / "c.ckpt")
+    assert error.value.where == ["ignore: now with 'net.2'"]
+
+
+def test_auto_chooses_anew_for_other_options(tmp_path, caplog):
+    def automatic(**options):
+        return CalibrationCallback("INT8_STATIC", observers="auto", show=False, **options)
+
+    fit_and_save(tmp_path / "c.ckpt", first := automatic())
+    again, other, module = automatic(), automatic(ignore=["net.2"]), Plain()
+    trainer(again).validate(Plain(), loader(seed=2), ckpt_path=tmp_path / "c.ckpt", verbose=False)
+    assert again.choice is None  # what the first run chose
+    assert again.options.config == first.options.config
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+        trainer(other).validate(module, loader(seed=2), ckpt_path=tmp_path / "c.ckpt", verbose=False)
+    assert (other.result.modules, set(other.choice.observers)) == (["net.0"], {"net.0"})
+    assert len(notes(caplog)) == 1
+
+
+def test_a_second_callback_with_other_options_leaves_nothing_of_the_first_in_its_checkpoint(tmp_path):
+    module = fit_and_save(tmp_path / "c.ckpt", CalibrationCallback("INT8_STATIC"))
+    callback = CalibrationCallback("INT8_STATIC", ignore=["net.2"], export_folder=tmp_path / "out", show=False)
+    trainer(callback).validate(module, loader(), verbose=False)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert "net.2.weight_scale" not in tensors
+    assert tensors["net.2.weight"].dtype == torch.float32
