@@ -140,8 +140,9 @@ def _fields(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def _change(saved: Any, now: Any) -> str:
     if isinstance(saved, list) and isinstance(now, list):  # names of modules, perhaps hundreds
         gone, new = ([repr(one) for one in a if one not in b] for a, b in ((saved, now), (now, saved)))
-        parts = (gone and f"without {name_list(gone, 3)}", new and f"with {name_list(new, 3)}")
-        return "now " + (" and ".join(filter(None, parts)) or "in another order")
+        lists = {"without": gone, "with": new}
+        parts = [f"{word} {name_list(names, 3)}" for word, names in lists.items() if names]
+        return "now " + (" and ".join(parts) or "in another order")
     return f"{saved!r} -> {now!r}"
 
 

@@ -43,9 +43,9 @@ def find_module(pl_module: nn.Module, path: str | None = None) -> tuple[str, nn.
         )
     if models:
         return next(iter(models.items()))
-    children = {} if has_forward(pl_module) else _weighted_children(pl_module)
-    callable_ones = {name: child for name, child in children.items() if has_forward(child)}
-    return next(iter(callable_ones.items())) if len(children) == len(callable_ones) == 1 else ("", pl_module)
+    weighted = {} if has_forward(pl_module) else _weighted_children(pl_module)
+    only = next(iter(weighted.items())) if len(weighted) == 1 else None
+    return only if only is not None and has_forward(only[1]) else ("", pl_module)
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -145,7 +145,7 @@ def test_where_nothing_is_calibrated_anew_a_checkpoint_of_other_options_is_refus
     other = CalibrationCallback("INT8_STATIC", observers={"input": "minmax"}, ignore=["net.2"])
     run = trainer(other, max_epochs=2, limit_val_batches=0)
     with pytest.raises(CalibrationError) as error:
-        getattr(run, entry)(Plain(), loader(), ckpt_path=tmp_path / "c.ckpt")
+        getattr(run, entry)(Plain(), *[loader()] * (1 + (entry == "fit")), ckpt_path=tmp_path / "c.ckpt")
     assert error.value.where == [
         "config_groups.group_0.input_activations.observer: 'static_minmax' -> 'minmax'",
         "ignore: now with 'net.2'",
