@@ -44,7 +44,7 @@ class CalibrationError(ValueError):
         self.got = got
         self.expected = expected
         self.remedy = remedy
-        super().__init__(self._message())
+        super().__init__(printable(self._message()))
 
     def _message(self) -> str:
         text = self.what
@@ -88,7 +88,17 @@ def warn(message: str) -> None:
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _ON_THE_WAY:
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, CalibrationWarning, stacklevel=level)
+    warnings.warn(printable(message), CalibrationWarning, stacklevel=level)
+
+
+def printable(text: str) -> str:
+    """The text for a terminal: characters that would steer it, or cannot be written, as their escapes.
+
+    >>> printable("layer\x1b[2J.\ud800")
+    'layer\\\\x1b[2J.\\\\ud800'
+    """
+    shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return text if text.isprintable() else "".join(shown)
 
 
 def name_list(names: Sequence[str], shown: int = _NAMES_SHOWN) -> str:
@@ -98,7 +108,7 @@ def name_list(names: Sequence[str], shown: int = _NAMES_SHOWN) -> str:
     'a, b and 1 more'
     """
     names = list(names)
-    head = ", ".join(names[:shown])
+    head = printable(", ".join(names[:shown]))
     return head if len(names) <= shown else f"{head} and {len(names) - shown} more"
 
 

@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from lightning_obs.errors import printable
+
 
 def say(text: str) -> None:
     """Print a line."""
     if rank_zero_only.rank == 0:
-        print(text, flush=True)
+        print(printable(text), flush=True)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 
 from lightning_obs.app.data import CalibrationData, require_positive
 from lightning_obs.app.text_files import read_rows, text_of
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, name_list
 
 Sample = dict[str, Any]
 
@@ -105,11 +106,19 @@ class DocumentData(CalibrationData):
         try:
             return int(value) if float(value) == int(float(value)) else float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError, OverflowError) as error:
+            if value is None:
+                raise CalibrationError(
+                    f"{place} has no field {self._label_field!r}",
+                    got=f"the fields {name_list(list(row))}" if isinstance(row, dict) else repr(row)[:80],
+                    remedy="name the field of the labels: data.label_field=...",
+                ) from error
+            known = ", ".join(f"{name!r} ({number})" for name, number in self._label2id.items())
             raise CalibrationError(
-                f"{place} has no label in the field {self._label_field!r}",
+                f"{place}: the model does not know the label in the field {self._label_field!r}",
                 got=repr(value),
-                expected=f"a number, or one of {', '.join(self._label2id) or 'the names that the model knows'}",
-                remedy="name the field: data.label_field=...",
+                expected=f"a class by its number or its name; the model knows {known or 'no names'}",
+                remedy="write the classes as numbers, or put their names into the model's config.json: "
+                f'"label2id": {{{json.dumps(str(value))}: 0, ...}}.',
             ) from error
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from hydra.utils import instantiate
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 
 from lightning_obs.app.console import say
-from lightning_obs.app.job import Job, load_again
+from lightning_obs.app.job import Job, load_again, make_trainer
 from lightning_obs.app.quality import Quality, measure_quality
 
 
@@ -28,7 +27,7 @@ def fine_tune(job: Job) -> float:
     started = time.perf_counter()
     if config.task.seed is not None:
         seed_everything(config.task.seed, verbose=False)
-    trainer: Trainer = instantiate(config.trainer, callbacks=[job.callback])
+    trainer = make_trainer(config, job.callback)
     module.train()
     trainer.fit(module, datamodule=job.data)
     module.eval()
@@ -46,4 +45,4 @@ def quality_of_checkpoint(job: Job, folder: Path) -> Quality | None:
     if not strategy.reduce_boolean_decision(written.is_dir()):
         return None
     say("· measuring the checkpoint, loaded again")
-    return measure_quality(load_again(job, written), instantiate(job.config.trainer), job.data)
+    return measure_quality(load_again(job, written), make_trainer(job.config), job.data)

@@ -17,11 +17,12 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from lightning_obs.app.console import step
+from lightning_obs.app.sigterm import EndOnSigterm
 from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
@@ -30,6 +31,7 @@ from lightning_obs.checkpoint.folder import require_free
 from lightning_obs.checkpoint.load import load_checkpoint
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.schemes.config import as_names
 from lightning_obs.schemes.options import CalibrationOptions
 
 
@@ -74,7 +76,7 @@ def make_job(config: DictConfig) -> Job:
     Raises:
         CalibrationError: whatever is wrong with scheme, model or data; the checkpoint's folder is there.
     """
-    for name in config.imports:
+    for name in as_names(config.imports):
         _import(name)
     callback = make_callback(config)
     folder = Path(config.export.folder) if config.export.folder else None
@@ -83,8 +85,14 @@ def make_job(config: DictConfig) -> Job:
     module = load_module(config)
     data = make_data(config, module)
     _, model = find_module(module, config.module)
-    trainer, evaluator = instantiate(config.trainer, callbacks=[callback]), instantiate(config.trainer)
+    trainer, evaluator = make_trainer(config, callback), make_trainer(config)
     return Job(config, callback, module, model, data, folder, trainer, evaluator)
+
+
+def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:
+    """The Trainer that ``trainer`` describes, with these callbacks."""
+    trainer: Trainer = instantiate(config.trainer, callbacks=[*callbacks, EndOnSigterm()])
+    return trainer
 
 
 def made(node: Any, **given: Any) -> Any:
@@ -141,7 +149,7 @@ def make_callback(config: DictConfig) -> SessionCallback:
     options = CalibrationOptions(
         scheme.pop("preset", None) or scheme or None,
         targets=targets,
-        ignore=[*plain(config.ignore), *_ignored_by_report(config.ignore_from)],
+        ignore=[*as_names(plain(config.ignore)), *_ignored_by_report(config.ignore_from)],
         observers={"input": plain(config.observer), "weight": plain(config.weight_observer)},
         kv_cache=plain(config.kv_cache) or None,
         on_missing=config.on_missing,
@@ -191,8 +199,11 @@ def _ignored_by_report(path: str | None) -> list[str]:
     if path is None:
         return []
     try:
-        return [str(name) for name in json.loads(Path(path).read_text())["ignore"]]
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))["ignore"]
+        if not isinstance(found, (str, list)) or not all(isinstance(name, str) for name in found):
+            raise TypeError(f"ignore is {found!r:.80}, not names")
+        return as_names(found)
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise CalibrationError(
             f"ignore_from={path} is not the report.json of an earlier run", got=f"{type(error).__name__}: {error}"
         ) from error

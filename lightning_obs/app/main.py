@@ -22,6 +22,7 @@ from lightning_obs.app.measure import compare_runs, evaluate_checkpoint
 from lightning_obs.app.plan import choose_plan, choose_tensor_observers
 from lightning_obs.app.preflight import preflight, say_duration
 from lightning_obs.app.quality import Quality
+from lightning_obs.app.sigterm import ended_by_sigterm
 from lightning_obs.app.write import write_checkpoint
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
@@ -43,6 +44,11 @@ def run(config: DictConfig) -> dict[str, Any]:
             calibrated model's logits.
     """
     quiet_lightning()
+    with ended_by_sigterm():
+        return _run(config)
+
+
+def _run(config: DictConfig) -> dict[str, Any]:
     if config.task.name in ("evaluate", "compare"):
         return evaluate_checkpoint(config) if config.task.name == "evaluate" else compare_runs(config)
     job = make_job(config)

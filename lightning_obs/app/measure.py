@@ -7,18 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import instantiate
-from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 
 from lightning_obs.app.console import say
-from lightning_obs.app.job import load_module, make_data, plain
+from lightning_obs.app.job import load_module, make_data, make_trainer, plain
 from lightning_obs.app.quality import measure_quality
 from lightning_obs.app.task_module import SIMILARITY
 from lightning_obs.errors import CalibrationError
 from lightning_obs.report.page import Report, write_report
 from lightning_obs.report.quality import precise, quality_of, quality_row
 from lightning_obs.report.summary import comparison_table, folder_size, human_size, print_report
+from lightning_obs.schemes.config import as_names
 
 #: what a comparison shows of a run, beside its metric
 _COMPARED = ("run", "size", "seconds", "worst_sqnr")
@@ -32,7 +31,7 @@ def evaluate_checkpoint(config: DictConfig) -> dict[str, Any]:
     """
     module = load_module(config)
     data = make_data(config, module)
-    trainer: Trainer = instantiate(config.trainer)
+    trainer = make_trainer(config)
     path = config.model.get("path")
     say(f"· measuring {path or 'the default model'}")
     found = measure_quality(module, trainer, data)
@@ -59,7 +58,7 @@ def compare_runs(config: DictConfig) -> dict[str, Any]:
     """
     if not config.runs:
         raise CalibrationError("runs", got="none", remedy="task=compare runs=[<folder of a run>,<another>].")
-    rows = [_row_of(Path(str(path))) for path in config.runs]
+    rows = [_row_of(Path(str(path))) for path in as_names(config.runs)]
     say(f"report {write_comparison(config.output_dir, rows)}")
     return {"run": "comparison", "runs": rows}
 
@@ -74,9 +73,9 @@ def write_comparison(folder: str | Path, rows: Sequence[Mapping[str, Any]]) -> P
 def _row_of(path: Path) -> dict[str, Any]:
     file = path / "report.json" if path.is_dir() else path
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text(encoding="utf-8"))
         return {**_compared(found), "run": f"{found['run']} ({path.name if path.is_dir() else path.parent.name})"}
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise CalibrationError(
             f"runs: {path} holds no report of a run",
             got=f"{type(error).__name__}: {error}",

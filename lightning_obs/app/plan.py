@@ -6,17 +6,15 @@ it takes any other: ``--config-dir <output folder>/configs scheme=plan``.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationConfig
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from lightning_obs.app.console import say, step
-from lightning_obs.app.job import Job, plain
+from lightning_obs.app.job import Job, make_trainer, plain
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.choice.mixed_precision import (
@@ -29,6 +27,7 @@ from lightning_obs.choice.observer_choice import choose_for
 from lightning_obs.choice.sensitivity import Sensitivity, sensitivity
 from lightning_obs.errors import CalibrationError
 from lightning_obs.report.frontier import frontier_rows, frontier_table
+from lightning_obs.report.page import as_json
 from lightning_obs.report.summary import print_report
 from lightning_obs.schemes.options import CalibrationOptions
 
@@ -85,7 +84,7 @@ def check_candidates(job: Job) -> None:
                 CalibrationSession(job.model, CalibrationOptions.of(scheme, **_of_candidates(asked)))
         return
     for base_name, observers in candidates.items():
-        for observer in observers:
+        for observer in [observers] if isinstance(observers, (str, dict)) else observers:
             replace(asked, observers={base_name: observer})
 
 
@@ -111,7 +110,7 @@ def _of_candidates(options: CalibrationOptions) -> dict[str, Any]:
 
 def _with_options(job: Job, options: CalibrationOptions) -> Job:
     callback = CalibrationCallback(options, module=job.config.module, token_mask=job.config.token_mask, show=False)
-    return replace(job, callback=callback, trainer=instantiate(job.config.trainer, callbacks=[callback]))
+    return replace(job, callback=callback, trainer=make_trainer(job.config, callback))
 
 
 def _measure(job: Job, options: CalibrationOptions) -> Sensitivity:
@@ -140,7 +139,7 @@ def _write(folder: Path, measured: Sensitivity, plan: MixedPlan, rows: list[dict
         "frontier": rows,
         "layers": measured.layers,
     }
-    (folder / "plan.json").write_text(json.dumps(whole, indent=1) + "\n")
+    (folder / "plan.json").write_text(as_json(whole))
     return path
 
 

@@ -79,7 +79,7 @@ class CalibrationCallback(SessionCallback):
         evaluate: bool | float = False,
         every_n_epochs: int = 1,
         max_batches: int | None = None,
-        dataloaders: Sequence[int | str] | None = None,
+        dataloaders: int | str | Sequence[int | str] | None = None,
         show: bool = True,
         **options: Any,
     ) -> None:
@@ -91,7 +91,7 @@ class CalibrationCallback(SessionCallback):
             if number is not None and number < 1:
                 raise CalibrationError(name, got=number, expected="one or more")
         self.evaluate, self.every_n_epochs, self.max_batches = float(evaluate), every_n_epochs, max_batches
-        self.dataloaders = None if dataloaders is None else list(dataloaders)
+        self.dataloaders = [dataloaders] if isinstance(dataloaders, (str, int)) else dataloaders and list(dataloaders)
         self.show = show
         #: the second pass of the validation that runs now
         self._second_pass: QuantizedValidation | None = None

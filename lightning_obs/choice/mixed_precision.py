@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -120,6 +121,16 @@ def choose_schemes(
     shares = {name: float(share) for name, share in (at_most or {}).items()}
     refuse(
         [f"{n} ({s:g})" for n, s in shares.items() if not 0 <= s <= 1], "at_most takes shares of the weights, 0 to 1"
+    )
+    refuse(
+        [
+            f"{group.names[0]} ({name})"
+            for group in measured.groups
+            for name in names
+            if not isfinite(group.losses[name])
+        ],
+        "estimated losses are not finite",
+        remedy="leave these modules out, or these candidates: the quantized layer overflows.",
     )
     limit = None if budget is None else budget_in_bytes(budget, measured.weights)
     chosen = _solve(measured, names, limit, shares)

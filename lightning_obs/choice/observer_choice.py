@@ -206,7 +206,8 @@ def _fitting(
         groups = [getattr(group, _FIELDS[base_name]) for group in config_groups(base)]
         if (candidates is not None and not given) or all(args is None or args.dynamic is True for args in groups):
             continue
-        own = [{"name": one} if isinstance(one, str) else dict(one) for one in given or ()]
+        listed = [given] if isinstance(given, (str, Mapping)) else given or ()
+        own = [{"name": one} if isinstance(one, str) else dict(one) for one in listed]
         for one in [defaults[0], *(own if given else defaults[1:])]:
             try:
                 config = _with_observers(base, {base_name: one})

@@ -37,7 +37,7 @@ from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.forward.quantized_forward import quantize_forward, quantized_weight
 from lightning_obs.model.qparams import calibration_of, put_back
 from lightning_obs.model.sharding import in_shards
-from lightning_obs.schemes.config import SchemeLike
+from lightning_obs.schemes.config import SchemeLike, as_names
 from lightning_obs.schemes.options import CalibrationOptions
 
 Batches: TypeAlias = "Iterable[Mapping[str, Any] | torch.Tensor]"
@@ -155,7 +155,7 @@ def sensitivity(
             name: {t.name: t.scheme for t in session.plan.targets if (name, t.name) in twins}
             for name, session in sessions.items()
         },
-        [ignore] if isinstance(ignore, str) else list(ignore),
+        as_names(ignore),
         "weight error" if measured is None else "divergence",
         tokens,
     )

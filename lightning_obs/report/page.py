@@ -8,6 +8,7 @@ opened, from 64 numbers. The same data are written beside it, as ``report.json``
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from lightning_obs.report.pictures import as_svg, comparison_figure, drift_figur
 from lightning_obs.report.quality import change, precise, quality_of
 from lightning_obs.report.scale_drift import ScaleDrift
 from lightning_obs.report.summary import POOR_SQNR, expert_line, human_size, poor_layers
-from lightning_obs.report.table import layer_row, write_csv
+from lightning_obs.report.table import finite, layer_row, write_csv
 
 BINS = 64
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -84,16 +85,21 @@ def write_report(folder: str | os.PathLike[str], report: Report) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     data = report_data(report)
-    written = {"report.html": page(report, data), "report.json": json.dumps(data, indent=1) + "\n"}
+    written = {"report.html": page(report, data), "report.json": as_json(data)}
     for name, text in written.items():
         partial = folder / f".{name}.partial"
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
         os.replace(partial, folder / name)
     if data["layers"]:
         partial = folder / ".layers.csv.partial"
         write_csv(partial, [{k: v for k, v in row.items() if k != "histogram"} for row in data["layers"]])
         os.replace(partial, folder / "layers.csv")
     return folder / "report.html"
+
+
+def as_json(data: Any) -> str:
+    """JSON as the standard has it, which knows no NaN and no infinity: these are null."""
+    return json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
 
 
 def report_data(report: Report) -> dict[str, Any]:
@@ -122,7 +128,7 @@ def page(report: Report, data: Mapping[str, Any]) -> str:
     pictures = [(title, as_svg(figure, title)) for title, figure in _figures(report)]
     poor = poor_layers(report.errors, fused=None if report.result is None else report.result.fused or None)
     # The page needs no more digits than it shows.
-    layers = [{key: _short(value) for key, value in row.items()} for row in data["layers"]]
+    layers = [finite({key: _short(value) for key, value in row.items()}) for row in data["layers"]]
     shown = {"layers": layers, "unit": data["sensitivity_unit"], "poor": POOR_SQNR}
     return environment.get_template("report.html.j2").render(
         data=data, pictures=pictures, shown=shown, poor=poor, poor_sqnr=POOR_SQNR
@@ -164,8 +170,9 @@ def _layers(report: Report) -> Iterable[dict[str, Any]]:
 
 
 def _figures(report: Report) -> Iterable[tuple[str, Any]]:
-    if report.frontier:
-        yield "Loss against size", frontier_figure(report.frontier)
+    points = [point for point in report.frontier if math.isfinite(point["loss"])]
+    if points:
+        yield "Loss against size", frontier_figure(points)
     if report.drift is not None and len(report.drift.steps) > 1:
         yield "Drift of the scales", drift_figure(report.drift.steps, report.drift.drifts)
     judged = [(run, *quality_of(run)) for run in report.runs if run.get("size")]
@@ -173,9 +180,10 @@ def _figures(report: Report) -> Iterable[tuple[str, Any]]:
         runs = [
             {"run": run["run"], "size": run["size"], "quality": after}
             for run, name, _, after in judged
-            if name == metric and after is not None
+            if name == metric and after is not None and math.isfinite(after)
         ]
-        yield f"Runs: {metric} against size", comparison_figure(runs, metric)
+        if runs:
+            yield f"Runs: {metric} against size", comparison_figure(runs, metric)
 
 
 def _short(value: Any) -> Any:

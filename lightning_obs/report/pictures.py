@@ -11,7 +11,10 @@ from io import StringIO
 from typing import Any
 
 import matplotlib as mpl
+from markupsafe import escape
 from matplotlib.figure import Figure
+
+from lightning_obs.errors import printable
 
 #: what the colours of a figure become in the page, which has a light and a dark form of each
 _COLOURS = {"#010101": "var(--text)", "#020202": "var(--muted)", "#030303": "var(--accent)", "#040404": "var(--warn)"}
@@ -47,7 +50,7 @@ def frontier_figure(points: Sequence[Mapping[str, Any]]) -> Figure:
         colour = ACCENT if point in front else MUTED
         ax.plot(point["bits_per_weight"], point["loss"], "o", color=colour, markersize=5)
         ax.annotate(
-            point["name"],
+            _plain(point["name"]),
             (point["bits_per_weight"], point["loss"]),
             xytext=(5, 4),
             textcoords="offset points",
@@ -69,7 +72,7 @@ def drift_figure(steps: Sequence[int], drifts: Mapping[str, Sequence[float]], sh
     for name in order[shown:]:
         ax.plot(steps, whole[name], color=MUTED, linewidth=0.5, alpha=0.35)
     for name in order[:shown]:
-        ax.plot(steps, whole[name], ".-", linewidth=1.3, label=name)
+        ax.plot(steps, whole[name], ".-", linewidth=1.3, label=_plain(name))
     if order:
         ax.legend(fontsize=7, labelcolor=TEXT, frameon=False)
     ax.set(xlabel="step", ylabel="|log2(scale / first)|")
@@ -82,14 +85,14 @@ def comparison_figure(runs: Sequence[Mapping[str, Any]], metric: str) -> Figure:
     for run in runs:
         ax.plot(run["size"] / 2**20, run["quality"], "o", color=ACCENT, markersize=5)
         ax.annotate(
-            run["run"],
+            _plain(run["run"]),
             (run["size"] / 2**20, run["quality"]),
             xytext=(5, 4),
             textcoords="offset points",
             fontsize=8,
             color=TEXT,
         )
-    ax.set(xlabel="size [MiB]", ylabel=metric)
+    ax.set(xlabel="size [MiB]", ylabel=_plain(metric))
     ax.margins(x=0.2, y=0.15)
     return fig
 
@@ -101,7 +104,7 @@ def as_svg(figure: Figure, label: str) -> str:
         figure: of this file.
         label: what it shows, for who cannot see it.
     """
-    out = StringIO()
+    out, label = StringIO(), printable(label)
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = out.getvalue()
@@ -111,7 +114,12 @@ def as_svg(figure: Figure, label: str) -> str:
         svg = svg.replace(colour, name)
     svg = re.sub(r'<svg ([^>]*?)width="[^"]*"', r"<svg \1", svg, count=1)
     svg = re.sub(r'<svg ([^>]*?)height="[^"]*"', r"<svg \1", svg, count=1)
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(label)}" ', 1)
+
+
+def _plain(name: str) -> str:
+    """A name as matplotlib has to be given it, which reads dollars as mathematics."""
+    return printable(name).replace("$", r"\$")
 
 
 def _axes(width: float, height: float) -> tuple[Figure, Any]:

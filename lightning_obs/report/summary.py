@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationConfig
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from lightning_obs.calibration.result import CalibrationResult
-from lightning_obs.errors import name_list
+from lightning_obs.errors import name_list, printable
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.quality import change, precise, quality_of
 from lightning_obs.schemes.fused_layers import find_fused
@@ -194,4 +196,15 @@ def folder_size(folder: str | os.PathLike[str]) -> int:
 def print_report(report: RenderableType) -> None:
     """Print to the terminal, at a width that does not wrap module names when output is piped."""
     console = Console()
-    Console(width=max(console.width, 100), highlight=False, soft_wrap=True).print(report)
+    Console(width=max(console.width, 100), highlight=False, soft_wrap=True).print(_Printable(report))
+
+
+@dataclass(frozen=True)
+class _Printable:
+    """A renderable whose text cannot steer the terminal, whatever the names in it are."""
+
+    inner: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for text, style, control in console.render(self.inner, options):
+            yield Segment(text if control else printable(text), style, control)

@@ -21,16 +21,36 @@ def layer_row(error: LayerError) -> dict[str, Any]:
     whole = {key: getattr(error, key) for key in ("name", "sqnr", "clipped", "low", "high")}
     parts = {kind: getattr(error, kind) for kind in _TENSORS}
     flat = {f"{kind}_{key}": value for kind, part in parts.items() if part for key, value in asdict(part).items()}
-    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in (whole | flat).items()}
+    return {key: finite(value) for key, value in (whole | flat).items()}
+
+
+def finite(value: Any) -> Any:
+    """Numbers that are NaN or infinite as None, in dicts and lists too.
+
+    >>> finite({"loss": [1.0, math.nan]})
+    {'loss': [1.0, None]}
+    """
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows under the union of their keys, in the order in which these first appear."""
+    """Write rows under the union of their keys, in the order in which these first appear.
+
+    A text that a spreadsheet would take for a formula gets an apostrophe in front.
+    """
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    with open(path, "w", newline="", encoding="utf-8") as file:
+    with open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({key: _no_formula(value) for key, value in row.items()} for row in rows)
+
+
+def _no_formula(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value[:1] in {*"=+-@\t\r"} else value
 
 
 def aggregates(result: CalibrationResult | None, errors: Sequence[LayerError]) -> dict[str, float]:

@@ -90,23 +90,39 @@ def resolve_config(
             remedy="CalibrationCallback(observers='auto'), choose_observers(model, batches, scheme) and "
             "`task=observers` choose by measurement, for each tensor.",
         )
-    targets = [targets] if isinstance(targets, str) else list(targets) if targets is not None else None
-    ignore = [ignore] if isinstance(ignore, str) else list(ignore)
+    names = None if targets is None else as_names(targets)
     try:
-        groups, base = ({}, None) if scheme is None and kv_cache is not None else _groups(scheme, targets)
+        groups, base = ({}, None) if scheme is None and kv_cache is not None else _groups(_with_lists(scheme), names)
     except CalibrationError:
         raise
     except (ValueError, TypeError, NotImplementedError, KeyError) as error:
         raise CalibrationError(f"compressed-tensors refuses the scheme: {error}", got=repr(scheme)) from error
     config = QuantizationConfig(
         config_groups={name: group.model_copy(deep=True) for name, group in groups.items()},
-        ignore=[*(base.ignore or [] if base else []), *ignore],
+        ignore=[*(base.ignore or [] if base else []), *as_names(ignore)],
         kv_cache_scheme=resolve_kv_cache(kv_cache, base.kv_cache_scheme if base else None),
     )
     if any(observers and observers.get(name) for name in ATTENTION):
         config = StatesConfig(**dict(config))
     _set_observers(config, observers or {})
     return config
+
+
+def as_names(value: str | Iterable[str]) -> list[str]:
+    """Names as a list: a string is one name, not its letters.
+
+    >>> as_names("lm_head"), as_names(["q_proj", "k_proj"])
+    (['lm_head'], ['q_proj', 'k_proj'])
+    """
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _with_lists(scheme: Any) -> Any:
+    """A scheme whose ``targets`` and ``ignore`` are lists, at any depth."""
+    if not isinstance(scheme, Mapping):
+        return scheme
+    named = ("targets", "ignore")
+    return {k: [v] if k in named and isinstance(v, str) else _with_lists(v) for k, v in scheme.items()}
 
 
 def _groups(

@@ -14,7 +14,7 @@ from compressed_tensors.quantization import QuantizationConfig
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.schemes.attention import KVCacheLike
-from lightning_obs.schemes.config import ObserversLike, SchemeLike, label, resolve_config
+from lightning_obs.schemes.config import ObserversLike, SchemeLike, as_names, label, resolve_config
 from lightning_obs.schemes.fused_layers import fused_groups_with
 from lightning_obs.schemes.reload import Reload
 
@@ -82,6 +82,9 @@ class CalibrationOptions:
         for one in fields(self):
             if one.init:
                 object.__setattr__(self, one.name, _plain(getattr(self, one.name)))
+        for name in ("targets", "ignore"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, as_names(getattr(self, name)))
         for name, choices in (("on_missing", OnMissing), ("reload", Reload)):
             value, allowed = getattr(self, name), get_args(choices)
             if value not in allowed:

@@ -6,7 +6,8 @@ import re
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_obs import CalibrationError
+from lightning_obs import CalibrationCallback, CalibrationError, CalibrationOptions
+from lightning_obs.app.job import make_callback
 from lightning_obs.app.main import run
 from lightning_obs.report.quality import precise
 
@@ -164,3 +165,26 @@ def test_a_checkpoint_is_evaluated_to_the_perplexity_of_the_run_that_wrote_it(
 def test_runs_that_cannot_be_compared_are_named(composed, runs, match):
     with pytest.raises(CalibrationError, match=match):
         run(composed("task=compare", f"runs={runs}"))
+
+
+def test_one_name_is_a_name_and_not_its_letters(composed, tmp_path):
+    (tmp_path / "earlier.json").write_text(json.dumps({"ignore": "lm_head"}))
+    from_report = make_callback(composed("ignore=q_proj", f"ignore_from={tmp_path / 'earlier.json'}"))
+    assert from_report.ignore == ["q_proj", "lm_head"]
+    assert CalibrationOptions("FP8", ignore="lm_head", targets="Linear").ignore == ["lm_head"]
+    targeted = make_callback(composed("scheme.targets=Linear", "ignore=lm_head"))
+    assert targeted.options.config.config_groups["group_0"].targets == ["Linear"]
+    groups = CalibrationOptions({"only": {"targets": "fc1", "weights": {"num_bits": 8}}}).config.config_groups
+    assert groups["only"].targets == ["fc1"]
+    with pytest.raises(CalibrationError, match="cannot import 'no_such_module'"):
+        run(composed("imports=no_such_module"))
+    with pytest.raises(CalibrationError, match="runs: /nowhere holds no report"):
+        run(composed("task=compare", "runs=/nowhere"))
+    assert CalibrationCallback("FP8", dataloaders="val").dataloaders == ["val"]
+
+
+@pytest.mark.parametrize("names", ["3", "[1]", '{"a": 1}', "null"])
+def test_an_ignore_of_a_report_that_is_not_names_is_refused(composed, tmp_path, names):
+    (tmp_path / "earlier.json").write_text(f'{{"ignore": {names}}}')
+    with pytest.raises(CalibrationError, match=r"ignore_from=.*is not the report\.json of an earlier run"):
+        make_callback(composed(f"ignore_from={tmp_path / 'earlier.json'}"))

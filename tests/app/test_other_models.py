@@ -144,8 +144,15 @@ def test_a_label_without_a_class_is_an_error(other, classifier, tmp_path, label)
 
 
 def test_an_unknown_label_is_named_with_its_place(other, classifier, reviews):
-    with pytest.raises(CalibrationError, match=r"reviews\.jsonl:1 has no label in the field 'short'.*bad, good"):
+    unknown = (
+        r"reviews\.jsonl:1: the model does not know the label in the field 'short'. Got '0 it is', .*'bad' \(0\), "
+    )
+    with pytest.raises(CalibrationError, match=rf"{unknown}'good' \(1\).*label2id"):
         run(other("encoder", classifier, "data.batch_size=4", "data.label_field=short"))
+    with pytest.raises(
+        CalibrationError, match=r"has no field 'party'. Got the fields text, mood, .*data\.label_field="
+    ):
+        run(other("encoder", classifier, "data.batch_size=4", "data.label_field=party"))
 
 
 def test_too_few_texts_are_refused(other, classifier):

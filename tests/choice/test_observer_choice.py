@@ -6,7 +6,7 @@ from rich.console import Console
 from torch import nn
 
 from lightning_obs import CalibrationError, CalibrationOptions, CalibrationSession, choose_observers
-from lightning_obs.choice.observer_choice import _choose
+from lightning_obs.choice.observer_choice import _choose, _fitting
 from lightning_obs.choice.sensitivity import Group, Sensitivity, sensitivity
 from lightning_obs.schemes.config import resolve_config
 
@@ -131,3 +131,9 @@ def test_a_tensor_leaves_the_overall_best_observer_only_for_one_that_is_clearly_
         "clearly": "minmax",
     }
     assert choice.chosen == {"input": 2.5}
+
+
+def test_one_candidate_is_a_name_and_not_its_letters():
+    base = resolve_config("INT8_STATIC")
+    for one in ("histogram", {"name": "histogram"}, ["histogram"]):
+        assert _fitting(base, {"input": one})["input"] == [{"name": "static_minmax"}, {"name": "histogram"}]

@@ -6,11 +6,15 @@ import re
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 
 import pytest
 
 from lightning_obs import CalibrationError
+from lightning_obs.errors import refuse
 from lightning_obs.report.page import Report, write_report
+from lightning_obs.report.summary import comparison_table, print_report, summary
+from lightning_obs.report.table import write_csv
 from tests.report.pages import made_up
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -157,3 +161,49 @@ def test_5000_layers_are_still_usable(tmp_path):
     assert (found["rows"], found["more"], found["count"]) == (200, 400, "5,000 of 5,000 layers")
     assert found["ready"] < 5000
     assert page.stat().st_size < 10 * 2**20
+
+
+def test_sensitivities_that_are_not_finite_leave_the_page_s_json_whole(tmp_path):
+    report = made_up(6)
+    first, second = (error.name for error in report.errors[:2])
+    report.sensitivity = {**report.sensitivity, first: float("nan"), second: float("inf")}
+    report.frontier = [*report.frontier, {"name": "lost", "bits_per_weight": 4.0, "loss": float("nan")}]
+    report.metrics = {"perplexity": (14.8, float("inf"))}
+    report.extra = {"worst_sqnr": float("nan")}
+
+    def refused(name):
+        raise ValueError(f"{name} is no JSON")
+
+    text = write_report(tmp_path, report).read_text()
+    shown = re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1)
+    for whole in (shown, (tmp_path / "report.json").read_text()):
+        layers = json.loads(whole, parse_constant=refused)["layers"]
+        assert [layer["sensitivity"] for layer in layers[:2]] == [None, None]
+        assert layers[2]["sensitivity"] > 0
+
+
+def test_no_text_of_the_table_is_a_formula_in_a_spreadsheet(tmp_path):
+    names = ["=1+1", "+1", "-1", "@x", "\t=1", "fc"]
+    rows = [{"name": name, "low": -1.0} for name in names]
+    write_csv(tmp_path / "layers.csv", rows)
+    with open(tmp_path / "layers.csv", newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [row["name"] for row in found] == ["'=1+1", "'+1", "'-1", "'@x", "'\t=1", "fc"]
+    assert {row["low"] for row in found} == {"-1.0"}
+
+
+def test_names_are_text_on_the_page_and_steer_no_terminal(tmp_path, capsys):
+    evil = '"><$script><script>alert(1)</script>\x1b[2J\ud800'
+    report = made_up(1, drift=None, counts={}, sensitivity={}, choices={})
+    report.errors = [replace(report.errors[0], name=evil)]
+    report.runs = [{"run": evil, "metric": evil, evil: (None, 1.0), "size": 1, "worst_sqnr": 1.0}]
+    print_report(summary(report.result, report.errors))
+    print_report(comparison_table(report.runs))
+    with pytest.raises(CalibrationError) as error:
+        refuse([evil], "no data reached a module")
+    printed = capsys.readouterr().out + str(error.value)
+    assert "\x1b" not in printed
+    assert printed.count("\\x1b[2J\\ud800") >= 3
+    text = write_report(tmp_path, report).read_text()
+    assert "<script>alert" not in text
+    assert json.loads((tmp_path / "report.json").read_text())["layers"][0]["name"] == evil
