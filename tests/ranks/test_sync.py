@@ -202,10 +202,20 @@ def cases(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_any_partition_neither_hangs_nor_diverges(case):
-    ranks, held, seen = case
+    neither_hangs_nor_diverges(*case)
+
+
+@pytest.mark.nightly
+@settings(max_examples=500, derandomize=False, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_no_other_partition_hangs_or_diverges_either(case):
+    neither_hangs_nor_diverges(*case)
+
+
+def neither_hangs_nor_diverges(ranks, held, seen):
     results = run_ranks(on_case, ranks, held, seen, EXACT, timeout=20)
     expected = {}
     for rank in range(ranks):
