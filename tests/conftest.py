@@ -89,6 +89,14 @@ def cnn():
     return CNN()
 
 
+@pytest.fixture
+def everything():
+    """A calibrated model with a module of every kind."""
+    from tests.forward.quantized_modules import calibrated_everything
+
+    return calibrated_everything()
+
+
 @pytest.fixture(scope="session")
 def tiny_llama_folder(tmp_path_factory):
     """A two-layer Llama on disk; loading it gives rotary buffers in float32, whatever the dtype of the weights."""

@@ -18,6 +18,7 @@ from lightning_obs.calibration.token_mask import TokenSelection
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import first_input
 from lightning_obs.forward.quantized_forward import is_inside_quantized
+from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.moe.experts import LinearExperts, expert_containers
 
@@ -71,11 +72,12 @@ class ExpertWatch:
         self._selection = TokenSelection(batch_first=is_transformers_model(self._model))
         for name, experts in self.containers.items():
             for index, expert in enumerate(experts):
-                hook = expert.register_forward_pre_hook(self._counter(name, index), with_kwargs=True)
-                stack.callback(hook.remove)
+                handle = expert.register_forward_pre_hook(self._counter(name, index), with_kwargs=True)
+                stack.callback(keep_hook_out(expert, handle))
             if self._all:
                 reader = self._reader(name)
-                stack.callback(reader.register_forward_hook(self._runner(name), with_kwargs=True).remove)
+                handle = reader.register_forward_hook(self._runner(name), with_kwargs=True)
+                stack.callback(keep_hook_out(reader, handle))
 
     def is_deaf(self, name: str) -> bool:
         """Whether the observers of a module have to ignore this call."""

@@ -22,6 +22,7 @@ from lightning_obs.forward.attention import hooked_attention, register_state_hoo
 from lightning_obs.forward.calls import first_input
 from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.forward.quantized_forward import is_inside_quantized
+from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
 from lightning_obs.schemes.target import Target
@@ -49,6 +50,10 @@ class ObserverHooks:
         self._attached: ExitStack | None = None
         self._read = LastRead()
         self._mask: torch.Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: no module of it has hooks."""
+        return {**vars(self), "_attached": None}
 
     @property
     def are_attached(self) -> bool:
@@ -89,9 +94,9 @@ class ObserverHooks:
             self._experts.attach(stack)
             for target in self._targets:
                 for base_name in target.states:
-                    stack.callback(register_state_hook(target.module, base_name, self._state(target, base_name)).remove)
+                    stack.callback(register_state_hook(target.module, base_name, self._state(target, base_name)))
                 for register, hook in self._hooks(target):
-                    stack.callback(register(hook, with_kwargs=True).remove)
+                    stack.callback(keep_hook_out(target.module, register(hook, with_kwargs=True)))
             self._attached = stack.pop_all()
 
     def detach(self) -> None:

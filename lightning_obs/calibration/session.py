@@ -10,12 +10,11 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.finalize import Asked, Finalizer
@@ -25,6 +24,7 @@ from lightning_obs.calibration.saved_state import dump_state, load_state
 from lightning_obs.calibration.token_mask import require_mask
 from lightning_obs.errors import CalibrationError, name_list, warn
 from lightning_obs.forward.quantized_forward import is_inside_quantized
+from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.checksums import CHECKSUMS, remember
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.qparams import (
@@ -126,7 +126,11 @@ class CalibrationSession:
         )
         self._hooks = ObserverHooks(self.model, self.plan.targets, self.observers, self._experts)
         self._token_mask = token_mask
-        self._on_model: list[RemovableHandle] = []
+        self._on_model = ExitStack()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, made with the model that holds it: it is not attached."""
+        return {**vars(self), "_on_model": ExitStack()}
 
     @property
     def needs_data(self) -> bool:
@@ -165,16 +169,16 @@ class CalibrationSession:
         self._started = time.perf_counter()
         self._hooks.attach()
         if count_calls:
-            self._on_model.append(self.model.register_forward_pre_hook(self._count))
+            handle = self.model.register_forward_pre_hook(self._count)
+            self._on_model.callback(keep_hook_out(self.model, handle))
         if self._token_mask is not None:
-            self._on_model.append(self.model.register_forward_pre_hook(self._find_mask, with_kwargs=True))
+            handle = self.model.register_forward_pre_hook(self._find_mask, with_kwargs=True)
+            self._on_model.callback(keep_hook_out(self.model, handle))
 
     def detach(self) -> None:
         """Remove every hook. Can be called at any time, any number of times."""
         self._hooks.detach()
-        for handle in self._on_model:
-            handle.remove()
-        self._on_model = []
+        self._on_model.close()
 
     @property
     def is_paused(self) -> bool:

@@ -8,7 +8,7 @@ runs all of it again. Later validations calibrate with what was chosen.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from lightning_obs.choice.observer_choice import ObserverChoice, choose_for
 from lightning_obs.choice.sensitivity import logits_of
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import call_on
+from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.schemes.options import CalibrationOptions
 
 AUTO = "auto"
@@ -45,7 +46,7 @@ class AutoObservers:
         #: the options that the choice was made for
         self._asked: CalibrationOptions | None = None
         self._kept: list[dict[str, Any]] = []
-        self._hook: Any = None
+        self._remove_hook: Callable[[], None] | None = None
 
     @classmethod
     def asked_for(cls, options: dict[str, Any]) -> AutoObservers | None:
@@ -58,7 +59,7 @@ class AutoObservers:
     @property
     def is_keeping(self) -> bool:
         """Whether inputs are kept now."""
-        return self._hook is not None
+        return self._remove_hook is not None
 
     @staticmethod
     def require_possible(session: CalibrationSession, trainer: Trainer, masked: bool) -> None:
@@ -92,13 +93,14 @@ class AutoObservers:
                     logits_of(output)  # a model without logits is an error now, not at the end
                 self._kept.append(_by_name(model, args, kwargs))
 
-        self._hook = session.model.register_forward_hook(keep, with_kwargs=True)
+        model = session.model
+        self._remove_hook = keep_hook_out(model, model.register_forward_hook(keep, with_kwargs=True))
 
     def stop(self) -> None:
         """Keep nothing any more."""
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook, self._kept = None, []
+        if self._remove_hook is not None:
+            self._remove_hook()
+        self._remove_hook, self._kept = None, []
 
     def choose(self, session: CalibrationSession, asked: CalibrationOptions) -> CalibrationSession:
         """Choose, and return an attached session with the chosen observers, which has observed all that was kept.

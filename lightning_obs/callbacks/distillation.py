@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.model.additions import keep_hook_out, set_attributes
 
 
 def distill_in_training_step(
@@ -47,17 +48,17 @@ def distill_in_training_step(
             "distill needs automatic optimization",
             remedy="add the divergence in your training_step (callbacks.distillation.divergence), and leave distill=0.",
         )
-    own = vars(pl_module).get("training_step")
     training_step = pl_module.training_step
 
     @functools.wraps(training_step)
     def step(*args: Any, **kwargs: Any) -> Any:
         calls: list[tuple[Any, Any, Any]] = []
         remember = student.register_forward_hook(lambda m, a, k, out: calls.append((a, k, out)), with_kwargs=True)
+        forget = keep_hook_out(student, remember)
         try:
             result = training_step(*args, **kwargs)
         finally:
-            remember.remove()
+            forget()
         if result is None:  # the user skips this batch
             return None
         if not calls:
@@ -73,14 +74,7 @@ def distill_in_training_step(
         extra = weight * mean
         return {**result, "loss": result["loss"] + extra} if isinstance(result, dict) else result + extra
 
-    pl_module.training_step = step
-
-    def undo() -> None:
-        vars(pl_module).pop("training_step", None)
-        if own is not None:
-            pl_module.training_step = own
-
-    return undo
+    return set_attributes(pl_module, training_step=step)
 
 
 def divergence(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch import nn
 from lightning_obs.checkpoint.entries import compress_entries, decompress_entries
 from lightning_obs.checkpoint.folder import refuse_damage
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.forward.quantized_forward import quantize_forward
+from lightning_obs.forward.quantized_forward import quantize_for_good
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.qparams import write_qparams
 from lightning_obs.model.wrappers import unwrapped
@@ -77,7 +77,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
             if target.scheme.weights is not None:
                 # The weight is on the grid already, it need not be quantized at each forward.
                 target.module.quantization_status = QuantizationStatus.DECOMPRESSED
-            quantize_forward(target.module, trainable=target.scheme.weights is None)
+            quantize_for_good(target.module, trainable=target.scheme.weights is None)
         remember(model)
     return given
 

@@ -35,6 +35,7 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.forward.calls import call_on
 from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.forward.quantized_forward import quantize_forward, quantized_weight
+from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.qparams import calibration_of, put_back
 from lightning_obs.model.sharding import in_shards
 from lightning_obs.schemes.config import SchemeLike, as_names
@@ -292,8 +293,9 @@ class _Meter:
             for twin in self._twins.values():
                 stack.callback(quantize_forward(twin))
             for name in dict.fromkeys(name for _, name in self._twins):
-                hook = self._hook(name)
-                stack.callback(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True).remove)
+                module = model.get_submodule(name)
+                handle = module.register_forward_hook(self._hook(name), with_kwargs=True)
+                stack.callback(keep_hook_out(module, handle))
             for number, batch in enumerate(batches):
                 logits = logits_of(call_on(model, batch))
                 generator = torch.Generator(logits.device).manual_seed(seed + number)

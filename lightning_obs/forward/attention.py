@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -27,9 +28,9 @@ from compressed_tensors.modeling import (
     register_value_hook,
 )
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.model.additions import add, keep_hook_out, set_attributes
 
 _REGISTER = {"q": register_query_hook, "k": register_key_hook, "v": register_value_hook}
 _ENABLED = "quantization_enabled"
@@ -59,13 +60,16 @@ def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[st
         yield
 
 
-def register_state_hook(module: nn.Module, base_name: str, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+def register_state_hook(module: nn.Module, base_name: str, hook: Callable[[torch.Tensor], None]) -> Callable[[], None]:
     """Call ``hook`` with q, k (both after rotary embedding) or v, ``(batch, heads, tokens, head_dim)``.
 
     Args:
         module: inside :func:`hooked_attention`.
         base_name: q, k or v.
         hook: sees it before it is quantized, and cannot change it.
+
+    Returns:
+        Removes the hook.
     """
 
     def observe(_: nn.Module, value: torch.Tensor) -> None:
@@ -75,18 +79,21 @@ def register_state_hook(module: nn.Module, base_name: str, hook: Callable[[torch
     hooks = handle.hooks_dict_ref()
     assert isinstance(hooks, OrderedDict)
     hooks.move_to_end(handle.id, last=False)  # as torch's own prepend=True, which compressed-tensors does not pass on
-    return handle
+    return keep_hook_out(_reader(module, base_name), handle)
 
 
 def register_state_change(
     module: nn.Module, base_name: str, change: Callable[[torch.Tensor], torch.Tensor]
-) -> RemovableHandle:
+) -> Callable[[], None]:
     """Let ``change`` replace q, k or v where it is read, after every hook of :func:`register_state_hook` has seen it.
 
     Args:
         module: inside :func:`hooked_attention`.
         base_name: q, k or v.
         change: not called if the module's quantization was switched off before.
+
+    Returns:
+        Removes the hook.
     """
 
     def replace(_: nn.Module, value: torch.Tensor) -> torch.Tensor:
@@ -94,7 +101,12 @@ def register_state_change(
         before = _users[module][1]
         return value if before is False else change(value)
 
-    return _REGISTER[base_name](module, replace)
+    return keep_hook_out(_reader(module, base_name), _REGISTER[base_name](module, replace))
+
+
+def _reader(module: nn.Module, base_name: str) -> nn.Module:
+    """compressed-tensors' module that reads a state, and has its hooks."""
+    return module.get_submodule(IMPL_ATTR if base_name == "q" else KV_CACHE_ATTR)
 
 
 @contextmanager
@@ -157,26 +169,21 @@ def _hooked_cache(model: nn.Module, module: nn.Module) -> Iterator[None]:
     if hasattr(module, KV_CACHE_ATTR):  # loaded from a quantized checkpoint: not ours to take out
         yield
         return
-    handles: list[RemovableHandle] = []
-    register = module.register_forward_pre_hook
+    before = set(module._forward_pre_hooks)
+    initialize_hooked_kv_cache(model, module)
+    hooks = module._forward_pre_hooks.keys() - before  # compressed-tensors drops their handles
 
-    def record(*args: Any, **kwargs: Any) -> RemovableHandle:
-        handles.append(register(*args, **kwargs))
-        return handles[-1]
+    def take_out(own: dict[str, Any]) -> None:
+        own["_modules"].pop(KV_CACHE_ATTR, None)
+        for hook in hooks:
+            own["_forward_pre_hooks"].pop(hook, None)
+            own["_forward_pre_hooks_with_kwargs"].pop(hook, None)
 
+    undo = add(module, take_out)
     try:
-        # compressed-tensors drops the handle of its hook.
-        module.register_forward_pre_hook = record  # type: ignore[method-assign]
-        try:
-            initialize_hooked_kv_cache(model, module)
-        finally:
-            del module.register_forward_pre_hook
         yield
     finally:
-        for handle in handles:
-            handle.remove()
-        if hasattr(module, KV_CACHE_ATTR):
-            delattr(module, KV_CACHE_ATTR)
+        undo()
 
 
 @contextmanager
@@ -184,12 +191,12 @@ def _hooked_query(model: nn.Module, module: nn.Module) -> Iterator[None]:
     if hasattr(module, IMPL_ATTR):
         yield
         return
+    initialize_hooked_attention(model, module)
+    undo = add(module, lambda own: own["_modules"].pop(IMPL_ATTR, None))
     try:
-        initialize_hooked_attention(model, module)
         yield
     finally:
-        if hasattr(module, IMPL_ATTR):
-            delattr(module, IMPL_ATTR)
+        undo()
 
 
 @contextmanager
@@ -206,12 +213,34 @@ def _attention_function(model: Any) -> Iterator[None]:
         )
     original = QuantizedAttentionImpl._original_impl
     configs = [(config, config._attn_implementation) for config in _configs(model)]
-    try:
-        yield
-    finally:
-        for config, implementation in configs:  # a parent's setter reaches its children, which come after it
-            config._attn_implementation = implementation
-        QuantizedAttentionImpl._original_impl = original
+    plain = _PlainConfigs(configs)
+    with ExitStack() as stack:
+        for module in model.modules():
+            if hasattr(module, "config"):
+                stack.callback(add(module, plain, lambda: None))
+        try:
+            yield
+        finally:
+            for config, implementation in configs:  # a parent's setter reaches its children, which come after it
+                config._attn_implementation = implementation
+            QuantizedAttentionImpl._original_impl = original
+
+
+class _PlainConfigs:
+    """Configs with the attention function that they had, for copies of the modules that share them."""
+
+    def __init__(self, configs: list[tuple[Any, str]]) -> None:
+        self.configs = configs
+        self.plain = {id(config): copy(config) for config, _ in configs}
+
+    def __call__(self, own: dict[str, Any]) -> None:
+        """Put them into a module's ``__dict__``."""
+        for config, _ in self.configs:
+            vars(self.plain[id(config)]).update(vars(config))
+        for held in (own, *(config.__dict__ for config in self.plain.values())):
+            held.update({name: self.plain[id(value)] for name, value in held.items() if id(value) in self.plain})
+        for config, implementation in self.configs:
+            self.plain[id(config)]._attn_implementation = implementation
 
 
 def _configs(model: Any) -> list[Any]:
@@ -234,14 +263,11 @@ def _switched_off(module: nn.Module) -> Iterator[None]:
     """A module that was calibrated before would quantize while it is observed."""
     blocks, before = _users.get(module) or (0, vars(module).get(_ENABLED))
     _users[module] = blocks + 1, before
-    setattr(module, _ENABLED, False)
+    undo = set_attributes(module, **{_ENABLED: False})
     try:
         yield
     finally:
+        undo()
         blocks, before = _users.pop(module)
         if blocks > 1:
             _users[module] = blocks - 1, before
-        elif before is None:
-            vars(module).pop(_ENABLED, None)
-        else:
-            setattr(module, _ENABLED, before)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from threading import Lock
 
 import torch
 
 
 class EagerBlocks:
-    """Blocks that let no compiled graph run, and may end in any order.
+    """Blocks that let no compiled graph run. They may end in any order, and run in several threads.
 
     >>> blocks = EagerBlocks()
     >>> one, other = blocks.run_eagerly(), blocks.run_eagerly()
@@ -29,19 +30,22 @@ class EagerBlocks:
     def __init__(self) -> None:
         self.running = 0  # blocks that have begun and not ended
         self._stance = ExitStack()
+        self._counting = Lock()
 
     @contextmanager
     def run_eagerly(self) -> Iterator[None]:
         """Let no compiled graph run inside the ``with`` block."""
-        if not self.running:
-            self._stance.enter_context(torch.compiler.set_stance("force_eager"))
-        self.running += 1
+        with self._counting:
+            if not self.running:
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+            self.running += 1
         try:
             yield
         finally:
-            self.running -= 1
-            if not self.running:
-                self._stance.close()
+            with self._counting:
+                self.running -= 1
+                if not self.running:
+                    self._stance.close()
 
 
 #: the blocks around torch's one stance

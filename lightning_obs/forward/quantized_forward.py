@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock, get_ident
 from typing import Any, TypeAlias
 
 import torch
@@ -35,6 +36,7 @@ from lightning_obs.errors import CalibrationError, name_list, warn
 from lightning_obs.forward.attention import find_owner, hooked_attention, register_state_change
 from lightning_obs.forward.calls import replace_input
 from lightning_obs.forward.compile_stance import run_eagerly
+from lightning_obs.model.additions import add, keep_hook_out, set_attributes
 from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.lora import adapters_of, refuse_unmerged
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
@@ -47,7 +49,9 @@ from lightning_obs.numerics.reshape import ATTENTION
 Writer: TypeAlias = Callable[[torch.Tensor, str], torch.Tensor]
 
 _STATE = "quantized_forward"
+#: holds the thread that runs the module so
 _INSIDE = "inside_quantized"
+_claiming = Lock()
 #: of modules whose weight holds numbers of the format already
 _ON_THE_GRID = (QuantizationStatus.COMPRESSED, QuantizationStatus.DECOMPRESSED)
 
@@ -81,7 +85,7 @@ class LearnedScale:
 
 @dataclass
 class _Quantization:
-    """How a module runs quantized. Kept on it as a plain attribute, so that it is copied with it."""
+    """How a module runs quantized; a plain attribute of it."""
 
     switch: Switch = field(default_factory=Switch)
     #: an instance's own forward that was there before (a wrapper of somebody else's)
@@ -106,11 +110,15 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
     Weights and activations of calibrated modules are quantized and dequantized at each forward, to the numbers of
     compressed-tensors' own functions, so what comes out is what the exported checkpoint gives. Weights are not changed.
     Blocks nest; the forward of every module is back as it was afterwards, also after an exception. No calibration
-    observes what runs inside, so ``validation_step`` can log a metric of the quantized model.
+    observes what runs inside, so ``validation_step`` can log a metric of the quantized model. A copy that is made
+    inside has the scales and runs in full precision, until it is run in a block of its own.
 
     A :class:`CalibrationWarning` says that nothing was calibrated, so that the model runs in full precision, or which
     parameters have changed since, so that these are not the numbers of a checkpoint. Where weights are sharded, all
     ranks must enter the block.
+
+    Raises:
+        CalibrationError: adapters that are not merged; another thread is in a block of the same modules.
 
     Examples:
         >>> from lightning_obs import CalibrationSession
@@ -129,13 +137,11 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
             f"quantized() runs {type(model).__name__} with scales that are older than {len(changed)} of its parameters "
             f"and buffers: {name_list(changed)}. Calibrate the model as it is now."
         )
-    with ExitStack() as stack:
-        for module in model.modules():
-            stack.callback(_set(module, **{_INSIDE: True}))
+    with _claimed(model), ExitStack() as stack:
         attention: dict[nn.Module, dict[nn.Module, tuple[str, ...]]] = {}
         for _, module in list(calibrated_modules(model)):
             if states := quantized_states(module):
-                stack.callback(_register_qparams(module))
+                stack.callback(_lend_qparams(module))
                 attention.setdefault(find_owner(model, module), {})[module] = states
             else:
                 stack.callback(quantize_forward(module))
@@ -143,6 +149,25 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
             stack.enter_context(fake_quantized_states(owner, modules, Switch()))
         stack.enter_context(run_eagerly())
         yield model
+
+
+@contextmanager
+def _claimed(model: nn.Module) -> Iterator[None]:
+    """Mark the modules as run by this thread's :func:`quantized`; those of another thread's are refused."""
+    thread = get_ident()
+    with _claiming:
+        if any(vars(module).get(_INSIDE, thread) != thread for module in model.modules()):
+            raise CalibrationError(
+                f"another thread runs {type(model).__name__}, or a part of it, quantized",
+                remedy="Enter quantized() once, around all threads that run the model.",
+            )
+        undos = [set_attributes(module, **{_INSIDE: thread}) for module in model.modules()]
+    try:
+        yield
+    finally:
+        with _claiming:
+            for undo in undos:
+                undo()
 
 
 def is_inside_quantized(module: nn.Module) -> bool:
@@ -154,14 +179,20 @@ def quantize_forward(module: nn.Module, *, trainable: bool = True, writer: Write
     """Let a calibrated module run quantized, its parameters as buffers, and return what undoes it.
 
     Args:
-        module: copies and pickles of it run quantized too.
+        module: copies of it run in full precision.
         trainable: off: a gradient for its weight is an error.
         writer: quantizes and dequantizes by operations of its own, also a weight that is on the grid already.
     """
     with ExitStack() as stack:
-        stack.callback(_register_qparams(module))
-        stack.callback(_replace_forward(module, Switch(writer=writer), trainable=trainable))
+        stack.callback(_lend_qparams(module))
+        stack.callback(set_attributes(module, **_quantized_attributes(module, Switch(writer=writer), trainable)))
         return stack.pop_all().close
+
+
+def quantize_for_good(module: nn.Module, *, trainable: bool) -> None:
+    """As :func:`quantize_forward`, never undone: copies and pickles of the module run quantized too."""
+    _register_qparams(module)
+    vars(module).update(_quantized_attributes(module, Switch(), trainable))
 
 
 def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool = False) -> Callable[[], None]:
@@ -175,14 +206,14 @@ def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool
     """
     _move_qparams(module)
     with ExitStack() as stack:
-        stack.callback(_replace_forward(module, switch, output_by_hook=output))
+        stack.callback(set_attributes(module, **_quantized_attributes(module, switch, output_by_hook=output)))
         adapters = adapters_of(module)
         if adapters is not None:
             # Hooks of the base layer see what they would see after merging: the adapters' sum is a part of its weight.
             adapted = partial(_adapted_forward, adapters.layer)
-            stack.callback(_set(adapters.layer, forward=adapted))
+            stack.callback(set_attributes(adapters.layer, forward=adapted))
         if output:
-            stack.callback(module.register_forward_hook(_quantize_output_by_hook).remove)
+            stack.callback(keep_hook_out(module, module.register_forward_hook(_quantize_output_by_hook)))
         return stack.pop_all().close
 
 
@@ -202,10 +233,10 @@ def fake_quantized_states(
         for module, names in states.items():
             _move_qparams(module)
             mine = _Quantization(switch)
-            stack.callback(_set(module, **{_STATE: mine}))
+            stack.callback(set_attributes(module, **{_STATE: mine}))
             for name in names:
                 change = partial(_fake_quantize_state, module, name, mine)
-                stack.callback(register_state_change(module, name, change).remove)
+                stack.callback(register_state_change(module, name, change))
         yield
 
 
@@ -214,9 +245,10 @@ def set_learned_scale(module: nn.Module, base_name: str, learned: LearnedScale) 
     getattr(module, _STATE).learned[base_name] = learned
 
 
-def _replace_forward(
-    module: nn.Module, switch: Switch, *, output_by_hook: bool = False, trainable: bool = True
-) -> Callable[[], None]:
+def _quantized_attributes(
+    module: nn.Module, switch: Switch, trainable: bool = True, output_by_hook: bool = False
+) -> dict[str, Any]:
+    """The attributes with which an instance runs quantized."""
     outer = getattr(module, _STATE, None)  # of a block around this one: quantizing twice is not the same
     before = _own_forward(module) if outer is None else outer.before
     if outer is not None:
@@ -226,7 +258,7 @@ def _replace_forward(
     function: Callable[..., Any] = _linear_forward if plain_linear else _forward
     forward = partial(function, module)  # a bound method would not pickle...
     vars(forward)["__func__"] = function  # ...but compressed-tensors looks for its function
-    return _set(module, **{_STATE: quantization, "forward": forward})
+    return {_STATE: quantization, "forward": forward}
 
 
 def _own_forward(module: nn.Module) -> Callable[..., Any] | None:
@@ -236,42 +268,34 @@ def _own_forward(module: nn.Module) -> Callable[..., Any] | None:
     return None if code is not None and code in set_forward_quantized.__code__.co_consts else forward
 
 
-def _set(module: nn.Module, **attributes: Any) -> Callable[[], None]:
-    """Set the instance's attributes, and return what restores those that were there."""
-    before = {name: vars(module).get(name) for name in attributes}
-    vars(module).update(attributes)
-
-    def undo() -> None:
-        for name, value in before.items():
-            if value is None:
-                vars(module).pop(name, None)
-            else:
-                vars(module)[name] = value
-
-    return undo
-
-
 def _move_qparams(module: nn.Module) -> None:
     with torch.inference_mode(False):
         for name, value in read_qparams(module).items():
             setattr(module, name, value)  # on the module's device
 
 
-def _register_qparams(module: nn.Module) -> Callable[[], None]:
+def _register_qparams(module: nn.Module) -> list[str]:
+    """Make buffers of a module's quantization parameters, and return the names of those that were none."""
     with torch.inference_mode(False):
         plain = {name: value for name, value in read_qparams(module).items() if name not in module._buffers}
     for name, value in plain.items():
         delattr(module, name)
         module.register_buffer(name, value, persistent=False)
+    return list(plain)
 
-    def undo() -> None:
-        for name in plain:
-            value = module._buffers.get(name)
-            if value is not None:  # calibrated anew meanwhile: a plain attribute already
-                delattr(module, name)
-                setattr(module, name, value)
 
-    return undo
+def _lend_qparams(module: nn.Module) -> Callable[[], None]:
+    """As :func:`_register_qparams`; returns what makes them attributes again, which those of copies are meanwhile."""
+    names = _register_qparams(module)
+
+    def take_out(own: dict[str, Any]) -> None:
+        for name in names:
+            own["_non_persistent_buffers_set"].discard(name)
+            value = own["_buffers"].pop(name, None)
+            if value is not None:  # else calibrated anew meanwhile: a plain attribute already
+                (own["_parameters"] if isinstance(value, nn.Parameter) else own)[name] = value
+
+    return add(module, take_out)
 
 
 # ---------------------------------------------------------------------- the forward
@@ -290,12 +314,16 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = replace_input(args, kwargs, lambda value: fake_quantize(self, value, "input"))
     weight = quantized_weight(self)
     # An entry of the instance's dict is found before its parameter. Pruning keeps the masked weight there already.
-    undo = _set(self, **({} if weight is None else {"weight": weight}))
+    own, masked = vars(self), vars(self).get("weight")
+    if weight is not None:
+        own["weight"] = weight
     try:
         before = quantization.before
         output = type(self).forward(self, *args, **kwargs) if before is None else before(*args, **kwargs)
     finally:
-        undo()
+        own.pop("weight", None)
+        if masked is not None:
+            own["weight"] = masked
     return output if quantization.output_by_hook else _quantize_output(self, output)
 
 

@@ -23,6 +23,7 @@ from torchmetrics import MetricCollection
 from lightning_obs.forward.calls import call_on, first_input
 from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.forward.quantized_forward import quantize_forward
+from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
 from lightning_obs.model.sharding import in_shards, reshard, whole_tensor, whole_unit
 from lightning_obs.model.weights import full_weight, to_matrix
@@ -110,7 +111,7 @@ def measure_layer_errors(
         inputs, outputs = layer_metrics(names, sync_on_compute=False), layer_metrics(names, sync_on_compute=False)
         for name, module in layers.items():
             probe = _Probe(name, inputs, outputs, counts)
-            stack.callback(module.register_forward_hook(probe, with_kwargs=True).remove)
+            stack.callback(keep_hook_out(module, module.register_forward_hook(probe, with_kwargs=True)))
         for batch in batches:
             call_on(model, batch)
     # Outputs are compared as they come out: they have no grid, and nothing of them is clipped here.

@@ -3,13 +3,15 @@
 import copy
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationStatus, set_forward_quantized
 from torch import nn
 
-from lightning_obs import quantized
+from lightning_obs import CalibrationError, quantized
+from lightning_obs.forward.compile_stance import eager_blocks
 from lightning_obs.forward.quantized_forward import Switch, quantize_training_forward, quantized_weight
 from tests.forward.quantized_modules import (
     INT8,
@@ -186,6 +188,62 @@ def test_a_copy_runs_with_its_own_weights(everything):
             p.zero_()
     assert not twin(tokens()).any()
     assert everything(tokens()).any()
+
+
+def test_a_second_thread_is_refused_and_the_first_ends_as_ever(mlp):
+    x = torch.randn(5, 16)
+    calibrated(mlp, "INT8_STATIC", x)
+    plain = mlp(x)
+
+    def enter(model):
+        with quantized(model), torch.no_grad():
+            return model(x)
+
+    with ThreadPoolExecutor(1) as other, quantized(mlp), torch.no_grad():
+        expected = mlp(x)
+        for model in (mlp, nn.Sequential(mlp), mlp.fc1):
+            with pytest.raises(CalibrationError, match=r"another thread.*Enter quantized\(\) once"):
+                other.submit(enter, model).result()
+        assert torch.equal(enter(mlp), expected)
+        assert torch.equal(mlp(x), expected)
+    assert torch.equal(mlp(x), plain)
+    assert "forward" not in vars(mlp.fc1)
+    with ThreadPoolExecutor(1) as other:
+        assert torch.equal(other.submit(enter, mlp).result(), expected)
+
+
+def test_many_threads_leave_a_model_as_it_was(mlp):
+    x = torch.randn(5, 16)
+    calibrated(mlp, "INT8_STATIC", x)
+    before = [set(vars(module)) for module in mlp.modules()]
+
+    def enter(_):
+        try:
+            with quantized(mlp), torch.no_grad():
+                mlp(x)
+        except CalibrationError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        assert any(threads.map(enter, range(200)))
+    assert [set(vars(module)) for module in mlp.modules()] == before
+    assert not eager_blocks.running
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_blocks_end_in_any_order(mlp, order):
+    x = torch.randn(5, 16)
+    calibrated(mlp, "INT8_STATIC", x)
+    plain, blocks = mlp(x), [quantized(mlp), quantized(mlp)]
+    for block in blocks:
+        block.__enter__()
+    for at in order:
+        assert not torch.equal(mlp(x), plain)
+        blocks[at].__exit__(None, None, None)
+    assert torch.equal(mlp(x), plain)
+    assert "forward" not in vars(mlp.fc1)
+    assert not mlp.fc1._buffers
 
 
 def test_an_exception_in_the_forward_gives_the_parameter_back(everything):

@@ -1,0 +1,142 @@
+"""What this package puts on a user's modules for a while (hooks, forwards, switches), and copies of them without it.
+
+A model may be copied or pickled at any moment: for weight averaging, as a teacher, by a logger. nn.Module copies its
+whole ``__dict__``, hooks included, and the hooks of a copy would go on feeding the original's observers.
+
+Method: ``copy``, ``deepcopy`` and ``pickle`` look up ``__reduce_ex__`` (``deepcopy`` first ``__deepcopy__``) on the
+*instance*. While anything is on a module, the instance has its own, which runs the class's with a ``__dict__`` from
+which all of it is taken out. So a copy has nothing that has to be removed later, and its pickle needs this package no
+more than the original's. The alternative, hooks that do nothing on a copy, would stay there for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from functools import partial
+from typing import Any, TypeAlias
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+#: takes one addition out of a module's ``__dict__``, or of a copy of it
+TakeOut: TypeAlias = Callable[[dict[str, Any]], None]
+
+_COPYING = ("__reduce_ex__", "__deepcopy__")
+_TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set))]
+
+
+def add(module: nn.Module, take_out: TakeOut, undo: Callable[[], None] | None = None) -> Callable[[], None]:
+    """Let copies of a module go without something that is on it now.
+
+    Args:
+        module: has it already.
+        take_out: gets the module's ``__dict__``, or a copy of it and of torch's own tables in it, without what was
+            added later.
+        undo: removes it from the module; default: ``take_out`` does.
+
+    Returns:
+        Removes it from the module. To be called once, in any order with others.
+    """
+    return _of(module).add(take_out, lambda later: take_out(vars(module)) if undo is None else undo())
+
+
+def keep_hook_out(module: nn.Module, handle: RemovableHandle) -> Callable[[], None]:
+    """Keep a hook of ``module`` out of its copies; returns what removes the hook."""
+
+    def take_out(own: dict[str, Any]) -> None:
+        for name in _TABLES:
+            if isinstance(own[name], dict):
+                own[name].pop(handle.id, None)  # no two hooks of a process have the same id
+
+    return add(module, take_out, handle.remove)
+
+
+def set_attributes(module: nn.Module, **attributes: Any) -> Callable[[], None]:
+    """Set attributes of the instance, and return what restores those that were there."""
+    mine = _Attributes(vars(module), attributes)
+    return _of(module).add(mine, partial(mine.undo, vars(module)))
+
+
+class _Attributes:
+    """Attributes that were set, and what was there before."""
+
+    def __init__(self, own: dict[str, Any], values: dict[str, Any]) -> None:
+        self.names = values.keys()
+        self.before = {name: own[name] for name in values if name in own}
+        own.update(values)
+
+    def __call__(self, own: dict[str, Any]) -> None:
+        for name in self.names:
+            own.pop(name, None)
+        own.update(self.before)
+
+    def undo(self, own: dict[str, Any], later: list[TakeOut]) -> None:
+        """Restore what was there; an attribute that was set again since is restored by the next who set it."""
+        for name in self.names:
+            heirs = (other for other in later if isinstance(other, _Attributes) and name in other.names)
+            heir = next(heirs, None)
+            held = own if heir is None else heir.before
+            held.pop(name, None)
+            if name in self.before:
+                held[name] = self.before[name]
+
+
+class _Additions:
+    """All that is on one module now, in the order in which it came."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.all: list[TakeOut] = []
+
+    def add(self, take_out: TakeOut, undo: Callable[[list[TakeOut]], None]) -> Callable[[], None]:
+        self.all.append(take_out)
+
+        def remove() -> None:
+            at = self.all.index(take_out)
+            undo(self.all[at + 1 :])
+            del self.all[at]
+            if not self.all:
+                for name in _COPYING:
+                    vars(self.module).pop(name, None)
+
+        return remove
+
+    def reduce(self, protocol: Any) -> Any:
+        """The instance's ``__reduce_ex__``."""
+        with self._taken_out():
+            return type(self.module).__reduce_ex__(self.module, protocol)
+
+    def deepcopy(self, memo: Any) -> Any:
+        """The instance's ``__deepcopy__``, where the class has one."""
+        kind: Any = type(self.module)
+        with self._taken_out():
+            return kind.__deepcopy__(self.module, memo)
+
+    @contextmanager
+    def _taken_out(self) -> Iterator[None]:
+        everything = vars(self.module)
+        own = everything | {name: copy(everything[name]) for name in _TABLES}
+        for take_out in reversed(self.all):
+            take_out(own)
+        for name in _COPYING:
+            own.pop(name, None)
+        # A shallow copy shares the tables, as ever.
+        own |= {name: everything[name] for name in _TABLES if len(own[name]) == len(everything[name])}
+        object.__setattr__(self.module, "__dict__", own)
+        try:
+            yield
+        finally:
+            object.__setattr__(self.module, "__dict__", everything)
+
+
+def _of(module: nn.Module) -> _Additions:
+    found = getattr(vars(module).get("__reduce_ex__"), "__self__", None)
+    if isinstance(found, _Additions):
+        return found
+    additions = _Additions(module)
+    vars(module)["__reduce_ex__"] = additions.reduce
+    if hasattr(type(module), "__deepcopy__"):
+        vars(module)["__deepcopy__"] = additions.deepcopy
+    return additions
