@@ -73,7 +73,7 @@ def test_no_example_loses_a_value_that_is_not_finite(defined, name, bad):
 
 
 @pytest.mark.parametrize("k", [0.5, 2.0, 100.0])
-def test_the_mergeable_observer_clips_at_k_times_the_mean_magnitude_of_everything(defined, k):
+def test_the_declared_observer_clips_at_k_times_the_mean_magnitude_of_everything(defined, k):
     x = defined["tokens"].double()
     scale, session = calibrated(defined, input={"name": "laplace", "k": k})
     reach = min(k * x.abs().mean(), max(-x.min(), x.max()))
@@ -85,7 +85,7 @@ def test_the_mergeable_observer_clips_at_k_times_the_mean_magnitude_of_everythin
     )
 
 
-def test_the_mergeable_observer_finds_on_ranks_what_it_finds_on_one(defined):
+def test_the_declared_observer_finds_on_ranks_what_it_finds_on_one(defined):
     x = torch.randn(7, 16)
     whole = make("laplace", k=1.0)(x)
     ranks = [make("laplace", k=1.0)(part) for part in x.split([4, 3])]
@@ -96,15 +96,15 @@ def test_the_mergeable_observer_finds_on_ranks_what_it_finds_on_one(defined):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
 
 
-def test_the_mergeable_observer_shares_its_measurement_and_keeps_its_own_statistics(defined):
+def test_the_declared_observer_shares_its_measurement_and_keeps_its_own_statistics(defined):
     measured, x = {}, torch.randn(3, 8)
-    first, second = make("laplace", k=1.0), make("laplace", k=2.0)
+    first, second = make("laplace", k=1.0), make("laplace", k=1.0)
     first.observe_shared(x, measured)
     second.observe_shared(x, measured)
     assert len(measured) == 1
-    torch.testing.assert_close(first.get_min_max()[1] * 2, second.get_min_max()[1])
-    first.sums.add_(first.sums)  # as a sum over two ranks does
     torch.testing.assert_close(first.get_min_max()[1], second.get_min_max()[1])
+    first.number.add_(first.number)  # as a sum over two ranks does, in place
+    torch.testing.assert_close(first.get_min_max()[1] * 2, second.get_min_max()[1])
 
 
 @pytest.mark.parametrize(("num_bits", "k"), [(8, 9.9), (4, 5.03)])
@@ -113,7 +113,7 @@ def test_the_page_s_values_of_k_solve_the_equation(defined, num_bits, k):
     assert k * math.exp(k) == pytest.approx(3 * 4**num_bits, rel=0.01)
 
 
-def test_the_mergeable_observer_checks_its_hyperparameter(defined):
+def test_the_declared_observer_checks_its_hyperparameter(defined):
     with pytest.raises(CalibrationError, match=r"k\. Got 0, expected a value above 0"):
         make("laplace", k=0)
     with pytest.raises(CalibrationError, match=r"LaplaceObserver has no hyperparameter 'q'\. Expected k"):

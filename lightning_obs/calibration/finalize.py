@@ -52,6 +52,7 @@ class Finalizer:
         model: without wrappers.
         plan: what is quantized.
         observers: of the session, by module name and base name.
+        fed: those that data reach, and second observers of inputs.
         experts: which tokens they got.
         together: modules that are quantized together or not at all.
         options: of the session.
@@ -64,6 +65,7 @@ class Finalizer:
     model: nn.Module
     plan: Plan
     observers: Mapping[Key, Observer]
+    fed: Mapping[Key, Observer]
     experts: ExpertWatch
     together: list[list[str]]
     options: CalibrationOptions
@@ -104,7 +106,7 @@ class Finalizer:
             qparams={
                 f"{t.name}.{key}": v.to("cpu", copy=True) for t in chosen for key, v in read_qparams(t.module).items()
             },
-            input_ranges=_observed_ranges(self.observers),
+            input_ranges=_observed_ranges(self.fed),
             chosen_input_ranges=_chosen_ranges(self.observers),
             skipped=sorted(self.skipped),
             expert_tokens=_add_up(synced.notes),
@@ -120,7 +122,7 @@ class Finalizer:
         reshard(self.model)
         held, failure = self._hold_weights(asked)
         synced = sync_statistics(
-            {key: o for key, o in self.observers.items() if o.observes_data and asked.activations and not self.synced},
+            self.fed if asked.activations and not self.synced else {},
             self.collectives,
             weights=held.sizes,
             failure=failure,
@@ -288,8 +290,8 @@ def check_heads(model: nn.Module, qparams: Mapping[str, Mapping[str, torch.Tenso
 
 
 def _observed_ranges(observers: Mapping[Key, Observer]) -> dict[str, tuple[float, float]]:
-    inputs = {name: observer.observed_range for (name, base), observer in observers.items() if base == "input"}
-    return {name: observed for name, observed in inputs.items() if observed is not None}
+    inputs = {name: o for (name, _), o in observers.items() if o.base_name == "input" and o.keeps_extremes}
+    return {name: (float(o.min_vals.min()), float(o.max_vals.max())) for name, o in inputs.items() if o.has_statistics}
 
 
 def _chosen_ranges(observers: Mapping[Key, Observer]) -> dict[str, tuple[float, float]]:

@@ -1,13 +1,18 @@
 """Give observers what the modules of a plan read and write, while somebody runs the model.
 
-A hook never changes what it sees, and reads a tensor once however many modules share it (:mod:`.measurement_cache`).
-Padding is taken out here, before any observer: a masked token reaches none of them.
+A hook never changes what it sees. Padding is taken out here, before any observer: a masked token reaches none of them.
+
+Modules that read one tensor (q, k, v; gate, up) share what observers of one kind find in it, if it is the same object
+and was not changed in between. torch counts changes in place, except of inference tensors, which Lightning validates
+with. There only modules of a fused set share: engines run them as one module, which reads one tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,7 +21,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
-from lightning_obs.calibration.measurement_cache import LastRead
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.attention import hooked_attention, register_state_hook
 from lightning_obs.forward.calls import first_input
@@ -25,7 +29,24 @@ from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
-from lightning_obs.schemes.target import Target
+from lightning_obs.schemes.target import Plan, Target
+
+
+@dataclass
+class _Read:
+    """The tensor that was read last.
+
+    Attributes:
+        tensor: a weak reference to it.
+        stamp: changes with it.
+        tokens: those that count; None: not selected yet.
+        measured: what observers found in them, by kind.
+    """
+
+    tensor: Callable[[], torch.Tensor | None]
+    stamp: Hashable
+    tokens: torch.Tensor | None = None
+    measured: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class ObserverHooks:
@@ -33,22 +54,28 @@ class ObserverHooks:
 
     Args:
         model: the model that holds the targets.
-        targets: the modules.
+        plan: the modules.
         observers: ``{(module name, base name): observer}``. The observer of a weight is given the module's inputs too
             if it asks for them (:attr:`~lightning_obs.observers.Observer.needs_inputs`).
+        extremes: by module name, second observers of inputs.
         experts: of the model; says which tokens an expert got, and when to look away.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        targets: Sequence[Target],
+        plan: Plan,
         observers: Mapping[Key, Observer],
+        extremes: Mapping[str, Observer],
         experts: ExpertWatch,
     ) -> None:
-        self._model, self._targets, self._observers, self._experts = model, targets, observers, experts
+        self._model, self._targets, self._observers, self._experts = model, plan.targets, observers, experts
+        self._extremes = extremes
+        self._fused = {name: tuple(fused) for fused in plan.fused for name in fused}
         self._attached: ExitStack | None = None
-        self._read = LastRead()
+        self._read: _Read | None = None
+        #: how often observers looked at a tensor since :meth:`attach`; less than they were called, where they share
+        self.measurements = 0
         self._mask: torch.Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,11 +96,6 @@ class ObserverHooks:
     def paused(self, paused: bool) -> None:
         self._experts.paused = paused
 
-    @property
-    def measurements(self) -> int:
-        """How many measurements of tensors were made since :meth:`attach`."""
-        return self._read.count
-
     def mask_tokens(self, mask: torch.Tensor | None) -> None:
         """Keep tokens out of every observer from now on; None keeps none out.
 
@@ -81,12 +103,12 @@ class ObserverHooks:
             mask: ``(batch, tokens)``, nonzero for a token that counts.
         """
         self._mask = self._experts.mask = mask
-        self._read.forget()
+        self._read = None
 
     def attach(self) -> None:
         """Register all hooks."""
         self.detach()
-        self._read, self._mask, self.paused = LastRead(), None, False
+        self.measurements, self._mask, self.paused = 0, None, False
         with ExitStack() as stack:
             stack.enter_context(run_eagerly())
             states = {target.module: target.states for target in self._targets if target.states}
@@ -104,8 +126,7 @@ class ObserverHooks:
         if self._attached is not None:
             self._attached.close()
             self._attached = None
-        self._read.forget()
-        self._mask = None
+        self._read = self._mask = None
 
     def _hooks(self, target: Target) -> list[tuple[Any, Any]]:
         """``(how to register it, hook)`` of one module."""
@@ -115,7 +136,7 @@ class ObserverHooks:
         if inputs is not None or for_weight is not None:
 
             def observe_input(module: nn.Module, args: Any, kwargs: Any) -> None:
-                self._observe(target, first_input(args, kwargs), inputs, for_weight)
+                self._observe(target, first_input(args, kwargs), inputs, for_weight, self._extremes.get(target.name))
 
             hooks.append((target.module.register_forward_pre_hook, observe_input))
         if output is not None:
@@ -137,6 +158,7 @@ class ObserverHooks:
         value: Any,
         observer: Observer | None,
         for_weight: Observer | None = None,
+        extremes: Observer | None = None,
         heads: bool = False,
     ) -> None:
         if isinstance(value, (tuple, list)):
@@ -154,20 +176,26 @@ class ObserverHooks:
                 expected="float64, float32, float16 or bfloat16",
                 remedy="list the module in `ignore`, or quantize only its weight.",
             )
-        readers = [reader for reader in (observer, for_weight) if reader is not None]
-        read = self._read.of(value, measured_fast=all(reader.measures_fast for reader in readers))
+        read = self._reading(value, target.name)
         tokens = value.detach()
         if self._mask is not None:
             if read.tokens is None:
                 select = self._experts.select_state if heads else self._experts.select
                 read.tokens = select(tokens, self._mask, target.name)
             tokens = read.tokens
-        if observer is not None:
-            observer.observe_shared(tokens, read.measured)
-            if observer.base_name == "input":
-                observer.keep_input_extremes(tokens, read.measured)
+        before = len(read.measured)
+        for each in filter(None, (observer, extremes)):
+            each.observe_shared(tokens, read.measured)
         if for_weight is not None:
             for_weight.observe_inputs(tokens, read.measured)
+        self.measurements += len(read.measured) - before
+
+    def _reading(self, value: torch.Tensor, name: str) -> _Read:
+        """What is known of ``value``, which the module ``name`` reads."""
+        stamp = self._fused.get(name, name) if value.is_inference() else value._version
+        if self._read is None or self._read.tensor() is not value or self._read.stamp != stamp:
+            self._read = _Read(weakref.ref(value), stamp)
+        return self._read
 
 
 def _in_backward() -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from torch import distributed as dist
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, name_list, refuse
@@ -93,7 +92,7 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> dict[s
     )
     refuse(list(_misfits(plan, by_module, state["checksums"])), "the saved calibration does not fit", remedy=_REMEDY)
     crc = state_checksum(state["qparams"])
-    if state.get("crc", crc) != crc:  # earlier versions wrote none
+    if state.get("crc") != crc:
         raise CalibrationError("the saved calibration has other values than were saved", remedy=_REMEDY)
     with torch.inference_mode(False), torch.no_grad():
         for target in plan.targets:
@@ -154,7 +153,7 @@ def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, An
     """
     saved = {}
     for (name, base_name), observer in observers.items():
-        statistics = _statistics(observer)
+        statistics = observer.get_statistics()
         odd = [key for key, value in statistics.items() if not is_plain(value)]
         if odd:
             raise CalibrationError(
@@ -165,12 +164,6 @@ def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, An
         if statistics:
             saved[f"{name}.{base_name}"] = copy.deepcopy(statistics)
     return saved
-
-
-def _statistics(observer: Observer) -> dict[str, Any]:
-    statistics = {key: getattr(observer, key) for key in observer.statistic_names()}
-    extremes = observer.input_extremes
-    return statistics if extremes is None else {**statistics, "input_extremes": extremes}
 
 
 def load_statistics(observers: Mapping[Key, Observer], state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -185,8 +178,9 @@ def load_statistics(observers: Mapping[Key, Observer], state: Mapping[str, Mappi
 def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives) -> dict[str, Any]:
     """What all ranks have seen so far, of an observation that is not complete. Every rank must call this.
 
-    A checkpoint holds one state for all ranks. Extremes and counts are merged in it; what depends on who adds what
-    (moving averages, sums of floats, undeclared statistics) is kept rank by rank. Observers go on with their own.
+    A checkpoint holds one state for all ranks. Extremes and counts are reduced in it; statistics whose reduction
+    depends on the order (moving averages, sums of floats, undeclared statistics) are kept rank by rank. Observers go on
+    with their own.
 
     Raises:
         CalibrationError: see :func:`dump_statistics` and :func:`~lightning_obs.ranks.sync.sync_statistics`.
@@ -195,19 +189,19 @@ def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives
     copies: dict[Key, Observer] = {}
     failure: Exception | None = None
     try:
-        apart = dump_statistics({key: o for key, o in observers.items() if not _merges_exactly(o)})
+        apart = dump_statistics({key: o for key, o in observers.items() if not _is_exact(o)})
         for key, observer in observers.items():
-            if _merges_exactly(observer):
+            if _is_exact(observer):
                 copies[key] = type(observer)(observer.base_name, observer.args)
-                copies[key].load_statistics(_statistics(observer))
+                copies[key].load_statistics(observer.get_statistics())
     except Exception as error:  # the others are waiting
         failure = error
     every = sync_statistics(copies, collectives, failure=failure, note=apart).notes
-    return {"merged": dump_statistics(copies), "of_ranks": every}
+    return {"reduced": dump_statistics(copies), "of_ranks": every}
 
 
 def load_observation(observers: Mapping[Key, Observer], state: Mapping[str, Any], collectives: Collectives) -> bool:
-    """Let observers continue from a :func:`dump_observation`; what all ranks saw together, rank 0 goes on with.
+    """Let observers continue from a :func:`dump_observation`; rank 0 goes on with the reduced statistics.
 
     Returns:
         False, and nothing was loaded: it has statistics of each of another number of ranks.
@@ -218,26 +212,20 @@ def load_observation(observers: Mapping[Key, Observer], state: Mapping[str, Any]
     for observer in observers.values():
         observer.reset()
     if collectives.rank == 0:
-        load_statistics(observers, state["merged"])
+        load_statistics(observers, state["reduced"])
     if any(every):
         load_statistics(observers, every[collectives.rank])
     return True
 
 
-def _merges_exactly(observer: Observer) -> bool:
-    """Whether its statistics have the same bits whoever adds them, in whatever order."""
-
-    def exact(name: str) -> bool:
-        op, value = declared.get(name), getattr(observer, name)
-        counts = op == dist.ReduceOp.SUM and isinstance(value, torch.Tensor) and not value.is_floating_point()
-        return op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX) or counts
-
-    declared = observer._act_sync_dict
-    return all(exact(name) for name in observer.statistic_names())
+def _is_exact(observer: Observer) -> bool:
+    """Whether its statistics, reduced, have the same bits whatever the ranks and their order."""
+    declared = {statistic.name: statistic for statistic in observer.declared}
+    return all(n in declared and declared[n].is_exact(value) for n, value in observer.get_statistics().items())
 
 
 def _misfits(plan: Plan, by_module: Mapping[str, dict[str, Any]], checksums: Mapping[str, Any]) -> Iterator[str]:
-    # What data have to say may not be known yet, then of no module. Modules that no data reached have nothing.
+    # Before the first data, no module has qparams of activations. Modules that no data reached have none at all.
     known = {"weight"} | {key.partition("_")[0] for qparams in by_module.values() for key in qparams}
     for target in plan.targets if by_module else ():
         if target.name in by_module:

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
@@ -41,7 +42,7 @@ from lightning_obs.model.sharding import register_fsdp_units
 from lightning_obs.model.wrappers import unwrapped, without_wrappers
 from lightning_obs.moe.experts import LinearExperts
 from lightning_obs.numerics.histogram import Support
-from lightning_obs.observers import Observer
+from lightning_obs.observers import Observer, StaticMinMaxObserver
 from lightning_obs.observers.base import Key
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.config import SchemeLike, make_observer
@@ -110,6 +111,12 @@ class CalibrationSession:
             for base_name in target.args:
                 if home is not None and (target.name, base_name) in self.observers:
                     self.observers[target.name, base_name].qparams_dtype = home.dtype
+        #: second observers of inputs, for the result, where the first do not keep the smallest and the largest value
+        self.extremes: dict[str, Observer] = {
+            name: StaticMinMaxObserver("input", QuantizationArgs())
+            for (name, base_name), observer in self.observers.items()
+            if base_name == "input" and not observer.keeps_extremes
+        }
         check_inputs_fit(self.plan.targets, self.observers)
         for group in self.plan.fused:
             for base_name in ("weight", "input"):
@@ -122,9 +129,16 @@ class CalibrationSession:
         self._own: Calibration = {}
         self._started = 0.0
         self._finalizer = Finalizer(
-            self.model, self.plan, self.observers, self._experts, together, self.options, collectives or Collectives()
+            self.model,
+            self.plan,
+            self.observers,
+            self.fed,
+            self._experts,
+            together,
+            self.options,
+            collectives or Collectives(),
         )
-        self._hooks = ObserverHooks(self.model, self.plan.targets, self.observers, self._experts)
+        self._hooks = ObserverHooks(self.model, self.plan, self.observers, self.extremes, self._experts)
         self._token_mask = token_mask
         self._on_model = ExitStack()
 
@@ -138,6 +152,12 @@ class CalibrationSession:
         return self.plan.needs_data or any(
             observer.needs_inputs for (_, base_name), observer in self.observers.items() if base_name == "weight"
         )
+
+    @property
+    def fed(self) -> dict[Key, Observer]:
+        """The observers that data reach; a second one of an input under the base name ``input range``."""
+        fed = {key: observer for key, observer in self.observers.items() if observer.observes_data}
+        return fed | {(name, "input range"): observer for name, observer in self.extremes.items()}
 
     # ------------------------------------------------------------------ attach and detach
 
@@ -163,7 +183,7 @@ class CalibrationSession:
                 model is not called as a whole.
         """
         self.detach()
-        for observer in self.observers.values():
+        for observer in (*self.observers.values(), *self.extremes.values()):
             observer.reset()
         self.batches, self.result, self._finalizer.synced = 0, None, None
         self._started = time.perf_counter()

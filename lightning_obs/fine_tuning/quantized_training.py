@@ -25,7 +25,6 @@ from lightning_obs.forward.quantized_forward import Switch, fake_quantized_state
 from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.qparams import get_scheme
 from lightning_obs.numerics.reshape import ATTENTION
-from lightning_obs.observers.base import Key, Observer
 
 
 class QuantizedTraining:
@@ -256,7 +255,7 @@ class QuantizedTraining:
         session = self.session
         state: dict[str, Any] = {"phase": self.phase.value, "left": self.batches_left, "batches": session.batches}
         if self.phase in (Phase.OBSERVING, Phase.GATHERED):
-            state["observed"] = dump_observation(self._fed(), session.collectives)
+            state["observed"] = dump_observation(session.fed, session.collectives)
         else:  # what a weight's next observation needs, the same on all ranks
             state["statistics"] = dump_statistics({key: o for key, o in session.observers.items() if o.needs_inputs})
         if self.learned is not None:
@@ -277,11 +276,7 @@ class QuantizedTraining:
         self.phase, self.batches_left = Phase.of_state(state), state.get("left", 0)
         self.session.batches = state.get("batches", 0)
         load_statistics(self.session.observers, state.get("statistics", {}))
-        if "observed" in state and not load_observation(self._fed(), state["observed"], self.session.collectives):
+        if "observed" in state and not load_observation(self.session.fed, state["observed"], self.session.collectives):
             self.give_up()
         if self.learned is not None and "learned" in state:
             self.learned.load_state_dict(state["learned"])
-
-    def _fed(self) -> dict[Key, Observer]:
-        """The observers that data reach."""
-        return {key: observer for key, observer in self.session.observers.items() if observer.observes_data}

@@ -71,12 +71,6 @@ def count_values(observed: torch.Tensor) -> Histogram:
     return Histogram(counts, low, high)
 
 
-def merge_histograms(one: Histogram, other: Histogram) -> Histogram:
-    """The histogram of both tensors together."""
-    low, high = torch.minimum(one.low, other.low), torch.maximum(one.high, other.high)
-    return Histogram(one.counts + other.counts, low, high)
-
-
 def count_nan(counts: torch.Tensor) -> int:
     """How many NaN were counted in ``(..., 65536)``. A reduction over ranks may lose the one in a minimum."""
     return int(counts[..., _NAN_FROM:0x8000].sum() + counts[..., 0x8000 + _NAN_FROM :].sum())

@@ -1,9 +1,9 @@
 """Mean and variance of data that come in parts.
 
-Kept as number, sum and sum of squares in float64, because ranks are merged by adding statistics: Chan's merge (number,
-mean, squared deviations) needs both means at once and is no sum. What that costs is cancellation: a relative error of
-about ``1e-16 * (mean / std) ** 2`` in the variance. The square of a float32 is exact in float64, and the variance of
-data whose mean is a thousand times their deviation still has ten digits.
+Kept as number, sum and sum of squares in float64, because batches and ranks are combined by addition: Chan's
+combination of (number, mean, squared deviations) needs both means at once and is no sum. It costs cancellation: a
+relative error of about ``1e-16 * (mean / std) ** 2`` in the variance. The square of a float32 is exact in float64, and
+the variance of data whose mean is a thousand times their deviation still has ten digits.
 
 Reference:
     Chan, Golub, LeVeque, Algorithms for Computing the Sample Variance, 1983.
@@ -46,11 +46,6 @@ def measure_moments(observed: torch.Tensor) -> Moments:
                 squares[start : start + height] += wide.square().sum((0, 2))
     number = torch.tensor([rows * columns], device=observed.device)
     return Moments(number, sums.reshape(scales), squares.reshape(scales))
-
-
-def merge_moments(one: Moments, other: Moments) -> Moments:
-    """The moments of both together."""
-    return Moments(*(a + b for a, b in zip(one, other, strict=True)))
 
 
 def mean_and_std(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:

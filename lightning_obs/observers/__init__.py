@@ -11,6 +11,7 @@ from lightning_obs.observers.moving_average import MovingAverageObserver
 from lightning_obs.observers.mse import MemorylessMSEObserver, MovingAverageMSEObserver, NVFP4ExpandedMSEObserver
 from lightning_obs.observers.normal import NormalObserver
 from lightning_obs.observers.percentile import PercentileObserver
+from lightning_obs.observers.statistic import Statistic
 
 __all__ = [
     "HistogramObserver",
@@ -29,4 +30,5 @@ __all__ = [
     "PercentileObserver",
     "QParamsDict",
     "StaticMinMaxObserver",
+    "Statistic",
 ]

@@ -7,14 +7,15 @@ A class written to the ecosystem's observers' guide runs here with its import li
 different on purpose: a getter deletes nothing (``reset`` forgets), and the caller's ``args`` are never changed (the
 observer keeps a copy), so two observers made from one ``args`` cannot leak hyperparameters into each other.
 
-An observer whose statistics can be computed for one tensor and merged later may implement ``measure`` and ``merge``
-instead. Modules that read the same tensor (q, k, v) then share one ``measure``.
+A class may declare its ``statistics`` (:mod:`.statistic`) and write ``measure``, the statistics of one tensor, instead.
+Batches are then combined as declared, and modules that read the same tensor (q, k, v) share one ``measure``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from copy import copy
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -26,7 +27,8 @@ from lightning_obs.numerics.histogram import Support
 from lightning_obs.numerics.qparams import QParamsDict, compute_global_scale, compute_qparams
 from lightning_obs.numerics.reshape import BASE_NAMES, flatten_for_calibration
 from lightning_obs.observers.registry import Registry
-from lightning_obs.observers.rows import join_ranges, rows_per_scale
+from lightning_obs.observers.rows import join_rows, rows_per_scale
+from lightning_obs.observers.statistic import Statistic, describe_nonfinite, of_sync_dict, to_sync_dict
 
 __all__ = ["Key", "MinMaxTuple", "Observer", "QParamsDict"]
 
@@ -34,13 +36,25 @@ MinMaxTuple: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 #: module name, base name: which observer of a model it is
 Key: TypeAlias = tuple[str, str]
 
+#: what a subclass writes to observe otherwise than its parent
+_PHASE_1 = {
+    "forward",
+    "update_statistics_from_observed",
+    "measure",
+    "combine",
+    "measure_inputs",
+    "observe_inputs",
+    "_act_sync_dict",
+}
+
 
 class Observer(Registry):
     """Gathers statistics of one tensor (a weight, an activation, an attention state) and computes its qparams.
 
     Subclass it and write ``update_statistics_from_observed``, which sets ``min_vals`` and ``max_vals`` of shape
     ``(*qparam_shape,)``. With other statistics, write ``has_statistics`` and ``get_qparams`` (or ``get_min_max``)
-    too. Any attribute set while observing is a statistic: ``reset`` forgets it, a NaN in it is found.
+    too. Any attribute set while observing is a statistic: ``reset`` forgets it, a NaN in it is found. Or declare
+    ``statistics`` and write ``measure``.
 
     Args:
         base_name: what is observed: weight, input, output, q, k or v.
@@ -61,42 +75,45 @@ class Observer(Registry):
         tensor([0.0235])
     """
 
-    #: statistic attribute -> reduction over ranks. One that is not named here is that of the lowest rank that has it.
+    #: all statistics of the class, in the order in which ``measure`` returns them. Empty: not declared, or only in part
+    #: by ``_act_sync_dict``; then whatever observing changes is a statistic, too
+    statistics: ClassVar[tuple[Statistic, ...]] = ()
+
+    #: the same as the ecosystem's guide writes it: statistic -> reduction over ranks
     _act_sync_dict: ClassVar[dict[str, Any]] = {}
 
     #: a weight's observer that also wants what the module reads: whoever attaches it calls ``observe_inputs``
     needs_inputs: ClassVar[bool] = False
 
-    #: attributes that may change and are no statistics
-    _bookkeeping: ClassVar[tuple[str, ...]] = (
-        *("_before_observing", "_fused_observers", "_joins_ranges", "input_extremes"),
-    )
-
-    #: statistics that ``observe_inputs`` sets
-    input_statistics: ClassVar[tuple[str, ...]] = ()
-
-    #: whether a range depends on nothing but its own rows of a weight, see :meth:`for_rows`
-    by_rows: ClassVar[bool] = False
-
     #: whether ``min_vals`` and ``max_vals`` are the smallest and the largest values of everything observed
     keeps_extremes: ClassVar[bool] = False
-
-    #: whether :meth:`measure` takes hardly longer than reading the tensor
-    measures_fast: ClassVar[bool] = False
 
     #: declared hyperparameters and their defaults; each becomes an attribute. None: takes anything.
     hyperparameters: ClassVar[dict[str, Any] | None] = None
 
+    #: attributes that are set from outside, which ``reset`` keeps, and that are no statistics
+    _settings: ClassVar[tuple[str, ...]] = ("qparams_dtype", "_fused_observers", "_joins_ranges", "is_finite")
+
+    #: whether ``statistics`` are all that observing sets
+    _declares_all: ClassVar[bool] = False
+
     #: whether the range of a whole tensor is the widest of its fused group's, see :meth:`fuse`
     _joins_ranges: bool = False
 
-    #: smallest and largest value of all inputs, ``(2,)``, where they were kept beside (:meth:`keep_input_extremes`)
-    input_extremes: torch.Tensor | None = None
+    #: whether the statistics were found to be finite since they were last changed
+    is_finite: bool = False
 
-    def __init_subclass__(cls, *, by_rows: bool = False, keeps_extremes: bool = False, **kwargs: Any) -> None:
-        """``class Mine(Observer, by_rows=True)``: each class says it of itself, as a subclass may observe otherwise."""
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A class that observes otherwise than its parent, and does not declare what it sets, declares nothing."""
         super().__init_subclass__(**kwargs)
-        cls.by_rows, cls.keeps_extremes = by_rows, keeps_extremes
+        own = vars(cls)
+        if "statistics" in own:
+            cls._declares_all, cls._act_sync_dict = True, to_sync_dict(cls.statistics)
+            cls.needs_inputs = any(statistic.of_inputs for statistic in cls.statistics)
+        elif _PHASE_1 & own.keys():
+            cls._declares_all = False
+        if {"statistics", *_PHASE_1} & own.keys() and "keeps_extremes" not in own:
+            cls.keeps_extremes = False
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         if base_name not in BASE_NAMES:
@@ -107,7 +124,8 @@ class Observer(Registry):
         self._fused_observers: list[Observer] = []
         #: dtype of the weight whose module the scale is for; under autocast wider than what is observed
         self.qparams_dtype: torch.dtype | None = None
-        self._before_observing: dict[str, Any] | None = None
+        #: observers of one kind find the same in a tensor
+        self._kind: Hashable = (type(self), base_name, repr(self.args))
         self._set_hyperparameters(kwargs)
 
     def _set_hyperparameters(self, given: dict[str, Any]) -> None:
@@ -132,94 +150,116 @@ class Observer(Registry):
 
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
         """Observe one tensor (shapes: :func:`flatten_for_calibration`). An empty one changes nothing."""
-        if value.numel() == 0:
-            return self
-        # Lightning validates under inference mode; a statistic born in it could not be updated in training.
-        with torch.inference_mode(False), torch.no_grad():
-            self._remember_initial_state()
-            self.update_statistics_from_observed(flatten_for_calibration(value, self.base_name, self.args, g_idx))
+        if value.numel():
+            with self._observing():
+                self.update_statistics_from_observed(flatten_for_calibration(value, self.base_name, self.args, g_idx))
         return self
 
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         """Take in one flattened tensor ``(num_observations, *qparam_shape, group_size)``."""
-        self.merge(self.measure(observed))
+        self.combine(self.measure(observed))
 
-    def measure(self, observed: torch.Tensor) -> Any:
-        """What one flattened tensor has to say; depends on nothing but the tensor and :attr:`measure_key`."""
+    def measure(self, observed: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The statistics of one flattened tensor, in the order of ``statistics``, by tensor and ``args`` alone."""
         raise NotImplementedError(
-            f"{type(self).__name__} must implement update_statistics_from_observed, or measure and merge"
+            f"{type(self).__name__} must implement update_statistics_from_observed, or statistics and measure"
         )
 
-    def merge(self, measured: Any) -> None:
-        """Add a measurement to the statistics."""
-        raise NotImplementedError(f"{type(self).__name__} implements measure without merge")
+    def combine(self, measured: Sequence[torch.Tensor]) -> None:
+        """Combine the statistics of one tensor with those of the tensors before, as they are declared."""
+        self._combine(measured, of_inputs=False)
 
-    @property
-    def measure_key(self) -> Hashable | None:
-        """Two observers with equal keys measure a tensor alike, so one measurement serves both. None: never share."""
-        return None
+    def measure_inputs(self, value: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The statistics ``of_inputs`` of one input ``(..., C)``, in the order of ``statistics``."""
+        raise NotImplementedError(f"{type(self).__name__} must implement measure_inputs or observe_inputs")
 
     def observe_shared(self, value: torch.Tensor, measured: dict[Hashable, Any]) -> None:
-        """Observe ``value``, taking the measurement from (or leaving it in) ``measured`` where it can be shared."""
+        """Observe a tensor that other modules read, too: what observers of one kind find in it is found once.
+
+        Args:
+            value: the tensor.
+            measured: what observers found in ``value``, to take from and to add to.
+        """
         cls = type(self)
-        measures = cls.update_statistics_from_observed is Observer.update_statistics_from_observed
-        if self.measure_key is None or not measures or value.numel() == 0:
+        if cls.update_statistics_from_observed is not Observer.update_statistics_from_observed or not value.numel():
             self(value)
             return
-        # A subclass that measures differently must not share under its parent's key.
-        how = (cls.measure, self.measure_key)
-        key = (how, self.base_name in ("q", "k", "v"), self.args.strategy, self.args.group_size)
-        with torch.inference_mode(False), torch.no_grad():
-            self._remember_initial_state()
-            if key not in measured:
-                measured[key] = self.measure(flatten_for_calibration(value, self.base_name, self.args))
-            self.merge(measured[key])
+        with self._observing():
+            if self._kind not in measured:
+                measured[self._kind] = self.measure(flatten_for_calibration(value, self.base_name, self.args))
+            self.combine(measured[self._kind])
 
     def observe_inputs(self, value: torch.Tensor, measured: dict[Hashable, Any] | None = None) -> None:
         """Take in an input ``(..., C)`` of the module whose weight is observed; called if ``needs_inputs``.
 
         Args:
-            value: what the module reads.
-            measured: measurements of this tensor, to take from and to add to (:meth:`observe_shared`).
+            value: what the module reads. An empty one changes nothing.
+            measured: see :meth:`observe_shared`.
         """
-        raise NotImplementedError(f"{type(self).__name__} has needs_inputs but no observe_inputs")
+        if not value.numel():
+            return
+        measured = {} if measured is None else measured
+        with self._observing():
+            if self._kind not in measured:
+                measured[self._kind] = self.measure_inputs(value)
+            self._combine(measured[self._kind], of_inputs=True)
 
     def observe_without_inputs(self, weight: torch.Tensor) -> None:
         """Observe a weight whose module no data reached, if that is possible."""
         self(weight)
 
-    def keep_input_extremes(self, value: torch.Tensor, measured: dict[Hashable, Any]) -> None:
-        """Keep the smallest and largest value beside the statistics, unless they hold them already.
-
-        Args:
-            value: the input that is observed.
-            measured: measurements of this tensor, to take from and to add to (:meth:`observe_shared`).
-        """
-        if self.keeps_extremes or value.numel() == 0:
-            return
+    @contextmanager
+    def _observing(self) -> Iterator[None]:
+        # Lightning validates under inference mode; a statistic born in it could not be updated in training.
         with torch.inference_mode(False), torch.no_grad():
-            self._remember_initial_state()
-            if "extremes" not in measured:
-                measured["extremes"] = torch.stack(torch.aminmax(value))
-            low, high = measured["extremes"]
-            if self.input_extremes is not None:
-                low, high = torch.minimum(low, self.input_extremes[0]), torch.maximum(high, self.input_extremes[1])
-            self.input_extremes = torch.stack([low, high])
+            self.is_finite = False
+            yield
+
+    def _combine(self, measured: Sequence[torch.Tensor], of_inputs: bool) -> None:
+        declared = [statistic for statistic in self.statistics if statistic.of_inputs == of_inputs]
+        for statistic, new in zip(declared, measured, strict=False):
+            setattr(self, statistic.name, statistic.combine(getattr(self, statistic.name, None), new))
+
+    # ------------------------------------------------------------------ statistics
 
     @property
-    def observed_range(self) -> tuple[float, float] | None:
-        """Smallest and largest value of everything observed, where they are known."""
-        if self.keeps_extremes and self.has_statistics:
-            return float(self.min_vals.min()), float(self.max_vals.max())
-        if self.input_extremes is None:
-            return None
-        low, high = self.input_extremes.tolist()
-        return low, high
+    def declared(self) -> tuple[Statistic, ...]:
+        """The statistics that the class declares, in ``statistics`` or as the guide does."""
+        if self._declares_all and "_act_sync_dict" not in vars(self):
+            return self.statistics
+        return of_sync_dict(self._act_sync_dict)
+
+    def get_statistics(self) -> dict[str, Any]:
+        """Everything that was gathered: ``{attribute: value}``."""
+        found = {s.name: vars(self)[s.name] for s in self.declared if vars(self).get(s.name) is not None}
+        if self._declares_all:
+            return found
+        new = vars(type(self)(self.base_name, self.args))
+        others = vars(self).keys() - found.keys() - set(self._settings)
+        changed = [n for n in vars(self) if n in others and not (n in new and _equal(new[n], vars(self)[n]))]
+        return found | {name: vars(self)[name] for name in changed}
+
+    def load_statistics(self, statistics: Mapping[str, Any]) -> None:
+        """Take over statistics that were gathered elsewhere, by attribute; :meth:`reset` forgets them too.
+
+        Raises:
+            CalibrationError: a name that no statistic can have, as it is the observer's own.
+        """
+        own = {"args", "base_name", *self._settings}
+        behaviour = [n for n in statistics if callable(of := getattr(type(self), n, None)) or isinstance(of, property)]
+        refuse(sorted(own & statistics.keys()) + behaviour, f"{type(self).__name__} has no such statistic")
+        self.__dict__ |= {**statistics, "is_finite": False}
+
+    def reset(self, keep: Collection[str] = ()) -> None:
+        """Forget everything observed, except the statistics named in ``keep``: what is left is as constructed."""
+        kept = {name: value for name, value in vars(self).items() if name in (*self._settings, *keep)}
+        with torch.inference_mode(False):
+            self.__dict__ = vars(type(self)(self.base_name, self.args)) | kept
 
     @property
-    def counted(self) -> Support | None:
-        """How often each value was observed, where one histogram holds that."""
-        return None
+    def input_statistics(self) -> tuple[str, ...]:
+        """The names of the statistics ``of_inputs``."""
+        return tuple(statistic.name for statistic in self.declared if statistic.of_inputs)
 
     @property
     def observes_data(self) -> bool:
@@ -236,40 +276,22 @@ class Observer(Registry):
         """Whether data reached it: a tensor, or the inputs of a weight that is observed at the end."""
         return self.has_statistics or (self.needs_inputs and not self.lacks_inputs)
 
-    def load_statistics(self, statistics: Mapping[str, Any]) -> None:
-        """Take over statistics that were gathered elsewhere, by attribute; :meth:`reset` forgets them too.
+    @property
+    def counted(self) -> Support | None:
+        """How often each value was observed, where one histogram holds that."""
+        return None
 
-        Raises:
-            CalibrationError: a name that no statistic can have, as it is the observer's own.
-        """
-        own = {"args", "base_name", "qparams_dtype", "_before_observing", "_fused_observers", "_joins_ranges"}
-        behaviour = [n for n in statistics if callable(of := getattr(type(self), n, None)) or isinstance(of, property)]
-        refuse(sorted(own & statistics.keys()) + behaviour, f"{type(self).__name__} has no such statistic")
-        if self._before_observing is None:
-            with torch.inference_mode(False), torch.no_grad():
-                self._remember_initial_state()
-        for name, value in statistics.items():
-            setattr(self, name, value)
-
-    def reset(self, keep: Collection[str] = ()) -> None:
-        """Forget everything observed, except the statistics named in ``keep``."""
-        if self._before_observing is None:
-            return
-        state = self._before_observing
-        kept = {name: vars(self)[name] for name in ("_fused_observers", "_joins_ranges", *keep) if name in vars(self)}
-        self.__dict__ = {name: _copy(value) for name, value in state.items()} | kept
-        self._before_observing = state if keep else None
-
-    def _remember_initial_state(self) -> None:
-        if self._before_observing is None:
-            self._before_observing = {name: _copy(value) for name, value in vars(self).items()}
+    def nonfinite_statistics(self) -> str | None:
+        """Say how many values of which statistic are NaN or infinite; None if all are finite."""
+        return describe_nonfinite(self.get_statistics())
 
     # ------------------------------------------------------------------ phase 2
 
     @property
     def has_statistics(self) -> bool:
         """Whether anything was observed."""
-        return hasattr(self, "min_vals") and hasattr(self, "max_vals")
+        observed = [s.name for s in self.statistics if not s.of_inputs] if self._declares_all else []
+        return all(hasattr(self, name) for name in observed[:1] or ("min_vals", "max_vals"))
 
     def get_min_max(self) -> MinMaxTuple:
         """The range, ``(*qparam_shape,)`` each, in the units of the observed tensor.
@@ -291,7 +313,7 @@ class Observer(Registry):
             CalibrationError: nothing was observed, or what was observed holds NaN or infinity.
         """
         self._require_statistics()
-        bad = self.nonfinite_statistics()
+        bad = None if self.is_finite else self.nonfinite_statistics()
         if bad:
             raise CalibrationError("the statistics are not finite", got=bad, remedy="find the NaN in weights or data.")
         min_vals, max_vals = self.get_min_max()
@@ -303,25 +325,6 @@ class Observer(Registry):
             min_vals, max_vals = min_vals.to(dtype), max_vals.to(dtype)
         return compute_qparams(min_vals, max_vals, self.args, self.get_global_scale())
 
-    def nonfinite_statistics(self) -> str | None:
-        """Say how many values of which statistic are NaN or infinite; None if all are finite."""
-        bad = []
-        for name in self.statistic_names():
-            value = getattr(self, name)
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                wide = value.float() if value.itemsize == 1 else value  # torch does not ask it of float8
-                if (wide - wide).any():  # NaN where a value is not finite, else zero: two operations, not five
-                    count = int((~torch.isfinite(wide)).sum())
-                    bad.append(f"{count} of {value.numel()} {name.lstrip('_')} not finite")
-        return ", ".join(bad) or None
-
-    def statistic_names(self) -> list[str]:
-        """Attributes that observing has set."""
-        initial = self._before_observing
-        if initial is None:
-            return []
-        return [n for n, v in vars(self).items() if initial.get(n) is not v and n not in self._bookkeeping]
-
     def _require_statistics(self) -> None:
         if not self.has_statistics:
             raise CalibrationError(
@@ -329,38 +332,38 @@ class Observer(Registry):
                 remedy="observe a tensor first: observer(value).",
             )
 
-    # ------------------------------------------------------------------ groups and ranks
+    # ------------------------------------------------------------------ groups, rows and ranks
 
     def for_rows(self, start: int) -> Observer | None:
         """A new observer for a rank's rows of a weight, from row ``start`` on; None: it has to be observed whole.
 
-        The answer is the same on every rank. What the parts found comes together in :meth:`join`.
+        The answer is the same on every rank. The statistics of the parts come together in :meth:`join`.
         """
-        if not self.by_rows or not self._may_start_at(start):
+        ways = {statistic.rows for statistic in self.declared} - {None}
+        height = rows_per_scale(self.args)
+        cuts_a_scale = height is None or start % height > 0
+        if not ways or ("apart" in ways and cuts_a_scale):
             return None
         part = type(self)(self.base_name, self.args)
-        for name in self.input_statistics:
-            if hasattr(self, name):
-                setattr(part, name, getattr(self, name))
+        part.load_statistics({name: getattr(self, name) for name in self.input_statistics if hasattr(self, name)})
         return part
 
-    def _may_start_at(self, row: int) -> bool:
-        height = rows_per_scale(self.args)
-        return height is not None and row % height == 0
+    @property
+    def merges_extremes_only(self) -> bool:
+        """Whether ranks that share data, or split its features, still have nothing but its extremes to merge."""
+        return self.keeps_extremes and {statistic.reduction for statistic in self.declared} <= {"min", "max"}
 
     def agree(self, parts: Sequence[Any]) -> bool:
         """Let observers of :meth:`for_rows`, of all rows, decide together; whether they have to observe once more."""
         return False
 
     def join(self, parts: Sequence[tuple[int, Any]]) -> None:
-        """Take over the weight's whole range from ``(first row, observer of :meth:`for_rows`)`` of all its rows."""
-        low, high = join_ranges([(row, *part.get_min_max()) for row, part in parts], rows_per_scale(self.args))
-        self.load_statistics({"min_vals": low, "max_vals": high})
-
-    @property
-    def merges_extremes_only(self) -> bool:
-        """Whether ranks that share data, or split its features, still have nothing but its extremes to merge."""
-        return self.keeps_extremes and set(self._act_sync_dict.values()) <= {dist.ReduceOp.MIN, dist.ReduceOp.MAX}
+        """Take over the weight's statistics from ``(first row, observer of :meth:`for_rows`)`` of all its rows."""
+        height = rows_per_scale(self.args)
+        by_rows = [statistic for statistic in self.declared if statistic.rows]
+        self.load_statistics(
+            {s.name: join_rows([(row, getattr(part, s.name)) for row, part in parts], height, s) for s in by_rows}
+        )
 
     @staticmethod
     def fuse(observers: Sequence[Observer], join_ranges: bool = False) -> None:
@@ -383,8 +386,13 @@ class Observer(Registry):
         return [dist.all_reduce(getattr(self, name), op=op, async_op=True) for name, op in present.items()]
 
 
-def _copy(value: Any) -> Any:
-    """A copy of what an observer may change in place while it observes."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    return copy(value) if isinstance(value, (list, dict, set)) else value
+def _equal(before: Any, now: Any) -> bool:
+    """Whether observing has not changed an attribute. An object of a class of its own is taken for unchanged."""
+    if type(before) is not type(now):
+        return False
+    if isinstance(before, torch.Tensor):
+        return before.dtype == now.dtype and torch.equal(before, now)
+    try:
+        return bool(before == now) or "__eq__" not in chain.from_iterable(map(vars, type(before).__mro__[:-1]))
+    except (RuntimeError, ValueError, TypeError):  # containers of tensors
+        return False

@@ -6,12 +6,11 @@ and the ranks. How values are counted, and what that loses: :mod:`lightning_obs.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
-from torch import distributed as dist
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
@@ -23,12 +22,12 @@ from lightning_obs.numerics.histogram import (
     candidate_errors,
     count_nan,
     count_values,
-    merge_histograms,
     percentile_range,
     select_candidate,
     support,
 )
 from lightning_obs.observers.base import MinMaxTuple, Observer
+from lightning_obs.observers.statistic import Statistic
 
 CRITERIA = ("mse", "percentile", "entropy")
 _STRATEGIES = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
@@ -47,12 +46,12 @@ class CountingObserver(Observer):
         CalibrationError: a strategy of many scales, which would need a histogram for each.
     """
 
-    _act_sync_dict: ClassVar[dict[str, Any]] = {
-        "counts": dist.ReduceOp.SUM,
-        "min_vals": dist.ReduceOp.MIN,
-        "max_vals": dist.ReduceOp.MAX,
-    }
-    measures_fast: ClassVar[bool] = True
+    statistics: ClassVar[tuple[Statistic, ...]] = (
+        Statistic("counts", "sum"),
+        Statistic("min_vals", "min"),
+        Statistic("max_vals", "max"),
+    )
+    keeps_extremes: ClassVar[bool] = True
     counts: torch.Tensor
     min_vals: torch.Tensor
     max_vals: torch.Tensor
@@ -67,24 +66,11 @@ class CountingObserver(Observer):
                 remedy="observe this with mse, static_minmax or memoryless_minmax.",
             )
 
-    @property
-    @override
-    def measure_key(self) -> Hashable | None:
-        return "histogram"
-
     @override
     def measure(self, observed: torch.Tensor) -> Histogram:
         scales = observed.shape[1:-1]
         counted = count_values(observed.flatten(1, -2))
         return Histogram(counted.counts.unflatten(0, scales), counted.low.reshape(scales), counted.high.reshape(scales))
-
-    @override
-    def merge(self, measured: Histogram) -> None:
-        if self.has_statistics:
-            measured = merge_histograms(Histogram(self.counts, self.min_vals, self.max_vals), measured)
-        else:  # other observers may hold the same measurement, and a sum over ranks is made in place
-            measured = Histogram(*(part.clone() for part in measured))
-        self.counts, self.min_vals, self.max_vals = measured
 
     @property
     @override
@@ -113,7 +99,7 @@ class _Choice(NamedTuple):
 
 
 @Observer.register("histogram")
-class HistogramObserver(CountingObserver, keeps_extremes=True):
+class HistogramObserver(CountingObserver):
     """The range that a criterion finds best on everything that was observed.
 
     - ``mse``: the range times ``1 - i / grid``, i up to ``maxshrink * grid``, with the least
@@ -147,7 +133,8 @@ class HistogramObserver(CountingObserver, keeps_extremes=True):
         "grid": 100.0,
         "norm": 2.0,
     }
-    _bookkeeping: ClassVar[tuple[str, ...]] = (*CountingObserver._bookkeeping, "_choice")
+    statistics: ClassVar[tuple[Statistic, ...]] = CountingObserver.statistics
+    keeps_extremes: ClassVar[bool] = True
     criterion: str
     percentile: float
     maxshrink: float
@@ -188,9 +175,9 @@ class HistogramObserver(CountingObserver, keeps_extremes=True):
         return low.clone(), high.clone()
 
     @override
-    def merge(self, measured: Histogram) -> None:
+    def combine(self, measured: Sequence[torch.Tensor]) -> None:
         self._choice = None  # it would keep the old counts
-        super().merge(measured)
+        super().combine(measured)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_choice": None}  # a copy's tensors count their changes anew

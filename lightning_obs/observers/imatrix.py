@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
-from torch import distributed as dist
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
@@ -15,10 +13,11 @@ from lightning_obs.numerics.moments import channel_squares
 from lightning_obs.numerics.reshape import flatten_for_calibration
 from lightning_obs.observers.base import Observer
 from lightning_obs.observers.mse import MemorylessMSEObserver
+from lightning_obs.observers.statistic import Statistic
 
 
 @Observer.register("imatrix_mse")
-class IMatrixMSEObserver(MemorylessMSEObserver, by_rows=True):
+class IMatrixMSEObserver(MemorylessMSEObserver):
     """``memoryless_mse`` with each column's error weighted by the mean square of the input it is multiplied with.
 
     ``argmin over p of sum(E[x_j ** 2] * |fake_quantize(w_j, p * expand * range) - w_j| ** norm)`` per scale, j the
@@ -44,9 +43,11 @@ class IMatrixMSEObserver(MemorylessMSEObserver, by_rows=True):
         llm-compressor's ``imatrix_mse``, except that there ``strict`` is off.
     """
 
-    needs_inputs: ClassVar[bool] = True
-    input_statistics: ClassVar[tuple[str, ...]] = ("input_squares", "input_count")
-    _act_sync_dict: ClassVar[dict[str, Any]] = dict.fromkeys(input_statistics, dist.ReduceOp.SUM)
+    statistics: ClassVar[tuple[Statistic, ...]] = (
+        *MemorylessMSEObserver.statistics,
+        Statistic("input_squares", "sum", of_inputs=True),
+        Statistic("input_count", "sum", of_inputs=True),
+    )
     hyperparameters: ClassVar[dict[str, Any] | None] = {
         "maxshrink": 0.95,
         "patience": 5,
@@ -71,19 +72,8 @@ class IMatrixMSEObserver(MemorylessMSEObserver, by_rows=True):
     # ------------------------------------------------------------------ inputs
 
     @override
-    def observe_inputs(self, value: torch.Tensor, measured: dict[Hashable, Any] | None = None) -> None:
-        """Add an input ``(..., C)`` to the mean square of each channel. An empty one changes nothing."""
-        if value.numel() == 0:
-            return
-        measured = {} if measured is None else measured
-        with torch.inference_mode(False), torch.no_grad():
-            self._remember_initial_state()
-            if "channel squares" not in measured:
-                measured["channel squares"] = channel_squares(value)
-            squares, count = measured["channel squares"]
-            if self._saw_inputs():
-                squares, count = self.input_squares + squares, self.input_count + count
-            self.input_squares, self.input_count = squares, count
+    def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return channel_squares(value)
 
     def _saw_inputs(self) -> bool:
         return hasattr(self, "input_squares")
@@ -96,7 +86,6 @@ class IMatrixMSEObserver(MemorylessMSEObserver, by_rows=True):
     @override
     def observe_without_inputs(self, weight: torch.Tensor) -> None:
         """All columns count alike where no data reached the module, even if ``strict``."""
-        self.load_statistics({})  # so that the change of `strict` is no statistic
         strict, self.strict = self.strict, False
         try:
             self(weight)
@@ -121,22 +110,16 @@ class IMatrixMSEObserver(MemorylessMSEObserver, by_rows=True):
 
     # ------------------------------------------------------------------ weight
 
-    @property
-    @override
-    def measure_key(self) -> Hashable | None:
-        return None  # depends on more than the weight
-
     @override
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
         if value.numel() == 0:
             return self
-        with torch.inference_mode(False), torch.no_grad():
-            self._remember_initial_state()
+        with self._observing():
             importance = self.importance()
             if importance is not None:
                 importance = self._like_observed(importance.to(value.device), value, g_idx)
             observed = flatten_for_calibration(value, self.base_name, self.args, g_idx)
-            self.min_vals, self.max_vals = self._search(observed, importance)
+            self.combine(self._search(observed, importance))
         return self
 
     @override
@@ -168,7 +151,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver, by_rows=True):
 
 
 @Observer.register("nvfp4_expanded_imatrix")
-class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver, by_rows=True):
+class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
     """``imatrix_mse`` with the candidates of ``nvfp4_expanded_mse``: for weights in NVFP4."""
 
     hyperparameters: ClassVar[dict[str, Any] | None] = {

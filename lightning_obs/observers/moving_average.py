@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from torch import distributed as dist
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.observers.base import MinMaxTuple, Observer
+from lightning_obs.observers.base import Observer
+from lightning_obs.observers.statistic import Statistic
 
 
 class MovingAverageObserver(Observer):
@@ -37,7 +38,7 @@ class MovingAverageObserver(Observer):
         (tensor([-2.1213]), tensor([2.1213]))
     """
 
-    _act_sync_dict: ClassVar[dict[str, Any]] = {"min_vals": dist.ReduceOp.AVG, "max_vals": dist.ReduceOp.AVG}
+    statistics: ClassVar[tuple[Statistic, ...]] = (Statistic("min_vals", "mean"), Statistic("max_vals", "mean"))
     hyperparameters: ClassVar[dict[str, Any] | None] = {"averaging_constant": 0.01}
     averaging_constant: float
     min_vals: torch.Tensor
@@ -49,12 +50,10 @@ class MovingAverageObserver(Observer):
             raise CalibrationError("averaging_constant", got=self.averaging_constant, expected="a value in (0, 1]")
 
     @override
-    def merge(self, measured: MinMaxTuple) -> None:
-        low, high = measured
+    def combine(self, measured: Sequence[torch.Tensor]) -> None:
+        low, high, *others = measured
         if self.has_statistics and self.averaging_constant != 1:
             c = self.averaging_constant
             low = self.min_vals * (1 - c) + low * c
             high = self.max_vals * (1 - c) + high * c
-        else:  # other observers may hold the same measurement, and ranks may be reduced in place
-            low, high = low.clone(), high.clone()
-        self.min_vals, self.max_vals = low, high
+        super().combine((low, high, *others))

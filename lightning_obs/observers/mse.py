@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,12 +13,13 @@ from typing_extensions import override
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.candidates import shrink_factors, visited
 from lightning_obs.numerics.search.ranges import search_block_range, search_range
-from lightning_obs.observers.base import MinMaxTuple, Observer
+from lightning_obs.observers.base import Observer
 from lightning_obs.observers.moving_average import MovingAverageObserver
+from lightning_obs.observers.statistic import Statistic
 
 
 @Observer.register("memoryless_mse")
-class MemorylessMSEObserver(Observer, by_rows=True):
+class MemorylessMSEObserver(Observer):
     """The range of the last observed tensor, shrunk to where its quantization error is least.
 
     ``argmin over p of sum(|fake_quantize(x, p * expand * range) - x| ** norm)`` per scale, p = 1, 1 - 1/grid, ...,
@@ -35,13 +36,18 @@ class MemorylessMSEObserver(Observer, by_rows=True):
         expand (float): factor on the range before the search, at least 1.
 
     Raises:
-        CalibrationError: a value outside of these; ``compile``, which earlier versions took.
+        CalibrationError: a value outside of these.
 
     Reference:
         The grid search of llm-compressor's ``memoryless_mse``; its norm of 2.4 is that of GPTQ's reference code
         (Frantar et al., 2022, arXiv:2210.17323).
     """
 
+    statistics: ClassVar[tuple[Statistic, ...]] = (
+        Statistic("min_vals", "keep", rows="apart"),
+        Statistic("max_vals", "keep", rows="apart"),
+        Statistic("improved", "keep"),  # (candidates,), bool: those that improved a scale of this part of a weight
+    )
     hyperparameters: ClassVar[dict[str, Any] | None] = {
         "maxshrink": 0.20,
         "patience": 5,
@@ -56,17 +62,11 @@ class MemorylessMSEObserver(Observer, by_rows=True):
     expand: float
     #: whether other observers search other rows of the same weight: then all of them decide where the search ends
     is_part: bool = False
-    #: that end, once it is decided: so many candidates are visited
+    #: how many candidates the whole weight's search visits, once the parts have decided it
     stop: int | None = None
-    improved: torch.Tensor  # (candidates,), bool: those that improved a scale of this part
+    improved: torch.Tensor
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
-        if "compile" in {**(args.observer_kwargs or {}), **observer_kwargs}:
-            raise CalibrationError(
-                "the range search is not compiled by torch any more, and is as fast without",
-                got="compile",
-                remedy="remove it from the observer's hyperparameters.",
-            )
         super().__init__(base_name, args, **observer_kwargs)
         for name, least, most, expected in (
             ("maxshrink", 0.0, 1.0, "a value in [0, 1]"),
@@ -84,19 +84,12 @@ class MemorylessMSEObserver(Observer, by_rows=True):
         """Observe one tensor; a weight in blocks is read block by block, where others copy it to flatten it."""
         if self.base_name != "weight" or not _in_whole_blocks(value, self.args):
             return super().forward(value, g_idx)
-        with torch.inference_mode(False), torch.no_grad():
-            self._remember_initial_state()
-            self.merge(self._search(value, in_blocks=True))
+        with self._observing():
+            self.combine(self._search(value, in_blocks=True))
         return self
 
-    @property
     @override
-    def measure_key(self) -> Hashable | None:
-        search = (self.maxshrink, self.patience, self.grid, self.norm, self.expand)
-        return "mse", *search, self.args.num_bits, self.args.type, self.args.symmetric, self.args.scale_dtype
-
-    @override
-    def measure(self, observed: torch.Tensor) -> MinMaxTuple:
+    def measure(self, observed: torch.Tensor) -> Sequence[torch.Tensor]:
         return self._search(observed)
 
     def candidates(self) -> list[float]:
@@ -115,7 +108,7 @@ class MemorylessMSEObserver(Observer, by_rows=True):
 
     def _search(
         self, observed: torch.Tensor, importance: torch.Tensor | None = None, in_blocks: bool = False
-    ) -> MinMaxTuple:
+    ) -> Sequence[torch.Tensor]:
         options: dict[str, Any] = {"norm": self.norm, "expand": self.expand, "patience": self.idle_limit}
         factors = self.candidates()
         if self.stop is not None:
@@ -125,9 +118,7 @@ class MemorylessMSEObserver(Observer, by_rows=True):
             low, high, improved = search_block_range(observed, self.args, factors, **options)
         else:
             low, high, improved = search_range(observed, self.args, factors, importance=importance, **options)
-        if self.is_part:
-            self.improved = torch.tensor(improved)
-        return low, high
+        return (low, high, torch.tensor(improved)) if self.is_part else (low, high)
 
     @override
     def for_rows(self, start: int) -> Observer | None:
@@ -147,28 +138,29 @@ class MemorylessMSEObserver(Observer, by_rows=True):
         if not any(improved[stop:]):  # no scale was chosen after the end
             return False
         for search in searches:
-            search.reset()
+            search.reset(keep=("is_part", *search.input_statistics))
             search.stop = stop
         return True
 
-    @override
-    def merge(self, measured: MinMaxTuple) -> None:
-        self.min_vals, self.max_vals = measured
-
 
 @Observer.register("mse")
-class MovingAverageMSEObserver(MovingAverageObserver, MemorylessMSEObserver, by_rows=True):
+class MovingAverageMSEObserver(MovingAverageObserver, MemorylessMSEObserver):
     """A moving average of the range that loses least of each tensor.
 
     Keyword Args:
         averaging_constant (float): the weight of the newest tensor, in (0, 1]. 1 keeps the newest only.
     """
 
+    statistics: ClassVar[tuple[Statistic, ...]] = (
+        Statistic("min_vals", "mean", rows="apart"),
+        Statistic("max_vals", "mean", rows="apart"),
+        Statistic("improved", "keep"),
+    )
     hyperparameters: ClassVar[dict[str, Any] | None] = {}
 
 
 @Observer.register("nvfp4_expanded_mse")
-class NVFP4ExpandedMSEObserver(MemorylessMSEObserver, by_rows=True):
+class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
     """``memoryless_mse`` from 1.8 down to 0.8 times the range, in steps of 1/200 of that: for weights in NVFP4.
 
     Between 4 and 6, FP4 has no number. A range wider than the values moves the largest of them to 4, and the others to

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from torch import distributed as dist
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.numerics.moments import Moments, mean_and_std, measure_moments, merge_moments
+from lightning_obs.numerics.moments import Moments, mean_and_std, measure_moments
 from lightning_obs.observers.base import MinMaxTuple, Observer
+from lightning_obs.observers.statistic import Statistic
 
 
 @Observer.register("normal_observer")
@@ -32,8 +31,7 @@ class NormalObserver(Observer):
         CalibrationError: ``k`` not above 0.
     """
 
-    _act_sync_dict: ClassVar[dict[str, Any]] = dict.fromkeys(("number", "sums", "squares"), dist.ReduceOp.SUM)
-    measures_fast: ClassVar[bool] = True
+    statistics: ClassVar[tuple[Statistic, ...]] = tuple(Statistic(name, "sum") for name in Moments._fields)
     hyperparameters: ClassVar[dict[str, Any] | None] = {"k": 2.0}
     k: float
     number: torch.Tensor
@@ -45,27 +43,9 @@ class NormalObserver(Observer):
         if not self.k > 0:
             raise CalibrationError("k", got=self.k, expected="a value above 0")
 
-    @property
-    @override
-    def measure_key(self) -> Hashable | None:
-        return "moments"
-
     @override
     def measure(self, observed: torch.Tensor) -> Moments:
         return measure_moments(observed)
-
-    @override
-    def merge(self, measured: Moments) -> None:
-        if self.has_statistics:
-            measured = merge_moments(Moments(self.number, self.sums, self.squares), measured)
-        else:  # other observers may hold the same measurement, and a sum over ranks is made in place
-            measured = Moments(*(part.clone() for part in measured))
-        self.number, self.sums, self.squares = measured
-
-    @property
-    @override
-    def has_statistics(self) -> bool:
-        return hasattr(self, "sums")
 
     @override
     def get_min_max(self) -> MinMaxTuple:

@@ -12,7 +12,7 @@ from lightning_obs.observers.histogram import CountingObserver, percentile_of_ea
 
 
 @Observer.register("percentile")
-class PercentileObserver(CountingObserver, keeps_extremes=True):
+class PercentileObserver(CountingObserver):
     """The smallest value with ``percentile`` of all at or below it, and its mirror image at the lower end.
 
     Exact in any partition. Exact for bfloat16; float32 and float16 are rounded to bfloat16 first, except where no

@@ -1,4 +1,4 @@
-"""Which rows of a weight share a scale, and the ranges of a weight from those of its parts."""
+"""Which rows of a weight share a scale, and a statistic of a weight from those of its parts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+
+from lightning_obs.observers.statistic import Statistic
 
 
 def rows_per_scale(args: QuantizationArgs) -> int | None:
@@ -20,24 +22,23 @@ def rows_per_scale(args: QuantizationArgs) -> int | None:
     return 1 if structure is None else int(structure[0])
 
 
-def join_ranges(
-    parts: Sequence[tuple[int, torch.Tensor, torch.Tensor]], height: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The range of a whole weight: rows below rows, and the wider of two where parts share a scale.
+def join_rows(parts: Sequence[tuple[int, torch.Tensor]], height: int | None, statistic: Statistic) -> torch.Tensor:
+    """A statistic of a whole weight from those of its parts: rows below rows, reduced where parts share a scale.
 
     Args:
-        parts: first row, smallest and largest values of each part, ``(*Q,)``; the weight's rows, none left out.
+        parts: first row and statistic ``(*Q,)`` of each part; the weight's rows, none left out.
         height: rows that have a scale together; None: all.
+        statistic: its declaration.
 
     >>> one = torch.tensor([[-1.0], [-2.0]])
-    >>> join_ranges([(0, one, -one), (3, one * 3, -one)], height=2)[0].flatten()
+    >>> join_rows([(0, one), (3, one * 3)], height=2, statistic=Statistic("min_vals", rows="min")).flatten()
     tensor([-1., -3., -6.])
     """
-    placed = [(0 if height is None else row // height, low, high) for row, low, high in parts]
-    _, low, high = placed[0]
-    count = max(first + len(part) for first, part, _ in placed)
-    lows, highs = low.new_full((count, *low.shape[1:]), torch.inf), high.new_full((count, *high.shape[1:]), -torch.inf)
-    for first, low, high in placed:
-        part = slice(first, first + len(low))
-        lows[part], highs[part] = torch.minimum(lows[part], low), torch.maximum(highs[part], high)
-    return lows, highs
+    placed = [(0 if height is None else row // height, values) for row, values in parts]
+    first = placed[0][1]
+    count = max(at + len(values) for at, values in placed)
+    reduce, identity = (torch.maximum, -torch.inf) if statistic.rows == "max" else (torch.minimum, torch.inf)
+    joined = first.new_full((count, *first.shape[1:]), identity)
+    for at, values in placed:
+        joined[at : at + len(values)] = reduce(joined[at : at + len(values)], values)
+    return joined

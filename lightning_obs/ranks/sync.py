@@ -3,19 +3,19 @@
 Ranks see different batches and must write identical scales. What is hard: a collective that one rank does not enter
 hangs the others, so nothing that a rank saw, lacks or failed at may decide which collectives come next.
 
-Method: the ranks first agree (:mod:`~lightning_obs.ranks.agreement`) on the union of their statistics, in one
-order, or raise the same error. Then one bucket for each kind of reduction: all extremes in one minimum of integers, all
-sums of integers in one, all sums and means of floats in one. A rank that lacks a statistic contributes the reduction's
-identity; a mean is a sum and the number of ranks that have it. Nothing is looked up by position: an expert's
-statistics cannot end up in another's.
+Method: the ranks first agree (:mod:`~lightning_obs.ranks.agreement`) on which statistics there are, in one order, or
+raise the same error. Then one bucket for each kind of reduction: all extremes in one minimum of integers, all
+sums of integers in one, all sums and means of floats in one. A rank that lacks a statistic sends the reduction's
+identity; a mean is a sum and the number of ranks that have it. Statistics are found by name, never by position: an
+expert's cannot end up in another's.
 
 Choices:
 
 - Extremes and sums of integers have the same bits whatever the ranks. Sums and means of floats are added in float64,
   in the order of the backend; every rank gets the same bits.
-- What an observer does not declare (the range of the last tensor) is taken from the lowest rank that has it: tensors as
-  bytes in the sum of integers, numbers, lists and dicts with the agreement; what else there is, is an error. So ranks
-  agree whatever the observer. What only one rank holds (its experts) is not sent.
+- A statistic without a reduction (the range of the last tensor, whatever a class does not declare) is taken from the
+  lowest rank that has it, and is sent with the agreement; one that cannot be sent is an error. So ranks agree whatever
+  the observer. Statistics that only one rank holds (its experts') are not reduced.
 - A histogram is 512 KiB, 448 of them 224 MiB. Only the blocks of 128 bins that some rank counted into are sent,
   and the agreement says which these are. At worst, with all of them occupied, the bucket is as large as one rank's
   histograms.
@@ -36,16 +36,15 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Key, Observer
 from lightning_obs.ranks.agreement import (
     Description,
-    add_occupied_blocks,
     agree,
     describe,
-    tensors_to,
+    lowest_ranks,
     unreached,
-    without_reduction,
 )
 from lightning_obs.ranks.collectives import Collectives, Op
 from lightning_obs.ranks.failures import require_finite, require_no_failure, sendable
-from lightning_obs.ranks.reduction import merge
+from lightning_obs.ranks.packing import unpack_tensors
+from lightning_obs.ranks.reduction import reduce_statistics
 
 __all__ = [
     "MAX_COLLECTIVES",
@@ -58,9 +57,9 @@ __all__ = [
 ]
 
 #: Collectives of one calibration, at most, for any number of observers: :func:`sync_statistics` takes one gather of
-#: objects and three reductions, :func:`share_weights` one and one. (``torch.distributed.all_gather_object`` makes
+#: objects and three reductions, :func:`share_weights` one gather. (``torch.distributed.all_gather_object`` makes
 #: two of a gather: lengths, then contents. Lightning's ``reduce`` adds a barrier to a reduction.)
-MAX_COLLECTIVES = 6
+MAX_COLLECTIVES = 5
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Synced:
         owners: for each weight the rank that searches its range, see :func:`partition`.
         collectives: how many this took.
         ranks: how many ranks there are.
-        notes: what each rank had to say beside.
+        notes: of each rank, see :func:`sync_statistics`.
     """
 
     unreached: list[Key]
@@ -92,9 +91,9 @@ def sync_statistics(
 ) -> Synced:
     """Give the observers of one key, on all ranks, the statistics of all data. Every rank must call this.
 
-    Statistics are merged as the observer declares in ``_act_sync_dict``: SUM, AVG, MIN or MAX. A mean is over the
-    ranks that have the statistic. What is not declared is taken from the lowest rank that has it. An observer that
-    saw nothing on this rank has statistics afterwards too; ``reset`` forgets them.
+    Statistics are reduced as the observer declares them. A mean is over the ranks that have the statistic. A statistic
+    that is not declared is taken from the lowest rank that has it. An observer that saw nothing on this rank has
+    statistics afterwards too; ``reset`` forgets them.
 
     Args:
         observers: what this rank holds, by module name and base name; other ranks may hold others.
@@ -113,7 +112,7 @@ def sync_statistics(
     Synced(unreached=[('fc1', 'input')], owners={}, collectives=1, ranks=1, notes=[None])
     """
     mine = Description(weights=dict(weights or {}), note=note)
-    return _sync(observers, collectives, set(observers), mine, failure, by_declaration=True)
+    return _sync(observers, collectives, set(observers), mine, failure, reduced=True)
 
 
 def share_weights(
@@ -145,7 +144,7 @@ def share_weights(
             failure = sendable(error, key)
             failure.__cause__ = error
             break
-    return _sync(observers, collectives, owned, Description(), failure, by_declaration=False)
+    return _sync(observers, collectives, owned, Description(), failure, reduced=False)
 
 
 def partition(sizes: Sequence[int], ranks: int, holders: Sequence[Iterable[int]] | None = None) -> list[int]:
@@ -176,14 +175,12 @@ def _sync(
     counted: set[Key],
     mine: Description,
     failure: Exception | None,
-    by_declaration: bool,
+    reduced: bool,
 ) -> Synced:
-    """Describe, agree, reduce, take over. ``mine`` is what this rank has to say beside of its observers."""
+    """Describe, agree, reduce, take over. ``mine`` holds this rank's weights and note."""
     with torch.inference_mode(False), torch.no_grad():
         try:
-            described = describe(observers, counted, by_declaration=by_declaration)
-            if collectives.size > 1:
-                add_occupied_blocks(described, observers)
+            described = describe(observers, counted, reduced=reduced, alone=collectives.size == 1)
         except Exception as error:  # the others are waiting for a description
             described, failure = Description(), failure or error
         described.failure = None if failure is None else sendable(failure)
@@ -194,18 +191,21 @@ def _sync(
             require_finite([d.not_finite for d in every])
         except CalibrationError as error:
             raise error from failure
-        reductions = _merge_into(observers, every, collectives) if len(every) > 1 else 0
+        reductions = _reduce_into(observers, every, collectives) if len(every) > 1 else 0
+        for observer in observers.values():
+            observer.is_finite = True
     return Synced(unreached(every), _owners(every), 1 + reductions, len(every), [d.note for d in every])
 
 
-def _merge_into(observers: Mapping[Key, Observer], every: Sequence[Description], collectives: Collectives) -> int:
-    """Give the observers what all ranks have of them; returns how many reductions that took."""
-    merged, reductions = merge(agree(every), observers, collectives)
-    for key, values in without_reduction(every).items():
-        merged.setdefault(key, {}).update(tensors_to(collectives.device, values))
-    for key, statistics in merged.items():
-        if key in observers:
-            observers[key].load_statistics(statistics)
+def _reduce_into(observers: Mapping[Key, Observer], every: Sequence[Description], collectives: Collectives) -> int:
+    """Give the observers the statistics of all ranks; returns how many reductions that took."""
+    reduced, reductions = reduce_statistics(agree(every), observers, collectives)
+    for key, statistics in reduced.items():
+        observers[key].load_statistics(statistics)
+    for key, rank in lowest_ranks(every).items():
+        packed = every[rank].packed
+        if key in observers and rank != collectives.rank and packed is not None:
+            observers[key].load_statistics(unpack_tensors(every[rank].kept[key], packed, collectives.device))
     return reductions
 
 

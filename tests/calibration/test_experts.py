@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_obs import CalibrationError, CalibrationSession, CalibrationWarning, Observer, linearize_experts
 from lightning_obs.observers.min_max import MemorylessMinMaxObserver
+from lightning_obs.observers.statistic import Statistic
 from lightning_obs.report.summary import summary
 
 #: expert 3 gets no token, expert 2 one
@@ -183,11 +184,9 @@ def test_what_is_no_expert_has_no_siblings(x):
 def test_a_weight_whose_observer_wants_inputs_goes_without_them(x, own_registry):
     @Observer.register("wanting")
     class Wanting(MemorylessMinMaxObserver):
-        needs_inputs = True
-        input_statistics = ("seen",)
+        statistics = (*MemorylessMinMaxObserver.statistics, Statistic("seen", of_inputs=True))
 
         def observe_inputs(self, value, measured=None):
-            self._remember_initial_state()
             self.seen = True
 
     block = linear_block()

@@ -125,7 +125,7 @@ def test_a_llama_is_calibrated_by_its_own_keyword_forward(tiny_llama, batches):
 
 @pytest.mark.parametrize(
     ("mode", "observer"),
-    [(torch.no_grad, "static_minmax"), (torch.no_grad, "mse"), (torch.inference_mode, "mse")],
+    [(mode, observer) for mode in (torch.no_grad, torch.inference_mode) for observer in ("static_minmax", "mse")],
 )
 def test_modules_that_read_one_tensor_measure_it_once(mode, observer):
     model, x = Shared(), torch.randn(4, 16)
@@ -165,13 +165,12 @@ def test_no_change_in_place_between_two_readers_is_missed(mode, observer, column
     assert model.second.input_scale > 20 * model.first.input_scale
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_tensor_that_was_changed_in_place_is_measured_again(mode):
+def test_a_tensor_that_was_changed_in_place_is_measured_again():
     model = Shared(change=True)
-    with mode(), CalibrationSession(model, STATIC) as session:
+    with torch.no_grad(), CalibrationSession(model, STATIC) as session:
         x = torch.randn(4, 16)
         model(x)
-    assert session.result.measurements == (2 if mode is torch.no_grad else 3)
+    assert session.result.measurements == 2
     assert torch.equal(model.v_proj.input_scale, input_scale(x))
     assert torch.equal(model.q_proj.input_scale * 3, input_scale(x))
 

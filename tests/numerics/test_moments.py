@@ -6,17 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_obs.numerics import moments as module
-from lightning_obs.numerics.moments import mean_and_std, measure_moments, merge_moments
+from lightning_obs.numerics.moments import Moments, mean_and_std, measure_moments
 
 floats = st.floats(-1e4, 1e4, width=32)
 
 
 @given(st.lists(st.lists(floats, min_size=1, max_size=8), min_size=1, max_size=6))
-def test_merged_parts_have_the_moments_of_the_concatenation(parts):
-    merged = None
-    for part in parts:
-        found = measure_moments(torch.tensor(part).reshape(1, 1, -1))
-        merged = found if merged is None else merge_moments(merged, found)
+def test_added_parts_have_the_moments_of_the_concatenation(parts):
+    found = [measure_moments(torch.tensor(part).reshape(1, 1, -1)) for part in parts]
+    merged = Moments(*(torch.stack(each).sum(0) for each in zip(*found, strict=True)))
     x = torch.tensor([v for part in parts for v in part], dtype=torch.float64)
     mean, std = mean_and_std(merged)
     expected = x.std() if len(x) > 1 else torch.zeros(())

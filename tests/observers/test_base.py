@@ -252,10 +252,11 @@ def test_a_nan_in_a_statistic_of_one_s_own_is_found():
 # ---------------------------------------------------------------------- sharing a measurement
 
 
-def test_one_measurement_serves_observers_that_measure_alike():
+@pytest.mark.parametrize("name", ["static_minmax", "minmax"])
+def test_one_measurement_serves_observers_of_one_kind(name):
     measured = {}
     x = torch.randn(3, 8)
-    first, second = make("static_minmax"), make("minmax")
+    first, second = make(name), make(name)
     first.observe_shared(x, measured)
     second.observe_shared(x, measured)
     assert len(measured) == 1
@@ -267,10 +268,11 @@ def test_one_measurement_serves_observers_that_measure_alike():
     [
         make("static_minmax", args=QuantizationArgs(strategy="group", group_size=4, num_bits=4)),
         make("static_minmax", "q"),
+        make("minmax"),
     ],
-    ids=["another strategy", "another base name"],
+    ids=["another strategy", "another base name", "another class"],
 )
-def test_a_measurement_is_not_shared_where_the_tensor_is_cut_otherwise(other):
+def test_a_measurement_is_not_shared_by_observers_of_different_kinds(other):
     measured = {}
     x = torch.randn(1, 2, 3, 8)
     make("static_minmax").observe_shared(x, measured)
@@ -279,7 +281,7 @@ def test_a_measurement_is_not_shared_where_the_tensor_is_cut_otherwise(other):
 
 
 @pytest.mark.parametrize("method", ["update_statistics_from_observed", "measure"])
-def test_a_subclass_that_observes_otherwise_does_not_take_its_parent_s_measurement(method):
+def test_a_subclass_that_observes_differently_does_not_take_its_parent_s_measurement(method):
     parent = type(make("static_minmax"))
 
     def clipped(self, observed):

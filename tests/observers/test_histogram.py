@@ -60,7 +60,7 @@ def test_what_ranks_add_up_is_what_one_rank_counts(name, kwargs):
 
 def test_observers_that_share_a_measurement_do_not_share_their_counts():
     x, measured = torch.randn(3, 8), {}
-    first, second = make("histogram"), make("percentile")
+    first, second = make("histogram"), make("histogram")
     first.observe_shared(x, measured)
     second.observe_shared(x, measured)
     assert len(measured) == 1

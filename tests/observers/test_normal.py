@@ -106,7 +106,7 @@ def test_nothing_observed_is_said_and_reset_forgets():
 
 def test_a_shared_measurement_is_not_changed_by_a_sum_over_ranks():
     x, measured = torch.randn(3, 8), {}
-    first, second = make(), make(k=3.0)
+    first, second = make(), make()
     first.observe_shared(x, measured)
     second.observe_shared(x, measured)
     assert len(measured) == 1

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -14,11 +15,10 @@ from lightning_obs.ranks.packing import (
     extreme,
     occupied_blocks,
     ordered,
-    read_bytes,
+    pack_tensors,
     union_of_blocks,
     unordered,
-    words,
-    write_bytes,
+    unpack_tensors,
 )
 
 BITS = {torch.float32: (torch.int32, 32), torch.float64: (torch.int64, 64)}
@@ -73,9 +73,10 @@ def test_bytes_of_any_dtype_and_shape_come_back(dtype, shape):
     size = math.prod(shape) * dtype.itemsize
     raw = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8)
     value = raw.view(dtype).reshape(shape)
-    bucket = torch.zeros(words(size), dtype=torch.int64)
-    write_bytes(bucket, value)
-    back = read_bytes(bucket, dtype, shape)
+    nest, packed = pickle.loads(pickle.dumps(pack_tensors({"ones": [torch.ones(3), "a"], "value": value})))
+    found = unpack_tensors(nest, packed, torch.device("cpu"))
+    assert torch.equal(found["ones"][0], torch.ones(3))
+    back = found["value"]
     assert back.dtype == dtype
     assert back.shape == shape
     assert torch.equal(back.reshape(-1).view(torch.uint8), raw)

@@ -151,7 +151,7 @@ def test_the_number_of_collectives_is_a_constant():
     ten, thousand = run_ranks(on_many, 2, 10), run_ranks(on_many, 2, 1000)
     assert ten == thousand
     for calls, told in ten:
-        assert sum(calls.values()) == told == MAX_COLLECTIVES == 6
+        assert sum(calls.values()) == told == MAX_COLLECTIVES == 5
 
 
 def on_histograms(rank):
