@@ -67,7 +67,7 @@ def measure(name: str, scheme: str, scratch: Path) -> tuple[str, str, bool]:
     only = {"targets": ["re:.*self_attn.*_proj"]} if scheme == ATTENTION else {"ignore": ["lm_head", "re:.*gate$"]}
     args = {"scheme": scheme.partition(",")[0], "reload": "unchecked", **only}
     with CalibrationSession(model, **args) as session, torch.no_grad():
-        verdict = session.plan.engines["vLLM"]
+        verdict = session.engines["vLLM"]
         for block in blocks if session.needs_data else ():
             model(block)
     folder = scratch / "checkpoint"

@@ -3,7 +3,7 @@
     make engines                                         # the environment with vLLM, then this, on the default model
     python benchmarks/engines.py --rows W8A8 W4A16 --speed
 
-One row per scheme: what lightning_obs says of vLLM (`schemes/vllm.py`), what vLLM does on this machine's CPU,
+One row per scheme: what lightning_obs says of vLLM (`engines/vllm.py`), what vLLM does on this machine's CPU,
 perplexity in both (bfloat16, the same held-out tokens), and the mean difference of the tokens' log-probabilities in
 float32, beside the difference that transformers has with itself when its embeddings move by 1e-6. "plain": vLLM has no
 kernel for the CPU; its loader and scheme classes were run with a plain kernel in place of the missing one. Exit code
@@ -33,8 +33,8 @@ from transformers.utils import logging as transformers_logging
 from lightning_obs import CalibrationSession, QuantizationAwareTraining, export_checkpoint
 from lightning_obs.app.causal_lm import CausalLM, default_model_folder, load_causal_lm
 from lightning_obs.app.text_data import TextData
+from lightning_obs.engines import Verdict
 from lightning_obs.report.summary import folder_size, human_size
-from lightning_obs.schemes.target import Verdict
 
 HERE = Path(__file__).parent
 ENGINE = HERE.parent / ".venv-engines" / "bin" / "python"
@@ -168,7 +168,7 @@ def exported(name: str, source: Any, text: TextData, folder: Path) -> Verdict:
         for batch in text.val_dataloader() if session.needs_data else ():
             model(**batch, use_cache=False)
     export_checkpoint(model, folder)
-    return session.plan.engines["vLLM"]
+    return session.engines["vLLM"]
 
 
 def fine_tuned(row: dict[str, Any], source: Any, text: TextData, folder: Path) -> Verdict:

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_obs.calibration.options import CalibrationOptions
     from lightning_obs.calibration.result import CalibrationResult
     from lightning_obs.calibration.session import CalibrationSession
     from lightning_obs.callbacks.calibration import CalibrationCallback
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from lightning_obs.moe.experts import linearize_experts
     from lightning_obs.observers import Observer
     from lightning_obs.onnx.export import export_onnx
-    from lightning_obs.schemes.options import CalibrationOptions
 
 __version__ = "0.1.0"
 
@@ -34,7 +34,7 @@ _HOME = {
     "CalibrationCallback": "lightning_obs.callbacks.calibration",
     "CalibrationError": "lightning_obs.errors",
     "CalibrationWarning": "lightning_obs.errors",
-    "CalibrationOptions": "lightning_obs.schemes.options",
+    "CalibrationOptions": "lightning_obs.calibration.options",
     "CalibrationResult": "lightning_obs.calibration.result",
     "CalibrationSession": "lightning_obs.calibration.session",
     "Observer": "lightning_obs.observers",

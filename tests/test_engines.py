@@ -13,8 +13,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from pydantic import ValidationError
 from torch import nn
 
+from lightning_obs.engines.vllm import family_of
 from lightning_obs.model.qparams import storage_format
-from lightning_obs.schemes.vllm import family_of
 
 ROOT = Path(__file__).parent.parent
 ENGINE = ROOT / ".venv-engines" / "bin" / "python"

@@ -23,6 +23,7 @@ from torch import nn
 
 from lightning_obs.app.console import step
 from lightning_obs.app.sigterm import EndOnSigterm
+from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
@@ -32,7 +33,6 @@ from lightning_obs.checkpoint.load import load_checkpoint
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.schemes.config import as_names
-from lightning_obs.schemes.options import CalibrationOptions
 
 
 @dataclass(frozen=True)

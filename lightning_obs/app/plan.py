@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from lightning_obs.app.console import say, step
 from lightning_obs.app.job import Job, make_trainer, plain
+from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.choice.mixed_precision import (
@@ -29,7 +30,6 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.report.frontier import frontier_rows, frontier_table
 from lightning_obs.report.page import as_json
 from lightning_obs.report.summary import print_report
-from lightning_obs.schemes.options import CalibrationOptions
 
 
 def choose_plan(job: Job) -> tuple[Job, dict[str, Any]]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.missing_data import borrow_ranges, check_coverage
+from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.weights import Weights
 from lightning_obs.errors import CalibrationError
@@ -29,7 +30,6 @@ from lightning_obs.observers import Key, Observer
 from lightning_obs.ranks.failures import sendable
 from lightning_obs.ranks.sync import Collectives, Synced, sync_statistics
 from lightning_obs.schemes.attention import count_heads
-from lightning_obs.schemes.options import CalibrationOptions
 from lightning_obs.schemes.target import Plan, Target
 
 
@@ -112,7 +112,6 @@ class Finalizer:
             expert_tokens=_add_up(synced.notes),
             fallback=sorted({name for name, _ in self.borrowed}),
             fused=self.together,
-            engines=self.plan.engines,
         )
 
     # ------------------------------------------------------------------ ranks and weights

@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.errors import CalibrationError, name_list, warn
 from lightning_obs.numerics.reshape import ATTENTION
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.min_max import StaticMinMaxObserver
-from lightning_obs.schemes.options import CalibrationOptions
 
 
 def borrow_ranges(

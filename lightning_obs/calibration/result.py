@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_obs.engines import Verdict
 from lightning_obs.errors import name_list
-from lightning_obs.schemes.target import Verdict
 
 
 @dataclass(repr=False)

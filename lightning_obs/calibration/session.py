@@ -20,9 +20,11 @@ from torch import nn
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.finalize import Asked, Finalizer
 from lightning_obs.calibration.hooks import ObserverHooks
+from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import dump_state, load_state
 from lightning_obs.calibration.token_mask import require_mask
+from lightning_obs.engines import ask_engines
 from lightning_obs.errors import CalibrationError, name_list, warn
 from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.model.additions import keep_hook_out
@@ -46,7 +48,6 @@ from lightning_obs.observers import Observer, StaticMinMaxObserver
 from lightning_obs.observers.base import Key
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.config import SchemeLike, make_observer
-from lightning_obs.schemes.options import CalibrationOptions
 from lightning_obs.schemes.plan import build_plan
 from lightning_obs.schemes.preflight import check_inputs_fit
 from lightning_obs.schemes.target import Plan
@@ -97,7 +98,9 @@ class CalibrationSession:
         register_fsdp_units(model)
         self.model = unwrapped(model)
         with without_wrappers(self.model):
-            self.plan: Plan = build_plan(self.model, self.options)
+            self.plan: Plan = build_plan(self.model, self.options.config, self.options.fused_sets)
+            #: what each engine does with the checkpoint; empty for a model that is not of transformers
+            self.engines = ask_engines(self.model, self.plan.targets, self.options.engine, self.options.fused_groups)
             self._experts = ExpertWatch(self.model, self.options.calibrate_all_experts)
             together = [*self.plan.fused, *self._whole_layers()]
         self.observers: dict[Key, Observer] = {
@@ -263,6 +266,7 @@ class CalibrationSession:
         asked = Asked(weights, activations)
         with all_or_nothing(self.model):
             result = self._finalizer.run(asked, self.batches, self._hooks.measurements, self._started)
+            result.engines = self.engines
             self.result, self._written, self._own = result, result.qparams, self._present()
         self._say_if_data_was_not_needed()
         if self.result.fallback:

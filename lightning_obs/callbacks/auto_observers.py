@@ -17,6 +17,7 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
+from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.which_module import require_forward
 from lightning_obs.choice.observer_choice import ObserverChoice, choose_for
@@ -24,7 +25,6 @@ from lightning_obs.choice.sensitivity import logits_of
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import call_on
 from lightning_obs.model.additions import keep_hook_out
-from lightning_obs.schemes.options import CalibrationOptions
 
 AUTO = "auto"
 #: batches that candidates observe and are scored on, half of them each

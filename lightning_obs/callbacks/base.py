@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
+from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import changed_options
 from lightning_obs.calibration.session import CalibrationSession
@@ -34,7 +35,6 @@ from lightning_obs.report.layer_errors import LayerError, known_layer_errors, me
 from lightning_obs.report.page import Report, write_report
 from lightning_obs.report.scale_drift import ScaleDrift
 from lightning_obs.schemes.config import SchemeLike
-from lightning_obs.schemes.options import CalibrationOptions
 
 
 class SessionCallback(Callback):

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.callbacks.auto_observers import AutoObservers
 from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.quantized_validation import QuantizedValidation
@@ -21,7 +22,6 @@ from lightning_obs.choice.observer_choice import ObserverChoice
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.report.summary import layer_table, print_report
 from lightning_obs.schemes.config import SchemeLike
-from lightning_obs.schemes.options import CalibrationOptions
 
 
 class CalibrationCallback(SessionCallback):

@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
+from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.saved_state import refuse_other_options, state_checksum
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import find_mask
@@ -38,7 +39,6 @@ from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.fine_tuning.phase import Phase
 from lightning_obs.fine_tuning.quantized_training import QuantizedTraining
 from lightning_obs.schemes.config import SchemeLike
-from lightning_obs.schemes.options import CalibrationOptions
 
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 

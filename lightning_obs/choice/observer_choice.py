@@ -18,11 +18,11 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from rich.table import Table
 from torch import nn
 
+from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.choice.mixed_precision import config_of
 from lightning_obs.choice.sensitivity import Batches, Sensitivity, sensitivity
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.schemes.config import SchemeLike, config_groups, make_observer, resolve_config
-from lightning_obs.schemes.options import CalibrationOptions
 
 #: what is tried for what a scheme observes, where it fits the scheme; the first is always tried
 CANDIDATES: dict[str, list[dict[str, Any]]] = {

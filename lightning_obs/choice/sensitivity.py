@@ -29,6 +29,7 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme
 from torch import nn
 
+from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.compress import compressed_bytes
 from lightning_obs.errors import CalibrationError, refuse
@@ -39,7 +40,6 @@ from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.qparams import calibration_of, put_back
 from lightning_obs.model.sharding import in_shards
 from lightning_obs.schemes.config import SchemeLike, as_names
-from lightning_obs.schemes.options import CalibrationOptions
 
 Batches: TypeAlias = "Iterable[Mapping[str, Any] | torch.Tensor]"
 #: candidate schemes by name; None is full precision

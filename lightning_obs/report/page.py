@@ -126,7 +126,7 @@ def page(report: Report, data: Mapping[str, Any]) -> str:
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"human_size": human_size, "number": precise}
     pictures = [(title, as_svg(figure, title)) for title, figure in _figures(report)]
-    poor = poor_layers(report.errors, fused=None if report.result is None else report.result.fused or None)
+    poor = poor_layers(report.errors, fused=() if report.result is None else report.result.fused)
     # The page needs no more digits than it shows.
     layers = [finite({key: _short(value) for key, value in row.items()}) for row in data["layers"]]
     shown = {"layers": layers, "unit": data["sensitivity_unit"], "poor": POOR_SQNR}

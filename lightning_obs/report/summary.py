@@ -20,24 +20,22 @@ from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import name_list, printable
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.quality import change, precise, quality_of
-from lightning_obs.schemes.fused_layers import find_fused
 
 #: below this [dB] more than 3 % of a typical token's output energy is quantization noise
 POOR_SQNR = 15.0
 
 
 def poor_layers(
-    errors: Sequence[LayerError], threshold: float = POOR_SQNR, fused: Sequence[Sequence[str]] | None = None
+    errors: Sequence[LayerError], threshold: float = POOR_SQNR, fused: Sequence[Sequence[str]] = ()
 ) -> list[str]:
     """The layers to try in ``ignore``: those whose per-token SQNR [dB] is below ``threshold``, worst first.
 
-    Modules that inference engines fuse (q, k, v; gate, up) are named together, since they must share a scheme: those of
-    ``fused`` (``result.fused``), by default the known names.
+    Modules that must share a scheme (q, k, v; gate, up: ``fused``, as in ``result.fused``) are named together.
     """
     poor = dict.fromkeys(error.name for error in errors if error.sqnr < threshold)
-    for group in find_fused(error.name for error in errors) if fused is None else fused:
-        if any(name in poor for name in group):
-            poor.update(dict.fromkeys(group))
+    for members in fused:
+        if any(name in poor for name in members):
+            poor.update(dict.fromkeys(members))
     return list(poor)
 
 
@@ -69,7 +67,7 @@ def summary(
     ]
     if errors:
         parts.append(layer_table(errors[:worst]))
-    poor = poor_layers(errors, fused=result.fused or None)
+    poor = poor_layers(errors, fused=result.fused)
     if poor:
         parts.append(
             Text(f"{len(poor)} layers below {POOR_SQNR:.0f} dB (and fused with them) cost most: {name_list(poor, 30)}")

@@ -16,7 +16,6 @@ from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
     QuantizationStrategy,
-    QuantizationType,
 )
 from compressed_tensors.quantization.utils import KV_CACHE_TARGETS
 from compressed_tensors.utils import get_head_dim, get_num_attn_heads, get_num_kv_heads
@@ -195,7 +194,7 @@ def _check_schemes(kv: QuantizationArgs | None, groups: Mapping[str, Quantizatio
 
 
 def _check_args(args: QuantizationArgs, names: list[str]) -> None:
-    """Refuse scales that are dynamic, or not per tensor or per head; warn of numbers that vLLM cannot load."""
+    """Refuse scales that are dynamic, or not per tensor or per head."""
     if args.dynamic is not False:
         raise CalibrationError(
             "attention states are quantized with calibrated scales only", where=names, got=f"dynamic={args.dynamic}"
@@ -205,18 +204,12 @@ def _check_args(args: QuantizationArgs, names: list[str]) -> None:
         raise CalibrationError(
             f"strategy {strategy} cannot be applied to attention states", where=names, expected="tensor or attn_head"
         )
-    kind = QuantizationType(args.type).value
-    if (kind, args.num_bits, args.symmetric) != ("float", 8, True):
-        warn(
-            f"vLLM loads a kv cache in symmetric 8-bit float only, not {kind} of {args.num_bits} bits"
-            f"{'' if args.symmetric else ', asymmetric'}; transformers loads it."
-        )
 
 
 def _check_all_chosen(
     model: nn.Module, cached: Mapping[str, nn.Module], groups: Mapping[str, QuantizationScheme]
 ) -> None:
-    """Refuse a part of the attention modules, and warn of targets that vLLM does not know.
+    """Refuse a part of the attention modules.
 
     The attention function is one for the model, and compressed-tensors' fails in a module that it did not hook.
     """
@@ -227,13 +220,6 @@ def _check_all_chosen(
         "q is quantized in every attention module of a model or in none",
         remedy="target them all, or quantize k and v only (kv_cache=...).",
     )
-    targets = {target for group in groups.values() for target in group.targets}
-    if len(targets) > 1 or not next(iter(targets)).endswith("Attention"):
-        kinds = sorted({type(cached[name]).__name__ for name in groups})
-        warn(
-            f"vLLM wants one target that ends in Attention ({', '.join(kinds)}), not {', '.join(sorted(targets))}; "
-            f"transformers loads it."
-        )
 
 
 def _check_attention_function(model: Any, cached: Mapping[str, nn.Module]) -> None:

@@ -6,6 +6,8 @@ after an hour of calibration, or a checkpoint that would not load, is not starte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.utils.match import match_named_modules, match_targets
 from torch import nn
@@ -15,32 +17,28 @@ from lightning_obs.model.kinds import holds_parameters
 from lightning_obs.model.lora import base_of, inside_adapted
 from lightning_obs.schemes.attention import find_states
 from lightning_obs.schemes.config import config_groups
-from lightning_obs.schemes.fused_layers import find_fused, require_one_scheme
-from lightning_obs.schemes.options import CalibrationOptions
+from lightning_obs.schemes.fused_sets import find_fused, require_one_scheme
 from lightning_obs.schemes.preflight import (
     check_patterns,
     check_stacked_experts,
     check_targets,
     warn_cast_buffers,
-    warn_gates,
-    warn_partly_fused,
-    warn_partly_planned,
 )
-from lightning_obs.schemes.reload import check_reload, verdicts
 from lightning_obs.schemes.target import Plan, Target, scheme_identity
 
 
-def build_plan(model: nn.Module, options: CalibrationOptions) -> Plan:
+def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequence[Sequence[str]] = ()) -> Plan:
     """Find the modules that are to be quantized, and check all that can be checked without data.
 
     Args:
         model: the module whose ``named_modules`` the targets name.
-        options: what the user chose.
+        config: what the user asks for; it is copied.
+        fused_sets: attribute names, under one parent, of the modules that an engine fuses.
 
     Raises:
         CalibrationError: see the message; nothing was changed.
     """
-    config, ignore = options.config.model_copy(deep=True), list(options.config.ignore or [])
+    config, ignore = config.model_copy(deep=True), list(config.ignore or [])
     written = [(target, group) for group in config_groups(config) for target in group.targets]
     by_target = dict(written)
     refuse(
@@ -50,21 +48,16 @@ def build_plan(model: nn.Module, options: CalibrationOptions) -> Plan:
     )
     check_patterns(model, list(by_target), ignore)
     targets = _choose(model, config, by_target, ignore)
-    planned = {target.name for target in targets}
     check_stacked_experts(model, list(by_target), ignore)
-    warn_partly_planned(model, planned)
-    warn_gates(model, planned)
     if not targets:
         raise CalibrationError(
             "nothing is left to quantize", got=f"targets {list(by_target)}, all of them matched by ignore {ignore}"
         )
     check_targets(model, targets)
-    fused = find_fused((t.name for t in targets), options.all_fused_groups)
+    fused = find_fused((t.name for t in targets), fused_sets)
     require_one_scheme({t.name: scheme_identity(t.scheme) for t in targets}, fused)
-    warn_partly_fused(model, targets, options.all_fused_groups)
     warn_cast_buffers(model)
-    check_reload(model, targets, options.reload, options.all_fused_groups)
-    return Plan(config, targets, fused, verdicts(model, targets, options.all_fused_groups))
+    return Plan(config, targets, fused)
 
 
 def _choose(

@@ -1,12 +1,12 @@
 """What can be known to be wrong before data is read: a function for each kind of problem, naming modules and remedy.
 
-A ``check_`` refuses with a CalibrationError, a ``warn_`` lets the calibration go on: its result is right, but an engine
-may not run it.
+A ``check_`` refuses with a CalibrationError, a ``warn_`` lets the calibration go on: its result is right, but a reload
+may not give the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from compressed_tensors.utils.match import is_match
@@ -19,9 +19,8 @@ from lightning_obs.model.lora import adapters_of, is_adapted
 from lightning_obs.model.qparams import qparams_home
 from lightning_obs.model.sharding import unit_of, whole_shape
 from lightning_obs.model.weights import matrix_shape
-from lightning_obs.moe.experts import expert_containers, fused_experts, hub_names, linear_experts, modules_beside
+from lightning_obs.moe.experts import fused_experts, hub_names
 from lightning_obs.observers.base import Key, Observer
-from lightning_obs.schemes.fused_layers import find_fused
 from lightning_obs.schemes.target import Target
 
 # ---------------------------------------------------------------------- the patterns
@@ -222,70 +221,6 @@ def check_inputs_fit(targets: Sequence[Target], observers: Mapping[Key, Observer
         expected="Linear modules",
         remedy="give these modules a group of their own with another observer (memoryless_mse), or ignore them.",
     )
-
-
-# ---------------------------------------------------------------------- what an engine may not run
-
-
-def warn_partly_planned(model: nn.Module, planned: Container[str]) -> None:
-    """Warn of a layer of which only some experts will be quantized: vLLM runs them in one scheme."""
-    partly = partly_planned(model, planned)
-    if partly:
-        warn(
-            f"vLLM runs the experts of a layer in one scheme, but only some of their modules are targeted in: "
-            f"{name_list(partly)}"
-        )
-
-
-def partly_planned(model: nn.Module, planned: Container[str]) -> list[str]:
-    """Layers of experts of which some modules will be quantized and some will not."""
-    partly = []
-    for name, experts in linear_experts(model).items():
-        linears = [f"{name}.{n}" for n, m in experts.named_modules() if isinstance(m, nn.Linear)]
-        if 0 < sum(linear in planned for linear in linears) < len(linears):
-            partly.append(name)
-    return partly
-
-
-def warn_gates(model: nn.Module, planned: Container[str]) -> None:
-    """Warn of routers and gates of experts that will be quantized: vLLM keeps most of them in full precision."""
-    found = gates(model, planned)
-    if found:
-        warn(
-            f"these look like routers or gates of experts; vLLM runs most of them in full precision and would not load "
-            f"them quantized: {name_list(found)}. List them in `ignore`."
-        )
-
-
-def gates(model: nn.Module, planned: Container[str]) -> list[str]:
-    """Modules that will be quantized and look like routers or gates of experts."""
-    return [
-        other
-        for name, experts in expert_containers(model).items()
-        for other, module in modules_beside(model, name)
-        if isinstance(module, nn.Linear) and other in planned and module.out_features in (1, len(experts))
-    ]
-
-
-def warn_partly_fused(model: nn.Module, targets: list[Target], groups: Sequence[Sequence[str]]) -> None:
-    """Warn where an engine fuses modules of which only some are targeted."""
-    split = partly_fused(model, targets, groups)
-    if split:
-        warn(
-            "vLLM fuses these modules and wants all of a group quantized or none, but only a part is targeted: "
-            f"{name_list(split)}"
-        )
-
-
-def partly_fused(model: nn.Module, targets: list[Target], groups: Sequence[Sequence[str]]) -> list[str]:
-    """Groups of modules that an engine fuses of which only some are targeted."""
-    planned = {t.name for t in targets}
-    kinds = {type(t.module) for t in targets}
-    return [
-        f"{'/'.join(n.rpartition('.')[2] for n in group)} in {group[0].rpartition('.')[0]}"
-        for group in find_fused((n for n, m in model.named_modules() if type(m) in kinds), groups)
-        if 0 < sum(name in planned for name in group) < len(group)
-    ]
 
 
 def warn_cast_buffers(model: nn.Module) -> None:

@@ -31,33 +31,18 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What an engine does with a checkpoint, known before it is written.
-
-    Attributes:
-        loads: whether it gives the calibrated model.
-        text: on what hardware it runs, if that is known; or why it does not load.
-    """
-
-    loads: bool
-    text: str = ""
-
-
-@dataclass(frozen=True)
 class Plan:
     """A config laid over a model.
 
     Attributes:
         config: the config.
         targets: what will be quantized.
-        fused: groups of modules that an engine takes quantized as a whole or not at all.
-        engines: what transformers and vLLM do with the checkpoint; empty for a model that is not of transformers.
+        fused: names of the modules of each fused set.
     """
 
     config: QuantizationConfig
     targets: list[Target]
     fused: list[list[str]] = field(default_factory=list)
-    engines: Mapping[str, Verdict] = field(default_factory=dict)
 
     @property
     def needs_data(self) -> bool:

@@ -76,7 +76,7 @@ def test_a_cache_that_is_filled_token_by_token_holds_quantized_states(tiny_llama
 
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
 @pytest.mark.parametrize("kind", [{}, {"num_bits": 8, "type": "int"}], ids=["fp8", "int8"])
-@pytest.mark.filterwarnings("ignore:vLLM loads a kv cache in symmetric 8-bit float only")
+@pytest.mark.filterwarnings("ignore:vLLM 0.32 loads a kv cache in symmetric 8-bit float only")
 def test_gradients_are_those_of_the_numerics_in_an_attention_function_of_ones_own(
     strategy, kind, tiny_llama, batches, monkeypatch
 ):

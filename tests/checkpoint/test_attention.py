@@ -55,7 +55,7 @@ def test_a_cache_alone_is_no_group(tiny_llama, batches, tmp_path):
 
 def test_an_asymmetric_integer_cache_loads_and_vllm_is_named(tiny_llama, batches, tmp_path):
     model = tiny_llama()
-    with pytest.warns(CalibrationWarning, match=r"symmetric 8-bit float only, not int of 8 bits, asymmetric"):
+    with pytest.warns(CalibrationWarning, match=r"symmetric 8-bit float only, not asymmetric int8 tensor"):
         calibrate(model, batches, kv_cache={"num_bits": 8, "symmetric": False})
     with quantized(model):
         expected = logits(model, batches[0])

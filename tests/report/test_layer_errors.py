@@ -65,7 +65,12 @@ def test_measuring_leaves_the_model_as_it_was(mlp):
 def test_layers_that_are_fused_are_named_together():
     errors = [LayerError("l.0.down_proj", 5, 0, 0, 0), LayerError("l.1.up_proj", 9, 0, 0, 0)]
     errors += [LayerError("l.1.gate_proj", 30, 0, 0, 0), LayerError("l.2.up_proj", 30, 0, 0, 0)]
-    assert poor_layers(errors) == ["l.0.down_proj", "l.1.up_proj", "l.1.gate_proj"]
+    fused = [["l.1.gate_proj", "l.1.up_proj"]]
+    assert poor_layers(errors, fused=fused) == [
+        "l.0.down_proj",
+        "l.1.up_proj",
+        "l.1.gate_proj",
+    ]
 
 
 def test_a_failed_run_is_a_row_too():

@@ -1,13 +1,21 @@
 """Plans of a model, as the tests of ``schemes`` ask for them."""
 
-from lightning_obs.schemes.options import CalibrationOptions
+from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.engines import ask_engines
 from lightning_obs.schemes.plan import build_plan
 
 FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
 
 
 def plan(model, scheme=None, reload="default", **options):
-    return build_plan(model, CalibrationOptions(scheme, reload=reload, **options))
+    return asked(model, scheme, reload, **options)[0]
+
+
+def asked(model, scheme=None, reload="default", **options):
+    """The plan, and each engine's verdict."""
+    options = CalibrationOptions(scheme, reload=reload, **options)
+    planned = build_plan(model, options.config, options.fused_sets)
+    return planned, ask_engines(model, planned.targets, options.engine, options.fused_groups)
 
 
 def names(*args, **kwargs):

@@ -52,7 +52,7 @@ def test_a_gate_that_vllm_does_not_quantize_is_warned_of():
 def test_a_part_of_a_layer_s_experts_is_warned_of():
     model = StackedBlock()
     linearize_experts(model)
-    with pytest.warns(CalibrationWarning, match=r"one scheme.*only some of their modules are targeted in: experts"):
+    with pytest.warns(CalibrationWarning, match=r"one scheme.*only some of their modules are targeted: experts"):
         CalibrationSession(model, "FP8", ignore=["re:experts.0"])
 
 
@@ -85,10 +85,7 @@ def test_an_architecture_that_was_not_tried_is_refused():
 def test_a_part_of_the_experts_does_not_load_and_is_refused(ignore):
     model = tiny_moe("qwen3_moe")
     linearize_experts(model)
-    with (
-        pytest.warns(CalibrationWarning, match="only some"),
-        pytest.raises(CalibrationError, match="all of them have to be quantized"),
-    ):
+    with pytest.raises(CalibrationError, match="all of them have to be quantized"):
         CalibrationSession(model, W4A16_32, ignore=["lm_head", ignore])
 
 

@@ -41,7 +41,7 @@ WRITTEN = {
         ({"on_missing": None}, r"on_missing\. Got None"),
         ({"reload": "sglang"}, r"reload\. Got 'sglang', expected 'default', 'dequantize', 'vllm', 'unchecked'"),
         ({"fused_groups": ["a_proj", "b_proj"]}, r"fused_groups\. Got .*expected a list of lists of names"),
-        ({"fused_groups": [["a_proj"]]}, r"a fused group is not a group"),
+        ({"fused_groups": [["a_proj"]]}, r"not a fused set"),
         ({"observers": {"inputs": "minmax"}}, r"observers for 'inputs'\. Expected one of weight, input"),
         ({"observers": {"input": "minmx"}}, r"unknown observer 'minmx'"),
         ({"observers": {"input": {"name": "minmax", "c": 1}}}, r"no hyperparameter 'c'"),

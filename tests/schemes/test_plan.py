@@ -53,7 +53,7 @@ def test_a_model_that_is_one_layer_is_a_target():
     assert names(nn.Linear(4, 4), "FP8") == [""]
 
 
-def test_a_llama_is_planned_with_its_fused_groups(tiny_llama):
+def test_a_llama_is_planned_with_its_fused_sets(tiny_llama):
     found = plan(tiny_llama(), "FP8", ignore=["lm_head"])
     assert len(found.targets) == LLAMA_LINEARS
     prefix = "model.layers.0"
@@ -103,6 +103,6 @@ def test_a_fused_group_with_one_scheme_in_two_groups_is_fine(tiny_llama):
     assert len(plan(tiny_llama(), scheme).fused) == 4
 
 
-def test_a_fused_group_that_is_partly_ignored_is_said(tiny_llama):
-    with pytest.warns(CalibrationWarning, match=r"only a part is targeted: gate_proj/up_proj in model.layers.1.mlp$"):
+def test_a_fused_set_that_is_partly_ignored_is_said(tiny_llama):
+    with pytest.warns(CalibrationWarning, match=r"only a part is targeted: gate_proj/up_proj in model.layers.1.mlp"):
         plan(tiny_llama(), "FP8", ignore=["lm_head", "model.layers.1.mlp.up_proj"])

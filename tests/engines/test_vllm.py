@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from lightning_obs import linearize_experts
+from lightning_obs.engines import Hardware
 from lightning_obs.errors import CalibrationError, CalibrationWarning
-from lightning_obs.schemes.vllm import Hardware
 from tests.moe_models import tiny_moe
-from tests.schemes.plans import plan
+from tests.schemes.plans import asked, plan
 
 TOKEN8 = {"num_bits": 8, "strategy": "token", "dynamic": True}
 FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
@@ -35,7 +35,7 @@ FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": 
     ],
 )
 def test_the_plan_says_on_what_vllm_runs_a_scheme(scheme, hardware, tiny_llama):
-    verdict = plan(tiny_llama(torch.bfloat16), scheme, "vllm", ignore="lm_head").engines["vLLM"]
+    verdict = asked(tiny_llama(torch.bfloat16), scheme, "vllm", ignore="lm_head")[1]["vLLM"]
     assert (verdict.loads, verdict.text) == (True, hardware)
 
 
@@ -54,7 +54,7 @@ def test_what_vllm_computes_in_another_way_is_a_warning(scheme, message, tiny_ll
 
 def test_a_mixture_runs_where_each_of_its_schemes_does(tiny_llama):
     groups = {"W4AFP8": ["re:.*mlp.*_proj"], "MXFP4": ["re:.*self_attn.*_proj"]}  # Hopper only; 8.0 or newer
-    assert plan(tiny_llama(torch.bfloat16), groups, "vllm").engines["vLLM"].text == "CUDA 9.0"
+    assert asked(tiny_llama(torch.bfloat16), groups, "vllm")[1]["vLLM"].text == "CUDA 9.0"
 
 
 @pytest.mark.parametrize(
@@ -73,15 +73,14 @@ def test_what_vllm_does_not_compute_is_refused(scheme, got, tiny_llama):
         scheme = {"weights": {"num_bits": 8}, "input_activations": TOKEN8, "output_activations": {"num_bits": 8}}
     with pytest.raises(CalibrationError, match=rf"vLLM 0\.32 has nothing that loads.*{got}.*docs/engines\.md"):
         plan(tiny_llama(torch.bfloat16), scheme, "vllm", ignore="lm_head")
-    verdict = plan(tiny_llama(torch.bfloat16), scheme, "unchecked", ignore="lm_head").engines["vLLM"]
+    verdict = asked(tiny_llama(torch.bfloat16), scheme, "unchecked", ignore="lm_head")[1]["vLLM"]
     assert not verdict.loads
 
 
-@pytest.mark.filterwarnings("ignore:vLLM loads a kv cache in symmetric")
 def test_other_kv_caches_than_fp8_are_refused(tiny_llama):
-    with pytest.raises(CalibrationError, match=r"kv cache in 8-bit floats only.*FP8_HEAD"):
+    with pytest.raises(CalibrationError, match=r"kv cache in symmetric 8-bit float only, not int8 tensor.*FP8_HEAD"):
         plan(tiny_llama(), "W8A8", "vllm", ignore="lm_head", kv_cache={**FP8_CACHE, "type": "int"})
-    assert plan(tiny_llama(), "W8A8", "vllm", ignore="lm_head", kv_cache="FP8_HEAD").engines["vLLM"].loads
+    assert asked(tiny_llama(), "W8A8", "vllm", ignore="lm_head", kv_cache="FP8_HEAD")[1]["vLLM"].loads
 
 
 def test_a_quantized_embedding_is_refused(tiny_llama):
@@ -89,10 +88,12 @@ def test_a_quantized_embedding_is_refused(tiny_llama):
         plan(tiny_llama(), {"weights": {"num_bits": 8, "type": "float"}}, "vllm", targets="Embedding")
 
 
-@pytest.mark.filterwarnings("ignore:vLLM fuses these modules")
-def test_a_part_of_a_fused_group_is_refused(tiny_llama):
+def test_a_part_of_a_fused_set_is_refused_for_vllm_and_warned_of_for_others(tiny_llama):
     with pytest.raises(CalibrationError, match=r"fuses these modules.*q_proj/k_proj/v_proj"):
         plan(tiny_llama(), "W8A8", "vllm", ignore=["lm_head", "re:.*q_proj"])
+    with pytest.warns(CalibrationWarning, match=r"vLLM 0\.32 fuses these modules.*q_proj/k_proj/v_proj") as given:
+        plan(tiny_llama(), "W8A8", ignore=["lm_head", "re:.*q_proj"])
+    assert len(given) == 1
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_a_part_of_a_fused_group_is_refused(tiny_llama):
 def test_experts_have_rules_of_their_own(scheme, taken):
     model = tiny_moe("qwen3_moe", torch.bfloat16)
     linearize_experts(model)
-    verdict = plan(model, scheme, "unchecked", ignore="lm_head").engines["vLLM"]
+    verdict = asked(model, scheme, "unchecked", ignore="lm_head")[1]["vLLM"]
     assert verdict.loads is taken
     assert (verdict.text == "CUDA 7.5 or newer") is taken  # no kernel for the CPU
     assert taken or "experts" in verdict.text
@@ -111,7 +112,7 @@ def test_experts_have_rules_of_their_own(scheme, taken):
 def test_a_model_that_is_not_of_transformers_is_refused():
     with pytest.raises(CalibrationError, match="vLLM does not load a Sequential"):
         plan(nn.Sequential(nn.Linear(8, 8)), "W8A8", "vllm")
-    assert plan(nn.Sequential(nn.Linear(8, 8)), "W8A8").engines == {}
+    assert asked(nn.Sequential(nn.Linear(8, 8)), "W8A8")[1] == {}
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,21 @@
-"""What loads back where, as far as it was tried: schemes that a loader cannot take are refused before calibration.
+"""Checkpoints that transformers loads back with the same numbers.
 
-This is transformers; what vLLM takes is in :mod:`.vllm`. Every case was tried with compressed-tensors 0.20 and
-transformers 5.23. A function refuses for one reason, which its docstring says first.
+Every case was tried with compressed-tensors 0.20 and transformers 5.23. A function refuses for one reason, which its
+docstring says first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Collection
 
 import torch
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy
 from torch import nn
+from typing_extensions import override
 
+from lightning_obs.engines.engine import Engine, FusedSets, Hardware
+from lightning_obs.engines.wholes import split_experts
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.kinds import compressible_type, is_transformers_model
 from lightning_obs.model.qparams import storage_format
@@ -26,11 +28,7 @@ from lightning_obs.moe.experts import (
     linear_experts,
     model_type,
 )
-from lightning_obs.schemes.preflight import partly_planned
-from lightning_obs.schemes.target import Target, Verdict, scheme_identity
-from lightning_obs.schemes.vllm import check_vllm, warn_of_vllm
-
-Reload: TypeAlias = Literal["default", "dequantize", "vllm", "unchecked"]
+from lightning_obs.schemes.target import Target, scheme_identity
 
 #: ``model_type`` of the configs whose experts were loaded back
 _TRIED = (*W123_MODEL_TYPES, *GATE_UP_DOWN_MODEL_TYPES)
@@ -38,51 +36,40 @@ _UNCHECKED = 'set reload="vllm" if vLLM will load it, or reload="unchecked".'
 _DEQUANTIZED = 'load it dequantized (reload="dequantize", then CompressedTensorsConfig(dequantize=True)'
 
 
-def check_reload(
-    model: nn.Module, targets: list[Target], reload: Reload, fused_groups: Sequence[Sequence[str]]
-) -> None:
-    """Refuse what does not load back with the same numbers; with ``"unchecked"``, nothing."""
-    if reload == "unchecked":
-        return
-    if reload == "vllm":
-        if not is_transformers_model(model):
-            raise CalibrationError(f"vLLM does not load a {type(model).__name__}", expected="a model of transformers")
-        warn_of_vllm(targets, check_vllm(model, targets, fused_groups))
-        return
-    in_transformers = is_transformers_model(model)
-    if in_transformers:
-        _check_compressible(targets)
-        _check_experts(model, targets, reload)
-    if reload == "dequantize":
+@Engine.register("default")
+class Transformers(Engine):
+    """``from_pretrained(folder)``; a model that is not of transformers is loaded by ``load_checkpoint``."""
+
+    name = "transformers"
+
+    @override
+    def check(self, model: nn.Module, targets: list[Target], fused_sets: FusedSets) -> Hardware | None:
+        in_transformers = is_transformers_model(model)
+        if in_transformers:
+            _check_compressible(targets)
+            _check_experts(model, targets, dequantize=False)
+        for target in targets:
+            if target.scheme.weights is not None:
+                _check_float(target, target.scheme.weights, in_transformers)
+                if in_transformers:
+                    _check_packed(target, target.scheme.weights)
+        return None
+
+
+@Engine.register("dequantize")
+class Dequantized(Transformers):
+    """``from_pretrained`` with ``CompressedTensorsConfig(dequantize=True)``: the weights in full precision."""
+
+    listed = False
+
+    @override
+    def check(self, model: nn.Module, targets: list[Target], fused_sets: FusedSets) -> Hardware | None:
+        in_transformers = is_transformers_model(model)
+        if in_transformers:
+            _check_compressible(targets)
+            _check_experts(model, targets, dequantize=True)
         _check_dequantized(targets, in_transformers)
-        return
-    for target in targets:
-        if target.scheme.weights is not None:
-            _check_float(target, target.scheme.weights, in_transformers)
-            if in_transformers:
-                _check_packed(target, target.scheme.weights)
-
-
-def verdicts(model: nn.Module, targets: list[Target], fused_groups: Sequence[Sequence[str]]) -> dict[str, Verdict]:
-    """What each engine does with the checkpoint of a transformers model; of another model's, nothing is known."""
-    if not is_transformers_model(model):
-        return {}
-
-    def transformers() -> str:
-        check_reload(model, targets, "default", fused_groups)
-        return ""
-
-    def vllm() -> str:
-        return str(check_vllm(model, targets, fused_groups))
-
-    return {"transformers": _verdict(transformers), "vLLM": _verdict(vllm)}
-
-
-def _verdict(check: Callable[[], str]) -> Verdict:
-    try:
-        return Verdict(True, check())
-    except CalibrationError as error:
-        return Verdict(False, str(error))
+        return None
 
 
 def _check_compressible(targets: list[Target]) -> None:
@@ -161,7 +148,7 @@ def _check_packed(target: Target, weights: QuantizationArgs) -> None:
 # ---------------------------------------------------------------------- experts
 
 
-def _check_experts(model: nn.Module, targets: list[Target], reload: Reload) -> None:
+def _check_experts(model: nn.Module, targets: list[Target], dequantize: bool) -> None:
     """Refuse experts that transformers 5.23 does not load back with the same numbers.
 
     It has no Linear per expert: it dequantizes every expert while it loads and stacks the weights, also where
@@ -175,12 +162,12 @@ def _check_experts(model: nn.Module, targets: list[Target], reload: Reload) -> N
         return
     _check_architecture(containers.values())
     refuse(
-        partly_planned(model, {t.name for t in targets}),
+        split_experts(model, {t.name for t in targets}),
         "transformers 5.23 stacks the experts of a layer while it loads them, so all of them have to be quantized",
         remedy=f"target or ignore all experts of a layer together, or {_UNCHECKED}",
     )
     for target in inside:
-        _check_expert(target, reload)
+        _check_expert(target, dequantize)
     if len({scheme_identity(t.scheme) for t in targets}) > 1:
         raise CalibrationError(
             "transformers 5.23 loads all experts with one scheme, and dequantizes nothing where there are several",
@@ -217,7 +204,7 @@ def _check_architecture(containers: Collection[LinearExperts]) -> None:
     )
 
 
-def _check_expert(target: Target, reload: Reload) -> None:
+def _check_expert(target: Target, dequantize: bool) -> None:
     """Refuse a format that the loader of experts cannot read, and quantized activations, which it drops."""
     scheme = target.scheme
     if not _loads_stacked(scheme, target.module):
@@ -228,7 +215,7 @@ def _check_expert(target: Target, reload: Reload) -> None:
             expected="FP8 per tensor or channel (FP8, FP8_DYNAMIC), symmetric weight-only integers (W4A16, W8A16)",
             remedy=_UNCHECKED,
         )
-    if reload == "default" and (scheme.input_activations is not None or scheme.output_activations is not None):
+    if not dequantize and (scheme.input_activations is not None or scheme.output_activations is not None):
         raise CalibrationError(
             "transformers 5.23 loads experts dequantized and does not quantize what they read, so the reloaded "
             "model would give other logits",

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.engines.engine import FUSED_SETS
 from lightning_obs.errors import CalibrationError
-from lightning_obs.schemes.fused_layers import FUSED_GROUPS, find_fused, fused_groups_with, require_one_scheme
+from lightning_obs.schemes.fused_sets import check_own_sets, find_fused, require_one_scheme
 
 
 @pytest.mark.parametrize(
@@ -34,33 +36,33 @@ from lightning_obs.schemes.fused_layers import FUSED_GROUPS, find_fused, fused_g
     ],
 )
 def test_modules_of_one_parent_are_fused(names, groups):
-    assert find_fused(names) == groups
+    assert find_fused(names, FUSED_SETS) == groups
 
 
-def test_groups_of_one_s_own_replace_the_known_ones():
+def test_sets_of_one_s_own_replace_the_known_ones():
     assert find_fused(["a.q_proj", "a.k_proj", "a.x", "a.y"], [("x", "y")]) == [["a.x", "a.y"]]
 
 
-def test_a_fused_group_with_two_schemes_is_refused():
+def test_a_fused_set_with_two_schemes_is_refused():
     schemes = {"a.q_proj": "FP8", "a.k_proj": "W4A16", "b.gate_proj": "FP8", "b.up_proj": "FP8"}
     with pytest.raises(
         CalibrationError, match=r"different schemes: a.q_proj, a.k_proj\. .*Remedy: target or ignore them"
     ):
-        require_one_scheme(schemes, find_fused(schemes))
+        require_one_scheme(schemes, find_fused(schemes, FUSED_SETS))
 
 
-def test_a_fused_group_with_one_scheme_is_fine():
+def test_a_fused_set_with_one_scheme_is_fine():
     require_one_scheme({"a.q_proj": "FP8", "a.k_proj": "FP8", "o": "W4A16"}, [["a.q_proj", "a.k_proj"]])
 
 
-def test_groups_of_one_s_own_are_added_to_the_known_ones():
-    groups = fused_groups_with([["x", "y"]])
-    assert groups[:-1] == FUSED_GROUPS
+def test_sets_of_one_s_own_are_added_to_the_known_ones():
+    groups = tuple(CalibrationOptions("FP8", fused_groups=[["x", "y"]]).fused_sets)
+    assert groups[:-1] == FUSED_SETS
     assert find_fused(["a.q_proj", "a.k_proj", "a.x", "a.y"], groups) == [["a.q_proj", "a.k_proj"], ["a.x", "a.y"]]
 
 
-def test_a_known_name_in_a_group_of_one_s_own_belongs_there():
-    groups = fused_groups_with([["q_proj", "k_proj", "v_proj", "gate"]])
+def test_a_known_name_in_a_set_of_one_s_own_belongs_there():
+    groups = [*FUSED_SETS, ["q_proj", "k_proj", "v_proj", "gate"]]
     assert find_fused(["a.gate", "a.v_proj", "a.q_proj"], groups) == [["a.q_proj", "a.v_proj", "a.gate"]]
 
 
@@ -69,13 +71,13 @@ def test_a_known_name_in_a_group_of_one_s_own_belongs_there():
     [
         (["q_proj", "k_proj"], "a list of lists"),
         ("ab", "a list of lists"),
-        ([["alone"]], r"not a group: \['alone'\]"),
-        ([["same", "same"]], "not a group"),
-        ([["attn.q", "attn.k"]], r"not a group: attn\.q, attn\.k.*without dots"),
-        ([["a", 3]], "not a group: 3"),
-        ([["a", "b"], ["b", "c"]], r"stands in two fused groups: b\. Remedy: make them one"),
+        ([["alone"]], r"not a fused set: \['alone'\]"),
+        ([["same", "same"]], "not a fused set"),
+        ([["attn.q", "attn.k"]], r"not a fused set: attn\.q, attn\.k.*without dots"),
+        ([["a", 3]], "not a fused set: 3"),
+        ([["a", "b"], ["b", "c"]], r"stands in two fused sets: b\. Remedy: make them one"),
     ],
 )
-def test_what_is_no_group_is_refused(groups, message):
+def test_what_is_no_fused_set_is_refused(groups, message):
     with pytest.raises(CalibrationError, match=message):
-        fused_groups_with(groups)
+        check_own_sets(groups)

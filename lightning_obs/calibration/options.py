@@ -12,11 +12,11 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from compressed_tensors.quantization import QuantizationConfig
 
+from lightning_obs.engines.engine import Engine, engine_of
 from lightning_obs.errors import CalibrationError
 from lightning_obs.schemes.attention import KVCacheLike
 from lightning_obs.schemes.config import ObserversLike, SchemeLike, as_names, label, resolve_config
-from lightning_obs.schemes.fused_layers import fused_groups_with
-from lightning_obs.schemes.reload import Reload
+from lightning_obs.schemes.fused_sets import check_own_sets
 
 OnMissing: TypeAlias = Literal["error", "warn", "siblings"]
 
@@ -45,7 +45,7 @@ class CalibrationOptions:
         calibrate_all_experts: let every expert observe all tokens, not only those that the router sends it. Outputs
             stay what they are. Off: an expert's range is that of the tokens it will get.
         fused_groups: names of modules, under one parent, that your engine fuses, beside those in
-            :data:`~lightning_obs.schemes.fused_layers.FUSED_GROUPS`: ``[["a_proj", "b_proj"]]``. They share global
+            :data:`~lightning_obs.engines.engine.FUSED_SETS`: ``[["a_proj", "b_proj"]]``. They share global
             scales and must have one scheme.
         join_fused_scales: let modules that vLLM fuses (q, k, v; gate, up; ``fused_groups``) share their scales per
             tensor too. vLLM rounds the weights of static FP8 a second time, to the widest scale of the group; with
@@ -72,7 +72,7 @@ class CalibrationOptions:
     observers: ObserversLike | Literal["auto"] = None
     kv_cache: KVCacheLike = None
     on_missing: OnMissing = "error"
-    reload: Reload = "default"
+    reload: str = "default"
     calibrate_all_experts: bool = False
     fused_groups: Sequence[Sequence[str]] = ()
     join_fused_scales: bool = False
@@ -85,11 +85,10 @@ class CalibrationOptions:
         for name in ("targets", "ignore"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, as_names(getattr(self, name)))
-        for name, choices in (("on_missing", OnMissing), ("reload", Reload)):
-            value, allowed = getattr(self, name), get_args(choices)
-            if value not in allowed:
-                raise CalibrationError(name, got=repr(value), expected=", ".join(map(repr, allowed)))
-        fused_groups_with(self.fused_groups)
+        if self.on_missing not in (choices := get_args(OnMissing)):
+            raise CalibrationError("on_missing", got=repr(self.on_missing), expected=", ".join(map(repr, choices)))
+        engine_of(self.reload)
+        check_own_sets(self.fused_groups)
         config = resolve_config(
             self.scheme, targets=self.targets, ignore=self.ignore, observers=self.observers, kv_cache=self.kv_cache
         )
@@ -116,9 +115,14 @@ class CalibrationOptions:
         return replace(self, scheme=config, targets=None, ignore=(), observers=None)
 
     @property
-    def all_fused_groups(self) -> tuple[tuple[str, ...], ...]:
-        """The known groups of modules that engines fuse, and the user's own."""
-        return fused_groups_with(self.fused_groups)
+    def engine(self) -> Engine:
+        """The engine that the checkpoint is for."""
+        return engine_of(self.reload)
+
+    @property
+    def fused_sets(self) -> list[Sequence[str]]:
+        """The names that the engine fuses, and the user's own. A name that stands in both belongs to the user's."""
+        return [*self.engine.fused_sets, *self.fused_groups]
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,200 @@
+"""The questions that every inference engine answers, and the registry of engines.
+
+An engine is asked before data are read: which modules it takes, on which hardware, which modules it fuses, and by which
+names it looks modules up in a checkpoint's config. ``reload="name"`` chooses the engine that a checkpoint is for: its
+refusal is an error. Every other engine's answer is reported at the end of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from torch import nn
+
+from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.moe.experts import linear_experts
+from lightning_obs.schemes.target import Target
+
+FusedSets = Sequence[Sequence[str]]
+
+#: attribute names, under one parent, of the modules that inference engines multiply as one matrix
+FUSED_SETS: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("w1", "w3"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The hardware that runs a checkpoint.
+
+    Attributes:
+        cuda: least compute capability, times ten; None: no kernel for CUDA.
+        exact: that capability only.
+        cpu: ``"CPU"``, ``"CPU with AMX"``, or empty: no kernel for the CPU.
+    """
+
+    cuda: int | None = None
+    exact: bool = False
+    cpu: str = ""
+
+    def __str__(self) -> str:
+        cuda = "" if self.cuda is None else f"CUDA {self.cuda / 10:.1f}{'' if self.exact else ' or newer'}"
+        return ", ".join(filter(None, (self.cpu, cuda))) or "no hardware"
+
+    def and_(self, other: Hardware) -> Hardware:
+        """The hardware that runs both."""
+        both = None if self.cuda is None or other.cuda is None else max(self.cuda, other.cuda)
+        if both is not None and any(each.exact and each.cuda != both for each in (self, other)):
+            both = None
+        cpu = max(self.cpu, other.cpu, key=len) if self.cpu and other.cpu else ""
+        return Hardware(both, self.exact or other.exact, cpu)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An engine's answer about a checkpoint that is not written yet.
+
+    Attributes:
+        loads: whether the engine loads it and gives the calibrated model.
+        text: the hardware that runs it, if known; or why the engine does not load it.
+    """
+
+    loads: bool
+    text: str = ""
+
+
+class Engine:
+    """An inference engine. The base class takes every checkpoint: ``reload="unchecked"``.
+
+    Attributes:
+        name: as people write it; the key of the engine's verdict.
+        fused_sets: attribute names, under one parent, of the modules that the engine multiplies as one matrix. They
+            share global scales and must have one scheme.
+        listed: whether a run reports the engine's verdict even where ``reload`` names another engine.
+    """
+
+    name: ClassVar[str] = "unchecked"
+    fused_sets: ClassVar[FusedSets] = FUSED_SETS
+    listed: ClassVar[bool] = True
+
+    @staticmethod
+    def register(reload: str) -> Callable[[type[_E]], type[_E]]:
+        """Make an engine known as ``reload="name"``."""
+
+        def add(engine: type[_E]) -> type[_E]:
+            _ENGINES[reload] = engine()
+            return engine
+
+        return add
+
+    def takes(self, target: Target, is_expert: bool) -> Hardware | None:
+        """The hardware that runs one module in its scheme; None: not known.
+
+        Raises:
+            CalibrationError: the engine does not take the module, and why.
+        """
+        return None
+
+    def check(self, model: nn.Module, targets: list[Target], fused_sets: FusedSets) -> Hardware | None:
+        """The hardware that runs the whole checkpoint; None: not known. A subclass adds rules about several modules.
+
+        Args:
+            model: that is planned.
+            targets: its modules that will be quantized.
+            fused_sets: the engine's, and the user's own.
+
+        Raises:
+            CalibrationError: the engine does not take the checkpoint, and why.
+        """
+        inside = tuple(f"{name}." for name in linear_experts(model))
+        found: Hardware | None = None
+        for target in targets:
+            runs = self.takes(target, target.name.startswith(inside))
+            found = found.and_(runs) if found and runs else found or runs
+        return found
+
+    def remarks(self, model: nn.Module, targets: list[Target], fused_sets: FusedSets, chosen: bool) -> Iterator[str]:
+        """What the user should know: each remark becomes a CalibrationWarning.
+
+        Args:
+            model: as in :meth:`check`.
+            targets: as in :meth:`check`.
+            fused_sets: as in :meth:`check`.
+            chosen: ``reload`` names this engine, which takes the checkpoint.
+        """
+        return iter(())
+
+    def config_names(self, model: nn.Module, names: list[str]) -> dict[str, str]:
+        """The name by which the engine looks up each module in a checkpoint's quantization config."""
+        return {name: name for name in names}
+
+    def matches_class(self, model: nn.Module, module: nn.Module) -> bool:
+        """Whether the engine's module has the class by which the config targets it; else the config must name it."""
+        return True
+
+
+_E = TypeVar("_E", bound=Engine)
+_ENGINES: dict[str, Engine] = {}
+
+
+def all_engines() -> Iterable[Engine]:
+    """The engines that are registered."""
+    return _ENGINES.values()
+
+
+def engine_of(reload: str) -> Engine:
+    """The engine that ``reload`` names.
+
+    Raises:
+        CalibrationError: there is none.
+    """
+    known = {**_ENGINES, "unchecked": Engine()}
+    if reload not in known:
+        raise CalibrationError("reload", got=repr(reload), expected=", ".join(map(repr, known)))
+    return known[reload]
+
+
+def ask_engines(
+    model: nn.Module, targets: list[Target], chosen: Engine, own_sets: FusedSets = ()
+) -> dict[str, Verdict]:
+    """Ask every engine once: the verdict of each by its name.
+
+    A model that is not of transformers has no verdicts: nothing is known of it but what the chosen engine refuses.
+
+    Args:
+        model: that is planned.
+        targets: its modules that will be quantized.
+        chosen: the engine that the checkpoint is for.
+        own_sets: the user's own fused sets.
+
+    Raises:
+        CalibrationError: the chosen engine does not take the checkpoint.
+    """
+
+    def sets(engine: Engine) -> FusedSets:
+        return (*engine.fused_sets, *own_sets)
+
+    runs = chosen.check(model, targets, sets(chosen))
+    if runs == Hardware():
+        warn(f"{chosen.name} loads the checkpoint, but no hardware has kernels for all of its schemes")
+    verdicts: dict[str, Verdict] = {}
+    for engine in all_engines():
+        for text in engine.remarks(model, targets, sets(engine), engine is chosen):
+            warn(text)
+        if not engine.listed or not is_transformers_model(model):
+            continue
+        try:
+            found = runs if engine is chosen else engine.check(model, targets, sets(engine))
+            verdicts[engine.name] = Verdict(True, str(found or ""))
+        except CalibrationError as error:
+            verdicts[engine.name] = Verdict(False, str(error))
+    return verdicts

@@ -1,0 +1,65 @@
+"""An engine of one's own, as CONTRIBUTING shows it: one class, found by ``reload="name"``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
+from lightning_obs.engines import engine as engines
+from lightning_obs.engines.engine import Engine, Hardware
+from tests.markdown import blocks, page
+
+
+@pytest.fixture
+def tiny_engine(monkeypatch):
+    """The engine that CONTRIBUTING shows."""
+    monkeypatch.setattr(engines, "_ENGINES", dict(engines._ENGINES))
+    (shown,) = blocks(page("CONTRIBUTING.md").partition("### An engine")[2].partition("\n## ")[0], "python")
+    assert len(shown.splitlines()) <= 20
+    exec(shown, {"Engine": Engine, "Hardware": Hardware, "CalibrationError": CalibrationError})
+
+
+def test_an_engine_refuses_the_scheme_that_it_lacks_before_data_are_read(tiny_engine, tiny_llama):
+    with pytest.raises(CalibrationError, match=r"Tiny has no kernel for 4 bits: .*q_proj\. Remedy: use W8A8"):
+        CalibrationSession(tiny_llama(), "W4A16", ignore=["lm_head"], reload="tiny")
+    verdict = CalibrationSession(tiny_llama(), "W4A16", ignore=["lm_head"]).engines["Tiny"]
+    assert (verdict.loads, "no kernel for 4 bits" in verdict.text) == (False, True)
+
+
+def test_an_engine_s_verdict_names_and_fused_sets_are_those_of_the_run(tiny_engine, tiny_llama, batches, tmp_path):
+    model = tiny_llama()
+    options = {"targets": ["re:.*mlp.*_proj", "re:.*(q|k|v)_proj"], "ignore": ["re:.*down_proj"], "reload": "tiny"}
+    with CalibrationSession(model, "INT8_STATIC", **options) as session, torch.no_grad():
+        model(**batches[0])
+    assert session.result.engines["Tiny"].text == "CPU"
+    assert ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"] in session.result.fused
+    export_checkpoint(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert "model.layers.0.feed_forward.down_proj" in config["ignore"]
+    assert "model.layers.0.mlp.down_proj" in config["ignore"]
+
+
+def test_a_module_that_an_engine_looks_up_by_another_name_is_targeted_by_it(tiny_engine, tiny_llama, tmp_path):
+    model, name = tiny_llama(), "model.layers.0.mlp.down_proj"
+    with CalibrationSession(model, "W8A8", targets=[name], reload="tiny"):
+        pass
+    export_checkpoint(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["targets"] == [name, "model.layers.0.feed_forward.down_proj"]
+
+
+def test_an_engine_is_asked_once(tiny_engine, tiny_llama, monkeypatch):
+    asked = []
+    for each in engines.all_engines():
+        check = type(each).check
+        monkeypatch.setattr(each, "check", lambda *a, e=each, c=check: asked.append(e.name) or c(e, *a), raising=False)
+    CalibrationSession(tiny_llama(), "W8A8", ignore=["lm_head"], reload="vllm")
+    assert sorted(asked) == ["Tiny", "transformers", "vLLM"]
+
+
+def test_an_unknown_engine_is_refused_with_the_names_of_all(tiny_engine, tiny_llama):
+    with pytest.raises(CalibrationError, match=r"Got 'other', expected 'default', 'dequantize', 'vllm', 'tiny', 'unch"):
+        CalibrationSession(tiny_llama(), "W8A8", reload="other")
