@@ -167,7 +167,8 @@ class _Search:
                     if b >= 0 and scale[k, r] == scale[b, r] and zeros[k, r] == zeros[b, r]:
                         continue
                     least = errors[[k, b], r].min() if b >= 0 else errors[k, r]
-                    sums: Any = (np.float32(one) for one in (least, 1 / scale[0, r], size[r], *errors[-2:, r]))
+                    with np.errstate(over="ignore"):  # infinite: the definition decides
+                        sums: Any = [np.float32(one) for one in (least, 1 / scale[0, r], size[r], *errors[-2:, r])]
                     off = self.kernel.doubt(*sums, self.kernel.STEPS, self.form, self.power)
                     if off < 0:
                         return definition.visit(rows, self.factors, self.grid, self.norm, self.expand)

@@ -77,8 +77,11 @@ def near_integer(x: Any) -> Any:
 
 @jit()
 def stored(x: Any, form: Format) -> Any:
-    """Rounded to the dtype of the range."""
-    return near(x, form.range[0], form.range[1]) if form.range[1] else x
+    """Rounded to the dtype of the range; infinite beyond its largest number, which float16 reaches early."""
+    if not form.range[1]:
+        return x
+    rounded = near(x, form.range[0], form.range[1])
+    return rounded if abs(rounded) <= form.range[2] else x * f32(np.inf)
 
 
 @jit()
@@ -89,8 +92,10 @@ def qparams(low: Any, high: Any, form: Format) -> Any:
     if form.symmetric:
         size = max(-low, high)
         if form.mx_round:
-            exponent = i32(i32(f32(size).view(i32) + form.mx_round) & i32(0x7F800000)) - form.mx_offset
-            scale = i32(max(exponent, i32(0))).view(f32)
+            power = i32(i32(f32(size).view(i32) + form.mx_round) & i32(0x7F800000))
+            scale = i32(max(i32(power - form.mx_offset), i32(0))).view(f32)
+            if form.range[1] and power.view(f32) > form.range[2]:  # the power of two is taken in the range's dtype
+                scale = f32(np.inf)
         else:
             scale = stored(size / form.divisor, form)
     else:

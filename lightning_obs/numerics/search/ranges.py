@@ -35,7 +35,10 @@ _AT_ONCE = 1 << 18
 
 
 class Found(NamedTuple):
-    """Smallest and largest value of each chosen range, ``(*Q,)``; which factors improved any, of those visited."""
+    """Smallest and largest value of each chosen range, ``(*Q,)``.
+
+    ``improved`` tells which of the visited factors improved any scale, exactly if the search is one of a part.
+    """
 
     low: torch.Tensor
     high: torch.Tensor

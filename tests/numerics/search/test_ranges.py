@@ -21,7 +21,7 @@ from lightning_obs.numerics.search.rows import rows_of_observed
 
 FACTORS = shrink_factors(maxshrink=0.2, grid=100.0)
 NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
-MXFP4 = preset_name_to_scheme("MXFP4", ["Linear"]).weights
+MXFP4, MXFP8 = (preset_name_to_scheme(name, ["Linear"]).weights for name in ("MXFP4", "MXFP8"))
 FORMATS = {
     "int4": QuantizationArgs(num_bits=4),
     "int4 asymmetric": QuantizationArgs(num_bits=4, symmetric=False),
@@ -207,6 +207,18 @@ def test_the_edges_of_float32_are_the_brute_force_ones(args, values):
     assert_same(found, expected)
     scale, _ = calculate_qparams(*found, args)
     assert ((scale > 0) & scale.isfinite()).all()
+
+
+@pytest.mark.parametrize("largest", [65504.0, 60000.0, 57344.0, 40000.0])
+@pytest.mark.parametrize("expand", [1.0, 1.8])
+@pytest.mark.parametrize("args", [*FORMATS.values(), MXFP8], ids=[*FORMATS, "mxfp8"])
+def test_scales_that_leave_float16_are_infinite_as_compressed_tensors_computes_them(args, expand, largest):
+    observed = torch.randn(1, 6, 64).clamp(-3, 3).mul(300)
+    observed[0, 1:4, 7] = largest
+    observed[0, 2:5, 9] = -largest
+    observed = observed.half()
+    expected, _ = brute_force(observed, args, FACTORS, expand=expand)
+    assert_same(search_range(observed, args, FACTORS, expand=expand), expected)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
