@@ -57,7 +57,7 @@ class CalibrationError(ValueError):
             text += f" {facts[0].upper()}{facts[1:]}."
         if self.remedy:
             text += f" Remedy: {self.remedy}"
-        return text
+        return text.encode("utf-8", "backslashreplace").decode()  # a lone surrogate in a name cannot be printed
 
     def __reduce__(self) -> tuple[object, ...]:
         # An exception with keyword-only arguments does not survive pickling (spawned ranks) by itself.

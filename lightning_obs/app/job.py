@@ -28,9 +28,9 @@ from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
 from lightning_obs.callbacks.which_module import find_module
-from lightning_obs.checkpoint.folder import require_free
 from lightning_obs.checkpoint.load import load_checkpoint
 from lightning_obs.errors import CalibrationError
+from lightning_obs.files.write import require_free
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.schemes.config import as_names
 

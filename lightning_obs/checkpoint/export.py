@@ -1,7 +1,7 @@
 """Write a calibrated model as a compressed-tensors checkpoint.
 
 The live model is not touched (:mod:`lightning_obs.checkpoint.compress`). The folder appears under its final name only
-when it is complete (:mod:`lightning_obs.checkpoint.folder`).
+when it is complete (:mod:`lightning_obs.files.write`).
 
 ``config.json`` says what is quantized and how, ``model.safetensors`` holds the tensors (:mod:`.entries`), also of what
 compressed-tensors' own readers do not know (convolutions...), which :func:`~lightning_obs.load_checkpoint` reads.
@@ -25,9 +25,9 @@ from torch import nn
 
 from lightning_obs.checkpoint.compress import compressed_state_dict
 from lightning_obs.checkpoint.engine_names import add_stored_names
-from lightning_obs.checkpoint.folder import require_room, whole_or_not_at_all
 from lightning_obs.checkpoint.load import WEIGHTS_FILE
 from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.files.write import require_room, whole_folder
 from lightning_obs.forward.attention import marked_as_hooked
 from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model
@@ -115,7 +115,7 @@ def _open(stack: ExitStack, model: nn.Module, folder: Path, overwrite: bool, sha
             remedy="calibrate again, with data.",
         )
         if not sharded or dist.get_rank() == 0:
-            partial = stack.enter_context(whole_or_not_at_all(folder, overwrite))
+            partial = stack.enter_context(whole_folder(folder, overwrite))
     except CalibrationError as error:
         failure = error
     require_no_failure(gather_objects(failure) if sharded else [failure])

@@ -1,0 +1,1 @@
+"""What is written appears under its name whole or not at all; what is read and damaged is named."""

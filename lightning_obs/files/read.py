@@ -1,0 +1,47 @@
+"""The one reader of JSON that a user hands over: whatever is wrong with the file is an error that names it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning_obs.errors import CalibrationError
+
+
+def read_json(path: str | os.PathLike[str], *, expected: str | None = None, remedy: str | None = None) -> Any:
+    """The JSON object in a file.
+
+    Args:
+        path: of the file.
+        expected: what the file should be, for the error.
+        remedy: for the error.
+
+    Raises:
+        CalibrationError: there is no such file; it is no JSON (cut off, not UTF-8, nested too deep), or no object.
+    """
+    with naming(path, expected=expected, remedy=remedy):
+        value = json.loads(Path(path).read_bytes())
+        if not isinstance(value, dict):
+            raise TypeError(f"a JSON object is expected, not {type(value).__name__}")
+    return value
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str], *, expected: str | None = None, remedy: str | None = None) -> Iterator[None]:
+    """Turn whatever a reader raises over a damaged file into a :class:`CalibrationError` that names the file."""
+    try:
+        yield
+    except CalibrationError:
+        raise
+    except Exception as error:  # a damaged file makes its readers raise anything
+        text = str(error).strip().partition("\n")[0]
+        raise CalibrationError(
+            f"{os.fspath(path)} cannot be read",
+            got=f"{type(error).__name__}: {text[:300]}",
+            expected=expected,
+            remedy=remedy,
+        ) from error
