@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from lightning_obs.callbacks.quantization_aware_training import QuantizationAwar
 from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.checkpoint.load import load_checkpoint
 from lightning_obs.errors import CalibrationError
+from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.write import require_free
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.schemes.config import as_names
@@ -198,12 +198,10 @@ def _import(name: str) -> None:
 def _ignored_by_report(path: str | None) -> list[str]:
     if path is None:
         return []
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))["ignore"]
-        if not isinstance(found, (str, list)) or not all(isinstance(name, str) for name in found):
-            raise TypeError(f"ignore is {found!r:.80}, not names")
-        return as_names(found)
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise CalibrationError(
-            f"ignore_from={path} is not the report.json of an earlier run", got=f"{type(error).__name__}: {error}"
-        ) from error
+    expected = "ignore_from=<report.json of an earlier run>"
+    found = read_json(path, expected=expected)
+    with naming(path, expected=expected):
+        names = found["ignore"]
+        if not isinstance(names, (str, list)) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"ignore is {names!r:.80}, not names")
+        return as_names(names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from lightning_obs.app.job import load_module, make_data, make_trainer, plain
 from lightning_obs.app.quality import measure_quality
 from lightning_obs.app.task_module import SIMILARITY
 from lightning_obs.errors import CalibrationError
+from lightning_obs.files.read import naming, read_json
 from lightning_obs.report.page import Report, write_report
 from lightning_obs.report.quality import precise, quality_of, quality_row
 from lightning_obs.report.summary import comparison_table, folder_size, human_size, print_report
@@ -72,15 +72,17 @@ def write_comparison(folder: str | Path, rows: Sequence[Mapping[str, Any]]) -> P
 
 def _row_of(path: Path) -> dict[str, Any]:
     file = path / "report.json" if path.is_dir() else path
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return {**_compared(found), "run": f"{found['run']} ({path.name if path.is_dir() else path.parent.name})"}
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise CalibrationError(
-            f"runs: {path} holds no report of a run",
-            got=f"{type(error).__name__}: {error}",
-            expected="a folder with the report.json that a run has written",
-        ) from error
+    expected = "runs=[<folder with the report.json that a run has written>]"
+    found = read_json(file, expected=expected)
+    with naming(file, expected=expected):
+        row, run = _compared(found), found["run"]
+        _, before, after = quality_of(row)
+        for value in (before, after, *(row[key] for key in _COMPARED[1:])):
+            if value is not None and type(value) not in (int, float):
+                raise TypeError(f"{value!r:.80} is no number")
+        if not all(isinstance(name, str) for name in (run, row.get("metric", ""))):
+            raise TypeError("the run or its metric is no name")
+        return {**row, "run": f"{run} ({path.name if path.is_dir() else path.parent.name})"}
 
 
 def _compared(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from lightning_obs.choice.mixed_precision import (
 from lightning_obs.choice.observer_choice import choose_for
 from lightning_obs.choice.sensitivity import Sensitivity, sensitivity
 from lightning_obs.errors import CalibrationError
+from lightning_obs.files.write import write_text
 from lightning_obs.report.frontier import frontier_rows, frontier_table
 from lightning_obs.report.page import as_json
 from lightning_obs.report.summary import print_report
@@ -139,14 +140,13 @@ def _write(folder: Path, measured: Sensitivity, plan: MixedPlan, rows: list[dict
         "frontier": rows,
         "layers": measured.layers,
     }
-    (folder / "plan.json").write_text(as_json(whole))
+    write_text(folder / "plan.json", as_json(whole))
     return path
 
 
 def _write_scheme(folder: Path, config: QuantizationConfig, headline: str) -> Path:
     path = folder / "configs" / "scheme" / "plan.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
     scheme = config.model_dump(mode="json", include={"config_groups", "ignore"}, exclude_none=True)
     head = f"# {headline}\n#   python -m lightning_obs --config-dir {folder / 'configs'} scheme=plan\n"
-    path.write_text(head + OmegaConf.to_yaml(OmegaConf.create(scheme)))
+    write_text(path, head + OmegaConf.to_yaml(OmegaConf.create(scheme)))
     return path

@@ -6,10 +6,7 @@ transformers loads its own models; this is for every other module, and for what 
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,8 +16,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lightning_obs.checkpoint.entries import compress_entries, decompress_entries
-from lightning_obs.checkpoint.folder import refuse_damage
+from lightning_obs.checkpoint.patterns import refuse_slow_patterns
 from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.files.contents import refuse_damage
+from lightning_obs.files.read import naming, read_json
+from lightning_obs.files.staging import settle_dead
 from lightning_obs.forward.quantized_forward import quantize_for_good
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.qparams import write_qparams
@@ -32,8 +32,7 @@ from lightning_obs.schemes.target import Target
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 
-#: of earlier versions: held the scales of what is stored like all else now
-_EARLIER_FILE = "qparams.safetensors"
+_REMEDY = "give the folder that export_checkpoint wrote for a plain module, or copy or export it again."
 
 _Qparams = dict[str, dict[str, torch.Tensor]]
 
@@ -57,19 +56,18 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
             model is unchanged then.
     """
     given, model, folder = model, unwrapped(model), Path(folder)
-    if (folder / _EARLIER_FILE).exists():
-        raise CalibrationError(
-            f"{folder} was written by an earlier version", got=_EARLIER_FILE, remedy="export the checkpoint again."
-        )
-    with _reading(folder / CONFIG_FILE) as path:
-        raw = json.loads(path.read_text()).get("quantization_config")
+    if not folder.exists():
+        settle_dead(Path(os.path.realpath(folder)).parent)
+    raw = read_json(folder / CONFIG_FILE, remedy=_REMEDY).get("quantization_config")
+    refuse_slow_patterns(raw, [name for name, _ in model.named_modules()], folder / CONFIG_FILE)
+    with naming(folder / CONFIG_FILE, remedy=_REMEDY):
         config = None if raw is None else QuantizationConfig.model_validate(raw)
         targets = [] if config is None else _compressed_targets(model, config)
-    with _reading(folder / WEIGHTS_FILE) as path:
-        state = load_file(path)
+    with naming(folder / WEIGHTS_FILE, remedy=_REMEDY):
+        state = load_file(folder / WEIGHTS_FILE)
         stored = {target.name: _decompressed(target, state) for target in targets}
     _require_fit(model, targets, state, stored)
-    refuse_damage(folder, [CONFIG_FILE, WEIGHTS_FILE])  # last: what comes before says more
+    refuse_damage(folder)  # last: what comes before says more
     with torch.inference_mode(False), torch.no_grad():
         model.load_state_dict(state)
         for target in targets:
@@ -80,26 +78,6 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
             quantize_for_good(target.module, trainable=target.scheme.weights is None)
         remember(model)
     return given
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[Path]:
-    """What goes wrong while a file is read and understood, as an error that names it."""
-    try:
-        yield path
-    except CalibrationError:
-        raise
-    except FileNotFoundError as error:
-        raise CalibrationError(
-            f"{path.parent} has no {path.name}",
-            remedy="give the folder that export_checkpoint wrote for a plain module.",
-        ) from error
-    except Exception as error:  # whatever a damaged file makes of its readers
-        raise CalibrationError(
-            f"{path} cannot be read",
-            got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-            remedy="copy or export the checkpoint again.",
-        ) from error
 
 
 def _compressed_targets(model: nn.Module, config: QuantizationConfig) -> list[Target]:

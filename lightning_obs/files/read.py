@@ -24,7 +24,10 @@ def read_json(path: str | os.PathLike[str], *, expected: str | None = None, reme
         CalibrationError: there is no such file; it is no JSON (cut off, not UTF-8, nested too deep), or no object.
     """
     with naming(path, expected=expected, remedy=remedy):
-        value = json.loads(Path(path).read_bytes())
+        try:
+            value = json.loads(Path(path).read_bytes())
+        except FileNotFoundError as error:
+            raise CalibrationError(f"{os.fspath(path)} does not exist", expected=expected, remedy=remedy) from error
         if not isinstance(value, dict):
             raise TypeError(f"a JSON object is expected, not {type(value).__name__}")
     return value

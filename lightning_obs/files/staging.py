@@ -92,12 +92,11 @@ class Staging:
         except OSError:
             if not overwrite or not self.target.is_dir():
                 raise
-            refuse_foreign(self.target)
             if not _exchange(new, self.target):
                 self._replace_in_two(new)
                 return
             try:
-                refuse_foreign(new, self.target)  # nothing can be added to it under its name any more
+                refuse_foreign(new, self.target)  # now that nothing can be added to it under its name
             except BaseException:
                 _exchange(new, self.target)
                 raise

@@ -12,7 +12,6 @@ to the weight's scale, so nothing is rounded anew. (A negative factor makes a ne
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -24,6 +23,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.files.write import whole_file
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.lora import refuse_unmerged
@@ -33,6 +33,8 @@ from lightning_obs.model.weights import from_matrix, rows_come_first, to_matrix
 
 #: the first with integers of 4 bits and scales of groups
 _OPSET = 21
+#: bytes of weights; above, torch would write them to a second file
+_LARGEST = 1536 * 2**20
 _PACKAGES = ("onnx", "onnxscript")
 _SUPPORTED = "integers of at most 8 bits for weights, of 8 bits with one calibrated range per tensor for activations"
 _REMEDY = "use INT8_STATIC or a weight-only integer scheme (W8A16, W4A16), or list them in `ignore`."
@@ -82,7 +84,7 @@ def export_onnx(
     fold_batch_norms(program.model)
     store_4_bit(program.model, set(_codes_of_4_bits(model)))
     remove_unused(program.model)
-    _save(program, file)
+    _save(program, file, overwrite)
     return file
 
 
@@ -252,13 +254,13 @@ def _codes_of_4_bits(model: nn.Module) -> Iterator[str]:
             yield f"{name}.weight_codes" if name else "weight_codes"
 
 
-def _save(program: Any, file: Path) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".lightning_obs.", dir=file.parent) as folder:
-            program.save(Path(folder) / file.name)
-            os.replace(Path(folder) / file.name, file)
-    except OSError as error:
+def _save(program: Any, file: Path, overwrite: bool) -> None:
+    size = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
+    if size > _LARGEST:
         raise CalibrationError(
-            f"{file} cannot be written", got=str(error), remedy="choose a folder on a disk that has room."
-        ) from error
+            f"{file} would have {size:,} bytes of weights, more than one ONNX file holds",
+            expected=f"at most {_LARGEST:,}",
+            remedy="use fewer bits (W4A16), export parts of the model, or export_checkpoint, which has no limit.",
+        )
+    with whole_file(file, overwrite) as partial:
+        program.save(partial)

@@ -19,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import refuse
+from lightning_obs.files.write import write_text
 from lightning_obs.numerics.histogram import Support, linear_bins
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.pictures import as_svg, comparison_figure, drift_figure, frontier_figure
@@ -75,7 +76,7 @@ def write_report(folder: str | os.PathLike[str], report: Report) -> Path:
         The path of the page.
 
     Raises:
-        CalibrationError: a point of the frontier without name, bits per weight or loss.
+        CalibrationError: a point of the frontier without name, bits per weight or loss; the folder cannot be written.
     """
     refuse(
         [f"point {i}" for i, point in enumerate(report.frontier) if not all(key in point for key in _POINT)],
@@ -83,17 +84,12 @@ def write_report(folder: str | os.PathLike[str], report: Report) -> Path:
         expected=", ".join(_POINT),
     )
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     data = report_data(report)
-    written = {"report.html": page(report, data), "report.json": as_json(data)}
-    for name, text in written.items():
-        partial = folder / f".{name}.partial"
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(partial, folder / name)
+    write_text(folder / "report.html", page(report, data))
+    write_text(folder / "report.json", as_json(data))
     if data["layers"]:
-        partial = folder / ".layers.csv.partial"
-        write_csv(partial, [{k: v for k, v in row.items() if k != "histogram"} for row in data["layers"]])
-        os.replace(partial, folder / "layers.csv")
+        rows = [{k: v for k, v in row.items() if k != "histogram"} for row in data["layers"]]
+        write_csv(folder / "layers.csv", rows)
     return folder / "report.html"
 
 

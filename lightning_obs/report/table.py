@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.files.write import whole_file
 from lightning_obs.report.layer_errors import LayerError
 
 _TENSORS = ("weight", "input", "output")
@@ -43,7 +44,10 @@ def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -
     A text that a spreadsheet would take for a formula gets an apostrophe in front.
     """
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    with open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+    with (
+        whole_file(path) as partial,
+        partial.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file,
+    ):
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows({key: _no_formula(value) for key, value in row.items()} for row in rows)

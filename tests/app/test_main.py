@@ -52,7 +52,7 @@ def test_the_layers_that_a_report_names_can_be_left_out(composed, tmp_path):
 
 
 def test_a_report_that_is_none_is_refused(composed, tmp_path):
-    with pytest.raises(CalibrationError, match=r"ignore_from=.*is not the report\.json of an earlier run"):
+    with pytest.raises(CalibrationError, match=r"(does not exist|cannot be read).*xpected ignore_from="):
         run(composed(f"ignore_from={tmp_path / 'absent.json'}"))
 
 
@@ -161,7 +161,7 @@ def test_a_checkpoint_is_evaluated_to_the_perplexity_of_the_run_that_wrote_it(
     assert page.count("INT8_STATIC (run)") >= 2  # in the picture and in the table
 
 
-@pytest.mark.parametrize(("runs", "match"), [("[]", "runs. Got none"), ("[/nowhere]", "/nowhere holds no report")])
+@pytest.mark.parametrize(("runs", "match"), [("[]", "runs. Got none"), ("[/nowhere]", "/nowhere does not exist")])
 def test_runs_that_cannot_be_compared_are_named(composed, runs, match):
     with pytest.raises(CalibrationError, match=match):
         run(composed("task=compare", f"runs={runs}"))
@@ -178,7 +178,7 @@ def test_one_name_is_a_name_and_not_its_letters(composed, tmp_path):
     assert groups["only"].targets == ["fc1"]
     with pytest.raises(CalibrationError, match="cannot import 'no_such_module'"):
         run(composed("imports=no_such_module"))
-    with pytest.raises(CalibrationError, match="runs: /nowhere holds no report"):
+    with pytest.raises(CalibrationError, match="/nowhere does not exist"):
         run(composed("task=compare", "runs=/nowhere"))
     assert CalibrationCallback("FP8", dataloaders="val").dataloaders == ["val"]
 
@@ -186,5 +186,5 @@ def test_one_name_is_a_name_and_not_its_letters(composed, tmp_path):
 @pytest.mark.parametrize("names", ["3", "[1]", '{"a": 1}', "null"])
 def test_an_ignore_of_a_report_that_is_not_names_is_refused(composed, tmp_path, names):
     (tmp_path / "earlier.json").write_text(f'{{"ignore": {names}}}')
-    with pytest.raises(CalibrationError, match=r"ignore_from=.*is not the report\.json of an earlier run"):
+    with pytest.raises(CalibrationError, match=r"json cannot be read.*expected ignore_from="):
         make_callback(composed(f"ignore_from={tmp_path / 'earlier.json'}"))

@@ -334,15 +334,6 @@ def test_a_pattern_that_matches_containers_and_what_was_ignored_is_loaded(tmp_pa
         assert torch.equal(loaded["body"](x), expected)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_named(cnn, tmp_path):
-    with CalibrationSession(cnn, "W8A8"):
-        pass
-    folder = export_checkpoint(cnn, tmp_path / "out")
-    (folder / "qparams.safetensors").touch()
-    with pytest.raises(CalibrationError, match=r"earlier version.*export the checkpoint again"):
-        load_checkpoint(type(cnn)(), folder)
-
-
 @pytest.mark.parametrize("grad", [False, True])
 def test_what_was_loaded_goes_through_torch_export(cnn, tmp_path, grad):
     with CalibrationSession(cnn, "INT8_STATIC", targets=["Linear", "Conv2d"]):
@@ -515,7 +506,7 @@ def test_a_checkpoint_of_another_width_is_refused(exported, mlp):
 
 
 def test_a_folder_without_a_checkpoint_is_refused(mlp, tmp_path):
-    with pytest.raises(CalibrationError, match=r"has no config\.json"):
+    with pytest.raises(CalibrationError, match=r"config\.json does not exist"):
         load_checkpoint(mlp, tmp_path)
 
 

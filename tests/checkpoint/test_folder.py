@@ -6,6 +6,8 @@ import shutil
 from contextlib import suppress
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, load_checkpoint
@@ -76,6 +78,36 @@ def test_a_checkpoint_is_replaced_whole_with_what_belongs_to_it(model, tmp_path)
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_a_model_that_the_user_saved_over_an_export_is_not_replaced(model, tmp_path):
+    out = export_checkpoint(model, tmp_path / "out")
+    save_file({"weight": torch.ones(4, 4)}, out / "model.safetensors")
+    before = (out / "model.safetensors").read_bytes()
+    with pytest.raises(CalibrationError, match=r"would delete it: model\.safetensors \(changed since\)"):
+        export_checkpoint(model, out, overwrite=True)
+    assert (out / "model.safetensors").read_bytes() == before
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_is_no_file_any_more_is_not_ours(model, tmp_path, kind):
+    out = export_checkpoint(model, tmp_path / "out")
+    (out / "config.json").unlink()
+    (out / "config.json").symlink_to("nowhere") if kind == "link" else os.mkfifo(out / "config.json")
+    with pytest.raises(CalibrationError, match=r"would delete it: config\.json"):
+        export_checkpoint(model, out, overwrite=True)
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_the_umask_decides_who_may_read(model, tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        out = export_checkpoint(model, tmp_path / "out", tokenizer=Meanwhile())
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in out.iterdir()} == dict.fromkeys(names(out), mode)
+    assert out.stat().st_mode & 0o777 == 0o777 & ~mask
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_file_is_not_replaced_by_a_folder(model, tmp_path, overwrite):
     (tmp_path / "out").write_text("precious")
@@ -114,6 +146,8 @@ def test_a_symlink_stays_one(model, tmp_path, existing):
         ("/proc/out", "cannot be written"),
         ("file/out", "cannot be written"),
         ("n" * 256, "cannot be written. Got .*name too long"),
+        ("a\0b", "cannot be written. Got .*a path cannot hold a NUL"),
+        ("a\ud800b", r"a\\ud800b cannot be written. Got .*surrogates not allowed"),
     ],
 )
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -140,13 +174,14 @@ def test_a_disk_without_room_is_named_before_anything_is_written(model, tmp_path
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")], ids=str)
-@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
 @pytest.mark.parametrize("after", [False, True])
-def test_whatever_ends_it_between_two_renames_one_whole_checkpoint_is_there(
-    model, tmp_path, monkeypatch, error, at, after
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_whatever_ends_it_at_a_rename_one_whole_checkpoint_is_there(
+    model, tmp_path, monkeypatch, error, at, after, can_exchange
 ):
     out = export_checkpoint(model, tmp_path / "out")
-    before, calls, rename = (out / "model.safetensors").stat().st_ino, [], os.rename
+    calls, rename = [], os.rename
 
     def interrupted(*paths):
         calls.append(paths)
@@ -157,12 +192,12 @@ def test_whatever_ends_it_between_two_renames_one_whole_checkpoint_is_there(
         raise error
 
     monkeypatch.setattr(os, "rename", interrupted)
+    if not can_exchange:
+        monkeypatch.setattr("lightning_obs.files.staging._exchange", lambda one, other: False)
     with suppress(KeyboardInterrupt, CalibrationError):
         export_checkpoint(model, out, overwrite=True)
     assert loads(out)
     assert os.listdir(tmp_path) == ["out"]
-    replaced = (out / "model.safetensors").stat().st_ino != before
-    assert replaced == (at == 2 and after)
 
 
 def test_an_interrupt_while_the_replaced_one_is_deleted_leaves_nothing(model, tmp_path, monkeypatch):
