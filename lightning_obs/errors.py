@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from difflib import get_close_matches
 
 _NAMES_SHOWN = 8
 #: top-level packages through which a user's call reaches the place of a warning
@@ -77,6 +78,21 @@ def refuse(
     """
     if where:
         raise CalibrationError(what, where=where, got=got, expected=expected, remedy=remedy)
+
+
+def refuse_unknown(given: Iterable[str], known: Collection[str]) -> None:
+    """Raise a :class:`CalibrationError` for names of options that are not known, with the nearest that is.
+
+    >>> refuse_unknown(["export_dir"], ["export_folder", "ignore"])
+    Traceback (most recent call last):
+    lightning_obs.errors.CalibrationError: unknown option: export_dir (did you mean `export_folder`?).
+    """
+    nearest = {name: get_close_matches(name, known, 1) for name in given if name not in known}
+    refuse(
+        [f"{name} (did you mean `{near[0]}`?)" if near else name for name, near in nearest.items()],
+        "unknown option",
+        expected=None if all(nearest.values()) else f"some of {', '.join(sorted(known))}",
+    )
 
 
 def warn(message: str) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from inspect import signature
 from typing import Any, Literal, TypeAlias, get_args
 
 from compressed_tensors.quantization import QuantizationConfig
 
 from lightning_obs.engines.engine import Engine, engine_of
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, refuse_unknown
 from lightning_obs.schemes.attention import KVCacheLike
 from lightning_obs.schemes.config import ObserversLike, SchemeLike, as_names, label, resolve_config
 from lightning_obs.schemes.fused_sets import check_own_sets
@@ -96,8 +97,20 @@ class CalibrationOptions:
 
     @classmethod
     def of(cls, scheme: SchemeLike | CalibrationOptions | None, **changes: Any) -> CalibrationOptions:
-        """These options, from a scheme and fields, or from options and the fields that differ."""
+        """These options, from a scheme and fields, or from options and the fields that differ.
+
+        Raises:
+            CalibrationError: a field that there is not; what the constructor raises.
+        """
+        refuse_unknown(changes, cls.names())
         return replace(scheme, **changes) if isinstance(scheme, CalibrationOptions) else cls(scheme, **changes)
+
+    @classmethod
+    def names(cls, owner: type = object) -> list[str]:
+        """Names of the fields that can be given, and of the keyword arguments of a class that takes these fields."""
+        constructors = [vars(each)["__init__"] for each in owner.__mro__ if "__init__" in vars(each)]
+        own = [p.name for init in constructors for p in signature(init).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        return [*own, *(one.name for one in fields(cls) if one.init)]
 
     @property
     def label(self) -> str:

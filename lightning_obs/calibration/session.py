@@ -25,7 +25,7 @@ from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import dump_state, load_state
 from lightning_obs.calibration.token_mask import require_mask
 from lightning_obs.engines import ask_engines
-from lightning_obs.errors import CalibrationError, name_list, warn
+from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, warn
 from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.checksums import CHECKSUMS, remember
@@ -93,6 +93,7 @@ class CalibrationSession:
         collectives: Collectives | None = None,
         **options: Any,
     ) -> None:
+        refuse_unknown(options, CalibrationOptions.names(CalibrationSession))
         self.options = CalibrationOptions.of(scheme, **options)
         self.label = self.options.label
         register_fsdp_units(model)

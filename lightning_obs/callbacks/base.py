@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from lightning_obs.callbacks.logged import log_layers, log_numbers
 from lightning_obs.callbacks.strategies import collectives_of, repeated_in_batch, repeated_samples, require_exact
 from lightning_obs.callbacks.which_module import describe, find_module, require_forward
 from lightning_obs.checkpoint.export import export_checkpoint
-from lightning_obs.errors import CalibrationError, name_list, warn
+from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, warn
 from lightning_obs.model.sharding import in_shards, register_fsdp_units, reshard
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
@@ -69,6 +70,7 @@ class SessionCallback(Callback):
         self.tells_loggers = log  # `log` itself is what Lightning gives every callback
         #: scales of this run, calibration by calibration
         self.drift = ScaleDrift()
+        refuse_unknown(options, CalibrationOptions.names(type(self)))
         self.options = CalibrationOptions.of(scheme, **options)
         #: of the scheme that was asked for: it names the state in checkpoints
         self.label = self.options.label
@@ -178,6 +180,7 @@ class SessionCallback(Callback):
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
+        refuse_unknown(parts, [one.name for one in fields(Report)])
         session, counts = self._calibrated_session(), dict[str, Support]()
         errors = self.layer_errors(batches, counts)
         if session.collectives.rank != 0:

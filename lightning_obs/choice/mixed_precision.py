@@ -8,8 +8,11 @@ have one scheme. Sizes are those of the checkpoint, scales included.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, TypeAlias
@@ -223,16 +226,33 @@ def _solve(
         constraints.append(LinearConstraint(of_scheme[None] / measured.weights, ub=share))
     # HiGHS' tolerances are absolute: losses in units of their mean. Of equal losses the smaller size is better.
     cost = losses / max(losses.mean(), np.finfo(float).tiny) + 1e-6 * sizes / max(sizes.max(), 1.0)
-    found = milp(
-        cost,
-        integrality=np.ones_like(cost),
-        bounds=Bounds(0, 1),
-        constraints=constraints,
-        options={"mip_rel_gap": 1e-4},
-    )
+    with _silent_solver():
+        found = milp(
+            cost,
+            integrality=np.ones_like(cost),
+            bounds=Bounds(0, 1),
+            constraints=constraints,
+            options={"mip_rel_gap": 1e-4},
+        )
     if found.x is None:
         return None
     return [names[int(place)] for place in found.x.reshape(-1, count).argmax(1)]
+
+
+@contextmanager
+def _silent_solver() -> Iterator[None]:
+    """Keep off the terminal what HiGHS prints from C++ whatever its options say (``transformNewIntegerFeas...``)."""
+    libc = ctypes.CDLL(None)
+    libc.fflush(None)  # what the process printed before is not ours to drop
+    terminal, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        libc.fflush(None)
+        os.dup2(terminal, 1)
+        os.close(terminal)
+        os.close(nowhere)
 
 
 def _plan(measured: Sensitivity, chosen: Sequence[str]) -> MixedPlan:

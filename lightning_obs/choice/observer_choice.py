@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from rich.console import Console
 from rich.table import Table
 from torch import nn
 
@@ -63,7 +64,7 @@ class ObserverChoice:
 
     def table(self) -> Table:
         """Candidates beside the choice, for a person."""
-        table = Table(title="observers", title_justify="left", box=None, pad_edge=False, header_style="dim")
+        table = _Table(title="observers", title_justify="left", box=None, pad_edge=False, header_style="dim")
         for column in ("of", "observer", "estimated loss", "tensors"):
             table.add_column(column, justify="left" if column in ("of", "observer") else "right")
         for base_name, losses in self.losses.items():
@@ -72,6 +73,16 @@ class ObserverChoice:
                 table.add_row(base_name, name, f"{loss:.4g}", str(used.count(name)))
             table.add_row(base_name, "chosen by tensor", f"{self.chosen[base_name]:.4g}", str(len(used)))
         return table
+
+
+class _Table(Table):
+    """A table that ``print`` shows, too."""
+
+    def __str__(self) -> str:
+        console = Console(width=120, color_system=None)
+        with console.capture() as shown:
+            console.print(self)
+        return shown.get().rstrip()
 
 
 def choose_observers(

@@ -1,7 +1,9 @@
 """One scheme for each layer, within a budget."""
 
+import ctypes
 import io
 import itertools
+import os
 import random
 import time
 
@@ -51,6 +53,21 @@ def table(groups, names=("a", "b", "c"), seed=0):
             )
         )
     return Sensitivity(found, {}, {}, [])
+
+
+def test_the_solver_prints_nothing_and_what_was_printed_before_stays(capfd):
+    generator, names = random.Random(28), ("a", "b", "c")  # this one it prints for
+    groups = []
+    for number in range(8):
+        weights, loss = 576 * 576 * generator.choice([1, 3, 8, 85]), 10 ** generator.uniform(-6, 1)
+        losses = {name: loss * 16**-place * generator.uniform(0.5, 1.5) for place, name in enumerate(names)}
+        sizes = {name: int(weights * (4 + 4 * place) / 8 * 1.03) for place, name in enumerate(names)}
+        groups.append(Group((str(number),), weights, losses, sizes))
+    os.write(1, b"before\n")
+    choose_schemes(Sensitivity(groups, {}, {name: {} for name in names}), 8)
+    ctypes.CDLL(None).fflush(None)
+    os.write(1, b"after\n")
+    assert capfd.readouterr().out == "before\nafter\n"
 
 
 @pytest.mark.parametrize("seed", range(8))

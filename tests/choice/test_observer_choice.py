@@ -91,6 +91,8 @@ def test_the_table_says_by_how_much(classifier, outliers):
         console.print(choice.table())
     assert f"{choice.losses['input']['minmax']:.4g}" in shown.get()
     assert f"{choice.chosen['input']:.4g}" in shown.get()
+    assert f"{choice.chosen['input']:.4g}" in str(choice.table())
+    assert str(choice.table()).startswith("observers")
 
 
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", "W8A8"])
