@@ -1,4 +1,4 @@
-"""What the user chooses for a calibration, said once and checked where it is said.
+"""The options of a calibration, in one dataclass that checks itself.
 
 The session, both callbacks and the command line take these options, or their fields, and pass them on whole. A typo is
 an error of the constructor, not of the end of an epoch.
@@ -24,7 +24,7 @@ OnMissing: TypeAlias = Literal["error", "warn", "siblings"]
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What is quantized, how it is observed, and how the checkpoint will be loaded.
+    """The modules to quantize, how to observe them, and the engine that will load the checkpoint.
 
     Args:
         scheme: preset name (``"FP8"``, ``"INT8_STATIC"``, ``"W4A16"``...), dict, or ``QuantizationConfig``
@@ -40,16 +40,17 @@ class CalibrationOptions:
         on_missing: what to do when no data reached a module: ``"error"``; ``"warn"`` and leave it in full precision; or
             ``"siblings"``, which quantizes an expert without tokens by its weights alone, its activations with the
             range of all other experts of the layer (and is an error for what is no expert).
-        reload: how the checkpoint will be loaded: ``"default"`` (``from_pretrained``), ``"dequantize"``
-            (``CompressedTensorsConfig(dequantize=True)``), ``"vllm"`` or ``"unchecked"`` (by another engine). What
-            cannot be loaded that way is refused. vLLM also runs some schemes otherwise than they say: a warning.
+        reload: the engine that will load the checkpoint: ``"default"`` (``from_pretrained``), ``"dequantize"``
+            (``CompressedTensorsConfig(dequantize=True)``), ``"vllm"``, the name of an engine of your own, or
+            ``"unchecked"``. A checkpoint that the engine would refuse is an error now. Where vLLM computes a scheme in
+            another way than it says, a warning tells.
         calibrate_all_experts: let every expert observe all tokens, not only those that the router sends it. Outputs
             stay what they are. Off: an expert's range is that of the tokens it will get.
         fused_groups: names of modules, under one parent, that your engine fuses, beside those in
             :data:`~lightning_obs.engines.engine.FUSED_SETS`: ``[["a_proj", "b_proj"]]``. They share global
             scales and must have one scheme.
         join_fused_scales: let modules that vLLM fuses (q, k, v; gate, up; ``fused_groups``) share their scales per
-            tensor too. vLLM rounds the weights of static FP8 a second time, to the widest scale of the group; with
+            tensor too. vLLM rounds the weights of static FP8 a second time, to the widest scale of the set; with
             joined scales they are rounded once, on that scale. Off, as in llm-compressor: each has its own.
 
     Attributes:

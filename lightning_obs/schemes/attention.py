@@ -1,9 +1,9 @@
-"""Attention states (q, k, v) and the kv cache: what can be written, and which modules it reaches.
+"""Attention states (q, k, v) and the kv cache: reading the user's scheme, and finding the modules that it reaches.
 
-compressed-tensors knows two ways to say it. ``kv_cache_scheme`` quantizes k and v of every attention module that has a
-cache; ``ignore`` does not reach it. A group whose target is an attention class quantizes q, k and v, by replacing the
-attention function of the whole model, so it is all modules or none. Both are checked here as compressed-tensors will
-apply them when the checkpoint is loaded.
+compressed-tensors has two forms. ``kv_cache_scheme`` quantizes k and v of every attention module that has a cache;
+``ignore`` does not apply to it. A group that targets an attention class quantizes q, k and v by replacing the attention
+function of the whole model, so it applies to all modules or none. Both are checked as compressed-tensors applies them
+when it loads the checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_obs.schemes.target import Target
 
 KVCacheLike: TypeAlias = "str | Mapping[str, Any] | QuantizationArgs | None"
 
-#: k and v in 8-bit float, the one number format that vLLM loads for a cache
+#: k and v in 8-bit float
 KV_PRESETS: dict[str, QuantizationArgs] = {
     "FP8": QuantizationArgs(type="float", strategy=QuantizationStrategy.TENSOR, observer="static_minmax"),
     "FP8_HEAD": QuantizationArgs(type="float", strategy=QuantizationStrategy.ATTN_HEAD, observer="static_minmax"),
@@ -37,7 +37,7 @@ KV_PRESETS: dict[str, QuantizationArgs] = {
 
 
 class StatesConfig(QuantizationConfig):
-    """A config that has an observer of its own for q, k or v, which share one ``QuantizationArgs`` otherwise."""
+    """A config with separate observers for q, k and v, which share one ``QuantizationArgs`` otherwise."""
 
     state_observers: dict[str, dict[str, Any]] | None = None
 
@@ -46,7 +46,7 @@ class StatesConfig(QuantizationConfig):
 
 
 def resolve_kv_cache(kv_cache: KVCacheLike, in_config: QuantizationArgs | None) -> QuantizationArgs | None:
-    """Make one ``QuantizationArgs`` of what a user can write as ``kv_cache``; None quantizes no cache.
+    """The ``QuantizationArgs`` of the kv cache; None quantizes no cache.
 
     Args:
         kv_cache: ``"FP8"`` (one scale per layer for k and one for v), ``"FP8_HEAD"`` (one per head), a dict, or the
@@ -77,7 +77,7 @@ def resolve_kv_cache(kv_cache: KVCacheLike, in_config: QuantizationArgs | None) 
 
 
 def quantizes_states(group: QuantizationScheme) -> bool:
-    """Whether a group is about attention states, as far as can be told without a model: q, k, v are observed, no input.
+    """Whether a group quantizes attention states (q, k, v) rather than inputs, judged without a model.
 
     >>> quantizes_states(QuantizationScheme(targets=["LlamaAttention"], input_activations=KV_PRESETS["FP8"]))
     True
@@ -124,7 +124,7 @@ def find_states(model: nn.Module, config: QuantizationConfig) -> list[Target]:
         _check_attention_function(model, cached)
     else:
         _warn_ignored(cached, list(config.ignore or []))
-    scheme = next(iter(groups.values())) if groups else _kv_scheme(kv)
+    scheme = next(iter(groups.values()), QuantizationScheme(targets=[*KV_CACHE_TARGETS], input_activations=kv))
     args = scheme.input_activations
     assert args is not None  # _check_schemes
     _check_args(args, list(cached))
@@ -137,8 +137,8 @@ def find_states(model: nn.Module, config: QuantizationConfig) -> list[Target]:
 def _of_groups(
     model: nn.Module, config: QuantizationConfig, cached: Mapping[str, nn.Module]
 ) -> Iterator[tuple[str, QuantizationScheme]]:
-    """``(name, group)`` of attention modules that a group targets, by compressed-tensors' rule: not their parent too,
-    and not their children (``re:.*self_attn.*`` means the Linear modules in it)."""
+    """``(name, group)`` of attention modules that a group targets, by compressed-tensors' rule: a pattern that also
+    matches a parent or children (``re:.*self_attn.*``) does not target the attention module."""
     by_target = {t: g for g in config.config_groups.values() if isinstance(g, QuantizationScheme) for t in g.targets}
     for name, module in cached.items():
         matched = match_targets(name, module, list(by_target))
@@ -148,16 +148,12 @@ def _of_groups(
                 yield name, group
 
 
-def _kv_scheme(kv: QuantizationArgs | None) -> QuantizationScheme:
-    return QuantizationScheme(targets=[*KV_CACHE_TARGETS], input_activations=kv)
-
-
 def _attention_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if "attention" in type(module).__name__.lower()]
 
 
 def _check_transformers(model: nn.Module) -> None:
-    """Refuse what is no transformers model, or has cross-attention."""
+    """Refuse models that are not of transformers, and cross-attention."""
     if not is_transformers_model(model):
         raise CalibrationError(
             "attention states and the kv cache are quantized in transformers models only, through model.config",
@@ -223,7 +219,7 @@ def _check_all_chosen(
 
 
 def _check_attention_function(model: Any, cached: Mapping[str, nn.Module]) -> None:
-    """Refuse eager attention, and several attention functions: compressed-tensors replaces one of the registry."""
+    """Refuse eager attention and several attention functions: compressed-tensors replaces one, from the registry."""
     configs = [model.config, *(getattr(module, "config", model.config) for module in cached.values())]
     used = sorted({str(config._attn_implementation) for config in configs})
     if used in (["eager"], ["None"]) or len(used) > 1:
@@ -237,21 +233,22 @@ def _check_attention_function(model: Any, cached: Mapping[str, nn.Module]) -> No
 
 
 def _check_head_counts(model: Any, names: list[str]) -> None:
-    """Refuse a config that does not say how many heads there are."""
+    """Refuse a config without the number of heads."""
     config = model.config.get_text_config(decoder=True)
     try:
-        get_num_attn_heads(config), get_num_kv_heads(config), get_head_dim(config)
+        count_heads(model), get_head_dim(config)
     except ValueError as error:
+        lacking = "num_key_value_heads" if "key_value" in str(error) else "heads"
         raise CalibrationError(
             "compressed-tensors cannot tell the number of heads, so the checkpoint would not load",
             where=names,
-            got=f"{type(config).__name__} without {'num_key_value_heads' if 'key_value' in str(error) else 'heads'}",
+            got=f"{type(config).__name__} without {lacking}",
             remedy="leave the kv cache in full precision.",
         ) from error
 
 
 def count_heads(model: Any) -> dict[str, int]:
-    """Heads of q, k and v that compressed-tensors makes room for when it loads a checkpoint.
+    """Heads of q, k and v for which compressed-tensors allocates scales when it loads a checkpoint.
 
     Args:
         model: anything with a transformers ``config``.

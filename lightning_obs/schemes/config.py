@@ -1,7 +1,7 @@
-"""What the user can write as a scheme, and the one ``QuantizationConfig`` it becomes.
+"""From a scheme, as the user writes it, to one ``QuantizationConfig``.
 
-A scheme is a preset name, a dict or a compressed-tensors object. Observers and their hyperparameters are set here too,
-and tried, so that a typo is an error where it was made.
+A scheme is a preset name, a dict or a compressed-tensors object. Observers and their hyperparameters are set and
+constructed once here, so that a typo is an error where it was made.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def resolve_config(
     observers: ObserversLike | Literal["auto"] = None,
     kv_cache: KVCacheLike = None,
 ) -> QuantizationConfig:
-    """Make one ``QuantizationConfig`` of what a user can write.
+    """Make one ``QuantizationConfig`` of a scheme and the options beside it.
 
     Args:
         scheme: a preset name (``"FP8"``, ``"W4A16"``, ``"INT8_STATIC"``...); a dict of ``weights`` /
             ``input_activations`` / ``output_activations``; a dict of groups (``{"FP8": ["re:.*mlp.*_proj"],
             "W4A16": ["Linear"]}`` or ``{"group": {"targets": [...], "weights": {...}}}``); a full
             ``{"config_groups": ...}``; or the compressed-tensors object. None with ``kv_cache``, for the cache alone.
-        targets: what to quantize, where the scheme does not say: class names, module names, ``re:`` patterns.
-        ignore: what to leave alone, written the same way.
+        targets: modules to quantize, if the scheme names none: class names, module names, ``re:`` patterns.
+        ignore: modules to leave in full precision, written the same way.
         observers: observer per base name (weight, input, output; q, k, v of attention states): a name, or a dict of
             ``name`` and hyperparameters. Replaces the one that the scheme names.
         kv_cache: quantization of the kv cache, see :func:`~lightning_obs.schemes.attention.resolve_kv_cache`.
@@ -141,15 +141,11 @@ def _groups(
     if isinstance(scheme, Mapping) or scheme is None:
         if not scheme:
             raise CalibrationError("the scheme is empty", expected="a preset name or at least one group")
-        if set(scheme) <= _SCHEME_FIELDS:
-            own = {**scheme}
-            if "targets" in own:
+        if set(scheme) & _SCHEME_FIELDS:  # one scheme, perhaps misspelt, rather than groups called "weights"
+            if "targets" in scheme:
                 _refuse_second_targets(targets, "the scheme")
-            own["targets"] = own.get("targets") or targets or [*DEFAULT_TARGETS]
-            return {"group_0": QuantizationScheme.model_validate(own)}, None
-        if set(scheme) & _SCHEME_FIELDS:  # one scheme, misspelt, rather than groups called "weights"
-            unknown = ", ".join(sorted(map(str, set(scheme) - _SCHEME_FIELDS)))
-            raise CalibrationError(f"the scheme has no field {unknown}", expected=", ".join(sorted(_SCHEME_FIELDS)))
+            given = {key: value for key, value in scheme.items() if key != "targets" or value}
+            return {"group_0": _from_fields("the scheme", given, targets)}, None
         _refuse_second_targets(targets, "the scheme's groups")
         return {name: _group(name, value) for name, value in scheme.items()}, None
     raise CalibrationError(
@@ -163,16 +159,17 @@ def _group(name: str, value: Any) -> QuantizationScheme:
     if isinstance(value, QuantizationScheme):
         return value
     if isinstance(value, Mapping):
-        unknown = sorted(set(value) - _SCHEME_FIELDS)
-        if unknown:
-            raise CalibrationError(
-                f"scheme group {name!r} has no field {', '.join(unknown)}",
-                expected=", ".join(sorted(_SCHEME_FIELDS)),
-            )
-        return QuantizationScheme.model_validate({"targets": [*DEFAULT_TARGETS], **value})
+        return _from_fields(f"scheme group {name!r}", value, None)
     if isinstance(value, Iterable):
         return _preset(name, [str(target) for target in value])
     raise CalibrationError(f"scheme group {name!r}", got=repr(value), expected="a list of targets or a dict of fields")
+
+
+def _from_fields(what: str, given: Mapping[str, Any], targets: list[str] | None) -> QuantizationScheme:
+    unknown = ", ".join(sorted(map(str, set(given) - _SCHEME_FIELDS)))
+    if unknown:
+        raise CalibrationError(f"{what} has no field {unknown}", expected=", ".join(sorted(_SCHEME_FIELDS)))
+    return QuantizationScheme.model_validate({"targets": targets or [*DEFAULT_TARGETS], **given})
 
 
 def config_groups(config: QuantizationConfig) -> list[QuantizationScheme]:
@@ -249,7 +246,7 @@ def make_observer(base_name: str, args: QuantizationArgs) -> Observer:
 
 
 def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
-    """A short name of a scheme for reports: the preset's name, or what it does.
+    """A short name of a scheme for reports: the preset's name, or its formats.
 
     >>> scheme = {"weights": {"num_bits": 4, "group_size": 64}}
     >>> label(scheme, resolve_config(scheme))
@@ -272,7 +269,7 @@ def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
 
 
 def describe(args: QuantizationArgs) -> str:
-    """What quantization arguments say, in a few words.
+    """Quantization arguments in a few words.
 
     >>> describe(QuantizationArgs(num_bits=4, group_size=64, symmetric=False))
     'asymmetric int4 group 64'

@@ -1,7 +1,7 @@
-"""A config laid over one model: every module that will be quantized, with its scheme, checked without data.
+"""From a config and a model to the plan: every module that will be quantized, with its scheme, checked without data.
 
-Whatever can be known to be wrong before data is read is refused here, naming modules and remedy: a run that would fail
-after an hour of calibration, or a checkpoint that would not load, is not started.
+A run that would fail after an hour of calibration is refused here, before it starts. Whether an engine loads the
+checkpoint is asked afterwards (``engines/``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_obs.schemes.target import Plan, Target, scheme_identity
 
 
 def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequence[Sequence[str]] = ()) -> Plan:
-    """Find the modules that are to be quantized, and check all that can be checked without data.
+    """Find the modules to quantize, and check them without data.
 
     Args:
         model: the module whose ``named_modules`` the targets name.
@@ -63,7 +63,7 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
 def _choose(
     model: nn.Module, config: QuantizationConfig, by_target: dict[str, QuantizationScheme], ignore: list[str]
 ) -> list[Target]:
-    """Attention modules with their states, then all others; of an adapted layer, the layer inside the adapters."""
+    """Attention modules with their states, then all others; for an adapted layer, its base layer."""
     targets = find_states(model, config)
     left_alone = {target.name for target in targets} | inside_adapted(model)
     for name, module in match_named_modules(model, list(by_target), ignore):
@@ -75,8 +75,6 @@ def _choose(
 
 
 def is_meant(target: str, module: nn.Module) -> bool:
-    """Whether a target that matches a module means it.
-
-    A pattern like ``re:.*mlp.*`` matches containers and activation functions beside what it is meant for.
-    """
+    """Whether a pattern that matches a module is meant for it: ``re:.*mlp.*`` also matches containers and activation
+    functions, which hold no parameters."""
     return not target.startswith("re:") or holds_parameters(module)

@@ -1,12 +1,12 @@
-"""What can be known to be wrong before data is read: a function for each kind of problem, naming modules and remedy.
+"""Checks before data are read that concern no engine: a function for each kind of problem, naming modules and remedy.
 
-A ``check_`` refuses with a CalibrationError, a ``warn_`` lets the calibration go on: its result is right, but a reload
-may not give the same numbers.
+A ``check_`` raises a CalibrationError. After a ``warn_`` the calibration goes on: its result is right, but a reload may
+not give the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from compressed_tensors.utils.match import is_match
@@ -44,7 +44,7 @@ def check_patterns(model: nn.Module, targets: list[str], ignore: list[str]) -> N
 
 
 def check_stacked_experts(model: nn.Module, targets: list[str], ignore: list[str]) -> None:
-    """Refuse experts in 3-D parameters that the targets mean but cannot reach, unless ``ignore`` names them."""
+    """Refuse experts in 3-D parameters whose projections the targets would match, unless ``ignore`` names them."""
     linear = nn.Linear(1, 1, device="meta")
     refuse(
         [
@@ -63,7 +63,7 @@ def check_stacked_experts(model: nn.Module, targets: list[str], ignore: list[str
 
 
 def _check_called(model: nn.Module, targets: list[Target]) -> None:
-    """Refuse a Linear whose weight is read without calling it: nothing could be quantized there."""
+    """Refuse a Linear whose weight is read without calling the module."""
     uncalled = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     refuse(
         [t.name for t in targets if id(t.module) in uncalled],
@@ -89,7 +89,7 @@ def _check_adapters(model: nn.Module, targets: list[Target]) -> None:
     )
 
 
-def _check_attention(model: nn.Module, targets: list[Target]) -> None:
+def _check_attention(targets: list[Target]) -> None:
     """Refuse attention in which compressed-tensors finds no kv cache."""
     refuse(
         [
@@ -103,7 +103,7 @@ def _check_attention(model: nn.Module, targets: list[Target]) -> None:
     )
 
 
-def _check_full_precision(model: nn.Module, targets: list[Target]) -> None:
+def _check_full_precision(targets: list[Target]) -> None:
     """Refuse a model that was loaded quantized."""
 
     def status(module: nn.Module) -> str:
@@ -118,7 +118,7 @@ def _check_full_precision(model: nn.Module, targets: list[Target]) -> None:
     )
 
 
-def _check_embeddings(model: nn.Module, targets: list[Target]) -> None:
+def _check_embeddings(targets: list[Target]) -> None:
     """Refuse to quantize token indices."""
     refuse(
         [t.name for t in targets if isinstance(t.module, nn.Embedding) and t.scheme.input_activations is not None],
@@ -127,8 +127,8 @@ def _check_embeddings(model: nn.Module, targets: list[Target]) -> None:
     )
 
 
-def _check_weights(model: nn.Module, targets: list[Target]) -> None:
-    """Refuse a weight that is no matrix, is computed at each access, or is not floating point."""
+def _check_weights(targets: list[Target]) -> None:
+    """Refuse a weight that is not a matrix, is computed at each access, or is not floating point."""
     weighted = [t for t in targets if t.scheme.weights is not None]
     refuse(
         [f"{t.name} ({type(t.module).__name__})" for t in weighted if matrix_shape(t.module) is None],
@@ -168,7 +168,7 @@ def _check_shared(model: nn.Module, targets: list[Target]) -> None:
             )
 
 
-def _check_group_sizes(model: nn.Module, targets: list[Target]) -> None:
+def _check_group_sizes(targets: list[Target]) -> None:
     """Refuse groups that do not divide the columns."""
     for base_name in ("weight", "input"):
         bad: dict[tuple[int, int], list[str]] = {}
@@ -188,27 +188,20 @@ def _check_group_sizes(model: nn.Module, targets: list[Target]) -> None:
             )
 
 
-#: in this order; the user reads of the first problem that there is
-_CHECKS: tuple[Callable[[nn.Module, list[Target]], None], ...] = (
-    _check_called,
-    _check_adapters,
-    _check_attention,
-    _check_full_precision,
-    _check_embeddings,
-    _check_weights,
-    _check_shared,
-    _check_group_sizes,
-)
-
-
 def check_targets(model: nn.Module, targets: list[Target]) -> None:
-    """Refuse modules that cannot be quantized as their scheme says."""
-    for check in _CHECKS:
-        check(model, targets)
+    """Refuse modules that cannot be quantized as their scheme says. The user reads of the first problem."""
+    _check_called(model, targets)
+    _check_adapters(model, targets)
+    _check_attention(targets)
+    _check_full_precision(targets)
+    _check_embeddings(targets)
+    _check_weights(targets)
+    _check_shared(model, targets)
+    _check_group_sizes(targets)
 
 
 def check_inputs_fit(targets: Sequence[Target], observers: Mapping[Key, Observer]) -> None:
-    """Refuse an observer that weighs a weight's columns by inputs where inputs have no channel for each column."""
+    """Refuse an observer that needs one input channel per column of the weight where inputs have other channels."""
     refuse(
         [
             f"{target.name} ({type(target.module).__name__})"
@@ -224,8 +217,8 @@ def check_inputs_fit(targets: Sequence[Target], observers: Mapping[Key, Observer
 
 
 def warn_cast_buffers(model: nn.Module) -> None:
-    """Warn of buffers in half precision that no checkpoint holds (rotary frequencies): transformers makes them anew
-    in float32."""
+    """Warn of half-precision buffers that no checkpoint holds (rotary frequencies): transformers recreates them in
+    float32."""
     if not is_transformers_model(model):
         return
     cast = [

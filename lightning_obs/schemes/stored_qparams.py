@@ -1,7 +1,7 @@
-"""Whether quantization parameters that come from a file are those that a scheme asks of a module.
+"""Check quantization parameters from a file against the scheme of their module.
 
-Names, shapes and values are compared with what calibration would have written, so that nothing else is ever set on a
-module, broadcasts where it should not, or gives NaN at the first forward.
+Names, shapes and values must be those that calibration would have written. Anything else would broadcast where it
+should not, or give NaN at the first forward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
 
 def expected_shapes(target: Target, base_name: str) -> dict[str, tuple[int, ...] | None]:
-    """What quantizing a base name takes: ``{"weight_scale": shape}``; None: a shape that the module does not tell."""
+    """The parameters that quantizing a tensor takes: ``{"weight_scale": shape}``; None: the shape is not known."""
     args, shapes = target.args[base_name], dict[str, tuple[int, ...] | None]()
     if args.strategy == QuantizationStrategy.TENSOR_GROUP:
         shapes["global_scale"] = (1,)
@@ -35,13 +35,13 @@ def expected_shapes(target: Target, base_name: str) -> dict[str, tuple[int, ...]
 
 
 def find_misfits(target: Target, qparams: Mapping[str, Any], bases: Collection[str] | None = None) -> Iterator[str]:
-    """Say what is wrong with quantization parameters, each with its name; nothing if they fit.
+    """A message for each quantization parameter that is missing, unexpected or wrong.
 
     Args:
         target: the module and its scheme.
         qparams: ``{"weight_scale": tensor}``.
-        bases: of what they have to be there; default: of all that the scheme quantizes. Of nothing else there may be
-            any.
+        bases: the tensors (base names) whose parameters must be there, and no others; default: all that the scheme
+            quantizes.
     """
     expected = {
         name: (shape, args)

@@ -1,4 +1,4 @@
-"""What will be quantized: one module with its scheme, and all of them together."""
+"""The plan: the modules that will be quantized, each with its scheme."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Target:
 
     @property
     def args(self) -> dict[str, QuantizationArgs]:
-        """What is quantized: ``{base name: args}``."""
+        """The quantized tensors: ``{base name: args}``."""
         return dict(self.states or scheme_args(self.scheme))
 
 
@@ -35,8 +35,8 @@ class Plan:
     """A config laid over a model.
 
     Attributes:
-        config: the config.
-        targets: what will be quantized.
+        config: what the user asked for.
+        targets: the modules that will be quantized.
         fused: names of the modules of each fused set.
     """
 
@@ -55,5 +55,5 @@ class Plan:
 
 
 def scheme_identity(scheme: QuantizationScheme) -> str:
-    """Equal for schemes that quantize alike, whatever they target."""
+    """A text that is equal for schemes that quantize alike, whatever they target."""
     return str(scheme.model_dump_json(exclude={"targets"}))
