@@ -21,12 +21,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
+from lightning_obs.calibration.token_mask import select_positions
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.attention import hooked_attention, register_state_hook
 from lightning_obs.forward.calls import first_input
 from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.model.additions import keep_hook_out
+from lightning_obs.model.kinds import tokens_of
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
 from lightning_obs.schemes.target import Plan, Target
@@ -176,12 +178,16 @@ class ObserverHooks:
                 expected="float64, float32, float16 or bfloat16",
                 remedy="list the module in `ignore`, or quantize only its weight.",
             )
+        apart = False
+        if self._mask is not None and not heads:
+            given, value = value, tokens_of(target.module, value)
+            apart = value is not given
         read = self._reading(value, target.name)
         tokens = value.detach()
         if self._mask is not None:
             if read.tokens is None:
                 select = self._experts.select_state if heads else self._experts.select
-                read.tokens = select(tokens, self._mask, target.name)
+                read.tokens = (select_positions if apart else select)(tokens, self._mask, target.name)
             tokens = read.tokens
         before = len(read.measured)
         for each in filter(None, (observer, extremes)):

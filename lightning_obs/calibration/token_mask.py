@@ -99,6 +99,25 @@ class TokenSelection:
         return None
 
 
+def select_positions(value: torch.Tensor, mask: torch.Tensor, name: str) -> torch.Tensor:
+    """The positions of a convolution's data that count.
+
+    Args:
+        value: ``(batch, positions, channels)``.
+        mask: ``(batch, positions)``, nonzero for a position that counts; ``(batch,)`` for whole samples.
+        name: of the module.
+
+    Returns:
+        ``(n, channels)`` or, of whole samples, ``(n, positions, channels)``.
+
+    Raises:
+        CalibrationError: the mask is of something else.
+    """
+    if value.shape[: mask.ndim] != mask.shape:
+        raise _unknown_rows(value, mask, name, heads=False)
+    return value[mask.to(value.device).bool()]
+
+
 def _may_be_of(value: torch.Tensor, mask: torch.Tensor, heads: bool) -> bool:
     """Whether a mask that leaves nothing out can be the one of an activation at all."""
     if mask.ndim == 1:

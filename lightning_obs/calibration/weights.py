@@ -30,8 +30,9 @@ import torch
 from torch import nn
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.model.kinds import kind_of, to_matrix
 from lightning_obs.model.sharding import by_unit, groups_of_shards, rows_of_ranks, unit_of, whole_tensor, whole_unit
-from lightning_obs.model.weights import matrix_shape, rows_come_first, to_matrix, weight_matrix
+from lightning_obs.model.weights import matrix_shape, weight_matrix
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.rows import rows_per_scale
 from lightning_obs.ranks.sync import Collectives, share_weights
@@ -51,7 +52,7 @@ def rows_by_rank(observer: Observer, module: nn.Module, collectives: Collectives
         collectives: the ranks.
     """
     rows = rows_of_ranks(module.weight)
-    if rows is None or not rows_come_first(module) or len(rows) != collectives.size:
+    if rows is None or kind_of(module).rows or len(rows) != collectives.size:
         return None
     apart = all(observer.for_rows(start) is not None for start, stop in rows if start < stop)
     return rows if apart else None

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.checkpoint.entries import compressor_of
-from lightning_obs.model.kinds import compressible_type
+from lightning_obs.model.kinds import kind_of
 from lightning_obs.model.qparams import get_scheme, read_qparams
 from lightning_obs.model.sharding import rows_of_ranks, whole_tensor
 
@@ -27,7 +27,7 @@ def rows_per_scale(module: nn.Module) -> int | None:
     The answer is the same on every rank. 0: all rows, of all ranks.
     """
     scheme, weight = get_scheme(module), getattr(module, "weight", None)
-    if scheme is None or scheme.weights is None or compressible_type(module) is None:
+    if scheme is None or scheme.weights is None or kind_of(module).stored_as is None:
         return None
     rows = rows_of_ranks(weight)
     if rows is None:

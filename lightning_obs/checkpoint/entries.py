@@ -17,7 +17,7 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationScheme
 from torch import nn
 
-from lightning_obs.model.weights import from_matrix, to_matrix
+from lightning_obs.model.kinds import from_matrix, to_matrix
 
 
 def compressor_of(name: Any) -> Any:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_obs.engines.engine import Engine, FusedSets, Hardware
 from lightning_obs.engines.wholes import split_experts
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.model.kinds import compressible_type, is_transformers_model
+from lightning_obs.model.kinds import is_transformers_model, kind_of
 from lightning_obs.model.qparams import storage_format
 from lightning_obs.model.weights import matrix_shape
 from lightning_obs.moe.experts import (
@@ -76,7 +76,7 @@ def _check_compressible(targets: list[Target]) -> None:
     """Refuse what compressed-tensors cannot store (GPT-2's Conv1D, convolutions): ``from_pretrained`` would give the
     model unquantized, without a word."""
     refuse(
-        [f"{t.name} ({type(t.module).__name__})" for t in targets if not t.states and not compressible_type(t.module)],
+        [f"{t.name} ({type(t.module).__name__})" for t in targets if not t.states and not kind_of(t.module).stored_as],
         "transformers loads quantized Linear and Embedding modules only, and would leave these in full precision",
         remedy='list them in `ignore`, or set reload="unchecked" and load the checkpoint with load_checkpoint.',
     )
@@ -127,7 +127,7 @@ def _check_float(target: Target, weights: QuantizationArgs, in_transformers: boo
 def _check_packed(target: Target, weights: QuantizationArgs) -> None:
     """Refuse packed integers but for symmetric Linear: transformers unpacks no others. 4-bit and weight-only integers
     are packed into int32."""
-    kind = compressible_type(target.module)
+    kind = kind_of(target.module).stored_as
     if weights.type != "int" or (weights.num_bits >= 8 and target.scheme.input_activations is not None):
         return
     way_out = f"{_DEQUANTIZED}), or {_UNCHECKED}"

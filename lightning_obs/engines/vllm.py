@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_obs.engines.engine import Engine, FusedSets, Hardware
 from lightning_obs.engines.wholes import quantized_gates, split_experts, split_sets
 from lightning_obs.errors import CalibrationError, name_list, refuse
-from lightning_obs.model.kinds import compressible_type, is_transformers_model
+from lightning_obs.model.kinds import is_transformers_model, kind_of
 from lightning_obs.schemes.config import describe
 from lightning_obs.schemes.target import Target
 
@@ -163,7 +163,7 @@ class VLLM(Engine):
             [
                 f"{t.name} ({type(t.module).__name__})"
                 for t in targets
-                if not t.states and compressible_type(t.module) is not nn.Linear
+                if not t.states and kind_of(t.module).stored_as is not nn.Linear
             ],
             f"{_VLLM} loads quantized Linear modules, no others",
             remedy=_REMEDY,

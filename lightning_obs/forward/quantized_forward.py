@@ -38,9 +38,10 @@ from lightning_obs.forward.calls import replace_input
 from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.model.additions import add, keep_hook_out, set_attributes
 from lightning_obs.model.checksums import changed_since
+from lightning_obs.model.kinds import count_tokens, from_matrix, to_matrix
 from lightning_obs.model.lora import adapters_of, refuse_unmerged
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
-from lightning_obs.model.weights import from_matrix, full_weight, to_matrix
+from lightning_obs.model.weights import full_weight
 from lightning_obs.numerics.fake_quantize import fake_quantize as fake_quantize_with
 from lightning_obs.numerics.fake_quantize import fake_quantize_dynamic, learned_scale
 from lightning_obs.numerics.reshape import ATTENTION
@@ -398,7 +399,7 @@ def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> tor
     learned = quantization.learned.get(base_name)
     scale = getattr(module, f"{base_name}_scale") if learned is None else learned.value()
     zero_point = getattr(module, f"{base_name}_zero_point", None)
-    tokens = 1 if base_name == "weight" else max(1, value.numel() // max(1, value.shape[-1]))
+    tokens = 1 if base_name == "weight" else count_tokens(module, value)
     return fake_quantize_with(value, scale, zero_point, args, global_scale=global_scale, observations=tokens)
 
 

@@ -1,19 +1,114 @@
-"""What a module is, asked in one place: a transformers model, what compressed-tensors can store, cached attention."""
+"""What a module is: how it holds its weight and reads its data; a transformers model; attention with a cache.
+
+A kind of module is a row of :data:`KINDS`. A new kind is a new row, and nothing else.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
 from compressed_tensors.quantization import is_cached_attention_module
 from torch import nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+
+@dataclass(frozen=True)
+class ModuleKind:
+    """How modules of one kind hold their weight, and how their data lies.
+
+    The weight's matrix is ``(output channels, inputs of each)``; a scale per channel is one per row. A token is what
+    one vector of channels belongs to: a word, a pixel.
+
+    Attributes:
+        name: for people.
+        holds: whether a module is of this kind.
+        rows: the dimension of the weight that becomes the rows: 0, or 1 where it is stored transposed.
+        positions: how many dimensions of the data come after the channels; None: as many as the weight has after its
+            first two.
+        reads_indices: its input is numbers of rows, not values.
+        stored_as: the type by which readers of compressed-tensors know it; None: only ``load_checkpoint`` reads it.
+    """
+
+    name: str
+    holds: Callable[[nn.Module], bool]
+    rows: int = 0
+    positions: int | None = 0
+    reads_indices: bool = False
+    stored_as: type[nn.Module] | None = None
+
+    def to_matrix(self, module: nn.Module, weight: torch.Tensor) -> torch.Tensor | None:
+        """A tensor of the weight's shape as a matrix; None where there is none (groups of a transposed convolution)."""
+        if weight.ndim < 2 or (self.rows and weight.ndim > 2 and getattr(module, "groups", 1) != 1):
+            return None
+        return (weight.transpose(0, 1) if self.rows else weight).flatten(1)
+
+    def from_matrix(self, matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """The inverse of :meth:`to_matrix`, for a weight of this shape."""
+        if self.rows:
+            return matrix.unflatten(1, (shape[0], *shape[2:])).transpose(0, 1)
+        return matrix.view(shape)
+
+    def positions_of(self, module: nn.Module) -> int:
+        """:attr:`positions` of one module."""
+        if self.positions is not None:
+            return self.positions
+        assert isinstance(module.weight, torch.Tensor)
+        return module.weight.ndim - 2
+
+
+def _is_a(*classes: type[nn.Module]) -> Callable[[nn.Module], bool]:
+    return lambda module: isinstance(module, classes)
+
+
+def _is_conv1d_of_transformers(module: nn.Module) -> bool:
+    # By name, so that transformers need not be imported.
+    names = [(cls.__module__, cls.__name__) for cls in type(module).__mro__]
+    return ("transformers.pytorch_utils", "Conv1D") in names
+
+
+#: the first that holds counts
+KINDS: list[ModuleKind] = [
+    ModuleKind("Linear", _is_a(nn.Linear), stored_as=nn.Linear),
+    ModuleKind("Embedding", _is_a(nn.Embedding), reads_indices=True, stored_as=nn.Embedding),
+    ModuleKind("transposed convolution", _is_a(_ConvTransposeNd), rows=1, positions=None),
+    ModuleKind("convolution", _is_a(_ConvNd), positions=None),
+    ModuleKind("transformers' Conv1D", _is_conv1d_of_transformers, rows=1),
+    ModuleKind("any other with a weight", lambda module: True),
+]
+
+
+def kind_of(module: nn.Module) -> ModuleKind:
+    """The row of :data:`KINDS` that says how ``module`` holds its weight."""
+    return next(kind for kind in KINDS if kind.holds(module))
+
+
+def to_matrix(module: nn.Module, weight: torch.Tensor) -> torch.Tensor | None:
+    """A tensor of the weight's shape as ``(output channels, inputs of each)``, see :class:`ModuleKind`."""
+    return kind_of(module).to_matrix(module, weight)
+
+
+def from_matrix(module: nn.Module, matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The inverse of :func:`to_matrix`."""
+    return kind_of(module).from_matrix(matrix, shape)
+
+
+def tokens_of(module: nn.Module, value: torch.Tensor) -> torch.Tensor:
+    """What a module reads or writes, as ``(..., tokens, channels)``; ``value`` itself where it lies so."""
+    positions = kind_of(module).positions_of(module)
+    return value.flatten(-positions).transpose(-1, -2) if 0 < positions < value.ndim else value
+
+
+def count_tokens(module: nn.Module, value: torch.Tensor) -> int:
+    """How many tokens ``value`` has, which a module reads or writes; at least 1."""
+    channels = value.shape[-1 - kind_of(module).positions_of(module)]
+    return max(1, value.numel() // max(1, channels))
 
 
 def is_transformers_model(module: object) -> bool:
     """Whether transformers can save and load it (by what it has; transformers is not imported)."""
     return hasattr(module, "save_pretrained") and hasattr(module, "config")
-
-
-def compressible_type(module: nn.Module) -> type[nn.Module] | None:
-    """The type by which compressed-tensors' readers know the module (Linear, Embedding), or None."""
-    return next((cls for cls in (nn.Linear, nn.Embedding) if isinstance(module, cls)), None)
 
 
 def holds_parameters(module: nn.Module) -> bool:

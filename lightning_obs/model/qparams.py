@@ -29,7 +29,7 @@ from compressed_tensors.quantization import (
 from torch import nn
 
 from lightning_obs.model.checksums import CHECKSUMS
-from lightning_obs.model.kinds import compressible_type, has_kv_cache
+from lightning_obs.model.kinds import has_kv_cache, kind_of
 from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.numerics.reshape import ATTENTION
 
@@ -90,7 +90,7 @@ def write_qparams(module: nn.Module, scheme: QuantizationScheme, qparams: dict[s
     for name, value in qparams.items():
         setattr(module, name, value)
     # compressed-tensors knows no convolutions; their weights are stored as those of a Linear are.
-    kind = compressible_type(module) or (type(module) if has_kv_cache(module) else nn.Linear)
+    kind = kind_of(module).stored_as or (type(module) if has_kv_cache(module) else nn.Linear)
     scheme.format = storage_format(kind, scheme)
     module.quantization_scheme = scheme
     module.quantization_status = QuantizationStatus.FROZEN

@@ -26,10 +26,10 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.write import whole_file
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.checksums import changed_since
+from lightning_obs.model.kinds import from_matrix, kind_of, to_matrix
 from lightning_obs.model.lora import refuse_unmerged
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
 from lightning_obs.model.sharding import in_shards
-from lightning_obs.model.weights import from_matrix, rows_come_first, to_matrix
 
 #: the first with integers of 4 bits and scales of groups
 _OPSET = 21
@@ -146,7 +146,7 @@ def _unsupported(module: nn.Module, base: str, args: QuantizationArgs) -> str | 
         return None
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
-    if args.strategy == QuantizationStrategy.GROUP and weight.ndim == 2 and rows_come_first(module):
+    if args.strategy == QuantizationStrategy.GROUP and weight.ndim == 2 and not kind_of(module).rows:
         return "weights in activation order" if hasattr(module, "weight_g_idx") else None
     return f"weights of {weight.ndim} dimensions per {args.strategy.value}"
 
@@ -209,7 +209,7 @@ def _codes(
     if args.strategy == QuantizationStrategy.GROUP:
         attributes = {"axis": 1, "block_size": int(args.group_size or 1)}
     else:
-        attributes = {"axis": 0 if rows_come_first(module) else 1}
+        attributes = {"axis": kind_of(module).rows}
     return from_matrix(module, codes, weight.shape).contiguous(), attributes
 
 

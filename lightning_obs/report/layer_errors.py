@@ -2,7 +2,7 @@
 
 Energy alone hides what hurts a language model: one token with an activation of 3,000 dominates any sum of squares while
 every other token of the layer is rounded to zero. So the signal-to-quantization-noise ratio of inputs and outputs is
-taken token by token, in dB, and then averaged.
+taken token by token, in dB, and then averaged. A token of a convolution is a pixel, with all its channels.
 
 The weights need no data, nor do inputs that a histogram observer counted: :func:`known_layer_errors`. What a layer does
 to its output needs a pass: :func:`measure_layer_errors`.
@@ -24,9 +24,10 @@ from lightning_obs.forward.calls import call_on, first_input
 from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.additions import keep_hook_out
+from lightning_obs.model.kinds import to_matrix, tokens_of
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
 from lightning_obs.model.sharding import in_shards, reshard, whole_tensor, whole_unit
-from lightning_obs.model.weights import full_weight, to_matrix
+from lightning_obs.model.weights import full_weight
 from lightning_obs.numerics.histogram import Support, join_supports, support_of
 from lightning_obs.numerics.quantization_error import (
     counted_error,
@@ -193,11 +194,16 @@ class _Probe:
         value = first_input(args, kwargs)
         if value is None or not isinstance(output, torch.Tensor) or value.numel() == 0 or output.ndim == 0:
             return
-        self.outputs.update(self.name, difference_error(_run_quantized(module, args, kwargs), output))
+        rounded, plain = (tokens_of(module, value) for value in (_run_quantized(module, args, kwargs), output))
+        self.outputs.update(self.name, difference_error(rounded, plain))
         if not value.is_floating_point():
             return
         grid = _grid_of(module, "input")
-        error = only_range(value) if grid is None else grid_error(value, *grid, "input", by_token=True)
+        if grid is None:
+            error = only_range(value)
+        else:  # of groups, the last dimension is what compressed-tensors groups
+            value = tokens_of(module, value) if grid[0].numel() == 1 else value
+            error = grid_error(value, *grid, "input", by_token=True)
         self.inputs.update(self.name, error)
         if self.counts is not None:
             seen = support_of(value)

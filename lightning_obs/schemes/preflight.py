@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_obs.errors import CalibrationError, name_list, refuse, warn
-from lightning_obs.model.kinds import compressible_type, is_transformers_model
+from lightning_obs.model.kinds import is_transformers_model, kind_of
 from lightning_obs.model.lora import adapters_of, is_adapted
 from lightning_obs.model.qparams import qparams_home
 from lightning_obs.model.sharding import unit_of, whole_shape
@@ -95,7 +95,7 @@ def _check_attention(targets: list[Target]) -> None:
         [
             t.name
             for t in targets
-            if not t.states and compressible_type(t.module) is None and "Attention" in type(t.module).__name__
+            if not t.states and kind_of(t.module).stored_as is None and "Attention" in type(t.module).__name__
         ],
         "attention that compressed-tensors cannot quantize: it finds no kv cache there",
         expected="a module with k_proj and v_proj that is called with past_key_values",
@@ -121,7 +121,7 @@ def _check_full_precision(targets: list[Target]) -> None:
 def _check_embeddings(targets: list[Target]) -> None:
     """Refuse to quantize token indices."""
     refuse(
-        [t.name for t in targets if isinstance(t.module, nn.Embedding) and t.scheme.input_activations is not None],
+        [t.name for t in targets if kind_of(t.module).reads_indices and t.scheme.input_activations is not None],
         "an Embedding's input is token indices and cannot be quantized",
         remedy="give embeddings a weight-only group of their own.",
     )
@@ -208,7 +208,7 @@ def check_inputs_fit(targets: Sequence[Target], observers: Mapping[Key, Observer
             for target in targets
             if (target.name, "weight") in observers
             and observers[target.name, "weight"].needs_inputs
-            and (isinstance(target.module, nn.Embedding) or len(whole_shape(target.module, "weight") or ()) != 2)
+            and (kind_of(target.module).reads_indices or len(whole_shape(target.module, "weight") or ()) != 2)
         ],
         "the observer of the weight needs inputs with one channel per column of the weight",
         expected="Linear modules",

@@ -13,10 +13,10 @@ from lightning_obs import CalibrationSession, quantized
 from lightning_obs.errors import CalibrationWarning
 from lightning_obs.forward.calls import first_input, replace_input
 from lightning_obs.forward.quantized_forward import quantized_weight
+from lightning_obs.model.kinds import kind_of
 from lightning_obs.model.qparams import (
     calibrated_modules,
     clear_qparams,
-    compressible_type,
     get_scheme,
     read_qparams,
     write_qparams,
@@ -94,7 +94,7 @@ def test_each_output_channel_is_quantized_with_its_own_scale(kind):
     ],
 )
 def test_compressed_tensors_holds_linear_and_embedding(module, kind):
-    assert compressible_type(module) is kind
+    assert kind_of(module).stored_as is kind
 
 
 # ---------------------------------------------------------------------- qparams on modules
