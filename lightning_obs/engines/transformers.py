@@ -7,6 +7,7 @@ docstring says first.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import ClassVar
 
 import torch
 from compressed_tensors.config import CompressionFormat
@@ -41,13 +42,17 @@ class Transformers(Engine):
     """``from_pretrained(folder)``; a model that is not of transformers is loaded by ``load_checkpoint``."""
 
     name = "transformers"
+    dequantize: ClassVar[bool] = False
 
     @override
     def check(self, model: nn.Module, targets: list[Target], fused_sets: FusedSets) -> Hardware | None:
         in_transformers = is_transformers_model(model)
         if in_transformers:
             _check_compressible(targets)
-            _check_experts(model, targets, dequantize=False)
+            _check_experts(model, targets, self.dequantize)
+        if self.dequantize:
+            _check_dequantized(targets, in_transformers)
+            return None
         for target in targets:
             if target.scheme.weights is not None:
                 _check_float(target, target.scheme.weights, in_transformers)
@@ -61,15 +66,7 @@ class Dequantized(Transformers):
     """``from_pretrained`` with ``CompressedTensorsConfig(dequantize=True)``: the weights in full precision."""
 
     listed = False
-
-    @override
-    def check(self, model: nn.Module, targets: list[Target], fused_sets: FusedSets) -> Hardware | None:
-        in_transformers = is_transformers_model(model)
-        if in_transformers:
-            _check_compressible(targets)
-            _check_experts(model, targets, dequantize=True)
-        _check_dequantized(targets, in_transformers)
-        return None
+    dequantize = True
 
 
 def _check_compressible(targets: list[Target]) -> None:
