@@ -1,4 +1,4 @@
-"""From what observers gathered to qparams on modules: merge the ranks, observe the weights, compute, check, write.
+"""From what observers gathered to qparams on modules: reduce the ranks, observe the weights, compute, check, write.
 
 The order matters: the ranks agree on what was observed, then each searches its share of the weights, then all get all
 ranges. A rank that fails on the way goes on with the collectives, so that none is left waiting, and all raise alike.
@@ -8,19 +8,16 @@ Nothing is written before everything was checked.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.missing_data import borrow_ranges, check_coverage
-from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.weights import Weights
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.qparams import as_stored, clear_qparams, read_qparams, write_qparams
 from lightning_obs.model.sharding import reshard
@@ -28,212 +25,179 @@ from lightning_obs.numerics.qparams import QParamsDict
 from lightning_obs.numerics.reshape import ATTENTION
 from lightning_obs.observers import Key, Observer
 from lightning_obs.ranks.failures import sendable
-from lightning_obs.ranks.sync import Collectives, Synced, sync_statistics
+from lightning_obs.ranks.sync import Synced, sync_statistics
 from lightning_obs.schemes.attention import count_heads
-from lightning_obs.schemes.target import Plan, Target
+from lightning_obs.schemes.target import Target
+
+if TYPE_CHECKING:
+    from lightning_obs.calibration.session import CalibrationSession
 
 
-class Asked(NamedTuple):
-    """Whose qparams are computed anew; the others stay what they are."""
+@torch.inference_mode(False)
+@torch.no_grad()
+def finalize(session: CalibrationSession, weights: bool, activations: bool) -> CalibrationResult:
+    """Reduce the ranks, compute and check the qparams, write them to the modules. Every rank must call this.
 
-    weights: bool = True
-    activations: bool = True
+    It can be called again, after the weights have changed: activations are reduced only once.
 
-    def has(self, key: Key) -> bool:
-        """Whether an observer is among them."""
-        return self.weights if key[1] == "weight" else self.activations
+    Args:
+        session: whose observers, and where it is noted which of them no data reached.
+        weights: compute the qparams of weights anew; off: they stay what they are.
+        activations: the same of activations.
 
-
-@dataclass
-class Finalizer:
-    """The end of one session's calibration. It can be run again, after the weights have changed.
-
-    Attributes:
-        model: without wrappers.
-        plan: what is quantized.
-        observers: of the session, by module name and base name.
-        fed: those that data reach, and second observers of inputs.
-        experts: which tokens they got.
-        together: modules that are quantized together or not at all.
-        options: of the session.
-        collectives: how to talk to the other ranks.
-        skipped: modules that are left in full precision, because no data reached them.
-        borrowed: stand-ins for observers of experts that no data reached.
-        synced: what the ranks agreed on about the activations, which are made one only once.
+    Raises:
+        CalibrationError: on every rank alike; nothing was written then.
     """
-
-    model: nn.Module
-    plan: Plan
-    observers: Mapping[Key, Observer]
-    fed: Mapping[Key, Observer]
-    experts: ExpertWatch
-    together: list[list[str]]
-    options: CalibrationOptions
-    collectives: Collectives
-    skipped: set[str] = field(default_factory=set)
-    borrowed: dict[Key, Observer] = field(default_factory=dict)
-    synced: Synced | None = None
-    _activations: dict[Key, QParamsDict] = field(default_factory=dict)
-
-    def run(self, asked: Asked, batches: int, measurements: int, started: float) -> CalibrationResult:
-        """Merge the ranks, compute and check the qparams, write them to the modules. Every rank must call this.
-
-        Args:
-            asked: whose qparams.
-            batches: how many this rank saw.
-            measurements: how often an activation was reduced.
-            started: ``time.perf_counter()`` at the beginning.
-
-        Raises:
-            CalibrationError: on every rank alike; nothing was written then.
-        """
-        with torch.inference_mode(False), torch.no_grad():
-            synced, collectives = self._merge_ranks(asked, batches)
-            qparams = self._qparams(asked)
-            check_scales(qparams)
-            check_heads(self.model, qparams)
-            self._write(qparams, asked)
-        chosen = [target for target in self.plan.targets if target.name in qparams]
-        return CalibrationResult(
-            scheme=self.options.label,
-            modules=[target.name for target in chosen],
-            observers=len(self.observers),
-            batches=batches,
-            measurements=measurements,
-            ranks=synced.ranks,
-            collectives=collectives if synced.ranks > 1 else 0,
-            seconds=time.perf_counter() - started,
-            qparams={
-                f"{t.name}.{key}": v.to("cpu", copy=True) for t in chosen for key, v in read_qparams(t.module).items()
-            },
-            input_ranges=_observed_ranges(self.fed),
-            chosen_input_ranges=_chosen_ranges(self.observers),
-            skipped=sorted(self.skipped),
-            expert_tokens=_add_up(synced.notes),
-            fallback=sorted({name for name, _ in self.borrowed}),
-            fused=self.together,
-        )
-
-    # ------------------------------------------------------------------ ranks and weights
-
-    def _merge_ranks(self, asked: Asked, batches: int) -> tuple[Synced, int]:
-        """What the ranks agreed on, and how many collectives it took to make activations and weights one."""
-        reshard(self.model)
-        held, failure = self._hold_weights(asked)
-        synced = sync_statistics(
-            self.fed if asked.activations and not self.synced else {},
-            self.collectives,
-            weights=held.sizes,
-            failure=failure,
-            note=self.experts.tokens,
-        )
-        self.borrowed = {}
-        failure = (self._cover(synced, batches) or self._try_activations()) if asked.activations else None
-        searched = [key for key in held.modules if key[0] not in self.skipped]
-
-        def observe(key: Key, observer: Observer, rows: torch.Tensor) -> None:
-            # Inputs may be lacking where the options allow it, and where data is not asked for.
-            if key in self.borrowed or not asked.activations:
-                observer.observe_without_inputs(rows)
-            else:
-                observer(rows)
-
-        return synced, synced.collectives + held.observe(searched, synced.owners, failure, observe)
-
-    def _hold_weights(self, asked: Asked) -> tuple[Weights, CalibrationError | None]:
-        """The weights to observe, as this rank holds them; none of them, and why, where they cannot be observed."""
-        weighted = {(t.name, "weight"): t.module for t in self.plan.targets if asked.weights}
-        weighted = {key: module for key, module in weighted.items() if key in self.observers}
+    reshard(session.model)
+    held, failure = _hold_weights(session, weights)
+    synced = sync_statistics(
+        session.fed if activations and session.unreached is None else {},
+        session.collectives,
+        weights=held.sizes,
+        failure=failure,
+        note=session.experts.tokens,
+    )
+    borrowed: dict[Key, Observer] = {}
+    computed: dict[Key, QParamsDict] = {}
+    failure = None
+    if activations:
         try:
-            missing = [name for (name, _), module in weighted.items() if module.weight.is_meta]
-            if missing:
-                what = "the weight is not materialized (meta device)"
-                raise CalibrationError(what, where=missing, remedy="load it first.")
-            held = Weights(weighted, self.observers, self.collectives)
-        except CalibrationError as error:
-            return Weights({}, {}, self.collectives), error
-        for key in held.modules:
-            self.observers[key].reset(keep=self.observers[key].input_statistics)
-        return held, None
-
-    def _cover(self, synced: Synced, batches: int) -> CalibrationError | None:
-        """Find what no data reached on any rank, and what is done about it; an error is returned, not raised."""
-        self.synced = self.synced or synced
-        experts = {name: len(members) for name, members in self.experts.containers.items()}
-        try:
-            if self.options.on_missing == "siblings":
-                self.borrowed = borrow_ranges(self.observers, experts, self.plan.fused, self.options.join_fused_scales)
-            self.skipped = check_coverage(
-                self.observers,
-                set(self.synced.unreached) - set(self.borrowed),
-                self.together,
-                self.options,
-                batches,
-                experts=bool(experts),
+            borrowed = _cover(session, synced)
+            computed = _compute(
+                session, {k: o for k, o in {**session.observers, **borrowed}.items() if k[1] != "weight"}
             )
-        except CalibrationError as error:
-            return error
-        return None
+        except CalibrationError as error:  # of this rank alone: raised on all before weights are searched
+            failure = error
 
-    def _try_activations(self) -> CalibrationError | None:
-        """Compute them; an error of this rank alone is returned, to be raised on all before weights are searched."""
-        self._activations = {}
-        for key, observer in {**self.observers, **self.borrowed}.items():
-            if key[1] != "weight" and key[0] not in self.skipped:
-                try:
-                    self._activations[key] = observer.get_qparams()
-                except Exception as error:
-                    failure = sendable(error, key)
-                    failure.__cause__ = error
-                    return failure
-        return None
+    def observe(key: Key, observer: Observer, rows: torch.Tensor) -> None:
+        # Inputs may be lacking where the options allow it, and where data is not asked for.
+        if key in borrowed or not activations:
+            observer.observe_without_inputs(rows)
+        else:
+            observer(rows)
 
-    # ------------------------------------------------------------------ qparams
+    searched = [key for key in held.modules if key[0] not in session.skipped]
+    collectives = synced.collectives + held.observe(searched, synced.owners, failure, observe)
+    if weights:
+        computed |= _compute(session, {k: o for k, o in session.observers.items() if k[1] == "weight"})
+    qparams = {
+        t.name: as_stored(
+            t.module, _kept_qparams(t, weights, activations) | _new_qparams(t, session.observers, computed)
+        )
+        for t in session.plan.targets
+        if t.name not in session.skipped
+    }
+    check_scales(qparams)
+    check_heads(session.model, qparams)
+    for target in session.plan.targets:
+        if target.name in qparams:
+            write_qparams(target.module, target.scheme, qparams[target.name])
+        else:  # an earlier calibration's would pass for this one's
+            clear_qparams(target.module)
+    if weights:  # else they may have been trained on since their scale was chosen
+        remember(session.model)
+    return CalibrationResult(
+        scheme=session.label,
+        modules=list(qparams),
+        observers=len(session.observers),
+        batches=session.batches,
+        measurements=session.measurements,
+        ranks=synced.ranks,
+        collectives=collectives if synced.ranks > 1 else 0,
+        seconds=time.perf_counter() - session.started,
+        qparams={
+            f"{name}.{key}": v.to("cpu", copy=True) for name, found in qparams.items() for key, v in found.items()
+        },
+        input_ranges=_observed_ranges(session.fed),
+        chosen_input_ranges=_chosen_ranges(session.observers),
+        skipped=sorted(session.skipped),
+        expert_tokens=_add_up(synced.notes),
+        fallback=sorted({name for name, _ in borrowed}),
+        fused=session.together,
+        engines=session.engines,
+    )
 
-    def _qparams(self, asked: Asked) -> dict[str, dict[str, torch.Tensor]]:
-        """The qparams of every module that is quantized, as stored: ``{"fc1": {"weight_scale": ...}}``."""
-        anew = {key: observer for key, observer in {**self.observers, **self.borrowed}.items() if asked.has(key)}
-        chosen = [target for target in self.plan.targets if target.name not in self.skipped]
-        return {
-            target.name: as_stored(
-                target.module, _kept_qparams(target, anew) | _new_qparams(target, anew, self._activations)
-            )
-            for target in chosen
-        }
 
-    def _write(self, qparams: Mapping[str, dict[str, torch.Tensor]], asked: Asked) -> None:
-        for target in self.plan.targets:
-            if target.name in qparams:
-                write_qparams(target.module, target.scheme, qparams[target.name])
-            else:  # an earlier calibration's would pass for this one's
-                clear_qparams(target.module)
-        if asked.weights:  # else they may have been trained on since their scale was chosen
-            remember(self.model)
+def _hold_weights(session: CalibrationSession, asked: bool) -> tuple[Weights, CalibrationError | None]:
+    """The weights to observe, as this rank holds them; none of them, and why, where they cannot be observed."""
+    weighted = {(t.name, "weight"): t.module for t in session.plan.targets if asked}
+    weighted = {key: module for key, module in weighted.items() if key in session.observers}
+    try:
+        refuse(
+            [name for (name, _), module in weighted.items() if module.weight.is_meta],
+            "the weight is not materialized (meta device)",
+            remedy="load it first.",
+        )
+        held = Weights(weighted, session.observers, session.collectives)
+    except CalibrationError as error:
+        return Weights({}, {}, session.collectives), error
+    for key in held.modules:
+        session.observers[key].reset(keep=session.observers[key].input_statistics)
+    return held, None
 
 
-def _new_qparams(
-    target: Target, asked: Mapping[Key, Observer], known: Mapping[Key, QParamsDict]
-) -> dict[str, torch.Tensor]:
-    """The qparams of what is asked: ``{"weight_scale": ...}``; those that are known are not computed again."""
-    computed: dict[str, torch.Tensor] = {}
-    for base_name in target.args:
-        observer = asked.get((target.name, base_name))
-        if observer is None:
-            continue
-        qparams = known.get((target.name, base_name)) or observer.get_qparams()
-        global_scale = qparams.get("global_scale")
-        if global_scale is not None:
-            computed[f"{base_name}_global_scale"] = global_scale
-        if observer.args.dynamic is False:
-            computed[f"{base_name}_scale"] = qparams["scale"]
-            if not observer.args.symmetric:
-                computed[f"{base_name}_zero_point"] = qparams["zero_point"]
+def _cover(session: CalibrationSession, synced: Synced) -> dict[Key, Observer]:
+    """Find what no data reached on any rank. Returns stand-ins for it; the rest is skipped.
+
+    Raises:
+        CalibrationError: data are missing, and the options do not allow it.
+    """
+    if session.unreached is None:
+        session.unreached = synced.unreached
+    options, experts = session.options, {name: len(members) for name, members in session.experts.containers.items()}
+    borrowed: dict[Key, Observer] = {}
+    if options.on_missing == "siblings":
+        borrowed = borrow_ranges(session.observers, experts, session.plan.fused, options.join_fused_scales)
+    session.skipped = check_coverage(
+        session.observers,
+        set(session.unreached) - set(borrowed),
+        session.together,
+        options,
+        session.batches,
+        experts=bool(experts),
+    )
+    return borrowed
+
+
+# ---------------------------------------------------------------------- qparams
+
+
+def _compute(session: CalibrationSession, observers: Mapping[Key, Observer]) -> dict[Key, QParamsDict]:
+    """The qparams of each observer whose module is not skipped. An error says which."""
+    computed: dict[Key, QParamsDict] = {}
+    for key, observer in observers.items():
+        if key[0] not in session.skipped:
+            try:
+                computed[key] = observer.get_qparams()
+            except Exception as error:
+                raise sendable(error, key) from error
     return computed
 
 
-def _kept_qparams(target: Target, asked: Collection[Key]) -> dict[str, torch.Tensor]:
-    """The qparams of what is not asked anew, as they stand on the module."""
-    kept = tuple(f"{base_name}_" for base_name in target.args if (target.name, base_name) not in asked)
+def _new_qparams(
+    target: Target, observers: Mapping[Key, Observer], computed: Mapping[Key, QParamsDict]
+) -> dict[str, torch.Tensor]:
+    """The qparams of one module that were computed: ``{"weight_scale": ...}``."""
+    found: dict[str, torch.Tensor] = {}
+    for base_name in target.args:
+        qparams = computed.get((target.name, base_name))
+        if qparams is None:
+            continue
+        args = observers[target.name, base_name].args
+        global_scale = qparams.get("global_scale")
+        if global_scale is not None:
+            found[f"{base_name}_global_scale"] = global_scale
+        if args.dynamic is False:
+            found[f"{base_name}_scale"] = qparams["scale"]
+            if not args.symmetric:
+                found[f"{base_name}_zero_point"] = qparams["zero_point"]
+    return found
+
+
+def _kept_qparams(target: Target, weights: bool, activations: bool) -> dict[str, torch.Tensor]:
+    """The qparams that are not computed anew, as they stand on the module."""
+    anew = [base for base in target.args if (weights if base == "weight" else activations)]
+    kept = tuple(f"{base_name}_" for base_name in target.args if base_name not in anew)
     return {key: value for key, value in read_qparams(target.module).items() if kept and key.startswith(kept)}
 
 

@@ -62,8 +62,8 @@ def state_checksum(value: Any, crc: int = 0) -> int:
     return zlib.crc32(repr(value).encode(), crc)
 
 
-def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Write the qparams of a :func:`dump_state` to the plan's modules of ``model``, and return them.
+def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
+    """Write the qparams of a :func:`dump_state` to the plan's modules of ``model``.
 
     Raises:
         CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
@@ -101,7 +101,6 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> dict[s
         with without_wrappers(model):
             for name, module in model.named_modules():
                 vars(module)[CHECKSUMS] = dict(state["checksums"].get(name, {}))
-    return dict(state["qparams"])
 
 
 def changed_options(state: Mapping[str, Any], config: QuantizationConfig) -> list[str]:

@@ -18,7 +18,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
-from lightning_obs.calibration.finalize import Asked, Finalizer
+from lightning_obs.calibration.finalize import finalize
 from lightning_obs.calibration.hooks import ObserverHooks
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
@@ -37,6 +37,7 @@ from lightning_obs.model.qparams import (
     get_scheme,
     put_back,
     qparams_home,
+    qparams_of,
     read_qparams,
     write_qparams,
 )
@@ -102,8 +103,9 @@ class CalibrationSession:
             self.plan: Plan = build_plan(self.model, self.options.config, self.options.fused_sets)
             #: what each engine does with the checkpoint; empty for a model that is not of transformers
             self.engines = ask_engines(self.model, self.plan.targets, self.options.engine, self.options.fused_groups)
-            self._experts = ExpertWatch(self.model, self.options.calibrate_all_experts)
-            together = [*self.plan.fused, *self._whole_layers()]
+            self.experts = ExpertWatch(self.model, self.options.calibrate_all_experts)
+            #: names of modules that are quantized together or not at all
+            self.together = [*self.plan.fused, *self._whole_layers()]
         self.observers: dict[Key, Observer] = {
             (target.name, base_name): make_observer(base_name, args)
             for target in self.plan.targets
@@ -126,23 +128,18 @@ class CalibrationSession:
             for base_name in ("weight", "input"):
                 fused = [self.observers[n, base_name] for n in group if (n, base_name) in self.observers]
                 Observer.fuse(fused, self.options.join_fused_scales)
+        #: how to talk to the other ranks; a Trainer knows it only when it has started them
+        self.collectives = collectives or Collectives()
         self.batches = 0
+        self.started = 0.0
+        #: observers that no data reached on any rank; None: the ranks were not reduced yet
+        self.unreached: list[Key] | None = None
+        #: modules left in full precision, because no data reached them
+        self.skipped: set[str] = set()
         self.result: CalibrationResult | None = None
-        self._written: dict[str, torch.Tensor] = {}
         #: what this session has put on the modules; another session of the model may have put its own there since
         self._own: Calibration = {}
-        self._started = 0.0
-        self._finalizer = Finalizer(
-            self.model,
-            self.plan,
-            self.observers,
-            self.fed,
-            self._experts,
-            together,
-            self.options,
-            collectives or Collectives(),
-        )
-        self._hooks = ObserverHooks(self.model, self.plan, self.observers, self.extremes, self._experts)
+        self._hooks = ObserverHooks(self.model, self.plan, self.observers, self.extremes, self.experts)
         self._token_mask = token_mask
         self._on_model = ExitStack()
 
@@ -189,8 +186,8 @@ class CalibrationSession:
         self.detach()
         for observer in (*self.observers.values(), *self.extremes.values()):
             observer.reset()
-        self.batches, self.result, self._finalizer.synced = 0, None, None
-        self._started = time.perf_counter()
+        self.batches, self.result, self.unreached = 0, None, None
+        self.started = time.perf_counter()
         self._hooks.attach()
         if count_calls:
             handle = self.model.register_forward_pre_hook(self._count)
@@ -264,11 +261,9 @@ class CalibrationSession:
                 weights. Nothing was written then.
         """
         self.detach()
-        asked = Asked(weights, activations)
         with all_or_nothing(self.model):
-            result = self._finalizer.run(asked, self.batches, self._hooks.measurements, self._started)
-            result.engines = self.engines
-            self.result, self._written, self._own = result, result.qparams, self._present()
+            self.result = finalize(self, weights, activations)
+            self.note_qparams()
         self._say_if_data_was_not_needed()
         if self.result.fallback:
             warn(
@@ -277,19 +272,20 @@ class CalibrationSession:
             )
         return self.result
 
-    @property
-    def collectives(self) -> Collectives:
-        """How to talk to the other ranks. A Trainer knows it only when it has started them."""
-        return self._finalizer.collectives
-
-    @collectives.setter
-    def collectives(self, collectives: Collectives) -> None:
-        self._finalizer.collectives = collectives
+    def note_qparams(self) -> None:
+        """Take what is on the modules for this session's."""
+        self._own = calibration_of(self.model, only={target.module for target in self.plan.targets})
 
     @property
     def qparams(self) -> dict[str, torch.Tensor]:
         """What this session has written, ``{"layer.weight_scale": tensor}`` on the CPU."""
-        return dict(self._written)
+        own = {target.name: qparams_of(self._own, target.module) for target in self.plan.targets}
+        return {f"{n}.{key}": value.to("cpu", copy=True) for n, found in own.items() for key, value in found.items()}
+
+    @property
+    def measurements(self) -> int:
+        """How often observers looked at an activation; less than they were called, where modules share it."""
+        return self._hooks.measurements
 
     @property
     def input_counts(self) -> dict[str, Support]:
@@ -297,17 +293,12 @@ class CalibrationSession:
         counted = {name: observer.counted for (name, base), observer in self.observers.items() if base == "input"}
         return {name: counts for name, counts in counted.items() if counts is not None}
 
-    @property
-    def skipped(self) -> set[str]:
-        """Modules left in full precision, because no data reached them."""
-        return self._finalizer.skipped
-
     def _whole_layers(self) -> list[list[str]]:
         """The modules of each layer's experts: vLLM runs all of them quantized or none, transformers loads them so."""
         ours = is_transformers_model(self.model)
         layers = [
             name
-            for name in self._experts.containers
+            for name in self.experts.containers
             if ours or isinstance(self.model.get_submodule(name), LinearExperts)
         ]
         return [[t.name for t in self.plan.targets if t.name.startswith(f"{layer}.")] for layer in layers]
@@ -326,7 +317,7 @@ class CalibrationSession:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to have the same qparams: tensors, strings and numbers only."""
-        return dump_state(self.plan, self._written, self._checksums())
+        return dump_state(self.plan, self.qparams, self._checksums())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Write the qparams of a :meth:`state_dict` to the modules.
@@ -335,7 +326,8 @@ class CalibrationSession:
             CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
         """
         with all_or_nothing(self.model):
-            self._written, self._own = load_state(self.model, self.plan, state), self._present()
+            load_state(self.model, self.plan, state)
+            self.note_qparams()
 
     @torch.no_grad()
     def write_scales(self, scales: Mapping[str, torch.Tensor], *, of_present_weights: bool) -> None:
@@ -349,16 +341,14 @@ class CalibrationSession:
         for key, value in scales.items():
             name, _, key = key.rpartition(".")
             own.setdefault(name, {})[key] = value
-        written = dict(self._written)
         with torch.inference_mode(False), all_or_nothing(self.model):
             for name, module, scheme in ((t.name, t.module, t.scheme) for t in self.plan.targets):
                 if get_scheme(module) is None or name not in own:
                     continue
                 write_qparams(module, scheme, read_qparams(module) | own[name])
-                written |= {f"{name}.{key}": v.to("cpu", copy=True) for key, v in read_qparams(module).items()}
             if of_present_weights:
                 remember(self.model)
-            self._written, self._own = written, self._present()
+            self.note_qparams()
 
     # ------------------------------------------------------------------ several sessions of one model
 
@@ -376,9 +366,6 @@ class CalibrationSession:
             yield
         finally:
             put_back(now)
-
-    def _present(self) -> Calibration:
-        return calibration_of(self.model, only={target.module for target in self.plan.targets})
 
     def _checksums(self) -> dict[str, dict[str, int]]:
         with without_wrappers(self.model):

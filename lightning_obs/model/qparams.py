@@ -192,6 +192,13 @@ def calibration_of(model: nn.Module, only: Collection[nn.Module] | None = None) 
     return calibration
 
 
+def qparams_of(calibration: Calibration, module: nn.Module) -> dict[str, torch.Tensor]:
+    """The quantization parameters of one module in a :func:`calibration_of`; none if it is not in it."""
+    plain, buffers = calibration.get(module, ({}, {}))
+    own = {**plain, **buffers}
+    return {name: own[name] for name in _QPARAMS if isinstance(own.get(name), torch.Tensor)}
+
+
 def put_back(calibration: Calibration) -> None:
     """Let modules have what they had, and nothing else, when :func:`calibration_of` was called."""
     for module, (plain, buffers) in calibration.items():
