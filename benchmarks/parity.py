@@ -49,7 +49,7 @@ from lightning_obs import CalibrationSession
 from lightning_obs.app.causal_lm import default_model_folder, load_causal_lm
 from lightning_obs.app.text_data import TextData
 from lightning_obs.model.qparams import SUFFIXES, calibrated_modules, read_qparams
-from lightning_obs.schemes.attention import KV_PRESETS
+from lightning_obs.schemes.attention_states import KV_PRESETS
 from lightning_obs.schemes.config import preset_names
 
 PRESETS = ("FP8", "FP8_BLOCK", "W4A16", "W4A16_ASYM", "NVFP4")

@@ -26,8 +26,8 @@ from lightning_obs.numerics.reshape import ATTENTION
 from lightning_obs.observers import Key, Observer
 from lightning_obs.ranks.failures import sendable
 from lightning_obs.ranks.sync import Synced, sync_statistics
-from lightning_obs.schemes.attention import count_heads
-from lightning_obs.schemes.target import Target
+from lightning_obs.schemes.attention_states import count_heads
+from lightning_obs.schemes.planned_modules import PlannedModule
 
 if TYPE_CHECKING:
     from lightning_obs.calibration.session import CalibrationSession
@@ -175,7 +175,7 @@ def _compute(session: CalibrationSession, observers: Mapping[Key, Observer]) -> 
 
 
 def _new_qparams(
-    target: Target, observers: Mapping[Key, Observer], computed: Mapping[Key, QParamsDict]
+    target: PlannedModule, observers: Mapping[Key, Observer], computed: Mapping[Key, QParamsDict]
 ) -> dict[str, torch.Tensor]:
     """The qparams of one module that were computed: ``{"weight_scale": ...}``."""
     found: dict[str, torch.Tensor] = {}
@@ -194,7 +194,7 @@ def _new_qparams(
     return found
 
 
-def _kept_qparams(target: Target, weights: bool, activations: bool) -> dict[str, torch.Tensor]:
+def _kept_qparams(target: PlannedModule, weights: bool, activations: bool) -> dict[str, torch.Tensor]:
     """The qparams that are not computed anew, as they stand on the module."""
     anew = [base for base in target.args if (weights if base == "weight" else activations)]
     kept = tuple(f"{base_name}_" for base_name in target.args if base_name not in anew)

@@ -31,7 +31,7 @@ from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import tokens_of
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
-from lightning_obs.schemes.target import Plan, Target
+from lightning_obs.schemes.planned_modules import Plan, PlannedModule
 
 
 @dataclass
@@ -130,7 +130,7 @@ class ObserverHooks:
             self._attached = None
         self._read = self._mask = None
 
-    def _hooks(self, target: Target) -> list[tuple[Any, Any]]:
+    def _hooks(self, target: PlannedModule) -> list[tuple[Any, Any]]:
         """``(how to register it, hook)`` of one module."""
         inputs, output, weight = (self._observers.get((target.name, base)) for base in ("input", "output", "weight"))
         for_weight = weight if weight is not None and weight.needs_inputs else None
@@ -150,13 +150,13 @@ class ObserverHooks:
             hooks.append((partial(target.module.register_forward_hook, prepend=True), observe_output))
         return hooks
 
-    def _state(self, target: Target, base_name: str) -> Callable[[torch.Tensor], None]:
+    def _state(self, target: PlannedModule, base_name: str) -> Callable[[torch.Tensor], None]:
         observer = self._observers[target.name, base_name]
         return lambda value: self._observe(target, value, observer, heads=True)
 
     def _observe(
         self,
-        target: Target,
+        target: PlannedModule,
         value: Any,
         observer: Observer | None,
         for_weight: Observer | None = None,

@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationConfig
 
 from lightning_obs.engines.engine import Engine, engine_of
 from lightning_obs.errors import CalibrationError, refuse_unknown
-from lightning_obs.schemes.attention import KVCacheLike
+from lightning_obs.schemes.attention_states import KVCacheLike
 from lightning_obs.schemes.config import ObserversLike, SchemeLike, as_names, label, resolve_config
 from lightning_obs.schemes.fused_sets import check_own_sets
 

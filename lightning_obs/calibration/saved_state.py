@@ -23,8 +23,8 @@ from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
 from lightning_obs.ranks.agreement import is_plain
 from lightning_obs.ranks.sync import Collectives, sync_statistics
+from lightning_obs.schemes.planned_modules import Plan
 from lightning_obs.schemes.stored_qparams import find_misfits
-from lightning_obs.schemes.target import Plan
 
 _FORMAT = 2
 _REMEDY = "load the checkpoint of this model, or calibrate again."

@@ -48,10 +48,10 @@ from lightning_obs.numerics.histogram import Support
 from lightning_obs.observers import Observer, StaticMinMaxObserver
 from lightning_obs.observers.base import Key
 from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.schemes.build_plan import build_plan
+from lightning_obs.schemes.checks_before_data import check_inputs_fit
 from lightning_obs.schemes.config import SchemeLike, make_observer
-from lightning_obs.schemes.plan import build_plan
-from lightning_obs.schemes.preflight import check_inputs_fit
-from lightning_obs.schemes.target import Plan
+from lightning_obs.schemes.planned_modules import Plan
 
 
 class CalibrationSession:

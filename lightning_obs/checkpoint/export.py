@@ -38,8 +38,8 @@ from lightning_obs.model.wrappers import unwrapped, without_wrappers
 from lightning_obs.moe.experts import routers
 from lightning_obs.ranks.collectives import gather_objects
 from lightning_obs.ranks.failures import require_no_failure
+from lightning_obs.schemes.planned_modules import PlannedModule
 from lightning_obs.schemes.stored_qparams import find_misfits
-from lightning_obs.schemes.target import Target
 
 
 def export_checkpoint(
@@ -109,7 +109,7 @@ def _open(stack: ExitStack, model: nn.Module, folder: Path, overwrite: bool, sha
                 misfit
                 for name, module in calibrated_modules(model)
                 if not quantized_states(module) and (scheme := get_scheme(module)) is not None
-                for misfit in find_misfits(Target(name, module, scheme), read_qparams(module))
+                for misfit in find_misfits(PlannedModule(name, module, scheme), read_qparams(module))
             ],
             "the quantization parameters are not those that the scheme asks for",
             remedy="calibrate again, with data.",

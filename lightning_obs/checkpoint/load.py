@@ -25,9 +25,9 @@ from lightning_obs.forward.quantized_forward import quantize_for_good
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.qparams import write_qparams
 from lightning_obs.model.wrappers import unwrapped
-from lightning_obs.schemes.plan import is_meant
+from lightning_obs.schemes.build_plan import is_meant
+from lightning_obs.schemes.planned_modules import PlannedModule
 from lightning_obs.schemes.stored_qparams import expected_shapes, find_misfits
-from lightning_obs.schemes.target import Target
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
@@ -80,7 +80,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
     return given
 
 
-def _compressed_targets(model: nn.Module, config: QuantizationConfig) -> list[Target]:
+def _compressed_targets(model: nn.Module, config: QuantizationConfig) -> list[PlannedModule]:
     """The modules that the config says are quantized."""
     if config.kv_cache_scheme is not None:
         raise CalibrationError(
@@ -97,10 +97,12 @@ def _compressed_targets(model: nn.Module, config: QuantizationConfig) -> list[Ta
         for name, module in model.named_modules(remove_duplicate=False)
         if id(module) in matched
     ]
-    return [Target(name, module, by_target[target]) for name, module, target in found if is_meant(target, module)]
+    return [
+        PlannedModule(name, module, by_target[target]) for name, module, target in found if is_meant(target, module)
+    ]
 
 
-def _decompressed(target: Target, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _decompressed(target: PlannedModule, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Put the dequantized weight into ``state``, in place of the compressed entries, and return the qparams."""
     module, scheme, prefix = target.module, target.scheme, f"{target.name}." if target.name else ""
     own = {key: value for key, value in module.state_dict().items() if "." not in key}
@@ -113,7 +115,7 @@ def _decompressed(target: Target, state: dict[str, torch.Tensor]) -> dict[str, t
     return {key: value for key, value in local.items() if key not in own and key.endswith(("scale", "zero_point"))}
 
 
-def _require_entries(target: Target, own: dict[str, torch.Tensor], local: dict[str, torch.Tensor]) -> None:
+def _require_entries(target: PlannedModule, own: dict[str, torch.Tensor], local: dict[str, torch.Tensor]) -> None:
     """Refuse entries of other names, shapes or formats than those that the module itself, compressed, would have."""
     expected = compress_entries(target.module, own | _any_qparams(target), target.scheme)
     prefix = f"{target.name}." if target.name else ""
@@ -125,7 +127,7 @@ def _require_entries(target: Target, own: dict[str, torch.Tensor], local: dict[s
     _refuse_misfits(misfits)
 
 
-def _any_qparams(target: Target) -> dict[str, torch.Tensor]:
+def _any_qparams(target: PlannedModule) -> dict[str, torch.Tensor]:
     """Quantization parameters as the module will have them, but for their values."""
     qparams, device = {}, next(target.module.parameters(), torch.empty(0)).device
     for base, args in target.args.items():
@@ -141,7 +143,9 @@ def _form(value: torch.Tensor) -> str:
     return f"{dtype} {tuple(value.shape)}"
 
 
-def _require_fit(model: nn.Module, targets: list[Target], state: dict[str, torch.Tensor], stored: _Qparams) -> None:
+def _require_fit(
+    model: nn.Module, targets: list[PlannedModule], state: dict[str, torch.Tensor], stored: _Qparams
+) -> None:
     """Refuse what is missing, left over, of other shapes, or no quantization parameter."""
     _refuse_misfits([m for target in targets for m in find_misfits(target, stored[target.name])])
     whole = model.state_dict()

@@ -25,7 +25,7 @@ from torch import nn
 
 from lightning_obs.choice.sensitivity import Batches, Schemes, Sensitivity, sensitivity
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.schemes.target import scheme_identity
+from lightning_obs.schemes.planned_modules import scheme_identity
 
 #: bits per weight as a number, or bytes as ``"90 MB"``
 Budget: TypeAlias = "float | str | None"

@@ -16,7 +16,7 @@ from torch import nn
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.moe.experts import linear_experts
-from lightning_obs.schemes.target import Target
+from lightning_obs.schemes.planned_modules import PlannedModule
 
 FusedSets = Sequence[Sequence[str]]
 
@@ -96,7 +96,7 @@ class Engine:
 
         return add
 
-    def takes(self, target: Target, is_expert: bool) -> Hardware | None:
+    def takes(self, target: PlannedModule, is_expert: bool) -> Hardware | None:
         """The hardware that runs one module in its scheme; None: not known.
 
         Raises:
@@ -104,7 +104,7 @@ class Engine:
         """
         return None
 
-    def check(self, model: nn.Module, targets: list[Target], fused_sets: FusedSets) -> Hardware | None:
+    def check(self, model: nn.Module, targets: list[PlannedModule], fused_sets: FusedSets) -> Hardware | None:
         """The hardware that runs the whole checkpoint; None: not known. A subclass adds rules about several modules.
 
         Args:
@@ -122,7 +122,9 @@ class Engine:
             found = found.and_(runs) if found and runs else found or runs
         return found
 
-    def remarks(self, model: nn.Module, targets: list[Target], fused_sets: FusedSets, chosen: bool) -> Iterator[str]:
+    def remarks(
+        self, model: nn.Module, targets: list[PlannedModule], fused_sets: FusedSets, chosen: bool
+    ) -> Iterator[str]:
         """What the user should know: each remark becomes a CalibrationWarning.
 
         Args:
@@ -164,7 +166,7 @@ def engine_of(reload: str) -> Engine:
 
 
 def ask_engines(
-    model: nn.Module, targets: list[Target], chosen: Engine, own_sets: FusedSets = ()
+    model: nn.Module, targets: list[PlannedModule], chosen: Engine, own_sets: FusedSets = ()
 ) -> dict[str, Verdict]:
     """Ask every engine once: the verdict of each by its name.
 

@@ -29,7 +29,7 @@ from lightning_obs.moe.experts import (
     linear_experts,
     model_type,
 )
-from lightning_obs.schemes.target import Target, scheme_identity
+from lightning_obs.schemes.planned_modules import PlannedModule, scheme_identity
 
 #: ``model_type`` of the configs whose experts were loaded back
 _TRIED = (*W123_MODEL_TYPES, *GATE_UP_DOWN_MODEL_TYPES)
@@ -45,7 +45,7 @@ class Transformers(Engine):
     dequantize: ClassVar[bool] = False
 
     @override
-    def check(self, model: nn.Module, targets: list[Target], fused_sets: FusedSets) -> Hardware | None:
+    def check(self, model: nn.Module, targets: list[PlannedModule], fused_sets: FusedSets) -> Hardware | None:
         in_transformers = is_transformers_model(model)
         if in_transformers:
             _check_compressible(targets)
@@ -69,7 +69,7 @@ class Dequantized(Transformers):
     dequantize = True
 
 
-def _check_compressible(targets: list[Target]) -> None:
+def _check_compressible(targets: list[PlannedModule]) -> None:
     """Refuse what compressed-tensors cannot store (GPT-2's Conv1D, convolutions): ``from_pretrained`` would give the
     model unquantized, without a word."""
     refuse(
@@ -79,7 +79,7 @@ def _check_compressible(targets: list[Target]) -> None:
     )
 
 
-def _check_dequantized(targets: list[Target], in_transformers: bool) -> None:
+def _check_dequantized(targets: list[PlannedModule], in_transformers: bool) -> None:
     """Refuse attention states, several schemes, and zero points in one packed row: transformers dequantizes weights of
     one scheme, and compressed-tensors 0.20 unpacks 4-bit zero points of several groups from two rows on."""
     refuse(
@@ -99,7 +99,7 @@ def _check_dequantized(targets: list[Target], in_transformers: bool) -> None:
     )
 
 
-def _packs_zero_points_into_one_row(target: Target) -> bool:
+def _packs_zero_points_into_one_row(target: PlannedModule) -> bool:
     weights, shape = target.scheme.weights, matrix_shape(target.module)
     if weights is None or shape is None or weights.symmetric or not weights.group_size:
         return False
@@ -107,7 +107,7 @@ def _packs_zero_points_into_one_row(target: Target) -> bool:
     return packed and weights.num_bits == 4 and shape[0] <= 8 and shape[1] > weights.group_size > 0
 
 
-def _check_float(target: Target, weights: QuantizationArgs, in_transformers: bool) -> None:
+def _check_float(target: PlannedModule, weights: QuantizationArgs, in_transformers: bool) -> None:
     """Refuse 4-bit and microscaling floats in other dtypes: they are decompressed in bfloat16, whatever the model's."""
     dtype = target.module.weight.dtype
     nvfp4 = weights.strategy == QuantizationStrategy.TENSOR_GROUP and dtype != torch.bfloat16
@@ -121,7 +121,7 @@ def _check_float(target: Target, weights: QuantizationArgs, in_transformers: boo
         )
 
 
-def _check_packed(target: Target, weights: QuantizationArgs) -> None:
+def _check_packed(target: PlannedModule, weights: QuantizationArgs) -> None:
     """Refuse packed integers but for symmetric Linear: transformers unpacks no others. 4-bit and weight-only integers
     are packed into int32."""
     kind = kind_of(target.module).stored_as
@@ -145,7 +145,7 @@ def _check_packed(target: Target, weights: QuantizationArgs) -> None:
 # ---------------------------------------------------------------------- experts
 
 
-def _check_experts(model: nn.Module, targets: list[Target], dequantize: bool) -> None:
+def _check_experts(model: nn.Module, targets: list[PlannedModule], dequantize: bool) -> None:
     """Refuse experts that transformers 5.23 does not load back with the same numbers.
 
     It has no Linear per expert: it dequantizes every expert while it loads and stacks the weights, also where
@@ -173,7 +173,7 @@ def _check_experts(model: nn.Module, targets: list[Target], dequantize: bool) ->
         )
 
 
-def _check_experts_left(model: nn.Module, targets: list[Target]) -> None:
+def _check_experts_left(model: nn.Module, targets: list[PlannedModule]) -> None:
     """Refuse experts in full precision beside other formats than FP8: its reader alone takes weights without scale."""
     left = [
         name
@@ -201,7 +201,7 @@ def _check_architecture(containers: Collection[LinearExperts]) -> None:
     )
 
 
-def _check_expert(target: Target, dequantize: bool) -> None:
+def _check_expert(target: PlannedModule, dequantize: bool) -> None:
     """Refuse a format that the loader of experts cannot read, and quantized activations, which it drops."""
     scheme = target.scheme
     if not _loads_stacked(scheme, target.module):

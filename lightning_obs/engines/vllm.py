@@ -23,7 +23,7 @@ from lightning_obs.engines.wholes import quantized_gates, split_experts, split_s
 from lightning_obs.errors import CalibrationError, name_list, refuse
 from lightning_obs.model.kinds import is_transformers_model, kind_of
 from lightning_obs.schemes.config import describe
-from lightning_obs.schemes.target import Target
+from lightning_obs.schemes.planned_modules import PlannedModule
 
 _VLLM = "vLLM 0.32"
 _CHANNEL, _GROUP = QuantizationStrategy.CHANNEL, QuantizationStrategy.GROUP
@@ -151,7 +151,7 @@ class VLLM(Engine):
     name = "vLLM"
 
     @override
-    def check(self, model: nn.Module, targets: list[Target], fused_sets: FusedSets) -> Hardware | None:
+    def check(self, model: nn.Module, targets: list[PlannedModule], fused_sets: FusedSets) -> Hardware | None:
         if not is_transformers_model(model):
             raise CalibrationError(f"vLLM does not load a {type(model).__name__}", expected="a model of transformers")
         if getattr(model.config, "is_encoder_decoder", False) and model.main_input_name == "input_ids":
@@ -174,7 +174,7 @@ class VLLM(Engine):
         return found
 
     @override
-    def takes(self, target: Target, is_expert: bool) -> Hardware | None:
+    def takes(self, target: PlannedModule, is_expert: bool) -> Hardware | None:
         if target.states:
             return _CPU
         family = family_of(target.scheme)
@@ -188,7 +188,9 @@ class VLLM(Engine):
         return Hardware(family.experts) if is_expert else family.linear
 
     @override
-    def remarks(self, model: nn.Module, targets: list[Target], fused_sets: FusedSets, chosen: bool) -> Iterator[str]:
+    def remarks(
+        self, model: nn.Module, targets: list[PlannedModule], fused_sets: FusedSets, chosen: bool
+    ) -> Iterator[str]:
         if not chosen:
             yield from map(str, _wrong_choices(model, targets, fused_sets))
         of_q = [target for target in targets if "q" in target.states]
@@ -228,7 +230,7 @@ class VLLM(Engine):
         return module is not getattr(model, "get_output_embeddings", lambda: None)()
 
 
-def _wrong_choices(model: nn.Module, targets: list[Target], fused_sets: FusedSets) -> Iterator[CalibrationError]:
+def _wrong_choices(model: nn.Module, targets: list[PlannedModule], fused_sets: FusedSets) -> Iterator[CalibrationError]:
     """Modules that vLLM refuses for the way they were chosen, and kv caches for their format; not for their scheme."""
     planned = {target.name for target in targets}
     caches = {

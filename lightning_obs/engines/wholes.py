@@ -9,10 +9,10 @@ from torch import nn
 from lightning_obs.engines.engine import FusedSets
 from lightning_obs.moe.experts import expert_containers, linear_experts, modules_beside
 from lightning_obs.schemes.fused_sets import find_fused
-from lightning_obs.schemes.target import Target
+from lightning_obs.schemes.planned_modules import PlannedModule
 
 
-def split_sets(model: nn.Module, targets: list[Target], fused_sets: FusedSets) -> list[str]:
+def split_sets(model: nn.Module, targets: list[PlannedModule], fused_sets: FusedSets) -> list[str]:
     """Fused sets of which only some modules will be quantized: ``"q_proj/k_proj/v_proj in layers.0.self_attn"``."""
     planned, kinds = {t.name for t in targets}, {type(t.module) for t in targets}
     return [

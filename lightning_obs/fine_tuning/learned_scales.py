@@ -23,7 +23,7 @@ from lightning_obs.model.sharding import in_shards
 from lightning_obs.model.weights import weight_matrix
 from lightning_obs.numerics.reshape import flatten_for_calibration
 from lightning_obs.observers.base import Key
-from lightning_obs.schemes.target import Plan, Target
+from lightning_obs.schemes.planned_modules import Plan, PlannedModule
 
 
 class LearnedScales:
@@ -105,7 +105,7 @@ class LearnedScales:
                 optimizers[min(places[name], default=0)].param_groups[0]["params"].append(factor)
 
     @staticmethod
-    def _trained_by(target: Target, held: Sequence[set[int]]) -> set[int]:
+    def _trained_by(target: PlannedModule, held: Sequence[set[int]]) -> set[int]:
         """Which optimizers have parameters of a module, or of the adapters beside it."""
         adapters = adapters_of(target.module)
         own = {id(p) for p in (target.module if adapters is None else adapters.layer).parameters()}
@@ -173,7 +173,7 @@ def _join(key: Key) -> str:
     return f"{key[0]}.{key[1]}"
 
 
-def _scale_shape(target: Target, base_name: str, args: QuantizationArgs) -> tuple[int, ...] | None:
+def _scale_shape(target: PlannedModule, base_name: str, args: QuantizationArgs) -> tuple[int, ...] | None:
     """Shape of a scale that can be learned; None for the others."""
     stored_rounded = args.scale_dtype is not None or args.strategy == QuantizationStrategy.TENSOR_GROUP
     if args.dynamic or stored_rounded or not isinstance(getattr(target.module, "weight", None), torch.Tensor):

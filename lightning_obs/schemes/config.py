@@ -24,7 +24,13 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.model.qparams import scheme_args
 from lightning_obs.numerics.reshape import ATTENTION, BASE_NAMES
 from lightning_obs.observers import Observer
-from lightning_obs.schemes.attention import KVCacheLike, StatesConfig, quantizes_states, resolve_kv_cache, state_args
+from lightning_obs.schemes.attention_states import (
+    KVCacheLike,
+    StatesConfig,
+    quantizes_states,
+    resolve_kv_cache,
+    state_args,
+)
 
 SchemeLike: TypeAlias = "str | Mapping[str, Any] | QuantizationScheme | QuantizationConfig"
 ObserversLike: TypeAlias = "Mapping[str, str | Mapping[str, Any] | None] | None"
@@ -76,7 +82,7 @@ def resolve_config(
         ignore: modules to leave in full precision, written the same way.
         observers: observer per base name (weight, input, output; q, k, v of attention states): a name, or a dict of
             ``name`` and hyperparameters. Replaces the one that the scheme names.
-        kv_cache: quantization of the kv cache, see :func:`~lightning_obs.schemes.attention.resolve_kv_cache`.
+        kv_cache: quantization of the kv cache, see :func:`~lightning_obs.schemes.attention_states.resolve_kv_cache`.
 
     Raises:
         CalibrationError: an unknown preset, field, base name or observer; targets given twice; a scheme that

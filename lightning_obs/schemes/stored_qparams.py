@@ -16,13 +16,13 @@ from compressed_tensors.quantization.utils import calculate_range
 from lightning_obs.model.sharding import whole_shape
 from lightning_obs.model.weights import matrix_shape
 from lightning_obs.numerics.reshape import ATTENTION, flatten_for_calibration
-from lightning_obs.schemes.attention import count_heads
-from lightning_obs.schemes.target import Target
+from lightning_obs.schemes.attention_states import count_heads
+from lightning_obs.schemes.planned_modules import PlannedModule
 
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
 
-def expected_shapes(target: Target, base_name: str) -> dict[str, tuple[int, ...] | None]:
+def expected_shapes(target: PlannedModule, base_name: str) -> dict[str, tuple[int, ...] | None]:
     """The parameters that quantizing a tensor takes: ``{"weight_scale": shape}``; None: the shape is not known."""
     args, shapes = target.args[base_name], dict[str, tuple[int, ...] | None]()
     if args.strategy == QuantizationStrategy.TENSOR_GROUP:
@@ -34,7 +34,9 @@ def expected_shapes(target: Target, base_name: str) -> dict[str, tuple[int, ...]
     return {f"{base_name}_{suffix}": shape for suffix, shape in shapes.items() if args.dynamic is not True}
 
 
-def find_misfits(target: Target, qparams: Mapping[str, Any], bases: Collection[str] | None = None) -> Iterator[str]:
+def find_misfits(
+    target: PlannedModule, qparams: Mapping[str, Any], bases: Collection[str] | None = None
+) -> Iterator[str]:
     """A message for each quantization parameter that is missing, unexpected or wrong.
 
     Args:
@@ -72,7 +74,7 @@ def _misfit(name: str, value: Any, shape: tuple[int, ...] | None, args: Quantiza
     return None if inside else f"is not from {low:g} to {high:g}"
 
 
-def _scale_shape(target: Target, base_name: str, args: QuantizationArgs) -> tuple[int, ...] | None:
+def _scale_shape(target: PlannedModule, base_name: str, args: QuantizationArgs) -> tuple[int, ...] | None:
     if base_name in ATTENTION:
         per_head = args.strategy == QuantizationStrategy.ATTN_HEAD
         return (count_heads(target.module)[base_name], 1, 1) if per_head else (1,)

@@ -2,7 +2,7 @@
 
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.engines import ask_engines
-from lightning_obs.schemes.plan import build_plan
+from lightning_obs.schemes.build_plan import build_plan
 
 FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
 

@@ -12,7 +12,7 @@ from lightning_obs.model.qparams import scheme_args
 
 
 @dataclass(frozen=True)
-class Target:
+class PlannedModule:
     """One module that will be quantized.
 
     Attributes:
@@ -41,7 +41,7 @@ class Plan:
     """
 
     config: QuantizationConfig
-    targets: list[Target]
+    targets: list[PlannedModule]
     fused: list[list[str]] = field(default_factory=list)
 
     @property

@@ -21,7 +21,7 @@ from lightning_obs.model.sharding import unit_of, whole_shape
 from lightning_obs.model.weights import matrix_shape
 from lightning_obs.moe.experts import fused_experts, hub_names
 from lightning_obs.observers.base import Key, Observer
-from lightning_obs.schemes.target import Target
+from lightning_obs.schemes.planned_modules import PlannedModule
 
 # ---------------------------------------------------------------------- the patterns
 
@@ -62,7 +62,7 @@ def check_stacked_experts(model: nn.Module, targets: list[str], ignore: list[str
 # ---------------------------------------------------------------------- the modules that were chosen
 
 
-def _check_called(model: nn.Module, targets: list[Target]) -> None:
+def _check_called(model: nn.Module, targets: list[PlannedModule]) -> None:
     """Refuse a Linear whose weight is read without calling the module."""
     uncalled = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     refuse(
@@ -72,7 +72,7 @@ def _check_called(model: nn.Module, targets: list[Target]) -> None:
     )
 
 
-def _check_adapters(model: nn.Module, targets: list[Target]) -> None:
+def _check_adapters(model: nn.Module, targets: list[PlannedModule]) -> None:
     """Refuse adapters of peft other than LoRA on Linear modules, and any beside weights that FSDP1 shards."""
     layers = [m for m in model.modules() if hasattr(m, "base_layer") and hasattr(m, "merged")]
     others = hasattr(model, "peft_config") and not (layers and all(map(is_adapted, layers)))
@@ -89,7 +89,7 @@ def _check_adapters(model: nn.Module, targets: list[Target]) -> None:
     )
 
 
-def _check_attention(targets: list[Target]) -> None:
+def _check_attention(targets: list[PlannedModule]) -> None:
     """Refuse attention in which compressed-tensors finds no kv cache."""
     refuse(
         [
@@ -103,7 +103,7 @@ def _check_attention(targets: list[Target]) -> None:
     )
 
 
-def _check_full_precision(targets: list[Target]) -> None:
+def _check_full_precision(targets: list[PlannedModule]) -> None:
     """Refuse a model that was loaded quantized."""
 
     def status(module: nn.Module) -> str:
@@ -118,7 +118,7 @@ def _check_full_precision(targets: list[Target]) -> None:
     )
 
 
-def _check_embeddings(targets: list[Target]) -> None:
+def _check_embeddings(targets: list[PlannedModule]) -> None:
     """Refuse to quantize token indices."""
     refuse(
         [t.name for t in targets if kind_of(t.module).reads_indices and t.scheme.input_activations is not None],
@@ -127,7 +127,7 @@ def _check_embeddings(targets: list[Target]) -> None:
     )
 
 
-def _check_weights(targets: list[Target]) -> None:
+def _check_weights(targets: list[PlannedModule]) -> None:
     """Refuse a weight that is not a matrix, is computed at each access, or is not floating point."""
     weighted = [t for t in targets if t.scheme.weights is not None]
     refuse(
@@ -149,7 +149,7 @@ def _check_weights(targets: list[Target]) -> None:
     )
 
 
-def _check_shared(model: nn.Module, targets: list[Target]) -> None:
+def _check_shared(model: nn.Module, targets: list[PlannedModule]) -> None:
     """Refuse weights that several modules share (tied)."""
     planned = {id(t.module) for t in targets if t.scheme.weights is not None}
     users: dict[int, list[tuple[str, nn.Module]]] = {}
@@ -168,7 +168,7 @@ def _check_shared(model: nn.Module, targets: list[Target]) -> None:
             )
 
 
-def _check_group_sizes(targets: list[Target]) -> None:
+def _check_group_sizes(targets: list[PlannedModule]) -> None:
     """Refuse groups that do not divide the columns."""
     for base_name in ("weight", "input"):
         bad: dict[tuple[int, int], list[str]] = {}
@@ -188,7 +188,7 @@ def _check_group_sizes(targets: list[Target]) -> None:
             )
 
 
-def check_targets(model: nn.Module, targets: list[Target]) -> None:
+def check_targets(model: nn.Module, targets: list[PlannedModule]) -> None:
     """Refuse modules that cannot be quantized as their scheme says. The user reads of the first problem."""
     _check_called(model, targets)
     _check_adapters(model, targets)
@@ -200,7 +200,7 @@ def check_targets(model: nn.Module, targets: list[Target]) -> None:
     _check_group_sizes(targets)
 
 
-def check_inputs_fit(targets: Sequence[Target], observers: Mapping[Key, Observer]) -> None:
+def check_inputs_fit(targets: Sequence[PlannedModule], observers: Mapping[Key, Observer]) -> None:
     """Refuse an observer that needs one input channel per column of the weight where inputs have other channels."""
     refuse(
         [

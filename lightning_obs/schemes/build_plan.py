@@ -15,16 +15,16 @@ from torch import nn
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.kinds import holds_parameters
 from lightning_obs.model.lora import base_of, inside_adapted
-from lightning_obs.schemes.attention import find_states
-from lightning_obs.schemes.config import config_groups
-from lightning_obs.schemes.fused_sets import find_fused, require_one_scheme
-from lightning_obs.schemes.preflight import (
+from lightning_obs.schemes.attention_states import find_states
+from lightning_obs.schemes.checks_before_data import (
     check_patterns,
     check_stacked_experts,
     check_targets,
     warn_cast_buffers,
 )
-from lightning_obs.schemes.target import Plan, Target, scheme_identity
+from lightning_obs.schemes.config import config_groups
+from lightning_obs.schemes.fused_sets import find_fused, require_one_scheme
+from lightning_obs.schemes.planned_modules import Plan, PlannedModule, scheme_identity
 
 
 def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequence[Sequence[str]] = ()) -> Plan:
@@ -62,7 +62,7 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
 
 def _choose(
     model: nn.Module, config: QuantizationConfig, by_target: dict[str, QuantizationScheme], ignore: list[str]
-) -> list[Target]:
+) -> list[PlannedModule]:
     """Attention modules with their states, then all others; for an adapted layer, its base layer."""
     targets = find_states(model, config)
     left_alone = {target.name for target in targets} | inside_adapted(model)
@@ -70,7 +70,7 @@ def _choose(
         if name not in left_alone:
             pattern, module = match_targets(name, module, list(by_target))[0], base_of(module)
             if is_meant(pattern, module):
-                targets.append(Target(name, module, by_target[pattern]))
+                targets.append(PlannedModule(name, module, by_target[pattern]))
     return targets
 
 

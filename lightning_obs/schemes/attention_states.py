@@ -25,7 +25,7 @@ from torch import nn
 from lightning_obs.errors import CalibrationError, name_list, refuse, warn
 from lightning_obs.model.kinds import has_kv_cache, is_transformers_model
 from lightning_obs.numerics.reshape import ATTENTION
-from lightning_obs.schemes.target import Target
+from lightning_obs.schemes.planned_modules import PlannedModule
 
 KVCacheLike: TypeAlias = "str | Mapping[str, Any] | QuantizationArgs | None"
 
@@ -97,7 +97,7 @@ def state_args(config: QuantizationConfig, args: QuantizationArgs, base_name: st
 # ---------------------------------------------------------------------- over one model
 
 
-def find_states(model: nn.Module, config: QuantizationConfig) -> list[Target]:
+def find_states(model: nn.Module, config: QuantizationConfig) -> list[PlannedModule]:
     """The attention modules whose states ``config`` quantizes, checked without data.
 
     Raises:
@@ -131,7 +131,7 @@ def find_states(model: nn.Module, config: QuantizationConfig) -> list[Target]:
     _check_head_counts(model, list(cached))
     bases = ATTENTION if groups else ATTENTION[1:]
     states = {base: state_args(config, args, base) for base in bases}
-    return [Target(name, module, groups.get(name, scheme), states) for name, module in cached.items()]
+    return [PlannedModule(name, module, groups.get(name, scheme), states) for name, module in cached.items()]
 
 
 def _of_groups(
