@@ -1,8 +1,9 @@
 """Differentiable fake quantization: compressed-tensors' forward, a gradient of our own.
 
 Forward, compressed-tensors' ``fake_quantize`` is called, so training sees bit for bit what the exported checkpoint
-gives. (Only fp4 on a CPU is computed here, to the same bits: its cast makes eight masked passes, and would take most of
-a training step.) It runs under ``no_grad`` and would cut the graph, so the gradient is put beside it:
+gives. (On a CPU, formats of which torch has no dtype are computed here, to the same bits: the cast to fp4 makes eight
+masked passes, and would take most of a training step.) It runs under ``no_grad`` and would cut the graph, so the
+gradient is put beside it:
 
 * **value**: straight-through where the value lies on the grid, zero where it was clipped. The grid ends half a step
   beyond its last level, for what lies there still rounds to that level: compressed-tensors maps the absmax of a
@@ -23,13 +24,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization import fake_quantize as exact_fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp, maybe_pad_tensor_for_block_quant
 from torch import nn
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.numerics.formats import FLOATS, Levels, round_to_grid
+from lightning_obs.numerics.formats import NumberGrid, format_of
 
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
@@ -86,7 +87,7 @@ def fake_quantize(
         inside = _ungroup(_on_grid(value, scale, zero_point, args, global_scale), value.shape, args)
         return _StraightThrough.apply(value, quantized.detach(), inside)
     inside = _on_grid(value, scale, zero_point, args, global_scale)
-    factor = (value.numel() / observations / scale.numel() * Levels.of(args).high) ** -0.5
+    factor = (value.numel() / observations / scale.numel() * NumberGrid.of(args).high) ** -0.5
     learned = _LearnedStep.apply(
         _group(value, args), _broadcastable(scale, args), _group(quantized, args).detach(), inside, factor
     )
@@ -205,13 +206,13 @@ def _forward(
     args: QuantizationArgs,
     global_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    wide = torch.promote_types(value.dtype, scale.dtype) == torch.float64
-    if args.type == QuantizationType.INT or args.num_bits != 4 or value.device.type != "cpu" or wide:
+    number, wide = format_of(args), torch.promote_types(value.dtype, scale.dtype) == torch.float64
+    if number is None or number.dtype is not None or value.device.type != "cpu" or wide:
         return exact_fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
     step = _broadcastable(scale if global_scale is None else scale / global_scale, args)
     zero = 0.0 if zero_point is None else _broadcastable(zero_point, args).to(value.dtype)
     level = (_group(value, args) / step).add_(zero)
-    near = round_to_grid(level.float(), *Levels.of(args)[:2], *FLOATS[4].rounding)
+    near = NumberGrid.of(args).round(level.float())
     level = near.copysign_(level).to(step.dtype)  # compressed-tensors keeps the sign of a zero
     if zero_point is not None:
         level = level - _broadcastable(zero_point, args).to(step.dtype)
@@ -228,9 +229,10 @@ def _on_grid(
     global_scale: torch.Tensor | None,
 ) -> torch.Tensor:
     """Which values were not clipped, in the layout of :func:`_group`."""
-    low, high, last_step = Levels.of(args)
+    grid = NumberGrid.of(args)
+    low, high = grid.low, grid.high
     eps = max(torch.finfo(value.dtype).eps, torch.finfo(scale.dtype).eps)
-    slack = last_step / 2 + eps * (high - low)
+    slack = grid.last_step / 2 + eps * (high - low)
     step = scale.float() if global_scale is None else scale / global_scale
     zero = 0.0 if zero_point is None else zero_point.float()
     lower = _broadcastable((low - slack - zero) * step, args)

@@ -1,4 +1,4 @@
-"""The numbers that a format can hold, in units of its scale.
+"""Number formats, by name in one table, and the grid of one in units of a scale.
 
 Scale and zero point are compressed-tensors' own. Rounding is its result, bit for bit, without its casts: adding and
 subtracting a large enough number rounds a float32 to fewer bits, five times faster than a cast there and back, and it
@@ -8,92 +8,119 @@ compiles into the loop around it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
-from compressed_tensors.quantization.quant_args import FP4_E2M1_DATA, FP8_E4M3_DATA, FloatArgs
 from compressed_tensors.quantization.utils import calculate_qparams
 
+from lightning_obs.errors import CalibrationError
 
-class FloatFormat(NamedTuple):
-    """A sign, an exponent and a mantissa, with subnormal numbers; no infinity."""
 
-    last: float  # the largest number
-    last_step: float  # from the number before it
-    mantissa: int  # bits
-    smallest: int  # exponent of the smallest normal number
+class NumberFormat(NamedTuple):
+    """A sign, an exponent and a mantissa, with subnormal numbers.
 
-    @classmethod
-    def of(cls, data: type[FloatArgs]) -> FloatFormat:
-        """The format that compressed-tensors describes.
+    Attributes:
+        bits: of a number.
+        mantissa: bits of it.
+        smallest: exponent of the smallest normal number.
+        last: the largest number.
+        dtype: torch's dtype of these numbers; None: torch has none.
+        codes: a dtype of one byte that holds these numbers, if values are quantized to them; None: only ranges and
+            scales are rounded to them.
+        mx_mantissa: bits to which compressed-tensors rounds the largest magnitude before it takes the power of two that
+            is an MX scale.
+    """
 
-        >>> FloatFormat.of(FP8_E4M3_DATA)
-        FloatFormat(last=448.0, last_step=32.0, mantissa=3, smallest=-6)
-        """
-        assert data.max is not None
-        last_step = 2.0 ** (math.floor(math.log2(data.max)) - data.mantissa)
-        return cls(data.max, last_step, data.mantissa, 2 - 2 ** (data.exponent - 1))
+    bits: int
+    mantissa: int
+    smallest: int
+    last: float
+    dtype: torch.dtype | None = None
+    codes: torch.dtype | None = None
+    mx_mantissa: int = 1
+
+    @property
+    def last_step(self) -> float:
+        """From the largest number to the one before it."""
+        return 2.0 ** (math.floor(math.log2(self.last)) - self.mantissa)
 
     @property
     def rounding(self) -> tuple[float, float]:
-        """Smallest normal number, and what times a power of two leaves only the format's bits when it is added."""
+        """The smallest normal number, and the factor of a power of two that, when added, leaves ``mantissa`` bits."""
         return 2.0**self.smallest, 1.5 * 2.0 ** (23 - self.mantissa)
 
 
-#: bits -> format; compressed-tensors 0.19 does not describe the one of 6 bits, E2M3
-FLOATS = {8: FloatFormat.of(FP8_E4M3_DATA), 6: FloatFormat(7.5, 0.5, 3, 0), 4: FloatFormat.of(FP4_E2M1_DATA)}
+#: every floating format that is known here; QuantizationArgs name those of values by their bits
+FORMATS = {
+    "float4_e2m1fn": NumberFormat(4, 1, 0, 6.0, codes=torch.float8_e4m3fn),
+    "float6_e2m3fn": NumberFormat(6, 3, 0, 7.5, codes=torch.float8_e4m3fn, mx_mantissa=3),
+    "float8_e4m3fn": NumberFormat(8, 3, -6, 448.0, torch.float8_e4m3fn, codes=torch.float8_e4m3fn),
+    "float16": NumberFormat(16, 10, -14, 65504.0, torch.float16),
+    "bfloat16": NumberFormat(16, 7, -126, torch.finfo(torch.bfloat16).max, torch.bfloat16),
+}
 
 
-class Levels(NamedTuple):
-    """The ends of what a format can hold, in units of the scale, zero point not subtracted."""
+def format_of(args: QuantizationArgs) -> NumberFormat | None:
+    """The floating format to which values are quantized; None: integers.
 
-    low: float
-    high: float
-    last_step: float  # distance of the two outermost levels
+    Raises:
+        CalibrationError: no format of this many bits is in :data:`FORMATS`.
 
-    @classmethod
-    def of(cls, args: QuantizationArgs) -> Levels:
-        """Of a format.
+    >>> format_of(QuantizationArgs(num_bits=8, type="float")) is FORMATS["float8_e4m3fn"]
+    True
+    """
+    if args.type == QuantizationType.INT:
+        return None
+    for number in FORMATS.values():
+        if number.bits == args.num_bits and number.codes is not None:
+            return number
+    raise CalibrationError(
+        "no such number format",
+        got=f"floating point of {args.num_bits} bits",
+        expected="one of " + ", ".join(name for name, number in FORMATS.items() if number.codes is not None),
+        remedy="use one of these, or add a row to FORMATS in numerics/formats.py.",
+    )
 
-        >>> Levels.of(QuantizationArgs(num_bits=4))
-        Levels(low=-8.0, high=7.0, last_step=1.0)
-        """
-        if args.type == QuantizationType.INT:
-            half = 2.0 ** (args.num_bits - 1)
-            return cls(-half, half - 1, 1.0)
-        number = FLOATS[args.num_bits]
-        return cls(-number.last, number.last, number.last_step)
+
+def format_of_dtype(dtype: torch.dtype | None) -> NumberFormat | None:
+    """The format of ranges and scales in a dtype; None: not known, or as wide as float32."""
+    return next((number for number in FORMATS.values() if dtype is not None and number.dtype == dtype), None)
 
 
-@dataclass(frozen=True)
-class NumberGrid:
-    """Smallest and largest number, and where the numbers between them lie.
+class NumberGrid(NamedTuple):
+    """The numbers of a format, in units of the scale; the zero point is not subtracted.
+
+    ``low`` and ``high`` are the smallest and the largest; ``number`` tells where those between them lie (None: they are
+    the integers). ``args`` tell how a range becomes a scale.
 
     >>> NumberGrid.of(QuantizationArgs(num_bits=4)).round(torch.tensor([-9.0, 0.5, 1.5, 6.6]))
     tensor([-8.,  0.,  2.,  7.])
     """
 
-    args: QuantizationArgs = field(compare=False)  # how a range becomes a scale
-    symmetric: bool
+    args: QuantizationArgs
     low: float
     high: float
-    last_step: float
-    number: FloatFormat | None  # None: integers
+    number: NumberFormat | None
 
     @classmethod
     def of(cls, args: QuantizationArgs) -> NumberGrid:
-        """The grid of a format. The scales of a tensor_group are not rounded: their global scale is not known yet."""
-        if args.strategy == QuantizationStrategy.TENSOR_GROUP and args.scale_dtype is not None:
-            args = args.model_copy(update={"scale_dtype": None})
-        number = FLOATS[args.num_bits] if args.type == QuantizationType.FLOAT else None
-        return cls(args, bool(args.symmetric), *Levels.of(args), number)
+        """The grid of a format."""
+        number = format_of(args)
+        if number is not None:
+            return cls(args, -number.last, number.last, number)
+        half = 2.0 ** (args.num_bits - 1)
+        return cls(args, -half, half - 1, None)
 
     @property
-    def steps(self) -> float:
-        """How many steps the largest magnitude is: what float32's rounding of ``x / scale`` is multiplied by."""
-        return self.high + 1 if self.number is None else float(2 ** (self.number.mantissa + 2))
+    def symmetric(self) -> bool:
+        """Whether the zero point is zero."""
+        return bool(self.args.symmetric)
+
+    @property
+    def last_step(self) -> float:
+        """Distance of the two outermost numbers."""
+        return 1.0 if self.number is None else self.number.last_step
 
     @property
     def usual_error(self) -> float:
@@ -103,13 +130,16 @@ class NumberGrid:
         return 2.0 ** (max(math.floor(math.log2(self.high / 10)), self.number.smallest) - self.number.mantissa - 1)
 
     @property
-    def largest_error(self) -> float:
-        """Largest rounding error of a value inside the range."""
-        return self.last_step / 2
+    def scale_dtype(self) -> torch.dtype | None:
+        """The dtype to which scales are rounded; None for a tensor_group, whose global scale is not known yet."""
+        return None if self.args.strategy == QuantizationStrategy.TENSOR_GROUP else self.args.scale_dtype
 
     def qparams(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scale and zero point (None if symmetric) as float32, rounded as compressed-tensors stores them."""
-        scale, zero_point = calculate_qparams(low, high, self.args)
+        args = self.args
+        if args.scale_dtype != self.scale_dtype:
+            args = args.model_copy(update={"scale_dtype": None})
+        scale, zero_point = calculate_qparams(low, high, args)
         return scale.float(), None if self.symmetric else zero_point.float()
 
     def round(
@@ -135,7 +165,7 @@ def round_to_grid(
     Args:
         value: float32.
         low, high: the smallest and the largest number.
-        normal, magic: see :attr:`FloatFormat.rounding`.
+        normal, magic: see :attr:`NumberFormat.rounding`.
         out, scratch: memory for the result (perhaps ``value``), and to write over; None: fresh memory.
     """
     near = torch.clamp(value, low, high, out=out)

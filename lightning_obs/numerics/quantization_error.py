@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationType
+from compressed_tensors.quantization import QuantizationArgs
 
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.reshape import flatten_for_calibration, tile_size
@@ -117,9 +117,10 @@ def _rounded(
         clipped = (steps < grid.low - slack) | (steps > grid.high + slack)
     levels = grid.round(steps)
     codes = None
-    if args.num_bits <= 8:
-        whole = args.type == QuantizationType.INT
-        codes = (levels - grid.low).int() if whole else levels.to(torch.float8_e4m3fn).view(torch.uint8).int()
+    if grid.number is not None and grid.number.codes is not None:
+        codes = levels.to(grid.number.codes).view(torch.uint8).int()
+    elif args.num_bits <= 8:
+        codes = (levels - grid.low).int()
     return levels.sub_(steps).mul_(scale), clipped, codes
 
 

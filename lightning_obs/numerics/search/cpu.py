@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from compressed_tensors.quantization.utils import calculate_qparams, should_generate_mx_scales
+from compressed_tensors.quantization.utils import should_generate_mx_scales
 
 from lightning_obs.numerics.candidates import candidate_ranges, shrink
-from lightning_obs.numerics.formats import NumberGrid
+from lightning_obs.numerics.formats import NumberFormat, NumberGrid, format_of_dtype
 from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.search import definition
 from lightning_obs.numerics.search.cpu_power import fit_power
@@ -27,14 +27,12 @@ from lightning_obs.numerics.search.rows import Rows
 _ROW, _TILE, _GATHERED = 1 << 16, 1 << 17, 1 << 18
 # Rows of which the best candidates are kept until the definition has decided among them.
 _SLAB = 1 << 15
-#: dtype of ranges and scales -> (mantissa bits, exponent of the smallest normal number, largest number)
-_STORED = {torch.bfloat16: (7, -126, 3.39e38), torch.float16: (10, -14, 65504.0), torch.float8_e4m3fn: (3, -6, 448.0)}
 
 
 def can_search(rows: Rows, grid: NumberGrid, norm: float) -> bool:
     """Whether the loops know these values, this format and norm."""
-    args = grid.args
-    scale = args.scale_dtype in (None, rows.dtype, torch.float8_e4m3fn) or should_generate_mx_scales(args)
+    args, dtype = grid.args, grid.scale_dtype
+    scale = dtype in (None, rows.dtype) or format_of_dtype(dtype) is not None or should_generate_mx_scales(args)
     integers = grid.number is None and args.zp_dtype in (None, torch.int8)
     return norm >= 1 and scale and (grid.symmetric or integers) and launch.can_read(rows.view)
 
@@ -227,31 +225,33 @@ def _format(grid: NumberGrid, dtype: torch.dtype, factors: Sequence[float], expa
     """What the loops are told of a format, and how far a value may be from its number, in units of the first scale."""
     from lightning_obs.numerics.search.cpu_kernel import Format
 
-    args, mx, half = grid.args, should_generate_mx_scales(grid.args), dtype != torch.float32
-    rounded = args.scale_dtype not in (None, dtype) and not mx
-    # A scale may be narrower than its range asks for: of 2, 3 or 7 bits.
-    slack = 2.0 if mx else 1.07 if rounded else 1.01
+    number, mx = grid.number, should_generate_mx_scales(grid.args)
+    half = format_of_dtype(dtype)
+    rounded = None if mx or grid.scale_dtype in (None, dtype) else format_of_dtype(grid.scale_dtype)
+    # A scale may be narrower than its range asks for, by the last bit of its mantissa.
+    slack = 2.0 if mx else 1.01 if rounded is None else 1 + 0.56 * 2.0**-rounded.mantissa
     span = (grid.high - grid.low) / (2 if grid.symmetric else 1)
     most, narrowest = span * slack / (expand * factors[0]), min(factors) / factors[0]
     distance = max(grid.last_step * max(factors) / factors[0], most - (span - 1) * narrowest / slack + 1)
-    normal, magic, _ = _bits(*((0, 0) if grid.number is None else (grid.number.mantissa, grid.number.smallest)))
     zero = torch.zeros(1, dtype=dtype)
     form = Format(
-        *(np.float32(grid.low), np.float32(grid.high), grid.number is not None, normal, magic, grid.symmetric),
+        *(np.float32(grid.low), np.float32(grid.high), number is not None, *_bits(number)[:2], grid.symmetric),
         divisor=np.float32(span),
-        exact=half or rounded or mx or not grid.symmetric,
-        range=_bits(*_STORED[dtype]) if half else _bits(),
-        scale=_bits(*_STORED[args.scale_dtype]) if rounded else _bits(),
-        mx_round=np.int32((1 << (19 if args.num_bits == 6 else 21)) if mx else 0),
+        exact=half is not None or rounded is not None or mx or not grid.symmetric,
+        range=_bits(half),
+        scale=_bits(rounded),
+        mx_round=np.int32(1 << (22 - number.mx_mantissa) if mx and number is not None else 0),
         mx_offset=np.int32(math.floor(math.log2(grid.high)) << 23),
-        eps=np.float32(calculate_qparams(zero, zero, args)[0].item()),
-        least=np.float32(2.0**-13 if mx and dtype == torch.float16 else 2.0**-100),
+        eps=np.float32(grid.qparams(zero, zero)[0].item()),
+        least=np.float32(2.0 ** (-100 if half is None or not mx else max(-100, half.smallest + 1))),
         most=np.float32(most * 1.01),
     )
     return form, distance
 
 
-def _bits(mantissa: int = 0, smallest: int = 0, most: float = 0.0) -> tuple[Any, Any, Any]:
-    """``normal`` and ``magic`` of a floating format, and its largest number; all zero: none."""
-    magic = ((23 - mantissa) << 23) + (1 << 22) if mantissa else 0
-    return np.int32((smallest + 127) << 23), np.int32(magic), np.float32(most)
+def _bits(number: NumberFormat | None) -> tuple[Any, Any, Any]:
+    """``normal`` and ``magic`` of a floating format, and its largest number; None: ``magic`` is 0."""
+    if number is None:
+        return np.int32(127 << 23), np.int32(0), np.float32(0)
+    magic = ((23 - number.mantissa) << 23) + (1 << 22)
+    return np.int32((number.smallest + 127) << 23), np.int32(magic), np.float32(number.last)
