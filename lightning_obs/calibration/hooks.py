@@ -98,6 +98,11 @@ class ObserverHooks:
     def paused(self, paused: bool) -> None:
         self._experts.paused = paused
 
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether tokens are kept out, not only whole samples."""
+        return self._mask is not None and self._mask.ndim > 1
+
     def mask_tokens(self, mask: torch.Tensor | None) -> None:
         """Keep tokens out of every observer from now on; None keeps none out.
 

@@ -7,10 +7,10 @@ everything was checked, and no hook outlives the session.
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from lightning_obs.calibration.hooks import ObserverHooks
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import dump_state, load_state
-from lightning_obs.calibration.token_mask import require_mask
+from lightning_obs.calibration.token_mask import PADDING, require_mask, warn_of_padding
 from lightning_obs.engines import ask_engines
 from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, warn
+from lightning_obs.forward.calls import arguments_of
 from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.checksums import CHECKSUMS, remember
@@ -68,6 +69,7 @@ class CalibrationSession:
         scheme: preset name, dict, ``QuantizationConfig``, or :class:`~lightning_obs.CalibrationOptions`.
         token_mask: name of the model's argument that is nonzero for tokens that count, ``(batch, tokens)``, usually
             ``"attention_mask"``; the others reach no observer. Or say it batch by batch with :meth:`mask_tokens`.
+            Without it, padding that an ``attention_mask`` shows is observed, and a warning says so.
         collectives: how to talk to the other ranks, if there are (``Collectives.of_group()``). Each rank runs its own
             data; all end with the same qparams.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``targets``, ``ignore``, ``observers``,
@@ -141,6 +143,7 @@ class CalibrationSession:
         self._own: Calibration = {}
         self._hooks = ObserverHooks(self.model, self.plan, self.observers, self.extremes, self.experts)
         self._token_mask = token_mask
+        self._padding_is_said = False
         self._on_model = ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -189,12 +192,8 @@ class CalibrationSession:
         self.batches, self.result, self.unreached = 0, None, None
         self.started = time.perf_counter()
         self._hooks.attach()
-        if count_calls:
-            handle = self.model.register_forward_pre_hook(self._count)
-            self._on_model.callback(keep_hook_out(self.model, handle))
-        if self._token_mask is not None:
-            handle = self.model.register_forward_pre_hook(self._find_mask, with_kwargs=True)
-            self._on_model.callback(keep_hook_out(self.model, handle))
+        handle = self.model.register_forward_pre_hook(partial(self._on_call, count_calls), with_kwargs=True)
+        self._on_model.callback(keep_hook_out(self.model, handle))
 
     def detach(self) -> None:
         """Remove every hook. Can be called at any time, any number of times."""
@@ -230,22 +229,32 @@ class CalibrationSession:
         """
         self._hooks.mask_tokens(None if mask is None else require_mask(mask, "mask_tokens"))
 
-    def _count(self, module: nn.Module, args: Any) -> None:
-        self.batches += not is_inside_quantized(module)
-
-    def _find_mask(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _on_call(self, count: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
         if is_inside_quantized(module):
             return
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs)
-        mask = {**given.arguments, **given.kwargs}.get(str(self._token_mask))
+        self.batches += count
+        given = arguments_of(module, args, kwargs)
+        if self._token_mask is None:
+            self.say_padding(given.get(PADDING))
+            return
+        mask = given.get(self._token_mask)
         if mask is None:
             raise CalibrationError(
                 f"token_mask={self._token_mask!r} was not given to the model",
                 where=[type(module).__name__],
-                got=f"a call with {', '.join(given.arguments)}",
+                got=f"a call with {', '.join(given)}",
                 remedy="pass it in every batch, or leave token_mask out if there is no padding.",
             )
         self.mask_tokens(mask)
+
+    def say_padding(self, mask: Any) -> None:
+        """Warn, once, if tokens are about to be observed that an ``attention_mask`` takes for padding.
+
+        Args:
+            mask: of the model or of the batch, if there is one.
+        """
+        observed = self.is_attached and not self.is_paused and self.needs_data and not self._hooks.masks_tokens
+        self._padding_is_said = self._padding_is_said or (observed and warn_of_padding(mask))
 
     # ------------------------------------------------------------------ finish
 

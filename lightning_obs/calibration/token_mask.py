@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, warn
+
+#: under which transformers' models and tokenizers say which tokens are padding
+PADDING = "attention_mask"
 
 
 class TokenSelection:
@@ -183,3 +186,18 @@ def find_mask(batch: Any, token_mask: str | Callable[[Any], torch.Tensor]) -> to
             remedy="give the key that holds the mask, a function of the batch, or leave token_mask out.",
         ) from error
     return require_mask(mask, f"{token_mask} of the batch")
+
+
+def warn_of_padding(mask: Any) -> bool:
+    """Warn that padding is observed, if ``mask`` masks tokens, and return whether it does.
+
+    Args:
+        mask: an ``attention_mask``; what is no ``(batch, tokens)`` is not about padding.
+    """
+    masked = int((mask == 0).sum()) if isinstance(mask, torch.Tensor) and mask.ndim == 2 else 0
+    if masked:
+        warn(
+            f"padding is observed: {PADDING} masks {masked} of {mask.numel()} tokens, and no token_mask is set. "
+            f"token_mask={PADDING!r} keeps them out."
+        )
+    return masked > 0

@@ -23,7 +23,7 @@ from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import changed_options
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.calibration.token_mask import find_mask
+from lightning_obs.calibration.token_mask import PADDING, find_mask
 from lightning_obs.callbacks.export_at_end import ExportAtEnd
 from lightning_obs.callbacks.logged import log_layers, log_numbers
 from lightning_obs.callbacks.strategies import collectives_of, repeated_in_batch, repeated_samples, require_exact
@@ -294,6 +294,7 @@ class SessionCallback(Callback):
         if samples is not None:
             mask = samples if mask is None else (mask.T * samples.to(mask.device, mask.dtype)).T
         self.session.mask_tokens(mask)
+        self.session.say_padding(batch.get(PADDING) if hasattr(batch, "get") else None)
 
     @override
     def on_validation_batch_end(

@@ -343,3 +343,27 @@ def test_quantized_attention_in_validation_step_is_not_observed(tiny_llama, batc
     assert results[0].measurements == results[1].measurements
     assert any("k_scale" in name for name in results[0].qparams)
     assert all(torch.equal(v, results[1].qparams[name]) for name, v in results[0].qparams.items())
+
+
+# ---------------------------------------------------------------------- padding
+
+
+class Padded(Language):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss)
+
+
+@pytest.mark.parametrize("make", [Language, Padded])
+def test_padding_that_is_observed_is_said_once(make, tiny_llama, batches):
+    mask = torch.ones_like(batches[0]["input_ids"])
+    mask[0, -5:] = 0
+    data = DataLoader([{**batch, "attention_mask": mask} for batch in batches], batch_size=None)
+    module, callback = make(tiny_llama()), CalibrationCallback("FP8", ignore=["lm_head"])
+    with pytest.warns(CalibrationWarning, match=r"masks 5 of 32 tokens.*token_mask='attention_mask'") as given:
+        trainer(callback).validate(module, data, verbose=False)
+    assert sum("masks" in str(warning.message) for warning in given) == 1
+    trainer(callback).validate(module, data, verbose=False)  # a warning would be an error
+    told = CalibrationCallback("FP8", ignore=["lm_head"], token_mask="attention_mask")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CalibrationWarning)
+        trainer(told).validate(module, data, verbose=False)
