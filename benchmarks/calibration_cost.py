@@ -46,7 +46,7 @@ from transformers.utils import logging as transformers_logging
 from typing_extensions import override
 
 from lightning_obs import CalibrationCallback
-from lightning_obs.app.causal_lm import load_causal_lm
+from lightning_obs.app.models.language import load_causal_lm
 
 
 class Validation(LightningModule):

@@ -31,10 +31,11 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession, QuantizationAwareTraining, export_checkpoint
-from lightning_obs.app.causal_lm import CausalLM, default_model_folder, load_causal_lm
-from lightning_obs.app.text_data import TextData
+from lightning_obs.app.data.text import TextData
+from lightning_obs.app.models.default_model import default_model_folder
+from lightning_obs.app.models.language import CausalLM, load_causal_lm
 from lightning_obs.engines import Verdict
-from lightning_obs.report.summary import folder_size, human_size
+from lightning_obs.report.numbers import folder_size, human_size
 
 HERE = Path(__file__).parent
 ENGINE = HERE.parent / ".venv-engines" / "bin" / "python"

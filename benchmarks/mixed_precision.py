@@ -30,14 +30,14 @@ from torchmetrics.text import Perplexity
 from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession, quantized, sensitivity
-from lightning_obs.app.causal_lm import load_causal_lm
-from lightning_obs.app.text_data import TextData
+from lightning_obs.app.data.text import TextData
+from lightning_obs.app.models.language import load_causal_lm
 from lightning_obs.choice.mixed_precision import MixedPlan, choose_schemes, frontier, plan_of
 from lightning_obs.choice.sensitivity import Sensitivity
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.qparams import calibration_of, put_back
+from lightning_obs.report.facts import poor_layers
 from lightning_obs.report.layer_errors import measure_layer_errors
-from lightning_obs.report.summary import poor_layers
 
 IGNORE = ["lm_head"]
 

@@ -32,8 +32,8 @@ from torchmetrics.text import Perplexity
 from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession, quantized
-from lightning_obs.app.causal_lm import load_causal_lm
-from lightning_obs.app.text_data import TextData
+from lightning_obs.app.data.text import TextData
+from lightning_obs.app.models.language import load_causal_lm
 
 IGNORE = ["lm_head"]
 #: (observer, hyperparameters, whether llm-compressor has it)

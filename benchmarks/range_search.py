@@ -141,7 +141,7 @@ def compare(case: str, weight: torch.Tensor, repeat: int) -> tuple[list[str], bo
 @torch.no_grad()
 def compare_on_model() -> int:
     """All Linear weights of the default model, int4 in groups of 64, one after the other."""
-    from lightning_obs.app.causal_lm import load_causal_lm
+    from lightning_obs.app.models.language import load_causal_lm
 
     model, _ = load_causal_lm()
     weights = [m.weight.detach() for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaCon
 from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, quantized
-from lightning_obs.report.summary import folder_size
+from lightning_obs.report.numbers import folder_size
 from lightning_obs.schemes.config import label
 
 VOCABULARY = 128

@@ -6,7 +6,7 @@ python examples/01_weights_only.py --model <folder or hub name> --out w4a16
 import argparse
 
 from lightning_obs import CalibrationSession, export_checkpoint
-from lightning_obs.app.causal_lm import load_causal_lm
+from lightning_obs.app.models.language import load_causal_lm
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default=None, help="folder or hub name; default: SmolLM2-135M-Instruct")

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_obs import CalibrationCallback
-from lightning_obs.app.causal_lm import load_causal_lm
+from lightning_obs.app.models.language import load_causal_lm
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default=None, help="folder or hub name; default: SmolLM2-135M-Instruct")

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import QuantizationAwareTraining
-from lightning_obs.app.causal_lm import load_causal_lm
-from lightning_obs.app.text_data import TextData
+from lightning_obs.app.data.text import TextData
+from lightning_obs.app.models.language import load_causal_lm
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default=None, help="folder or hub name; default: SmolLM2-135M-Instruct")

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationSession, export_checkpoint, quantized, sensitivity
-from lightning_obs.app.causal_lm import load_causal_lm
+from lightning_obs.app.models.language import load_causal_lm
 from lightning_obs.choice.mixed_precision import choose_schemes, frontier
 from lightning_obs.report.frontier import frontier_table
 from lightning_obs.report.summary import print_report

@@ -15,7 +15,7 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 
 from lightning_obs import CalibrationSession, quantized
-from lightning_obs.app.causal_lm import load_causal_lm
+from lightning_obs.app.models.language import load_causal_lm
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default=None, help="folder or hub name; default: SmolLM2-135M-Instruct")

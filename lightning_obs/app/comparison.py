@@ -9,7 +9,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from typing_extensions import override
 
-from lightning_obs.app.measure import write_comparison
+from lightning_obs.app.tasks.compare import write_comparison
 
 
 class ComparisonTable(Callback):

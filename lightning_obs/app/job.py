@@ -1,4 +1,4 @@
-"""A composed config, read: the callback, the model, the data and the Trainers that it describes.
+"""A composed config, read: options, model, data and Trainers that it describes.
 
 Hydra's containers become dicts and lists here; nothing below the app knows of Hydra.
 """
@@ -24,8 +24,6 @@ from lightning_obs.app.console import step
 from lightning_obs.app.sigterm import EndOnSigterm
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.callbacks.base import SessionCallback
-from lightning_obs.callbacks.calibration import CalibrationCallback
-from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
 from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.checkpoint.load import load_checkpoint
 from lightning_obs.errors import CalibrationError
@@ -70,15 +68,12 @@ class Job:
         return move_data_to_device(inputs, device or next(self.model.parameters()).device)
 
 
-def make_job(config: DictConfig) -> Job:
-    """Make what the config describes. A mistake in the config is an error before the model is loaded.
+def make_job(config: DictConfig, callback: SessionCallback) -> Job:
+    """Load what the config describes, for a callback that was made of its options.
 
     Raises:
-        CalibrationError: whatever is wrong with scheme, model or data; the checkpoint's folder is there.
+        CalibrationError: the checkpoint's folder is there; whatever is wrong with model or data.
     """
-    for name in as_names(config.imports):
-        _import(name)
-    callback = make_callback(config)
     folder = Path(config.export.folder) if config.export.folder else None
     if folder is not None:
         require_free(folder, config.export.overwrite)
@@ -142,11 +137,11 @@ def load_again(job: Job, folder: Path) -> LightningModule:
     return module
 
 
-def make_callback(config: DictConfig) -> SessionCallback:
-    """The callback that ``scheme``, ``kv_cache``, ``observer``, ``weight_observer`` and ``ignore`` describe."""
+def make_options(config: DictConfig) -> CalibrationOptions:
+    """The options that ``scheme``, ``kv_cache``, ``observer``, ``weight_observer``, ``ignore``... describe."""
     scheme = _in_groups(plain(config.scheme), config.group_size)
     targets = scheme.pop("targets", None)
-    options = CalibrationOptions(
+    return CalibrationOptions(
         scheme.pop("preset", None) or scheme or None,
         targets=targets,
         ignore=[*as_names(plain(config.ignore)), *_ignored_by_report(config.ignore_from)],
@@ -158,10 +153,6 @@ def make_callback(config: DictConfig) -> SessionCallback:
         fused_groups=plain(config.fused_groups),
         join_fused_scales=config.join_fused_scales,
     )
-    of_callback = {"module": config.module, "token_mask": config.token_mask}
-    if config.task.name == "finetune":
-        return QuantizationAwareTraining(options, **plain(config.task.callback), **of_callback)
-    return CalibrationCallback(options, show=False, **of_callback)  # the run's own report shows more
 
 
 def _in_groups(scheme: dict[str, Any], size: int | None) -> dict[str, Any]:
@@ -184,15 +175,21 @@ def plain(node: Any) -> Any:
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
 
-def _import(name: str) -> None:
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        raise CalibrationError(
-            f"imports: cannot import {name!r}",
-            got=str(error),
-            remedy="run from the folder that holds it, or set PYTHONPATH.",
-        ) from error
+def import_modules(config: DictConfig) -> None:
+    """Import the user's own modules, for the classes that they register.
+
+    Raises:
+        CalibrationError: one that cannot be imported.
+    """
+    for name in as_names(config.imports):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise CalibrationError(
+                f"imports: cannot import {name!r}",
+                got=str(error),
+                remedy="run from the folder that holds it, or set PYTHONPATH.",
+            ) from error
 
 
 def _ignored_by_report(path: str | None) -> list[str]:

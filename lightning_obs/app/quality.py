@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
+from lightning_obs.app.console import say
+from lightning_obs.app.job import Job
 from lightning_obs.errors import CalibrationError
+from lightning_obs.forward.quantized_forward import quantized
 
 
 @dataclass(frozen=True)
@@ -44,3 +48,18 @@ def measure_quality(module: LightningModule, trainer: Trainer, data: LightningDa
             remedy=f"name one of them in the class: metric = {next(iter(logged))!r}.",
         )
     return Quality(name, float(logged[name]), getattr(getattr(module, name, None), "higher_is_better", None))
+
+
+def evaluate(job: Job, what: str, as_quantized: bool = True) -> Quality | None:
+    """Quality of the job's model on held-out data; None if ``evaluate`` is off or the module measures none.
+
+    Args:
+        job: the model and its data.
+        what: is measured, for the user to read.
+        as_quantized: quantize in the forward.
+    """
+    if not job.config.evaluate:
+        return None
+    say(f"· measuring {what}")
+    with quantized(job.model) if as_quantized else nullcontext():
+        return measure_quality(job.module, job.evaluator, job.data)

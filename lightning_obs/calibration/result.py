@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_obs.engines import Verdict
-from lightning_obs.errors import name_list
+from lightning_obs.errors import name_list, printable
+
+#: facts that are a number of things
+_COUNTED = ("modules", "observers", "batches", "collectives")
 
 
 @dataclass(repr=False)
@@ -55,21 +58,39 @@ class CalibrationResult:
     ranks: int = 1
     collectives: int = 0
 
+    def facts(self) -> dict[str, str]:
+        """What was done, by name, in the order of every report: closing summary, page, log, ``repr``."""
+        many = self.ranks > 1
+        return {
+            "scheme": self.scheme,
+            "modules": f"{len(self.modules):,}",
+            "observers": f"{self.observers:,}",
+            "batches": f"{self.batches:,}" + (f" x {self.ranks} ranks" if many else ""),
+            **({"collectives": str(self.collectives)} if many else {}),
+            "calibration": f"{self.seconds:.1f} s",
+        }
+
+    def line(self, between: str) -> str:
+        """The facts but for the scheme as one line: 14 modules, 28 observers, 2 batches x 2 ranks..."""
+        known = self.facts()
+        counted = (f"{text} ".replace(" ", f" {name} ", 1).strip() for name, text in known.items() if name in _COUNTED)
+        return between.join([*counted, known["calibration"]])
+
     def __repr__(self) -> str:
         """Ten lines at most; the tensors are in :attr:`qparams`."""
         total = sum(value.nbytes for value in self.qparams.values())
         ranges = self.input_ranges
         widest = max(ranges, key=lambda name: max(map(abs, ranges[name])), default=None)
-        ranks = f" x {self.ranks} ranks, {self.collectives} collectives" if self.ranks > 1 else ""
+        known = self.facts()
         rows = {
-            "scheme": self.scheme,
-            "modules": f"{len(self.modules)}: {name_list(self.modules, 3)}",
-            "observers": f"{self.observers}, {self.measurements} measurements of activations",
-            "batches": f"{self.batches}{ranks}",
-            "seconds": f"{self.seconds:.1f}",
+            **known,
+            "modules": f"{known['modules']}: {name_list(self.modules, 3)}",
+            "observers": f"{known['observers']}, {self.measurements} measurements of activations",
             "qparams": f"{len(self.qparams)} tensors, {total:,} bytes",
             "widest input": widest and f"{widest} [{ranges[widest][0]:.4g}, {ranges[widest][1]:.4g}]",
             "skipped": name_list(self.skipped, 3),
             "fallback": name_list(self.fallback, 3),
         }
-        return "\n".join(["CalibrationResult", *(f"  {key}: {value}" for key, value in rows.items() if value)])
+        return printable(
+            "\n".join(["CalibrationResult", *(f"  {key}: {value}" for key, value in rows.items() if value)])
+        )

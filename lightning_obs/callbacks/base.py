@@ -32,8 +32,9 @@ from lightning_obs.checkpoint.export import export_checkpoint
 from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, warn
 from lightning_obs.model.sharding import in_shards, register_fsdp_units, reshard
 from lightning_obs.numerics.histogram import Support
+from lightning_obs.report.facts import Report
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
-from lightning_obs.report.page import Report, write_report
+from lightning_obs.report.page import write_report
 from lightning_obs.report.scale_drift import ScaleDrift
 from lightning_obs.schemes.config import SchemeLike
 
@@ -314,10 +315,7 @@ class SessionCallback(Callback):
         """Compute and write the quantization parameters, and say what was done."""
         reshard(pl_module)
         result = session.finalize()
-        rank_zero_info(
-            f"{result.scheme}: calibrated {len(result.modules)} modules, {result.observers} observers, "
-            f"{result.batches} batches{f' x {result.ranks} ranks' if result.ranks > 1 else ''}, {result.seconds:.1f} s"
-        )
+        rank_zero_info(f"{result.scheme}: calibrated {result.line(', ')}")
 
     # ------------------------------------------------------------------ the end, however it comes
 

@@ -15,9 +15,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.report.layer_errors import LayerError
+from lightning_obs.report.layer_rows import aggregates, layer_row, write_csv
 from lightning_obs.report.pictures import layers_figure
 from lightning_obs.report.scale_drift import ScaleDrift
-from lightning_obs.report.table import aggregates, layer_row, write_csv
 
 
 def log_numbers(

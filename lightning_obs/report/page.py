@@ -10,63 +10,26 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import refuse
 from lightning_obs.files.write import write_text
-from lightning_obs.numerics.histogram import Support, linear_bins
-from lightning_obs.report.layer_errors import LayerError
+from lightning_obs.numerics.histogram import linear_bins
+from lightning_obs.report.facts import POOR_SQNR, Report, facts
+from lightning_obs.report.layer_rows import layer_row, write_csv
+from lightning_obs.report.numbers import finite, human_size, precise, quality_of
 from lightning_obs.report.pictures import as_svg, comparison_figure, drift_figure, frontier_figure
-from lightning_obs.report.quality import change, precise, quality_of
-from lightning_obs.report.scale_drift import ScaleDrift
-from lightning_obs.report.summary import POOR_SQNR, expert_line, human_size, poor_layers
-from lightning_obs.report.table import finite, layer_row, write_csv
+from lightning_obs.schemes.config import as_names
 
 BINS = 64
 _TEMPLATES = Path(__file__).parent / "templates"
+#: facts that the closing summary alone shows
+_LEFT_OUT = ("observers", "collectives")
 _POINT = ("name", "bits_per_weight", "loss")
-
-
-@dataclass
-class Report:
-    """What a page shows. Whatever is left out is not on it.
-
-    Attributes:
-        title: of the page.
-        result: of the calibration.
-        errors: of the layers, worst first.
-        metrics: by name, before and after, ``{"perplexity": (14.80, 15.19)}``.
-        sizes: bytes before and after.
-        counts: how often each input value was seen, by module name.
-        drift: how scales have moved.
-        sensitivity: of each module by itself, in any unit; the name of the unit is ``sensitivity_unit``.
-        choices: the scheme that was chosen for each module.
-        frontier: points ``{"name", "bits_per_weight", "bytes", "loss"}``.
-        runs: other runs beside this one, as :func:`~lightning_obs.report.summary.comparison_table` takes them.
-        lines: further lines of the summary.
-        extra: further keys of ``report.json``.
-    """
-
-    title: str
-    result: CalibrationResult | None = None
-    errors: Sequence[LayerError] = ()
-    metrics: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
-    sizes: tuple[int, int] | None = None
-    counts: Mapping[str, Support] = field(default_factory=dict)
-    drift: ScaleDrift | None = None
-    sensitivity: Mapping[str, float] = field(default_factory=dict)
-    sensitivity_unit: str = ""
-    choices: Mapping[str, str] = field(default_factory=dict)
-    frontier: Sequence[Mapping[str, Any]] = ()
-    runs: Sequence[Mapping[str, Any]] = ()
-    lines: Sequence[str] = ()
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write_report(folder: str | os.PathLike[str], report: Report) -> Path:
@@ -103,8 +66,8 @@ def report_data(report: Report) -> dict[str, Any]:
     return {
         **report.extra,
         "title": report.title,
-        "summary": [{"label": label, "value": value} for label, value in _facts(report)],
-        "lines": list(report.lines),
+        "summary": _summary(report),
+        "lines": as_names(report.lines),
         "metrics": {name: list(pair) for name, pair in report.metrics.items()},
         "sensitivity_unit": report.sensitivity_unit,
         "layers": list(_layers(report)),
@@ -122,29 +85,22 @@ def page(report: Report, data: Mapping[str, Any]) -> str:
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"human_size": human_size, "number": precise}
     pictures = [(title, as_svg(figure, title)) for title, figure in _figures(report)]
-    poor = poor_layers(report.errors, fused=() if report.result is None else report.result.fused)
     # The page needs no more digits than it shows.
     layers = [finite({key: _short(value) for key, value in row.items()}) for row in data["layers"]]
     shown = {"layers": layers, "unit": data["sensitivity_unit"], "poor": POOR_SQNR}
     return environment.get_template("report.html.j2").render(
-        data=data, pictures=pictures, shown=shown, poor=poor, poor_sqnr=POOR_SQNR
+        data=data, pictures=pictures, shown=shown, poor=report.poor_layers, poor_sqnr=POOR_SQNR
     )
 
 
-def _facts(report: Report) -> Iterable[tuple[str, str]]:
-    result = report.result
-    if result is not None:
-        yield "scheme", result.scheme
-        yield "modules", f"{len(result.modules):,}"
-        yield "batches", f"{result.batches:,}" + (f" x {result.ranks} ranks" if result.ranks > 1 else "")
-        yield "calibration", f"{result.seconds:.1f} s"
-    for name, (before, after) in report.metrics.items():
-        if before is not None and after is not None:
-            yield name, change(before, after, "\N{RIGHTWARDS ARROW}").replace(" %", "\N{NO-BREAK SPACE}%")
-    if report.sizes is not None:
-        yield "size", f"{human_size(report.sizes[0])} \N{RIGHTWARDS ARROW} {human_size(report.sizes[1])}"
-    if result is not None and any(sum(counts) for counts in result.expert_tokens.values()):
-        yield "experts", expert_line(result)
+def _summary(report: Report) -> list[dict[str, str]]:
+    """The facts at the top of the page; a percentage is not torn from its sign."""
+    known = facts(report, "\N{RIGHTWARDS ARROW}").items()
+    return [
+        {"label": name, "value": text.replace(" %)", "\N{NO-BREAK SPACE}%)")}
+        for name, text in known
+        if name not in _LEFT_OUT
+    ]
 
 
 def _layers(report: Report) -> Iterable[dict[str, Any]]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import median_low
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationConfig
@@ -16,75 +13,37 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import name_list, printable
+from lightning_obs.report.facts import POOR_SQNR, Report, facts, poor_layers
 from lightning_obs.report.layer_errors import LayerError
-from lightning_obs.report.quality import change, precise, quality_of
-
-#: below this [dB] more than 3 % of a typical token's output energy is quantization noise
-POOR_SQNR = 15.0
+from lightning_obs.report.numbers import human_size, precise, quality_of
+from lightning_obs.schemes.config import as_names
 
 
-def poor_layers(
-    errors: Sequence[LayerError], threshold: float = POOR_SQNR, fused: Sequence[Sequence[str]] = ()
-) -> list[str]:
-    """The layers to try in ``ignore``: those whose per-token SQNR [dB] is below ``threshold``, worst first.
-
-    Modules that must share a scheme (q, k, v; gate, up: ``fused``, as in ``result.fused``) are named together.
-    """
-    poor = dict.fromkeys(error.name for error in errors if error.sqnr < threshold)
-    for members in fused:
-        if any(name in poor for name in members):
-            poor.update(dict.fromkeys(members))
-    return list(poor)
-
-
-def summary(
-    result: CalibrationResult,
-    errors: Sequence[LayerError] = (),
-    *,
-    metrics: Mapping[str, tuple[float, float]] | None = None,
-    sizes: tuple[int, int] | None = None,
-    lines: Iterable[str] = (),
-    worst: int = 5,
-) -> RenderableType:
-    """The closing report of a run, for ``rich.print``.
+def summary(report: Report, worst: int = 5) -> RenderableType:
+    """The closing report of a run, for :func:`print_report`.
 
     Args:
-        result: of the calibration.
-        errors: from :func:`~lightning_obs.report.layer_errors.measure_layer_errors`, worst first.
-        metrics: by name, before and after, ``{"perplexity": (14.80, 15.19)}``.
-        sizes: bytes on disk before and after.
-        lines: further lines (paths).
+        report: of a calibration.
         worst: how many layers to show.
     """
-    parts: list[RenderableType] = [
-        Text(
-            f"{result.scheme} · {len(result.modules)} modules · {result.observers} observers · "
-            f"{result.batches} batches{_ranks(result)} · {result.seconds:.1f} s",
-            style="bold",
-        )
-    ]
-    if errors:
-        parts.append(layer_table(errors[:worst]))
-    poor = poor_layers(errors, fused=result.fused)
-    if poor:
-        parts.append(
-            Text(f"{len(poor)} layers below {POOR_SQNR:.0f} dB (and fused with them) cost most: {name_list(poor, 30)}")
-        )
-    if result.skipped:
-        parts.append(Text(f"left in full precision, no data reached them: {name_list(result.skipped)}"))
-    if any(sum(counts) for counts in result.expert_tokens.values()):
-        parts.append(Text(expert_line(result)))
-    if result.fallback:
-        parts.append(Text(f"with the activations' range of their siblings: {name_list(result.fallback)}"))
-    facts = [f"{name} {change(before, after)}" for name, (before, after) in (metrics or {}).items()]
-    if sizes is not None:
-        facts.append(f"size {human_size(sizes[0])} -> {human_size(sizes[1])}")
-    if facts:
-        parts.append(Text("  ".join(facts)))
-    parts += [Text(line) for line in lines]
-    return Group(*parts)
+    result = report.result
+    assert result is not None
+    known = facts(report)
+    for name in result.facts():  # they are the first line
+        del known[name]
+    parts: list[RenderableType] = [Text(f"{result.scheme} · {result.line(' · ')}", style="bold")]
+    if report.errors:
+        parts.append(layer_table(report.errors[:worst]))
+    poor, experts = report.poor_layers, known.pop("experts", "")
+    lines = {
+        f"{len(poor)} layers below {POOR_SQNR:.0f} dB (and fused with them) cost most: {name_list(poor, 30)}": poor,
+        f"left in full precision, no data reached them: {name_list(result.skipped)}": result.skipped,
+        experts: experts,
+        f"with the activations' range of their siblings: {name_list(result.fallback)}": result.fallback,
+        "  ".join(f"{name} {text}" for name, text in known.items()): known,
+    }
+    return Group(*parts, *(Text(line) for line, shown in lines.items() if shown), *map(Text, as_names(report.lines)))
 
 
 def better_inputs(config: QuantizationConfig, errors: Sequence[LayerError]) -> str | None:
@@ -101,23 +60,6 @@ def better_inputs(config: QuantizationConfig, errors: Sequence[LayerError]) -> s
     if not poor_layers(errors) or not any(args.num_bits == 8 and args.symmetric for args in static):
         return None
     return "int8 inputs with a zero point, their range found by `histogram`, may lose less: scheme=int8_static_asym"
-
-
-def _ranks(result: CalibrationResult) -> str:
-    return f" x {result.ranks} ranks · {result.collectives} collectives" if result.ranks > 1 else ""
-
-
-def expert_line(result: CalibrationResult) -> str:
-    """How many tokens the router sent to the experts, and which got none.
-
-    >>> empty = dict(scheme="FP8", modules=[], observers=0, batches=1, measurements=0, seconds=0.0, qparams={})
-    >>> expert_line(CalibrationResult(**empty, expert_tokens={"mlp.experts": [5, 0, 7]}))
-    'tokens per expert: 0 to 7, median 5; 1 of 3 experts got none: mlp.experts.1'
-    """
-    counts = sorted(count for layer in result.expert_tokens.values() for count in layer)
-    line = f"tokens per expert: {counts[0]} to {counts[-1]}, median {median_low(counts)}"
-    none = [f"{name}.{i}" for name, layer in result.expert_tokens.items() for i, count in enumerate(layer) if not count]
-    return f"{line}; {len(none)} of {len(counts)} experts got none: {name_list(none)}" if none else line
 
 
 def layer_table(errors: Sequence[LayerError]) -> Table:
@@ -171,24 +113,6 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
             "" if row.get("worst_sqnr") is None else f"{row['worst_sqnr']:.1f}",
         )
     return table
-
-
-def human_size(size: float) -> str:
-    """Bytes for a person to read.
-
-    >>> human_size(538 * 2**20)
-    '538 MiB'
-    """
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
-
-
-def folder_size(folder: str | os.PathLike[str]) -> int:
-    """Bytes of all files below a folder."""
-    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
 def print_report(report: RenderableType) -> None:

@@ -66,4 +66,4 @@ def verified_here(monkeypatch):
         assert command[0] == sys.executable
         return run_script(Path(command[1]), *command[2:], folder=Path.cwd())
 
-    monkeypatch.setattr("lightning_obs.app.write.subprocess.run", run)
+    monkeypatch.setattr("lightning_obs.app.checkpoint.subprocess.run", run)

@@ -10,7 +10,7 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from lightning_obs.__main__ import config_dir
-from lightning_obs.app.job import make_callback
+from lightning_obs.app.job import make_options
 
 FILES = sorted(path.relative_to(config_dir()) for path in config_dir().rglob("*.yaml"))
 GROUPS = [path for path in FILES if len(path.parts) == 2]
@@ -25,22 +25,22 @@ def select(*overrides):
 def test_every_option_composes_and_makes_a_callback(path):
     override = f"{path.parts[0]}={path.stem}"
     needs = {"observer": ["scheme=int8_static"], "weight_observer": ["scheme=w4a16"]}.get(path.parts[0], [])
-    callback = make_callback(select(*needs, override, *(["kv_cache=fp8"] if override == "scheme=none" else [])))
-    assert callback.label
+    options = make_options(select(*needs, override, *(["kv_cache=fp8"] if override == "scheme=none" else [])))
+    assert options.label
 
 
 @pytest.mark.parametrize(("option", "label"), [("fp8", "FP8 + float8 tensor"), ("fp8_head", "FP8 + float8 attn_head")])
 def test_a_kv_cache_is_quantized_beside_any_scheme(option, label):
-    callback = make_callback(select("scheme=fp8", f"kv_cache={option}", "kv_cache.observer=histogram"))
-    assert callback.label == f"{label} kv cache"
-    assert callback.options.config.kv_cache_scheme.observer == "histogram"
+    options = make_options(select("scheme=fp8", f"kv_cache={option}", "kv_cache.observer=histogram"))
+    assert options.label == f"{label} kv cache"
+    assert options.config.kv_cache_scheme.observer == "histogram"
 
 
 def test_every_target_is_a_class():
     config = select()
     nodes = [node for node in OmegaConf.to_container(config).values() if isinstance(node, dict)]
     targets = [node["_target_"] for node in nodes if "_target_" in node]
-    assert len(targets) == 3
+    assert len(targets) == 4
     for target in targets:
         get_class(target)
 
@@ -67,7 +67,7 @@ def test_the_command_that_a_config_opens_with_composes(command):
     overrides = [word for word in words[3:] if not word.startswith("--")]
     if "--multirun" in words:
         overrides = [f"{key}={value.split(',')[0]}" for key, value in (word.split("=", 1) for word in overrides)]
-    make_callback(select(*(word.replace("<folder>", "folder") for word in overrides)))
+    make_options(select(*(word.replace("<folder>", "folder") for word in overrides)))
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
@@ -86,4 +86,4 @@ PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("models.md",)]
 )
 def test_the_commands_of_a_page_compose(command):
     words = shlex.split(command.replace("<folder or hub name>", "folder").replace("<folder of images>", "folder"))
-    make_callback(select(*words[3:]))
+    make_options(select(*words[3:]))

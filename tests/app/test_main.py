@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_obs import CalibrationCallback, CalibrationError, CalibrationOptions
-from lightning_obs.app.job import make_callback
+from lightning_obs.app.job import make_options
 from lightning_obs.app.main import run
-from lightning_obs.report.quality import precise
+from lightning_obs.report.numbers import precise
 
 
 def test_a_run_calibrates_exports_verifies_and_reports(composed, tmp_path, capsys):
@@ -169,11 +169,11 @@ def test_runs_that_cannot_be_compared_are_named(composed, runs, match):
 
 def test_one_name_is_a_name_and_not_its_letters(composed, tmp_path):
     (tmp_path / "earlier.json").write_text(json.dumps({"ignore": "lm_head"}))
-    from_report = make_callback(composed("ignore=q_proj", f"ignore_from={tmp_path / 'earlier.json'}"))
-    assert from_report.ignore == ["q_proj", "lm_head"]
+    from_report = make_options(composed("ignore=q_proj", f"ignore_from={tmp_path / 'earlier.json'}"))
+    assert from_report.config.ignore == ["q_proj", "lm_head"]
     assert CalibrationOptions("FP8", ignore="lm_head", targets="Linear").ignore == ["lm_head"]
-    targeted = make_callback(composed("scheme.targets=Linear", "ignore=lm_head"))
-    assert targeted.options.config.config_groups["group_0"].targets == ["Linear"]
+    targeted = make_options(composed("scheme.targets=Linear", "ignore=lm_head"))
+    assert targeted.config.config_groups["group_0"].targets == ["Linear"]
     groups = CalibrationOptions({"only": {"targets": "fc1", "weights": {"num_bits": 8}}}).config.config_groups
     assert groups["only"].targets == ["fc1"]
     with pytest.raises(CalibrationError, match="cannot import 'no_such_module'"):
@@ -187,4 +187,4 @@ def test_one_name_is_a_name_and_not_its_letters(composed, tmp_path):
 def test_an_ignore_of_a_report_that_is_not_names_is_refused(composed, tmp_path, names):
     (tmp_path / "earlier.json").write_text(f'{{"ignore": {names}}}')
     with pytest.raises(CalibrationError, match=r"json cannot be read.*expected ignore_from="):
-        make_callback(composed(f"ignore_from={tmp_path / 'earlier.json'}"))
+        make_options(composed(f"ignore_from={tmp_path / 'earlier.json'}"))

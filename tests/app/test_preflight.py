@@ -4,10 +4,11 @@ import pytest
 
 from lightning_obs import CalibrationError
 from lightning_obs.__main__ import versions
-from lightning_obs.app.job import make_callback
-from lightning_obs.app.main import Outcome, run
-from lightning_obs.app.preflight import forward_passes
+from lightning_obs.app.job import make_options
+from lightning_obs.app.main import run
 from lightning_obs.app.quality import Quality
+from lightning_obs.app.tasks.finetune import recovered_share
+from lightning_obs.app.tasks.task import make_task
 
 
 @pytest.fixture
@@ -15,8 +16,8 @@ def nothing_is_run(monkeypatch):
     def fail(*args, **kwargs):
         pytest.fail("the model was run")
 
-    monkeypatch.setattr("lightning_obs.app.main.evaluate", fail)
-    monkeypatch.setattr("lightning_obs.app.causal_lm.CausalLM.forward", fail)
+    monkeypatch.setattr("lightning_obs.app.tasks.calibrate.evaluate", fail)
+    monkeypatch.setattr("lightning_obs.app.models.language.CausalLM.forward", fail)
 
 
 FINETUNE = ["task=finetune", "scheme=w4a16", "group_size=32"]
@@ -45,8 +46,8 @@ def test_it_is_refused_before_anything_is_measured(composed, nothing_is_run, tmp
 
 
 def test_group_size_is_that_of_the_weights(composed):
-    callback = make_callback(composed("scheme=w4a16", "group_size=32"))
-    (group,) = callback.options.config.config_groups.values()
+    options = make_options(composed("scheme=w4a16", "group_size=32"))
+    (group,) = options.config.config_groups.values()
     assert group.weights.group_size == 32
 
 
@@ -76,7 +77,7 @@ def test_of_a_few_batches_nothing_is_said(composed, capsys):
     ],
 )
 def test_forward_passes_are_counted(composed, overrides, passes):
-    assert forward_passes(composed(*overrides, tiny=False), needs_data=True) == passes
+    assert make_task(composed(*overrides, tiny=False)).passes(needs_data=True) == passes
 
 
 @pytest.mark.parametrize(
@@ -94,11 +95,11 @@ def test_forward_passes_are_counted(composed, overrides, passes):
 )
 def test_what_fine_tuning_brought_back_is_a_share(full, calibrated, tuned, higher_is_better, share):
     measured = [Quality("metric", value, higher_is_better) for value in (full, calibrated, tuned)]
-    assert Outcome(None, *measured).recovered == (None if share is None else pytest.approx(share))
+    assert recovered_share(*measured) == (None if share is None else pytest.approx(share))
 
 
 def test_what_was_not_measured_is_no_share():
-    assert Outcome(None, calibrated=Quality("metric", 30.0, False)).recovered is None
+    assert recovered_share(None, Quality("metric", 30.0, False), None) is None
 
 
 def test_version_is_the_package_s_own(command_line):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lightning_obs import CalibrationError
-from lightning_obs.app.text_data import TextData
-from lightning_obs.app.text_files import read_documents
+from lightning_obs.app.data.files import read_documents
+from lightning_obs.app.data.text import TextData
 
 
 class Letters:

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_obs import CalibrationError, CalibrationSession, CalibrationWarning, Observer, linearize_experts
 from lightning_obs.observers.min_max import MemorylessMinMaxObserver
 from lightning_obs.observers.statistic import Statistic
+from lightning_obs.report.facts import Report
 from lightning_obs.report.summary import summary
 
 #: expert 3 gets no token, expert 2 one
@@ -221,7 +222,7 @@ def test_the_report_says_how_many_tokens_experts_got(x):
     with pytest.warns(CalibrationWarning), CalibrationSession(block, "INT8_STATIC", on_missing="siblings") as session:
         block(x, INDEX)
     console = Console(width=200, record=True)
-    console.print(summary(session.result))
+    console.print(summary(Report("", session.result)))
     text = console.export_text()
     assert "tokens per expert: 0 to 8, median 1; 1 of 4 experts got none: experts.3" in text
     assert "with the activations' range of their siblings: experts.3.down_proj" in text

@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 from lightning_obs import CalibrationSession
+from lightning_obs.report.facts import poor_layers
 from lightning_obs.report.layer_errors import LayerError, measure_layer_errors
-from lightning_obs.report.summary import comparison_table, human_size, poor_layers
+from lightning_obs.report.numbers import human_size
+from lightning_obs.report.summary import comparison_table
 
 
 def calibrated(model, *batches, scheme="INT8_STATIC", **kwargs):
@@ -74,6 +76,8 @@ def test_layers_that_are_fused_are_named_together():
 
 
 def test_a_failed_run_is_a_row_too():
-    table = comparison_table([{"run": "a [x]", "perplexity": (10.0, 11.0), "size": 2**20}, {"run": "b (failed)"}])
+    table = comparison_table(
+        [{"run": "a [x]", "metric": "perplexity", "perplexity": (10.0, 11.0), "size": 2**20}, {"run": "b (failed)"}]
+    )
     assert table.row_count == 2
     assert human_size(3 * 2**30) == "3.00 GiB"

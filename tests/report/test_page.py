@@ -12,9 +12,10 @@ import pytest
 
 from lightning_obs import CalibrationError
 from lightning_obs.errors import refuse
-from lightning_obs.report.page import Report, write_report
+from lightning_obs.report.facts import Report
+from lightning_obs.report.layer_rows import write_csv
+from lightning_obs.report.page import write_report
 from lightning_obs.report.summary import comparison_table, print_report, summary
-from lightning_obs.report.table import write_csv
 from tests.report.pages import made_up
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -197,7 +198,7 @@ def test_names_are_text_on_the_page_and_steer_no_terminal(tmp_path, capsys):
     report = made_up(1, drift=None, counts={}, sensitivity={}, choices={})
     report.errors = [replace(report.errors[0], name=evil)]
     report.runs = [{"run": evil, "metric": evil, evil: (None, 1.0), "size": 1, "worst_sqnr": 1.0}]
-    print_report(summary(report.result, report.errors))
+    print_report(summary(report))
     print_report(comparison_table(report.runs))
     with pytest.raises(CalibrationError) as error:
         refuse([evil], "no data reached a module")

@@ -1,13 +1,16 @@
-"""The one number that judges a model, as reports and comparisons show it, before quantization and after."""
+"""Numbers as a person reads them; the one number that judges a model, before quantization and after."""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
 def number(value: float, digits: int = 4) -> str:
-    """A value with so many significant digits.
+    """A value with this many significant digits.
 
     >>> number(14.8), number(0.91304), number(1234.4), number(14.8, 5)
     ('14.80', '0.9130', '1234', '14.800')
@@ -40,11 +43,42 @@ def quality_row(name: str, before: float | None, after: float | None) -> dict[st
 
 
 def quality_of(row: Mapping[str, Any]) -> tuple[str | None, float | None, float | None]:
-    """Name, before, after; None for what a row does not have. Rows of earlier versions have a perplexity only.
+    """Name, before, after; None for what a row does not have.
 
-    >>> quality_of({"run": "a", "perplexity": [14.8, 15.2]})
+    >>> quality_of({"run": "a", "metric": "perplexity", "perplexity": [14.8, 15.2]})
     ('perplexity', 14.8, 15.2)
     """
-    name = row.get("metric") or ("perplexity" if "perplexity" in row else None)
+    name = row.get("metric")
     before, after = (name and row.get(name)) or (None, None)
     return name, before, after
+
+
+def human_size(size: float) -> str:
+    """Bytes for a person to read.
+
+    >>> human_size(538 * 2**20)
+    '538 MiB'
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def folder_size(folder: str | os.PathLike[str]) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+
+
+def finite(value: Any) -> Any:
+    """Numbers that are NaN or infinite as None, in dicts and lists too.
+
+    >>> finite({"loss": [1.0, math.nan]})
+    {'loss': [1.0, None]}
+    """
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 
-from lightning_obs.app.data import CalibrationData, require_positive
-from lightning_obs.app.text_files import read_rows, text_of
+from lightning_obs.app.data.files import read_rows, text_of
+from lightning_obs.app.data.splits import CalibrationData, require_positive
 from lightning_obs.errors import CalibrationError, name_list
 
 Sample = dict[str, Any]
@@ -28,7 +28,7 @@ class DocumentData(CalibrationData):
 
     Args:
         tokenizer: a transformers tokenizer.
-        path: see :func:`~lightning_obs.app.text_files.read_rows`; each object is a sample. None: paragraphs of Python's
+        path: see :func:`~lightning_obs.app.data.files.read_rows`; each object is a sample. None: paragraphs of Python's
             own documentation.
         batches: calibration batches.
         batch_size: samples per batch.

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from lightning_obs.app.data import CalibrationData, require_positive
-from lightning_obs.app.text_files import read_documents
+from lightning_obs.app.data.files import read_documents
+from lightning_obs.app.data.splits import CalibrationData, require_positive
 from lightning_obs.errors import CalibrationError
 
 

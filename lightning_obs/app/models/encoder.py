@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from lightning_obs.app.models.task_module import LABELS, OneOutputPerSample
 from lightning_obs.app.pretrained import load_pretrained
-from lightning_obs.app.task_module import LABELS, OneOutputPerSample
 
 
 class Encoder(OneOutputPerSample):
@@ -23,7 +23,7 @@ class Encoder(OneOutputPerSample):
         path: folder or hub name; the model is of the class that wrote it.
         dtype: auto, float32, bfloat16, float16.
         attn_implementation: as in transformers.
-        learning_rate: of AdamW, see :class:`~lightning_obs.app.task_module.TaskModule`.
+        learning_rate: of AdamW, see :class:`~lightning_obs.app.models.task_module.TaskModule`.
     """
 
     def __init__(

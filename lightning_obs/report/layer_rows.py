@@ -13,6 +13,7 @@ from typing import Any
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.files.write import whole_file
 from lightning_obs.report.layer_errors import LayerError
+from lightning_obs.report.numbers import finite
 
 _TENSORS = ("weight", "input", "output")
 
@@ -23,19 +24,6 @@ def layer_row(error: LayerError) -> dict[str, Any]:
     parts = {kind: getattr(error, kind) for kind in _TENSORS}
     flat = {f"{kind}_{key}": value for kind, part in parts.items() if part for key, value in asdict(part).items()}
     return {key: finite(value) for key, value in (whole | flat).items()}
-
-
-def finite(value: Any) -> Any:
-    """Numbers that are NaN or infinite as None, in dicts and lists too.
-
-    >>> finite({"loss": [1.0, math.nan]})
-    {'loss': [1.0, None]}
-    """
-    if isinstance(value, Mapping):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:

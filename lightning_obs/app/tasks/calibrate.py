@@ -1,0 +1,232 @@
+"""Calibrate: measure, calibrate, measure again, export, load the checkpoint in a new process, report.
+
+The other tasks that calibrate add one step each: a choice before, training after.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from typing_extensions import override
+
+from lightning_obs.app.checkpoint import write_checkpoint
+from lightning_obs.app.console import say, step
+from lightning_obs.app.job import Job, make_job, make_options, plain
+from lightning_obs.app.models.default_model import DEFAULT_MODEL
+from lightning_obs.app.quality import Quality, evaluate
+from lightning_obs.app.tasks.task import Task
+from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.callbacks.base import SessionCallback
+from lightning_obs.callbacks.calibration import CalibrationCallback
+from lightning_obs.callbacks.which_module import describe, find_module
+from lightning_obs.numerics.histogram import Support
+from lightning_obs.report.facts import Report, poor_layers
+from lightning_obs.report.layer_errors import LayerError, measure_layer_errors
+from lightning_obs.report.numbers import folder_size, quality_row
+from lightning_obs.report.page import write_report
+from lightning_obs.report.summary import better_inputs, print_report, summary
+
+#: from this many forward passes on, the run says how long they take
+_WORTH_SAYING = 20
+
+
+class Calibrate(Task):
+    """Find the ranges in one pass over the data; no weight changes.
+
+    Attributes:
+        full, calibrated, quantized, reloaded: quality on held-out data in full precision, after calibration where
+            training follows, of the exported model, and of its checkpoint loaded again; None: not measured.
+    """
+
+    job: Job
+    result: CalibrationResult
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        self.full: Quality | None = None
+        self.calibrated: Quality | None = None
+        self.quantized: Quality | None = None
+        self.reloaded: Quality | None = None
+        self.seconds_trained: float | None = None
+        self.errors: list[LayerError] = []
+        self.lines: list[str] = []
+        self.sizes: tuple[int, int] | None = None
+
+    # ------------------------------------------------------------------ the steps
+
+    @override
+    def check(self) -> None:
+        """Load everything; refuse scheme, targets, groups, devices, precision, data; say what is calibrated."""
+        self.job = make_job(self.config, self.make_callback(make_options(self.config)))
+        self.check_task()
+        self.check_scheme()
+
+    @override
+    def run(self) -> None:
+        """Every step, one after the other."""
+        job, counts = self.job, dict[str, Support]()
+        self.say_duration()
+        self.full = evaluate(job, "in full precision", as_quantized=False)
+        parts = self.choose()
+        self.result = self.calibrate()
+        self.train()
+        self.errors = self.layer_errors(counts)
+        self.quantized = evaluate(job, "quantized")
+        if job.folder is not None:
+            self.lines = write_checkpoint(job, job.folder, self.result)
+            self.after_export(job.folder)
+        self.report(Report(self.job.callback.label, counts=counts, **parts))
+
+    def make_callback(self, options: CalibrationOptions) -> SessionCallback:
+        """The callback that this task runs."""
+        of_callback = {"module": self.config.module, "token_mask": self.config.token_mask}
+        return CalibrationCallback(options, show=False, **of_callback)  # the run's own report shows more
+
+    def check_task(self) -> None:
+        """Refuse what only this task cannot do."""
+
+    def check_scheme(self) -> None:
+        """Check the scheme against the model, and say which module is calibrated."""
+        callback, module = self.job.callback, self.job.module
+        session = callback.prepare(self.job.trainer, module)  # it is used again: the model is the same
+        say(f"· {describe(module, find_module(module, self.config.module)[0], session)}")
+
+    def choose(self) -> dict[str, Any]:
+        """Choose what is calibrated; returns fields of the report."""
+        return {}
+
+    def calibrate(self) -> CalibrationResult:
+        """Calibrate in Lightning's validation loop, or without a single batch where the scheme needs none."""
+        job, callback = self.job, self.job.callback
+        say(f"· calibrating {callback.label}")
+        session = callback.prepare(job.trainer, job.module)
+        if session.needs_data:
+            job.trainer.validate(job.module, datamodule=job.data, verbose=False)
+        else:
+            say(f"{callback.label} needs no data: no batch is run, data.batches is not used")
+            with session:
+                pass
+        assert callback.result is not None  # it raised otherwise
+        return callback.result
+
+    def train(self) -> None:
+        """Train the calibrated model."""
+
+    def layer_errors(self, counts: dict[str, Support]) -> list[LayerError]:
+        """Each layer's error on ``report.layer_error_batches`` held-out batches, worst first.
+
+        Args:
+            counts: filled with how often each input value was seen there, by module name; inputs that an observer
+                counted while it calibrated are in it as they were then.
+        """
+        job, batches = self.job, self.config.report.layer_error_batches
+        if batches < 1:
+            return []
+        moved = [job.inputs(batch) for batch, _ in zip(job.data.test_dataloader(), range(batches), strict=False)]
+        with step("measuring each layer's error"):
+            errors = measure_layer_errors(job.model, moved, counts=counts)
+        if job.callback.session is not None:
+            counts.update(job.callback.session.input_counts)
+        return errors
+
+    def after_export(self, folder: Path) -> None:
+        """Measure what was exported."""
+
+    # ------------------------------------------------------------------ how long it takes
+
+    def say_duration(self) -> None:
+        """Time the second of two forward passes, and say how long those of the whole run take, unless they are few."""
+        job, session = self.job, self.job.callback.session
+        passes = self.passes(session is None or session.needs_data)
+        if passes < _WORTH_SAYING:
+            return
+        device = job.trainer.strategy.root_device
+        batch = job.inputs(next(iter(job.data.test_dataloader())), device)
+        job.module.to(device)
+        with torch.inference_mode():
+            job.model(**batch)
+            started = time.perf_counter()
+            job.model(**batch)
+            seconds = time.perf_counter() - started
+        say(
+            f"· about {passes * seconds / 60:.1f} minutes for {passes} forward passes of {seconds:.2g} s on each of "
+            f"{job.trainer.world_size} device(s), beside weights and files  (speed=quick: a few batches only)"
+        )
+
+    def passes(self, needs_data: bool) -> int:
+        """About how many batches the whole run forwards.
+
+        Args:
+            needs_data: whether calibration runs any.
+        """
+        calibrated = self.batches("batches") if needs_data else 0
+        return 2 * self.measured + calibrated + int(self.config.report.layer_error_batches)
+
+    def batches(self, name: str) -> int:
+        """A number of batches that ``data`` sets; 0 where it has no such key."""
+        return int(self.config.data.get(name) or 0)
+
+    @property
+    def measured(self) -> int:
+        """Batches of one measurement of the model's quality."""
+        return self.batches("eval_batches") if self.config.evaluate else 0
+
+    # ------------------------------------------------------------------ what was found
+
+    @override
+    def row(self) -> dict[str, Any]:
+        """Quality, size, time, and the layers to try in ``ignore``."""
+        quality: dict[str, Any] = {"metric": None}
+        if self.full is not None and self.quantized is not None:
+            name = self.full.name
+            others = {"calibrated": self.calibrated, "reloaded": self.reloaded}
+            quality = {
+                **quality_row(name, self.full.value, self.quantized.value),
+                **{f"{name}_{when}": None if found is None else found.value for when, found in others.items()},
+            }
+        return {
+            "run": self.job.callback.label,
+            **quality,
+            "recovered": self.recovered(),
+            "seconds_trained": self.seconds_trained,
+            "size": self.sizes[1] if self.sizes else None,
+            "seconds": self.result.seconds,
+            "worst_sqnr": self.errors[0].sqnr if self.errors else None,
+            "ignore": [*self.job.callback.ignore, *poor_layers(self.errors, fused=self.result.fused)],
+        }
+
+    def report(self, report: Report) -> None:
+        """Write ``report.html``, ``report.json`` and ``layers.csv``, and print the closing report, on rank 0."""
+        job, config = self.job, self.config
+        if not job.trainer.is_global_zero:
+            return
+        if job.folder is not None:
+            tensors = {t.data_ptr(): t.nbytes for t in [*job.model.parameters(), *job.model.buffers()]}
+            self.sizes = (sum(tensors.values()), folder_size(job.folder))
+        model = Path(str(config.model.get("path") or DEFAULT_MODEL)).name
+        report.title = f"{job.callback.label} \N{MIDDLE DOT} {model}"
+        report.result, report.errors, report.sizes, report.lines = self.result, self.errors, self.sizes, self.lines
+        report.drift = job.callback.drift
+        if self.full is not None and self.quantized is not None:
+            report.metrics = {self.full.name: (self.full.value, self.quantized.value)}
+        report.extra = {**self.row(), "config": plain(config)}
+        path = write_report(config.output_dir, report)
+        hint = "" if not poor_layers(self.errors) else f"  (leave out: ignore_from={path.with_suffix('.json')})"
+        advice = better_inputs(job.callback.options.config, self.errors)
+        closing = [*self.lines, *self.closing_lines(), *([advice] if advice else []), f"report {path}{hint}"]
+        report.lines = closing
+        print()
+        print_report(summary(report, worst=config.report.worst_layers))
+
+    def recovered(self) -> float | None:
+        """The share of calibration's loss that training brought back; None without training."""
+        return None
+
+    def closing_lines(self) -> list[str]:
+        """Further lines of the closing report."""
+        return []

@@ -1,0 +1,71 @@
+"""Put runs side by side, by the ``report.json`` that each has written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_obs.app.console import say
+from lightning_obs.app.tasks.task import Task
+from lightning_obs.errors import CalibrationError
+from lightning_obs.files.read import naming, read_json
+from lightning_obs.report.facts import Report
+from lightning_obs.report.numbers import quality_of, quality_row
+from lightning_obs.report.page import write_report
+from lightning_obs.report.summary import comparison_table, print_report
+from lightning_obs.schemes.config import as_names
+
+#: what a comparison shows of a run, beside its metric
+_COMPARED = ("run", "size", "seconds", "worst_sqnr")
+
+
+class Compare(Task):
+    """A table of ``runs``, and a page with quality against size."""
+
+    @override
+    def check(self) -> None:
+        """Read the reports."""
+        if not self.config.runs:
+            raise CalibrationError("runs", got="none", remedy="task=compare runs=[<folder of a run>,<another>].")
+        self.rows = [_row_of(Path(str(path))) for path in as_names(self.config.runs)]
+
+    @override
+    def run(self) -> None:
+        """Print the table, write the page."""
+        say(f"report {write_comparison(self.config.output_dir, self.rows)}")
+
+    @override
+    def row(self) -> dict[str, Any]:
+        """All rows, as ``runs``."""
+        return {"run": "comparison", "runs": self.rows}
+
+
+def write_comparison(folder: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Print the table of some runs, and write the page that shows it beside quality against size."""
+    print()
+    print_report(comparison_table([dict(row) for row in rows]))
+    return write_report(folder, Report("comparison", runs=[compared(row) for row in rows]))
+
+
+def compared(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a comparison shows of a run's row."""
+    name, before, after = quality_of(row)
+    return {**{key: row.get(key) for key in _COMPARED}, **({} if name is None else quality_row(name, before, after))}
+
+
+def _row_of(path: Path) -> dict[str, Any]:
+    file = path / "report.json" if path.is_dir() else path
+    expected = "runs=[<folder with the report.json that a run has written>]"
+    found = read_json(file, expected=expected)
+    with naming(file, expected=expected):
+        row, run = compared(found), found["run"]
+        _, before, after = quality_of(row)
+        for value in (before, after, *(row[key] for key in _COMPARED[1:])):
+            if value is not None and type(value) not in (int, float):
+                raise TypeError(f"{value!r:.80} is no number")
+        if not all(isinstance(name, str) for name in (run, row.get("metric", ""))):
+            raise TypeError("the run or its metric is no name")
+        return {**row, "run": f"{run} ({path.name if path.is_dir() else path.parent.name})"}

@@ -1,0 +1,61 @@
+"""Measure a model, or a checkpoint that a run has written, on held-out data; nothing is calibrated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_obs.app.console import say
+from lightning_obs.app.job import load_module, make_data, make_trainer, plain
+from lightning_obs.app.models.task_module import SIMILARITY
+from lightning_obs.app.quality import measure_quality
+from lightning_obs.app.tasks.compare import compared
+from lightning_obs.app.tasks.task import Task
+from lightning_obs.errors import CalibrationError
+from lightning_obs.report.facts import Report
+from lightning_obs.report.numbers import folder_size, human_size, precise, quality_row
+from lightning_obs.report.page import write_report
+
+
+class Evaluate(Task):
+    """Quality of ``model.path``, as it is loaded."""
+
+    @override
+    def check(self) -> None:
+        """Load model and data."""
+        self.module = load_module(self.config)
+        self.data = make_data(self.config, self.module)
+
+    @override
+    def run(self) -> None:
+        """Measure, print, write the page.
+
+        Raises:
+            CalibrationError: nothing can be measured of this model on these data.
+        """
+        path = self.config.model.get("path")
+        say(f"· measuring {path or 'the default model'}")
+        trainer = make_trainer(self.config)
+        found = measure_quality(self.module, trainer, self.data)
+        if found is None or found.name == SIMILARITY:
+            raise CalibrationError(
+                "nothing judges the model by itself on these data",
+                got="test_step logs nothing" if found is None else "only its similarity to an unquantized model",
+                remedy="data.label_field=<the field of the labels>; images: one folder for each class.",
+            )
+        size = folder_size(path) if path and Path(path).is_dir() else None
+        self.found = {
+            "run": str(path or "default model"), **quality_row(found.name, None, found.value), "size": size,
+        }  # fmt: skip
+        if trainer.is_global_zero:
+            say(f"{found.name} {precise(found.value)}" + ("" if size is None else f"  size {human_size(size)}"))
+            report = Report(self.found["run"], runs=[compared(self.found)])
+            report.extra = {**self.found, "config": plain(self.config)}
+            say(f"report {write_report(self.config.output_dir, report)}")
+
+    @override
+    def row(self) -> dict[str, Any]:
+        """Quality and size."""
+        return self.found

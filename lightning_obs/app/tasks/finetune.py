@@ -1,0 +1,120 @@
+"""Fine-tune a calibrated model through fake quantization, and measure what it brought.
+
+Its quality on held-out data is measured four times: full precision, calibrated only, fine-tuned, and of the checkpoint
+loaded again. The last two are the same number, or something is wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from lightning.pytorch import seed_everything
+from typing_extensions import override
+
+from lightning_obs.app.console import say
+from lightning_obs.app.job import load_again, make_trainer, plain
+from lightning_obs.app.quality import Quality, evaluate, measure_quality
+from lightning_obs.app.tasks.calibrate import Calibrate
+from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.callbacks.base import SessionCallback
+from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
+from lightning_obs.errors import CalibrationError
+
+#: a loss by calibration below this share of the quality is noise, and so is any share of it
+_LOST = 1e-3
+#: a step of training in forward passes: one there, about two back
+PASSES_OF_A_STEP = 3
+
+
+class Finetune(Calibrate):
+    """Train from the ranges that calibration chose."""
+
+    @override
+    def make_callback(self, options: CalibrationOptions) -> SessionCallback:
+        """Fine-tuning; it calibrates too."""
+        of_callback = {"module": self.config.module, "token_mask": self.config.token_mask}
+        return QuantizationAwareTraining(options, **plain(self.config.task.callback), **of_callback)
+
+    @override
+    def check_task(self) -> None:
+        """Refuse a precision that cannot be trained, and no batches to train on."""
+        assert isinstance(self.job.callback, QuantizationAwareTraining)
+        self.job.callback.require_precision(self.job.trainer)
+        if not self.batches("train_batches"):
+            got = self.config.data.get("train_batches")
+            raise CalibrationError("data.train_batches", got=got, expected="one or more")
+
+    @override
+    def train(self) -> None:
+        """Fit; the last thing it does is a validation of the result."""
+        self.calibrated = evaluate(self.job, "as calibrated")
+        config, module = self.config, self.job.module
+        say(f"· fine-tuning {self.job.callback.label}")
+        started = time.perf_counter()
+        if config.task.seed is not None:
+            seed_everything(config.task.seed, verbose=False)
+        trainer = make_trainer(config, self.job.callback)
+        module.train()
+        trainer.fit(module, datamodule=self.job.data)
+        module.eval()
+        trainer.validate(module, datamodule=self.job.data, verbose=False)
+        self.seconds_trained = time.perf_counter() - started
+        self.result = self.job.callback.result or self.result
+
+    @override
+    def after_export(self, folder: Path) -> None:
+        """Measure the checkpoint, loaded again: each rank its share.
+
+        Ranks that torchrun started may have composed another folder, so rank 0 says which.
+        """
+        if self.calibrated is None:
+            return
+        strategy = self.job.trainer.strategy
+        written = Path(strategy.broadcast(str(folder.resolve())))
+        if not strategy.reduce_boolean_decision(written.is_dir()):
+            self.lines.append("not loaded again: some ranks cannot read that folder")
+            return
+        say("· measuring the checkpoint, loaded again")
+        self.reloaded = measure_quality(load_again(self.job, written), make_trainer(self.config), self.job.data)
+
+    @override
+    def passes(self, needs_data: bool) -> int:
+        """Training steps and two more measurements, too."""
+        steps = int(self.config.trainer.get("max_steps", -1))
+        of_a_step = PASSES_OF_A_STEP + (1 if self.config.task.callback.distill else 0)
+        trained = (self.batches("train_batches") if steps < 0 else steps) * of_a_step
+        return super().passes(needs_data) + trained + self.batches("batches") + 2 * self.measured
+
+    @override
+    def recovered(self) -> float | None:
+        """See :func:`recovered_share`."""
+        return recovered_share(self.full, self.calibrated, self.quantized)
+
+    @override
+    def closing_lines(self) -> list[str]:
+        """The four measurements, and how long training took."""
+        lines = []
+        if self.calibrated is not None:
+            values = {"full precision": self.full, "calibrated": self.calibrated, "fine-tuned": self.quantized}
+            measured = {**values, "reloaded": self.reloaded}.items()
+            text = ", ".join(f"{when} {found.value:.3f}" for when, found in measured if found is not None)
+            lines.append(f"{self.calibrated.name} on held-out data: {text}")
+        if self.seconds_trained is not None:
+            share = self.recovered()
+            brought = "" if share is None else f", and brought back {share:.0%} of what calibration lost"
+            lines.append(f"fine-tuning took {self.seconds_trained / 60:.1f} minutes{brought}")
+        return lines
+
+
+def recovered_share(full: Quality | None, calibrated: Quality | None, tuned: Quality | None) -> float | None:
+    """How much fine-tuning brought back of what calibration lost, from 0 (nothing, or less) to 1 (all, or more).
+
+    None where calibration lost next to nothing, and where the metric does not say which direction is better.
+    """
+    if full is None or calibrated is None or tuned is None or full.higher_is_better is None:
+        return None
+    sign = -1 if full.higher_is_better else 1
+    lost = sign * (calibrated.value - full.value)
+    back = sign * (calibrated.value - tuned.value)
+    return None if lost < _LOST * abs(full.value) or not lost else min(1.0, max(0.0, back / lost))

@@ -1,0 +1,104 @@
+"""What is known of a run, gathered once: the closing summary and the page show it, each in its way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import Any
+
+from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.errors import name_list
+from lightning_obs.numerics.histogram import Support
+from lightning_obs.report.layer_errors import LayerError
+from lightning_obs.report.numbers import change, human_size
+from lightning_obs.report.scale_drift import ScaleDrift
+
+#: below this [dB] more than 3 % of a typical token's output energy is quantization noise
+POOR_SQNR = 15.0
+
+
+@dataclass
+class Report:
+    """Everything known of a run. Whatever is left out is not shown.
+
+    Attributes:
+        title: of the page.
+        result: of the calibration.
+        errors: of the layers, worst first.
+        metrics: by name, before and after, ``{"perplexity": (14.80, 15.19)}``.
+        sizes: bytes before and after.
+        counts: how often each input value was seen, by module name.
+        drift: how scales have moved.
+        sensitivity: of each module by itself, in any unit; the name of the unit is ``sensitivity_unit``.
+        choices: the scheme that was chosen for each module.
+        frontier: points ``{"name", "bits_per_weight", "bytes", "loss"}``.
+        runs: other runs beside this one, as :func:`~lightning_obs.report.summary.comparison_table` takes them.
+        lines: further lines of the summary.
+        extra: further keys of ``report.json``.
+    """
+
+    title: str
+    result: CalibrationResult | None = None
+    errors: Sequence[LayerError] = ()
+    metrics: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    sizes: tuple[int, int] | None = None
+    counts: Mapping[str, Support] = field(default_factory=dict)
+    drift: ScaleDrift | None = None
+    sensitivity: Mapping[str, float] = field(default_factory=dict)
+    sensitivity_unit: str = ""
+    choices: Mapping[str, str] = field(default_factory=dict)
+    frontier: Sequence[Mapping[str, Any]] = ()
+    runs: Sequence[Mapping[str, Any]] = ()
+    lines: Sequence[str] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def poor_layers(self) -> list[str]:
+        """The layers to try in ``ignore``."""
+        return poor_layers(self.errors, fused=() if self.result is None else self.result.fused)
+
+
+def facts(report: Report, arrow: str = "->") -> dict[str, str]:
+    """What was done and how well, by name, in the order of a report.
+
+    Args:
+        report: of the run.
+        arrow: between the values before and after.
+    """
+    found = {} if report.result is None else report.result.facts()
+    for name, (before, after) in report.metrics.items():
+        if before is not None and after is not None:
+            found[name] = change(before, after, arrow)
+    if report.sizes is not None:
+        found["size"] = f"{human_size(report.sizes[0])} {arrow} {human_size(report.sizes[1])}"
+    if report.result is not None and any(sum(counts) for counts in report.result.expert_tokens.values()):
+        found["experts"] = expert_line(report.result)
+    return found
+
+
+def poor_layers(
+    errors: Sequence[LayerError], threshold: float = POOR_SQNR, fused: Sequence[Sequence[str]] = ()
+) -> list[str]:
+    """The layers to try in ``ignore``: those whose per-token SQNR [dB] is below ``threshold``, worst first.
+
+    Modules that must share a scheme (q, k, v; gate, up: ``fused``, as in ``result.fused``) are named together.
+    """
+    poor = dict.fromkeys(error.name for error in errors if error.sqnr < threshold)
+    for members in fused:
+        if any(name in poor for name in members):
+            poor.update(dict.fromkeys(members))
+    return list(poor)
+
+
+def expert_line(result: CalibrationResult) -> str:
+    """How many tokens the router sent to the experts, and which got none.
+
+    >>> empty = dict(scheme="FP8", modules=[], observers=0, batches=1, measurements=0, seconds=0.0, qparams={})
+    >>> expert_line(CalibrationResult(**empty, expert_tokens={"mlp.experts": [5, 0, 7]}))
+    'tokens per expert: 0 to 7, median 5; 1 of 3 experts got none: mlp.experts.1'
+    """
+    counts = sorted(count for layer in result.expert_tokens.values() for count in layer)
+    line = f"tokens per expert: {counts[0]} to {counts[-1]}, median {median_low(counts)}"
+    none = [f"{name}.{i}" for name, layer in result.expert_tokens.items() for i, count in enumerate(layer) if not count]
+    return f"{line}; {len(none)} of {len(counts)} experts got none: {name_list(none)}" if none else line
