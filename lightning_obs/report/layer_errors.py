@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchmetrics import MetricCollection
 
 from lightning_obs.forward.calls import call_on, first_input
 from lightning_obs.forward.compile_stance import run_eagerly
@@ -36,7 +35,7 @@ from lightning_obs.numerics.quantization_error import (
     only_range,
 )
 from lightning_obs.ranks.collectives import Collectives
-from lightning_obs.report.metrics import layer_metrics, leader
+from lightning_obs.report.metrics import LayerSums
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def measure_layer_errors(
     if not names:
         return []
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad(), run_eagerly():
-        inputs, outputs = layer_metrics(names, sync_on_compute=False), layer_metrics(names, sync_on_compute=False)
+        inputs, outputs = LayerSums(names), LayerSums(names)
         for name, module in layers.items():
             probe = _Probe(name, inputs, outputs, counts)
             stack.callback(keep_hook_out(module, module.register_forward_hook(probe, with_kwargs=True)))
@@ -134,7 +133,7 @@ def known_layer_errors(
     layers = _layers(model)
     names = list(layers)
     with torch.inference_mode(False), torch.no_grad():
-        inputs = layer_metrics(names, sync_on_compute=False)
+        inputs = LayerSums(names)
         for name, (values, numbers) in counts.items():
             grid = _grid_of(layers[name], "input") if name in layers else None
             if grid is not None and grid[0].numel() == 1:
@@ -149,7 +148,7 @@ def measure_weights(model: nn.Module, collectives: Collectives | None = None) ->
     layers = {name: module for name, module in _layers(model).items() if _grid_of(module, "weight") is not None}
     reshard(model)
     with torch.inference_mode(False), torch.no_grad():
-        metrics = layer_metrics(list(layers), sync_on_compute=False)
+        weights = LayerSums(list(layers))
         for turn, (name, module) in enumerate(layers.items()):
             mine = turn % collectives.size == collectives.rank
             if not mine and not in_shards(module):
@@ -159,10 +158,10 @@ def measure_weights(model: nn.Module, collectives: Collectives | None = None) ->
                 matrix = None if weight is None else to_matrix(module, whole_tensor(weight))
                 grid = _grid_of(module, "weight")
                 if mine and matrix is not None and grid is not None:
-                    metrics.update(name, grid_error(matrix, *grid, "weight"))
+                    weights.update(name, grid_error(matrix, *grid, "weight"))
         if layers and collectives.size > 1:
-            leader(metrics).merge_ranks(collectives)
-    return _errors(metrics, list(layers))
+            weights.reduce_ranks(collectives)
+    return _errors(weights, list(layers))
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -185,9 +184,7 @@ def _grid_of(module: nn.Module, base_name: str) -> tuple[torch.Tensor, torch.Ten
 class _Probe:
     """A forward hook that compares one layer with its quantized form."""
 
-    def __init__(
-        self, name: str, inputs: MetricCollection, outputs: MetricCollection, counts: dict[str, Support] | None
-    ) -> None:
+    def __init__(self, name: str, inputs: LayerSums, outputs: LayerSums, counts: dict[str, Support] | None) -> None:
         self.name, self.inputs, self.outputs, self.counts = name, inputs, outputs, counts
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -220,14 +217,14 @@ def _run_quantized(module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
         undo()
 
 
-def _errors(metrics: MetricCollection, names: list[str]) -> dict[str, TensorError]:
+def _errors(layers: LayerSums, names: list[str]) -> dict[str, TensorError]:
     """The numbers of each layer of which anything was seen."""
     if not names:
         return {}
-    seen = leader(metrics).seen.tolist()
+    seen = layers.seen.tolist()
     if not any(seen):
         return {}
-    computed = {key: value.reshape(len(names), -1).tolist() for key, value in metrics.compute().items()}
+    computed = {key: value.reshape(len(names), -1).tolist() for key, value in layers.compute().items()}
     found = {}
     for at, name in enumerate(names):
         if seen[at]:

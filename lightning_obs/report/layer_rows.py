@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.files.write import whole_file
@@ -18,12 +18,45 @@ from lightning_obs.report.numbers import finite
 _TENSORS = ("weight", "input", "output")
 
 
+class Column(NamedTuple):
+    """A column of the page's table.
+
+    Attributes:
+        key: of a layer's row.
+        title: above it.
+        digits: behind the point; None: four significant ones, or a text.
+        is_wide: left out on a phone.
+        smallest_first: how a first click sorts.
+        value: of a layer, for a key that the row does not have otherwise; CSV and JSON get it too.
+    """
+
+    key: str
+    title: str
+    digits: int | None = None
+    is_wide: bool = False
+    smallest_first: bool = True
+    value: Callable[[LayerError], Any] | None = None
+
+
+COLUMNS = [
+    Column("name", "layer"),
+    Column("sqnr", "SQNR [dB]", 1),
+    Column("clipped", "clipped [%]", 2, is_wide=True, smallest_first=False),
+    Column("weight_sqnr", "weight [dB]", 1, is_wide=True),
+    Column("weight_bits", "weight [bit]", 2, is_wide=True),
+    Column("input_sqnr", "input [dB]", 1, is_wide=True),
+    Column("sensitivity", "sensitivity", smallest_first=False),
+    Column("choice", "choice"),
+]
+
+
 def layer_row(error: LayerError) -> dict[str, Any]:
     """One layer, flat: ``{"name": ..., "sqnr": ..., "weight_sqnr": ..., "input_bits": ...}``; None is not known."""
     whole = {key: getattr(error, key) for key in ("name", "sqnr", "clipped", "low", "high")}
     parts = {kind: getattr(error, kind) for kind in _TENSORS}
     flat = {f"{kind}_{key}": value for kind, part in parts.items() if part for key, value in asdict(part).items()}
-    return {key: finite(value) for key, value in (whole | flat).items()}
+    own = {column.key: column.value(error) for column in COLUMNS if column.value is not None}
+    return {key: finite(value) for key, value in (whole | flat | own).items()}
 
 
 def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:

@@ -20,7 +20,7 @@ from lightning_obs.errors import refuse
 from lightning_obs.files.write import write_text
 from lightning_obs.numerics.histogram import linear_bins
 from lightning_obs.report.facts import POOR_SQNR, Report, facts
-from lightning_obs.report.layer_rows import layer_row, write_csv
+from lightning_obs.report.layer_rows import COLUMNS, layer_row, write_csv
 from lightning_obs.report.numbers import finite, human_size, precise, quality_of
 from lightning_obs.report.pictures import as_svg, comparison_figure, drift_figure, frontier_figure
 from lightning_obs.schemes.config import as_names
@@ -87,7 +87,9 @@ def page(report: Report, data: Mapping[str, Any]) -> str:
     pictures = [(title, as_svg(figure, title)) for title, figure in _figures(report)]
     # The page needs no more digits than it shows.
     layers = [finite({key: _short(value) for key, value in row.items()}) for row in data["layers"]]
-    shown = {"layers": layers, "unit": data["sensitivity_unit"], "poor": POOR_SQNR}
+    units = {"sensitivity": f" [{report.sensitivity_unit}]"} if report.sensitivity_unit else {}
+    columns = [(key, title + units.get(key, ""), *how) for key, title, *how, _ in COLUMNS]
+    shown = {"layers": layers, "shown": columns, "poor": POOR_SQNR}
     return environment.get_template("report.html.j2").render(
         data=data, pictures=pictures, shown=shown, poor=report.poor_layers, poor_sqnr=POOR_SQNR
     )

@@ -10,7 +10,7 @@ from lightning_obs.numerics.histogram import count_values, join_supports, suppor
 from lightning_obs.numerics.qparams import compute_global_scale, compute_qparams
 from lightning_obs.numerics.quantization_error import counted_error, difference_error, grid_error, only_range
 from lightning_obs.numerics.reshape import flatten_for_calibration
-from lightning_obs.report.metrics import SQNR, layer_metrics, leader
+from lightning_obs.report.metrics import LayerSums
 from tests.rank_processes import run_ranks
 
 ARGS = [
@@ -39,7 +39,7 @@ def test_weights_are_measured_as_compressed_tensors_rounds_them(args):
     x = torch.randn(64, 256) * torch.rand(64, 1)
     scale, zero, whole, effective = grid(x, args, 0.6)
     quantized = fake_quantize(x, scale, zero, args, global_scale=whole).double()
-    metrics = layer_metrics(["other", "fc"])
+    metrics = LayerSums(["other", "fc"])
     metrics.update("fc", grid_error(x, effective, zero, args, "weight"))
     found = {name: value[1] for name, value in metrics.compute().items()}
     wide = x.double()
@@ -54,7 +54,7 @@ def test_weights_are_measured_as_compressed_tensors_rounds_them(args):
 
 
 def test_what_was_not_seen_is_not_a_number():
-    metrics = layer_metrics(["other", "fc"])
+    metrics = LayerSums(["other", "fc"])
     metrics.update("fc", only_range(torch.tensor([1.0, 2.0])))
     found = metrics.compute()
     assert all(value[0].isnan().all() for value in found.values())
@@ -64,7 +64,7 @@ def test_what_was_not_seen_is_not_a_number():
 
 def test_outputs_are_measured_token_by_token_as_torchmetrics_does():
     torch.manual_seed(0)
-    original, oracle, metric = torch.randn(3, 5, 16), SignalNoiseRatio(), layer_metrics(["a", "b"])
+    original, oracle, metric = torch.randn(3, 5, 16), SignalNoiseRatio(), LayerSums(["a", "b"])
     original[0, 0] *= 3000
     for part in original.split(1):
         quantized = part.round()
@@ -74,14 +74,14 @@ def test_outputs_are_measured_token_by_token_as_torchmetrics_does():
 
 
 def test_codes_that_are_used_evenly_need_all_bits_and_one_code_needs_none():
-    args, metric = QuantizationArgs(num_bits=4), layer_metrics(["even", "one"])
+    args, metric = QuantizationArgs(num_bits=4), LayerSums(["even", "one"])
     metric.update("even", grid_error(torch.arange(-8.0, 8.0)[None], torch.ones(1), None, args, "input"))
     metric.update("one", grid_error(torch.full((1, 16), 3.0), torch.ones(1), None, args, "input"))
     assert metric.compute()["bits"].tolist() == [4, 0]
 
 
 def test_values_beyond_the_last_step_are_clipped_and_those_that_round_to_it_are_not():
-    args, metric = QuantizationArgs(num_bits=4), layer_metrics(["a", "b"])
+    args, metric = QuantizationArgs(num_bits=4), LayerSums(["a", "b"])
     x = torch.tensor([[7.0, 7.4, 7.6, -8.4, -9.0, 0.0, 0.0, 100.0]])
     metric.update("a", grid_error(x, torch.ones(1), None, args, "input"))
     assert metric.compute()["clipped"][0].item() == 100 * 3 / 8
@@ -95,7 +95,7 @@ def test_counted_values_have_the_error_of_the_values_themselves(symmetric):
     scale, zero, _, _ = grid(x, args, 0.7)
     counted = count_values(x.reshape(-1, 1, 8))
     seen = support(counted.counts[0], counted.low[0], counted.high[0])
-    metrics = layer_metrics(["values", "counts"])
+    metrics = LayerSums(["values", "counts"])
     metrics.update("values", grid_error(x, scale, zero, args, "input"))
     metrics.update("counts", counted_error(seen.values, seen.counts, scale, zero, args))
     for name, (one, other) in metrics.compute().items():
@@ -110,37 +110,23 @@ def test_counts_of_two_tensors_are_those_of_both():
     assert torch.equal(bins, torch.unique(whole.values.bfloat16()))
 
 
-def test_reset_forgets_and_plot_shows_each_layer():
-    metric = SQNR(["a", "b"])
-    metric.update("a", difference_error(torch.ones(2, 2), torch.full((2, 2), 1.5)))
-    figure, axis = metric.plot()
-    assert len(axis.lines[0].get_ydata()) == 2
-    assert figure is axis.figure
-    metric.reset()
-    assert not metric.seen.any()
-
-
 def on_rank(rank):
     from lightning_obs.ranks.collectives import Collectives
 
     torch.manual_seed(0)
     x = torch.randn(8, 4)
-    own, theirs = layer_metrics(["a", "b"], sync_on_compute=False), layer_metrics(["a", "b"])
-    for metrics in (own, theirs):
-        metrics.update("a", grid_error(x[4 * rank : 4 * rank + 4], torch.ones(1) / 4, None, ARGS[0], "input"))
-    leader(own).merge_ranks(Collectives.of_group())
-    return {name: value.tolist() for name, value in own.compute().items()}, {
-        name: value.tolist() for name, value in theirs.compute().items()
-    }
+    layers = LayerSums(["a", "b"])
+    layers.update("a", grid_error(x[4 * rank : 4 * rank + 4], torch.ones(1) / 4, None, ARGS[0], "input"))
+    layers.reduce_ranks(Collectives.of_group())
+    return {name: value.tolist() for name, value in layers.compute().items()}
 
 
-def test_ranks_are_merged_by_our_collectives_and_by_torchmetrics():
+def test_sums_of_all_ranks_are_those_of_one_device():
     torch.manual_seed(0)
-    alone = layer_metrics(["a", "b"])
+    alone = LayerSums(["a", "b"])
     alone.update("a", grid_error(torch.randn(8, 4), torch.ones(1) / 4, None, ARGS[0], "input"))
     expected = {name: value[0].flatten().tolist() for name, value in alone.compute().items() if name != "sqnr"}
-    for own, theirs in run_ranks(on_rank, 2):
-        for found in (own, theirs):
-            for name, value in expected.items():
-                first = found[name][0]
-                assert (first if isinstance(first, list) else [first]) == pytest.approx(value), name
+    for found in run_ranks(on_rank, 2):
+        for name, value in expected.items():
+            first = found[name][0]
+            assert (first if isinstance(first, list) else [first]) == pytest.approx(value), name

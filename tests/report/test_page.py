@@ -12,10 +12,13 @@ import pytest
 
 from lightning_obs import CalibrationError
 from lightning_obs.errors import refuse
+from lightning_obs.report import layer_rows
+from lightning_obs.report import page as report_page
 from lightning_obs.report.facts import Report
 from lightning_obs.report.layer_rows import write_csv
 from lightning_obs.report.page import write_report
 from lightning_obs.report.summary import comparison_table, print_report, summary
+from tests.markdown import page
 from tests.report.pages import made_up
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -208,3 +211,31 @@ def test_names_are_text_on_the_page_and_steer_no_terminal(tmp_path, capsys):
     text = write_report(tmp_path, report).read_text()
     assert "<script>alert" not in text
     assert json.loads((tmp_path / "report.json").read_text())["layers"][0]["name"] == evil
+
+
+OWN_COLUMN = """\
+from lightning_obs.report.layer_rows import COLUMNS, Column
+
+
+def span(error):
+    return error.high - error.low
+
+
+COLUMNS.append(Column("span", "span of the inputs", 2, smallest_first=False, value=span))
+"""
+
+
+def test_a_column_of_the_page_is_added_in_ten_lines(tmp_path, monkeypatch):
+    assert len(OWN_COLUMN.splitlines()) <= 10
+    assert OWN_COLUMN in page("CONTRIBUTING.md")
+    monkeypatch.setattr(layer_rows, "COLUMNS", own := list(layer_rows.COLUMNS))
+    monkeypatch.setattr(report_page, "COLUMNS", own)
+    exec(OWN_COLUMN, {})
+    report = made_up(6)
+    text = write_report(tmp_path, report).read_text()
+    shown = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1))
+    assert shown["shown"][-1] == ["span", "span of the inputs", 2, False, False]
+    spans = [error.high - error.low for error in report.errors]
+    assert [layer["span"] for layer in shown["layers"]] == pytest.approx(spans, rel=1e-3)
+    with open(tmp_path / "layers.csv") as file:
+        assert [float(row["span"]) for row in csv.DictReader(file)] == spans

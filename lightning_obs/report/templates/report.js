@@ -1,21 +1,14 @@
 "use strict";
 (() => {
-  const { layers, unit, poor } = JSON.parse(document.getElementById("data").textContent);
+  const { layers, shown: titles, poor } = JSON.parse(document.getElementById("data").textContent);
   const table = document.getElementById("layers");
   if (!table) return;
   const digits = (n) => (v) => v.toFixed(n);
   const short = (v) => String(Number(v.toPrecision(4)));
+  const shape = (places) => (v) => (typeof v === "string" ? v : places === null ? short(v) : digits(places)(v));
   // key, title, how a number is shown, whether it is left out on a phone, whether sorting starts with the smallest
-  const columns = [
-    ["name", "layer", String, false, true],
-    ["sqnr", "SQNR [dB]", digits(1), false, true],
-    ["clipped", "clipped [%]", digits(2), true, false],
-    ["weight_sqnr", "weight [dB]", digits(1), true, true],
-    ["weight_bits", "weight [bit]", digits(2), true, true],
-    ["input_sqnr", "input [dB]", digits(1), true, true],
-    ["sensitivity", "sensitivity" + (unit ? ` [${unit}]` : ""), short, false, false],
-    ["choice", "choice", String, false, true],
-  ].filter(([key]) => layers.some((row) => known(row[key])));
+  const columns = titles.map(([key, title, places, wide, up]) => [key, title, shape(places), wide, up])
+    .filter(([key]) => layers.some((row) => known(row[key])));
   const step = 200;
   let sorted = null, up = true, shown = step;
 
