@@ -69,17 +69,17 @@ class Calibrate(Task):
     @override
     def run(self) -> None:
         """Every step, one after the other."""
-        job, counts = self.job, dict[str, Support]()
+        counts = dict[str, Support]()
         self.say_duration()
-        self.full = evaluate(job, "in full precision", as_quantized=False)
-        parts = self.choose()
+        self.full = evaluate(self.job, "in full precision", as_quantized=False)
+        parts = self.choose()  # it may make another job
         self.result = self.calibrate()
         self.train()
         self.errors = self.layer_errors(counts)
-        self.quantized = evaluate(job, "quantized")
-        if job.folder is not None:
-            self.lines = write_checkpoint(job, job.folder, self.result)
-            self.after_export(job.folder)
+        self.quantized = evaluate(self.job, "quantized")
+        if self.job.folder is not None:
+            self.lines = write_checkpoint(self.job, self.job.folder, self.result)
+            self.after_export(self.job.folder)
         self.report(Report(self.job.callback.label, counts=counts, **parts))
 
     def make_callback(self, options: CalibrationOptions) -> SessionCallback:
