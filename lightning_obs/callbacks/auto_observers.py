@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from lightning.pytorch import Trainer
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.callbacks.copies import KEPT_BYTES, KeptBatches
 from lightning_obs.callbacks.which_module import require_forward
 from lightning_obs.choice.observer_choice import ObserverChoice, choose_for
 from lightning_obs.choice.sensitivity import logits_of
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.calls import call_on
 from lightning_obs.model.additions import keep_hook_out
 
@@ -45,7 +45,7 @@ class AutoObservers:
         self.choice: ObserverChoice | None = None
         #: the options that the choice was made for
         self._asked: CalibrationOptions | None = None
-        self._kept: list[dict[str, Any]] = []
+        self._kept = KeptBatches()
         self._remove_hook: Callable[[], None] | None = None
 
     @classmethod
@@ -89,9 +89,9 @@ class AutoObservers:
 
         def keep(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not session.is_paused:
-                if not self._kept:
+                if not self._kept.seen:
                     logits_of(output)  # a model without logits is an error now, not at the end
-                self._kept.append(_by_name(model, args, kwargs))
+                self._kept.add(_by_name(model, args, kwargs))
 
         model = session.model
         self._remove_hook = keep_hook_out(model, model.register_forward_hook(keep, with_kwargs=True))
@@ -100,7 +100,7 @@ class AutoObservers:
         """Keep nothing any more."""
         if self._remove_hook is not None:
             self._remove_hook()
-        self._remove_hook, self._kept = None, []
+        self._remove_hook, self._kept = None, KeptBatches()
 
     def choose(self, session: CalibrationSession, asked: CalibrationOptions) -> CalibrationSession:
         """Choose, and return an attached session with the chosen observers, which has observed all that was kept.
@@ -115,8 +115,13 @@ class AutoObservers:
                 f'observers="auto": no validation batch called {type(model).__name__}, so there is nothing to score on',
                 remedy='name the module that validation_step calls: CalibrationCallback(module="...").',
             )
-        with torch.inference_mode(False):  # what was made in inference mode has no gradients
-            kept = [apply_to_collection(inputs, torch.Tensor, torch.clone) for inputs in self._kept]
+        if len(self._kept) < self._kept.seen:
+            warn(
+                f'observers="auto": inputs are kept to be run again, {len(self._kept)} of {self._kept.seen} fit in '
+                f"{KEPT_BYTES / 2**30:.1f} GiB. The others are not observed."
+            )
+            batches = len(self._kept)
+        kept = [inputs for inputs, _ in self._kept.taken()]
         self.stop()
         session.detach()
         self.choice, self.options = choose_for(model, kept[:SCORED], asked)

@@ -15,9 +15,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.auto_observers import AutoObservers
 from lightning_obs.callbacks.base import SessionCallback
-from lightning_obs.callbacks.quantized_validation import QuantizedValidation
+from lightning_obs.callbacks.quantized_validation import QuantizedValidation, require_batches
+from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.choice.observer_choice import ObserverChoice
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.report.summary import layer_table, print_report
@@ -34,11 +36,19 @@ class CalibrationCallback(SessionCallback):
     Args:
         scheme: preset name (``"FP8"``, ``"INT8_STATIC"``, ``"W4A16"``...), dict, ``QuantizationConfig``, or
             :class:`~lightning_obs.CalibrationOptions`.
-        evaluate: run the validation once more through the quantized model, after each calibration. What
-            ``validation_step`` logs for the epoch then appears a second time, as ``<name>_quantized``, in time for
-            ``ModelCheckpoint(monitor="val_loss_quantized")`` and ``EarlyStopping``. A number in (0, 1): with that share
-            of the batches. Metrics, progress, samplers and random numbers of the run stay what they are.
-        every_n_epochs: in fit, calibrate in the validations of every n-th epoch only (of epochs n, 2n, ...).
+        evaluate: run each validation once more, through the quantized model. What ``validation_step`` and
+            ``on_validation_epoch_end`` log for the epoch then appears a second time, as ``<name>_quantized``, in time
+            for ``ModelCheckpoint(monitor="val_loss_quantized")`` and ``EarlyStopping``. ``trainer.test`` of a
+            calibrated model does the same. A number in (0, 1): with that share of the batches.
+
+            Loaders are not asked again: batches are kept on the CPU until the validation ends, as many as fit in 2 GiB
+            on each rank (a warning says how many did not). Your metrics, lists and random generators are not touched:
+            the second pass works on a deep copy of what the LightningModule and its submodules hold, weights excepted.
+            Shared, because nobody can copy them: what a function holds in its closure, globals and class attributes;
+            what is reached through ``self.trainer``; loggers, datasets, optimizers, locks, generators (``yield``), open
+            files, and objects with ``__del__``. An accumulator among these counts each batch twice.
+        every_n_epochs: in fit, calibrate in the validations of every n-th epoch only (of epochs n, 2n, ...). With
+            ``evaluate`` also in the first one; the validations between measure with the scales that there are.
         max_batches: observe the first so many batches of a validation, on each rank; None: all.
         dataloaders: which of several validation loaders are observed, by number, or by key where they are a dict;
             None: all.
@@ -102,6 +112,13 @@ class CalibrationCallback(SessionCallback):
         return None if self._auto is None else self._auto.choice
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse, before the first batch, what cannot work in the end."""
+        super().setup(trainer, pl_module, stage)
+        if self.evaluate:
+            require_batches(pl_module)
+
+    @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a wrong configuration before hours of training; restore the qparams of a resumed run."""
         session = self.prepare(trainer, pl_module)
@@ -120,13 +137,14 @@ class CalibrationCallback(SessionCallback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach the observers; see in which state a second pass has to start."""
-        if not self._is_due(trainer):
+        """Attach the observers; make ready for a second pass."""
+        is_due = self._is_due(trainer)
+        if self.evaluate and not trainer.sanity_checking and (is_due or self.has_calibrated):
+            self._second_pass = QuantizedValidation(trainer, pl_module, self.evaluate)
+        if not is_due:
             return
         self._require_loaders(trainer)
         session = self.prepare(trainer, pl_module)
-        if self.evaluate and not trainer.sanity_checking:
-            self._second_pass = QuantizedValidation(trainer, pl_module, session.model, self.evaluate)
         self.observe_validation(trainer, session)
         if self._auto is not None:
             self._auto.start(session, trainer, masked=self.token_mask is not None)
@@ -135,7 +153,9 @@ class CalibrationCallback(SessionCallback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Look away from batches that are not asked for; find out which tokens of the others count."""
+        """Look away from batches that are not asked for; find out which tokens of the others count; keep all."""
+        if self._second_pass is not None:
+            self._second_pass.see(batch, batch_idx, dataloader_idx)
         if self.session is not None and self.session.is_attached:
             of_loader = self.dataloaders is None or {dataloader_idx, _key_of(trainer, dataloader_idx)} & {
                 *self.dataloaders
@@ -147,22 +167,26 @@ class CalibrationCallback(SessionCallback):
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compute and write the quantization parameters; ModelCheckpoint, which runs later, saves them."""
-        if self.session is None or not self.session.is_attached:
-            return
+        if self.session is not None and self.session.is_attached:
+            self._calibrate(self.session, trainer, pl_module)
+        self._measure(pl_module)
+
+    def _calibrate(self, session: CalibrationSession, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._auto is not None and self._auto.is_keeping:
             with trainer.precision_plugin.val_step_context():
-                self.session = self._auto.choose(self.session, self.options)
-            self.options = self.session.options
-        self.finish_calibration(self.session, pl_module)
+                self.session = session = self._auto.choose(session, self.options)
+            self.options = session.options
+        self.finish_calibration(session, pl_module)
         shown = self.show and trainer.state.fn == TrainerFn.VALIDATING
         errors = self.layer_errors() if shown or self.logs(trainer) else None
         self.log_calibration(trainer, pl_module, errors)
         if shown and errors and trainer.is_global_zero:
             print_report(layer_table(errors[:5]))
+
+    def _measure(self, pl_module: LightningModule) -> None:
+        """Run the second pass, and log what it logs."""
         if self._second_pass is not None:
-            with self.session.in_force():
-                measured = self._second_pass.run()
-            for name, (value, in_bar) in measured.items():
+            for name, (value, in_bar) in self._second_pass.run(self._calibrated_session()).items():
                 pl_module.log(name, value, prog_bar=in_bar, add_dataloader_idx=False)
 
     @override
@@ -202,7 +226,9 @@ class CalibrationCallback(SessionCallback):
     def _is_due(self, trainer: Trainer) -> bool:
         if trainer.sanity_checking:
             return self.sanity_check
-        return trainer.state.fn != TrainerFn.FITTING or (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        if trainer.state.fn != TrainerFn.FITTING or (trainer.current_epoch + 1) % self.every_n_epochs == 0:
+            return True
+        return bool(self.evaluate) and not self.has_calibrated  # a monitor has a value from the first validation on
 
     def _require_loaders(self, trainer: Trainer) -> None:
         loaders = trainer.val_dataloaders
@@ -216,8 +242,33 @@ class CalibrationCallback(SessionCallback):
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the qparams of ``test(ckpt_path=...)``."""
+        """Restore the qparams of ``test(ckpt_path=...)``; make ready for a second pass."""
         self._restore(trainer, pl_module)
+        if not self.evaluate:
+            return
+        if self.session is None or not self.has_calibrated:
+            warn(f"{self.label}: nothing was calibrated, so evaluate has nothing to measure in this test.")
+            return
+        self.session.collectives = collectives_of(trainer)
+        self._second_pass = QuantizedValidation(trainer, pl_module, self.evaluate)
+
+    @override
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Keep the batch for the second pass."""
+        if self._second_pass is not None:
+            self._second_pass.see(batch, batch_idx, dataloader_idx)
+
+    @override
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure the quantized model on what was tested."""
+        self._measure(pl_module)
+
+    @override
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave nothing behind."""
+        self.clean_up()
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

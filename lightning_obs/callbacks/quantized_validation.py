@@ -4,11 +4,13 @@ What the user's ``validation_step`` logs of the quantized model belongs beside w
 for ``ModelCheckpoint`` and ``EarlyStopping``. So the second pass runs inside ``on_validation_epoch_end``, while the
 first is not over: its metrics are not computed yet, and the user's lists of outputs are full.
 
-Method: Lightning's own evaluation loop runs it, so that steps, hooks, devices, precision, strategies and ``self.log``
+Method: Lightning's own evaluation loop runs it, so that steps, devices, precision, strategies and ``self.log``
 (reductions, ranks, torchmetrics, several loaders) are what they are in the first pass. It gets results and a connector
-of its own, and no callbacks. The LightningModule starts it in the state in which it started the first pass: what its
-metrics, buffers and plain attributes held then is copied before the first batch, put in place for the second pass, and
-replaced by the originals again. Random numbers are those of the first pass too, and do not move on.
+of its own, no callbacks, and no loaders: the batches of the first pass were kept, as ``validation_step`` got them.
+The LightningModule begins in the state that it had before the first batch: of all that it and its submodules hold,
+but weights, a deep copy was made then, which is put in place for the second pass. The modules stay the objects that
+they are, so wrappers (DDP, FSDP), compiled code, hooks and lambdas of ``self`` work on the copy as they do on the
+original. Random numbers are at each step those of the first pass, and do not move on.
 
 The loop and its connector are private to Lightning; the versions that were tried are in pyproject.toml. The trade-off:
 the alternative would be to write reductions, loaders and steps of all strategies a second time.
@@ -17,55 +19,82 @@ the alternative would be to write reductions, loaders and steps of all strategie
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict, defaultdict, deque
+import pickle
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from typing import Any
 
-import numpy as np
 import torch
+from compressed_tensors.modeling import IMPL_ATTR, KV_CACHE_ATTR
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
-from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.callbacks.copies import KEPT_BYTES, Copier, KeptBatches
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.model.checksums import CHECKSUMS
+from lightning_obs.model.qparams import CALIBRATED
+from lightning_obs.model.wrappers import inside
 
 #: appended to the names of what the second pass logs
 SUFFIX = "_quantized"
-#: what ``nn.Module`` itself keeps, and this package
-_OWN = {*vars(nn.Module()), CHECKSUMS}
-_CONTAINERS = (list, set, deque, dict, defaultdict, OrderedDict, Counter)
+#: what ``nn.Module`` keeps itself, and calibration: its modules in attention are there before the first batch
+_LEFT_ALONE = {*vars(nn.Module()), *CALIBRATED, IMPL_ATTR, KV_CACHE_ATTR}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 class QuantizedValidation:
-    """A second pass over the validation batches. Make it before the first batch of the first pass.
+    """A second pass over the batches of a validation or a test.
 
     Args:
-        trainer: in ``on_validation_start``.
+        trainer: in ``on_validation_start`` or ``on_test_start``.
         pl_module: the LightningModule.
-        model: the module inside of it that will be calibrated.
         share: of each loader's batches, the first ones, in (0, 1].
 
     Raises:
         CalibrationError: a share of a loader that does not know its length.
     """
 
-    def __init__(self, trainer: Trainer, pl_module: LightningModule, model: nn.Module, share: float = 1.0) -> None:
-        self._trainer, self._pl_module, self._model = trainer, pl_module, model
-        self._loop = _Loop(trainer, share)
-        self._start = _state_of(pl_module, model)
+    def __init__(self, trainer: Trainer, pl_module: LightningModule, share: float = 1.0) -> None:
+        self._trainer, self._pl_module = trainer, pl_module
+        loop = trainer._active_loop
+        assert isinstance(loop, _EvaluationLoop)
+        assert loop._data_fetcher is not None
+        batches = loop.max_batches if loop._is_sequential else [loop._data_fetcher.length or math.inf]
+        if share < 1 and any(map(math.isinf, batches)):
+            raise CalibrationError(
+                "a share of the batches of a loader that does not know how many it has",
+                got=f"evaluate={share}",
+                remedy="evaluate=True, or Trainer(limit_val_batches=<number>).",
+            )
+        #: by loader
+        self._kept = [
+            KeptBatches(KEPT_BYTES / len(batches), math.ceil(n * share) if n < math.inf else n) for n in batches
+        ]
+        self._start: _State | None = None
+        self._random: tuple[bytes, dict[str, Any]] = b"", {}
 
-    def run(self) -> dict[str, tuple[torch.Tensor, bool]]:
-        """Run the calibrated model quantized.
+    def see(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        """Keep a batch that the first pass is about to run; before the first one, copy the LightningModule's state."""
+        if self._start is None:
+            self._start = _State(self._pl_module)
+        random = _collect_rng_states()
+        bits = pickle.dumps(apply_to_collection(random, torch.Tensor, torch.Tensor.numpy))
+        if bits != self._random[0]:  # most validations draw none: their states are kept once
+            self._random = bits, random
+        self._kept[dataloader_idx].add(batch, (batch_idx, dataloader_idx, self._random[1]))
+
+    def run(self, session: CalibrationSession) -> dict[str, tuple[torch.Tensor, bool]]:
+        """Run the calibrated model quantized. The batches are gone afterwards.
 
         Every rank must call this.
 
@@ -73,60 +102,97 @@ class QuantizedValidation:
             ``{"val_loss_quantized": (value, whether it is shown in the progress bar)}``, reduced over ranks where the
             user's own ``self.log`` is.
         """
-        trainer, loop = self._trainer, self._loop
-        connector = _Connector(trainer)
+        trainer = self._trainer
+        self._agree(session)
+        if self._start is None or not any(map(len, self._kept)):
+            return {}
+        loop, connector = _Loop(trainer, self._kept), _Connector(trainer)
         with ExitStack() as stack:
-            stack.enter_context(_own_random_numbers(loop.loaders))
-            stack.enter_context(_in_state(self._start))
-            stack.enter_context(quantized(self._model))
+            stack.enter_context(isolate_rng())
+            stack.enter_context(session.in_force())
+            stack.enter_context(self._start.in_place())
+            # The first pass has moved and changed the batches.
+            for hook in ("_on_before_batch_transfer", "_apply_batch_transfer_handler"):
+                vars(self._pl_module)[hook] = _unchanged
+            stack.enter_context(quantized(session.model))
             stack.enter_context(_replaced(trainer, "callbacks", []))
             stack.enter_context(_replaced(trainer, "_logger_connector", connector))
             stack.enter_context(_replaced(*loop.place, loop))
             loop.run()
+        self._start = None
         if not connector.found:
-            warn(
-                "evaluate: validation_step logs nothing for a whole epoch, so nothing of the quantized model is known."
-            )
+            warn(f"evaluate: {loop.step} logs nothing for a whole epoch, so nothing of the quantized model is known.")
         return {_quantized_name(name): (value, name in connector.in_bar) for name, value in connector.found.items()}
+
+    def _agree(self, session: CalibrationSession) -> None:
+        """Ranks run as many batches as the one that has kept the fewest; say what share that is."""
+        kept = torch.tensor([len(batches) for batches in self._kept], device=session.collectives.device)
+        lengths = session.collectives.reduce(kept, "min").tolist()
+        for batches, length in zip(self._kept, lengths, strict=True):
+            batches.cut(length)
+        seen = sum(batches.seen for batches in self._kept)
+        if sum(lengths) < seen:
+            warn(
+                f"evaluate: the quantized model is measured on {sum(lengths)} of {seen} batches, the first of each "
+                f"loader: more do not fit in {KEPT_BYTES / 2**30:.1f} GiB, where they are kept for it."
+            )
+
+
+def require_batches(pl_module: LightningModule) -> None:
+    """Refuse steps that fetch their batches themselves, which nobody else sees.
+
+    Raises:
+        CalibrationError: a ``validation_step`` or ``test_step`` with the argument ``dataloader_iter``.
+    """
+    for step in ("validation_step", "test_step"):
+        if is_param_in_hook_signature(getattr(pl_module, step), "dataloader_iter", explicit=True):
+            raise CalibrationError(
+                "evaluate runs the batches of a validation once more, and a step that takes an iterator keeps them",
+                got=f"{step}(dataloader_iter)",
+                remedy=f"{step}(batch, batch_idx), or evaluate=False.",
+            )
+
+
+def _unchanged(batch: Any, *_: Any, **__: Any) -> Any:
+    return batch
 
 
 class _Loop(_EvaluationLoop):
-    """Lightning's evaluation loop over loaders that are there already."""
+    """Lightning's evaluation loop over kept batches, from the first batch to ``on_validation_epoch_end``."""
 
-    def __init__(self, trainer: Trainer, share: float) -> None:
+    def __init__(self, trainer: Trainer, kept: list[KeptBatches]) -> None:
         outer = trainer._active_loop
-        super().__init__(trainer, TrainerFn.VALIDATING, RunningStage.VALIDATING, False, outer.inference_mode)
-        self._combined_loader = outer._combined_loader
-        if share < 1 and any(map(math.isinf, outer.max_batches)):
-            raise CalibrationError(
-                "a share of the batches of a loader that does not know how many it has",
-                got=f"evaluate={share}",
-                remedy="evaluate=True, or Trainer(limit_val_batches=<number>).",
-            )
-        self._max_batches = [n if math.isinf(n) else math.ceil(n * share) for n in outer.max_batches]
-        self._random = _collect_rng_states()
-        fits = trainer.state.fn == TrainerFn.FITTING
+        assert isinstance(outer, _EvaluationLoop)
+        super().__init__(trainer, outer._trainer_fn, outer._stage, False, outer.inference_mode)
+        self._combined_loader = outer._combined_loader  # is asked how many loaders there are
+        self._max_batches = [len(batches) for batches in kept]
+        self._data_fetcher: Any = _Replay(kept)
         #: the attribute of which object Lightning finds its loop in
-        self.place = (trainer.fit_loop.epoch_loop, "val_loop") if fits else (trainer, "validate_loop")
-
-    @property
-    def loaders(self) -> list[Any]:
-        """The DataLoaders."""
-        return list(self._combined_loader.flattened)
+        self.place: tuple[Any, str] = {
+            TrainerFn.FITTING: (trainer.fit_loop.epoch_loop, "val_loop"),
+            TrainerFn.VALIDATING: (trainer, "validate_loop"),
+            TrainerFn.TESTING: (trainer, "test_loop"),
+        }[trainer.state.fn]
+        self.step = "test_step" if trainer.testing else "validation_step"
+        self._random = _collect_rng_states()
 
     @override
     def setup_data(self) -> None:
-        """They are there: the user's ``val_dataloader`` is not asked again."""
+        """No loader is asked."""
+
+    @override
+    def reset(self) -> None:
+        """It runs once."""
 
     @override
     def on_run_start(self) -> None:
-        """Begin with the random numbers of the first pass: noise in a step is the same noise."""
-        _set_rng_states(self._random)
-        super().on_run_start()
+        """The state is that after the hooks of the start..."""
 
     @override
-    def _on_evaluation_model_eval(self) -> None:
-        """It is in evaluation mode already..."""
+    def _on_evaluation_epoch_end(self) -> None:
+        """The module's hook is called with the random numbers that it will have."""
+        _set_rng_states(self._random)
+        super()._on_evaluation_epoch_end()
 
     @override
     def _on_evaluation_model_train(self) -> None:
@@ -135,6 +201,24 @@ class _Loop(_EvaluationLoop):
     @override
     def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
         """The user's ``on_validation_end`` logs nothing, and may write files: it is called once."""
+
+
+class _Replay:
+    """What the loop fetches its batches from."""
+
+    def __init__(self, kept: list[KeptBatches]) -> None:
+        self._kept = kept
+        self._batches = (batch for batches in kept for batch in batches.taken())
+
+    @property
+    def done(self) -> bool:
+        """Whether the last batch was fetched."""
+        return not any(map(len, self._kept))
+
+    def __next__(self) -> tuple[Any, int, int]:
+        batch, (batch_idx, dataloader_idx, random) = next(self._batches)
+        _set_rng_states(random)
+        return batch, batch_idx, dataloader_idx
 
 
 class _Connector(_LoggerConnector):
@@ -178,75 +262,55 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-@contextmanager
-def _own_random_numbers(loaders: list[Any]) -> Iterator[None]:
-    """Draw random numbers inside the ``with`` block; afterwards every generator is where it was."""
-    sources = [s for loader in loaders for s in (loader, getattr(loader, "sampler", None))]
-    generators = [g for s in sources if isinstance(g := getattr(s, "generator", None), torch.Generator)]
-    states = [generator.get_state() for generator in generators]
-    with isolate_rng():
-        try:
-            yield
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-
-
 # ---------------------------------------------------------------------- the state of the LightningModule
 
 
-def _state_of(pl_module: nn.Module, model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Copies of what a validation may change: ``(the dict that holds it, {name: copy})``.
+class _State:
+    """Copies of what a LightningModule, its submodules and the modules in its attributes hold now, but weights."""
 
-    These are all buffers, and the plain attributes (numbers, tensors, containers of them) of metrics, of the
-    LightningModule, and of modules beside the model, except those of torch's own classes. Objects of other classes are
-    not copied.
-    """
-    seen: dict[int, Any] = {}  # metrics of a collection share their states
-    inside = set(model.modules()) - {pl_module}
-    state = []
-    for module in pl_module.modules():
-        state.append((module._buffers, {name: _copy(value, seen) for name, value in module._buffers.items()}))
-        mine = module not in inside and not type(module).__module__.startswith("torch.")
-        if mine or isinstance(module, (Metric, MetricCollection)):
-            plain = {name: _copy(value, seen) for name, value in vars(module).items() if name not in _OWN}
-            state.append((vars(module), plain))
-    return state
+    def __init__(self, root: nn.Module) -> None:
+        #: a dict that holds state, copies of its values, and the names in it that stay as they are
+        self._places: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []
+        self._waiting = list(root.modules())
+        self._copier = Copier(_clone, self._waiting.append)
+        met: set[int] = set()
+        with torch.inference_mode(False), torch.no_grad():
+            while self._waiting:
+                for module in self._waiting.pop().modules():
+                    if id(module) not in met:
+                        met.add(id(module))
+                        self._take(module)
+
+    def _take(self, module: nn.Module) -> None:
+        if inside(module) is not None or isinstance(module, torch.jit.ScriptModule):
+            return  # its state is torch's: FSDP1 has begun meanwhile
+        # FSDP1 puts whole weights beside the parameters.
+        left = {name for name in vars(module) if name.startswith("__")} | _LEFT_ALONE | {*module._parameters}
+        for held in (vars(module), module._buffers, module._modules):
+            copies = {name: self._copier(value) for name, value in held.items() if name not in left}
+            self._places.append((held, copies, left))
+        for name in _HOOKS:
+            hooks = vars(module)[name]
+            copies = {key: copied for key, hook in hooks.items() if (copied := self._copier(hook)) is not hook}
+            if copies:
+                self._places.append((hooks, copies, {*hooks} - {*copies}))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the modules hold the copies inside the ``with`` block, and what they had afterwards."""
+        before = [(held, dict(held)) for held, _, _ in self._places]
+        try:
+            for held, copies, left in self._places:
+                stays = {name: value for name, value in held.items() if name in left}
+                held.clear()
+                held.update(copies | stays)
+                held.pop(CHECKSUMS, None)  # scales of an earlier epoch are measured knowingly
+            yield
+        finally:
+            for held, values in before:
+                held.clear()
+                held.update(values)
 
 
-@contextmanager
-def _in_state(state: list[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[None]:
-    """Let the dicts have the copies inside the ``with`` block, and what they had afterwards."""
-    originals = [(held, dict(held)) for held, _ in state]
-    for held, copies in state:
-        held.update(copies)
-    try:
-        yield
-    finally:
-        for held, before in originals:
-            held.clear()
-            held.update(before)
-
-
-def _copy(value: Any, seen: dict[int, Any]) -> Any:
-    """A copy of tensors, arrays and containers, with equal parts where the original has equal parts."""
-    if id(value) in seen:
-        return seen[id(value)]
-    copied = value
-    if isinstance(value, torch.Tensor):
-        copied = value.detach().clone()
-    elif isinstance(value, np.ndarray):
-        copied = value.copy()
-    elif type(value) is tuple:
-        copied = tuple(_copy(item, seen) for item in value)
-    elif type(value) in _CONTAINERS:
-        copied = seen[id(value)] = copy(value)
-        copied.clear()
-        if isinstance(copied, dict):
-            copied.update((key, _copy(item, seen)) for key, item in value.items())
-        elif isinstance(copied, set):
-            copied.update(value)
-        else:
-            copied.extend(_copy(item, seen) for item in value)
-    seen[id(value)] = copied
-    return copied
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -37,6 +37,8 @@ SUFFIXES = ("scale", "zero_point", "global_scale")
 _ARGS = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
 _QPARAMS = tuple(f"{base}_{suffix}" for base in (*_ARGS, *ATTENTION) for suffix in SUFFIXES)
 _SCHEME = ("quantization_scheme", "quantization_status", "quantization_enabled")
+#: names of what calibration puts on a module: plain attributes, or buffers
+CALIBRATED = (*_QPARAMS, *_SCHEME)
 
 #: what calibration has put on each module of a model: plain attributes, and buffers
 Calibration: TypeAlias = dict[nn.Module, tuple[dict[str, Any], dict[str, Any]]]
@@ -186,7 +188,7 @@ def calibration_of(model: nn.Module, only: Collection[nn.Module] | None = None) 
     """
     calibration: Calibration = {}
     for module in model.modules():
-        names = (CHECKSUMS,) if only is not None and module not in only else (*_QPARAMS, *_SCHEME, CHECKSUMS)
+        names = (CHECKSUMS,) if only is not None and module not in only else (*CALIBRATED, CHECKSUMS)
         plain, buffers = ({n: values[n] for n in names if n in values} for values in (vars(module), module._buffers))
         calibration[module] = plain, buffers
     return calibration
@@ -203,7 +205,7 @@ def put_back(calibration: Calibration) -> None:
     """Let modules have what they had, and nothing else, when :func:`calibration_of` was called."""
     for module, (plain, buffers) in calibration.items():
         for values in (vars(module), module._buffers):
-            for name in (*_QPARAMS, *_SCHEME, CHECKSUMS):
+            for name in (*CALIBRATED, CHECKSUMS):
                 values.pop(name, None)
         vars(module).update(plain)
         module._buffers.update(buffers)
