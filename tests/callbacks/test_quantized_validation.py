@@ -15,10 +15,6 @@ from lightning_obs import CalibrationCallback, CalibrationError, quantized
 from lightning_obs.callbacks import quantized_validation
 from lightning_obs.errors import CalibrationWarning
 from tests.callbacks.calibration_modules import Plain, hooks_on, loader, trainer
-from tests.lightning_ranks import Module, calibration, like_torchrun, samples
-from tests.lightning_ranks import loader as rank_loader
-from tests.lightning_ranks import trainer as rank_trainer
-from tests.rank_processes import run_ranks
 
 W2 = {"weights": {"num_bits": 2, "group_size": 8}, "input_activations": {"num_bits": 4, "dynamic": False}}
 
@@ -382,25 +378,3 @@ def test_a_step_that_fetches_its_batches_itself_is_refused_before_the_first():
 
     with pytest.raises(CalibrationError, match=r"Got validation_step\(dataloader_iter\).*evaluate=False"):
         trainer(CalibrationCallback(W2, evaluate=True), max_epochs=1).fit(Fetches(), loader(), loader())
-
-
-# ---------------------------------------------------------------------- on ranks
-
-
-def on_share(rank, ranks, entry):
-    like_torchrun(rank, ranks)
-    callback = calibration(scheme="INT8_STATIC", evaluate=True, ignore=["re:experts.*"])
-    run = rank_trainer(callback, ranks=ranks, max_epochs=1)
-    if entry == "validate":
-        run.validate(Module(), rank_loader(samples(16)), verbose=False)
-    else:
-        run.fit(Module(), rank_loader(samples(8)), rank_loader(samples(16)))
-    return numbers(run.callback_metrics)
-
-
-@pytest.mark.parametrize("entry", ["validate", "fit"])
-def test_ranks_measure_what_one_device_measures(entry):
-    (one,) = run_ranks(on_share, 1, 1, entry)
-    assert one["val_loss_quantized"] != one["val_loss"]
-    for two in run_ranks(on_share, 2, 2, entry):
-        assert two == pytest.approx(one, rel=1e-6)
