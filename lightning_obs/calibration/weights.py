@@ -32,7 +32,7 @@ from torch import nn
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.kinds import kind_of, to_matrix
 from lightning_obs.model.sharding import by_unit, groups_of_shards, rows_of_ranks, unit_of, whole_tensor, whole_unit
-from lightning_obs.model.weights import matrix_shape, weight_matrix
+from lightning_obs.model.weight import matrix_shape, rows_here
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.rows import rows_per_scale
 from lightning_obs.ranks.sync import Collectives, share_weights
@@ -252,6 +252,6 @@ def _weight(module: nn.Module) -> torch.Tensor:
 
 
 def _matrix(module: nn.Module) -> torch.Tensor:
-    matrix = weight_matrix(module)
+    matrix = rows_here(module)
     assert matrix is not None  # preflight refused the module otherwise
     return matrix

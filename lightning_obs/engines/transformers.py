@@ -20,7 +20,7 @@ from lightning_obs.engines.wholes import split_experts
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.kinds import is_transformers_model, kind_of
 from lightning_obs.model.qparams import storage_format
-from lightning_obs.model.weights import matrix_shape
+from lightning_obs.model.weight import matrix_shape
 from lightning_obs.moe.experts import (
     GATE_UP_DOWN_MODEL_TYPES,
     W123_MODEL_TYPES,

@@ -20,10 +20,9 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.forward.quantized_forward import LearnedScale, set_learned_scale
 from lightning_obs.model.lora import adapters_of
 from lightning_obs.model.sharding import in_shards
-from lightning_obs.model.weights import weight_matrix
-from lightning_obs.numerics.reshape import flatten_for_calibration
 from lightning_obs.observers.base import Key
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule
+from lightning_obs.schemes.stored_qparams import scale_shape
 
 
 class LearnedScales:
@@ -55,7 +54,7 @@ class LearnedScales:
         with torch.inference_mode(False):
             for target in plan.targets:
                 for base_name, args in target.args.items():
-                    shape = _scale_shape(target, base_name, args)
+                    shape = _learned_shape(target, base_name, args)
                     if shape is not None:
                         device = next(target.module.parameters()).device
                         self._factors[target.name, base_name] = nn.Parameter(torch.zeros(shape, device=device))
@@ -173,12 +172,11 @@ def _join(key: Key) -> str:
     return f"{key[0]}.{key[1]}"
 
 
-def _scale_shape(target: PlannedModule, base_name: str, args: QuantizationArgs) -> tuple[int, ...] | None:
+def _learned_shape(target: PlannedModule, base_name: str, args: QuantizationArgs) -> tuple[int, ...] | None:
     """Shape of a scale that can be learned; None for the others."""
     stored_rounded = args.scale_dtype is not None or args.strategy == QuantizationStrategy.TENSOR_GROUP
     if args.dynamic or stored_rounded or not isinstance(getattr(target.module, "weight", None), torch.Tensor):
         return None
-    if base_name != "weight":
-        return (1,) if args.strategy == QuantizationStrategy.TENSOR else None
-    matrix = weight_matrix(target.module)
-    return None if matrix is None else tuple(flatten_for_calibration(matrix, "weight", args).shape[1:-1])
+    if base_name != "weight" and args.strategy != QuantizationStrategy.TENSOR:
+        return None
+    return scale_shape(target, base_name, args)

@@ -41,7 +41,7 @@ from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.kinds import count_tokens, from_matrix, to_matrix
 from lightning_obs.model.lora import adapters_of, refuse_unmerged
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
-from lightning_obs.model.weights import full_weight
+from lightning_obs.model.weight import full_weight
 from lightning_obs.numerics.fake_quantize import fake_quantize as fake_quantize_with
 from lightning_obs.numerics.fake_quantize import fake_quantize_dynamic, learned_scale
 from lightning_obs.numerics.reshape import ATTENTION

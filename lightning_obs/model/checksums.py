@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_obs.model.lora import adapters_of
 from lightning_obs.model.sharding import first_element, groups_of_shards, reshard
-from lightning_obs.model.weights import full_weight
+from lightning_obs.model.weight import full_weight
 from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.numerics.checksum import checksum
 from lightning_obs.ranks.collectives import add_up

@@ -23,10 +23,10 @@ from lightning_obs.forward.calls import call_on, first_input
 from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.additions import keep_hook_out
-from lightning_obs.model.kinds import to_matrix, tokens_of
+from lightning_obs.model.kinds import tokens_of
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
-from lightning_obs.model.sharding import in_shards, reshard, whole_tensor, whole_unit
-from lightning_obs.model.weights import full_weight
+from lightning_obs.model.sharding import in_shards, reshard
+from lightning_obs.model.weight import held
 from lightning_obs.numerics.histogram import Support, join_supports, support_of
 from lightning_obs.numerics.quantization_error import (
     counted_error,
@@ -153,9 +153,7 @@ def measure_weights(model: nn.Module, collectives: Collectives | None = None) ->
             mine = turn % collectives.size == collectives.rank
             if not mine and not in_shards(module):
                 continue
-            with whole_unit(module):
-                weight = full_weight(module)
-                matrix = None if weight is None else to_matrix(module, whole_tensor(weight))
+            with held(module) as matrix:
                 grid = _grid_of(module, "weight")
                 if mine and matrix is not None and grid is not None:
                     weights.update(name, grid_error(matrix, *grid, "weight"))

@@ -18,7 +18,7 @@ from lightning_obs.model.kinds import is_transformers_model, kind_of
 from lightning_obs.model.lora import adapters_of, is_adapted
 from lightning_obs.model.qparams import qparams_home
 from lightning_obs.model.sharding import unit_of, whole_shape
-from lightning_obs.model.weights import matrix_shape
+from lightning_obs.model.weight import matrix_shape
 from lightning_obs.moe.experts import fused_experts, hub_names
 from lightning_obs.observers.base import Key, Observer
 from lightning_obs.schemes.planned_modules import PlannedModule

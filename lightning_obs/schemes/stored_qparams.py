@@ -14,7 +14,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from compressed_tensors.quantization.utils import calculate_range
 
 from lightning_obs.model.sharding import whole_shape
-from lightning_obs.model.weights import matrix_shape
+from lightning_obs.model.weight import matrix_shape
 from lightning_obs.numerics.reshape import ATTENTION, flatten_for_calibration
 from lightning_obs.schemes.attention_states import count_heads
 from lightning_obs.schemes.planned_modules import PlannedModule
@@ -28,7 +28,7 @@ def expected_shapes(target: PlannedModule, base_name: str) -> dict[str, tuple[in
     if args.strategy == QuantizationStrategy.TENSOR_GROUP:
         shapes["global_scale"] = (1,)
     if args.dynamic is False:
-        shapes["scale"] = _scale_shape(target, base_name, args)
+        shapes["scale"] = scale_shape(target, base_name, args)
         if not args.symmetric:
             shapes["zero_point"] = shapes["scale"]
     return {f"{base_name}_{suffix}": shape for suffix, shape in shapes.items() if args.dynamic is not True}
@@ -74,7 +74,8 @@ def _misfit(name: str, value: Any, shape: tuple[int, ...] | None, args: Quantiza
     return None if inside else f"is not from {low:g} to {high:g}"
 
 
-def _scale_shape(target: PlannedModule, base_name: str, args: QuantizationArgs) -> tuple[int, ...] | None:
+def scale_shape(target: PlannedModule, base_name: str, args: QuantizationArgs) -> tuple[int, ...] | None:
+    """The shape of a scale as it is stored; None where it depends on the data's shape."""
     if base_name in ATTENTION:
         per_head = args.strategy == QuantizationStrategy.ATTN_HEAD
         return (count_heads(target.module)[base_name], 1, 1) if per_head else (1,)

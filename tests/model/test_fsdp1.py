@@ -23,7 +23,7 @@ from lightning_obs.model.sharding import (
     whole_shape,
     whole_unit,
 )
-from lightning_obs.model.weights import matrix_shape
+from lightning_obs.model.weight import matrix_shape
 from lightning_obs.model.wrappers import unwrapped, without_wrappers
 from lightning_obs.moe.experts import LinearExperts
 from lightning_obs.ranks.sync import Collectives

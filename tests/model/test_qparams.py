@@ -21,7 +21,7 @@ from lightning_obs.model.qparams import (
     read_qparams,
     write_qparams,
 )
-from lightning_obs.model.weights import weight_matrix
+from lightning_obs.model.weight import rows_here
 
 INT8_STATIC = {
     "weights": {"num_bits": 8, "strategy": "channel"},
@@ -64,12 +64,12 @@ WITH_MATRIX = {
 @pytest.mark.parametrize("kind", WITH_MATRIX)
 def test_a_weight_is_a_matrix_of_output_channels(kind):
     make, shape = WITH_MATRIX[kind]
-    assert weight_matrix(make()).shape == shape
+    assert rows_here(make()).shape == shape
 
 
 @pytest.mark.parametrize("module", [nn.ReLU(), nn.LayerNorm(4), nn.ConvTranspose2d(4, 4, 3, groups=2)])
 def test_a_module_without_output_channels_has_no_matrix(module):
-    assert weight_matrix(module) is None
+    assert rows_here(module) is None
 
 
 @pytest.mark.parametrize("kind", WITH_MATRIX)
