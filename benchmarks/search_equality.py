@@ -35,7 +35,6 @@ BLOCK = {"strategy": "block", "block_structure": [8, 16]}
 FORMATS: dict[str, Any] = {
     "int4": {"num_bits": 4},
     "int4 asymmetric": {"num_bits": 4, "symmetric": False},
-    "int4, scales in fp8": {"num_bits": 4, "scale_dtype": torch.float8_e4m3fn},
     "int8": {"num_bits": 8},
     "int8 asymmetric": {"num_bits": 8, "symmetric": False},
     "fp8": {"num_bits": 8, "type": "float"},

@@ -47,9 +47,10 @@ def visit(
 
 class _Search:
     def __init__(self, rows: Rows, factors: Sequence[float], grid: NumberGrid, norm: float, expand: float) -> None:
-        from lightning_obs.numerics.search import cpu_kernel
+        from lightning_obs.numerics.search import cpu_kernel, cpu_tile
 
         self.kernel: Any = cpu_kernel
+        self.tile: Any = cpu_tile
         self.rows, self.grid, self.norm, self.expand = rows, grid, norm, expand
         self.factors = torch.tensor(factors, dtype=torch.float64)
         self.form, distance = _format(grid, rows.dtype, factors, expand)
@@ -63,7 +64,7 @@ class _Search:
         rows, count = self.rows, len(self.factors)
         low, high = (torch.empty(rows.count, dtype=rows.dtype) for _ in range(2))
         index = definition.index_of(rows.count, count)
-        side = self.kernel.LANES // self.kernel.lanes_of(rows.size)  # rows of a block: none is cut by a tile
+        side = self.tile.LANES // self.tile.lanes_of(rows.size)  # rows of a block: none is cut by a tile
         step = max(side, _TILE // rows.size // side * side)
         slab = max(step, _SLAB // step * step)
         improved = unsure = torch.zeros(count, dtype=torch.int64)
@@ -214,10 +215,10 @@ class _Search:
     def _load(self, bits: Any, first: int, count: int, columns: int, strides: Any, shape: Any) -> Any:
         """Rows as a tile, or their weights."""
         size = shape[0] * shape[1]
-        lanes = self.kernel.lanes_of(size)
-        side = self.kernel.LANES // lanes
-        tile = np.empty((-(-count // side), -(-size // lanes), self.kernel.LANES), np.float32)
-        launch.run(self.kernel.load, bits, first, count, columns, strides, *shape, tile)
+        lanes = self.tile.lanes_of(size)
+        side = self.tile.LANES // lanes
+        tile = np.empty((-(-count // side), -(-size // lanes), self.tile.LANES), np.float32)
+        launch.run(self.tile.load, bits, first, count, columns, strides, *shape, tile)
         return tile
 
 

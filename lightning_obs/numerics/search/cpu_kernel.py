@@ -1,8 +1,4 @@
-"""Errors of all candidates of a scale in one visit of its values: numba loops.
-
-A tile holds some rows (what one scale covers) as float32, cut into steps of ``LANES`` numbers. A row owns every so
-many lanes, as many as make about 16 steps of it: short rows lie side by side, a long one fills all lanes. So one loop
-over lanes serves every shape, it needs no freedom to reorder sums, and what a row adds up does not depend on others.
+"""Errors of all candidates of a scale in one visit of its values, in lanes (:mod:`.cpu_tile`): numba loops.
 
 An error is ``sum(|u - round(u)| ** norm)``, ``u = value / scale``, in units of the first candidate's scale; the power
 is a polynomial (:mod:`.cpu_power`). How far the result can be from the definition's is bounded by Minkowski's
@@ -18,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_obs.numerics.kernels.jit import jit, value_of
+from lightning_obs.numerics.kernels.jit import jit
 from lightning_obs.numerics.search.cpu_power import Power
+from lightning_obs.numerics.search.cpu_tile import LANES, add_up, lanes_of, some_lanes, spread
 
-LANES = 256
 #: numbers that a lane of a long row adds up in float32
 STEPS = 32
 #: instead of the number of the one rival: the definition decides among all candidates
@@ -167,76 +163,6 @@ def doubt(best: Any, unit: Any, size: Any, squares: Any, weight: Any, steps: int
     return off if fits else f32(-1)
 
 
-@jit()
-def load(bits: Any, first: int, count: int, columns: int, strides: Any, pieces: int, size: int, tile: Any) -> None:
-    """Copy rows into a tile ``(blocks, steps, LANES)``: value e of row r of a block is its number ``e * side + r``.
-
-    Args:
-        bits: memory of a tensor ``(A, columns, pieces, size)``, whose first two dimensions number the rows.
-        first, count: which rows.
-        columns, pieces, size: see ``bits``.
-        strides: of all four dimensions.
-        tile: to write to; what the rows do not fill becomes zero.
-    """
-    side, room = LANES // lanes_of(pieces * size), tile.shape[1] * LANES
-    flat = tile.reshape(-1)
-    if count % side or pieces * size * side != room:
-        flat[:] = f32(0)
-    for q in range(count):
-        row = first + q
-        start = (row // columns) * strides[0] + (row % columns) * strides[1]
-        to = (q // side) * room + q % side
-        for n in range(pieces):
-            at = start + n * strides[2]
-            # Slices are indexed from 0, or nothing is vectorised.
-            values, lanes = bits[at : at + (size - 1) * strides[3] + 1], flat[to : to + size * side]
-            if side == 1 and strides[3] == 1:
-                for g in range(size):
-                    lanes[g] = value_of(values[g])
-            elif strides[3] == 1:
-                for g in range(size):
-                    lanes[g * side] = value_of(values[g])
-            else:
-                for g in range(size):
-                    lanes[g * side] = value_of(values[g * strides[3]])
-            to += size * side
-
-
-@jit()
-def lanes_of(size: int) -> int:
-    """Lanes that a row of so many values is spread over: a power of two, for about 16 steps."""
-    lanes = 1
-    while lanes < LANES and lanes * 16 < size:
-        lanes *= 2
-    return lanes
-
-
-@jit()
-def some_lanes() -> Any:
-    """Four numbers per lane; apart, because loops over rows of one array are not vectorised."""
-    return np.zeros(LANES, f32), np.zeros(LANES, f32), np.zeros(LANES, f32), np.zeros(LANES, f32)
-
-
-@jit()
-def spread(lanes: Any, side: int) -> None:
-    """Give every lane the number of its row: lane i belongs to row ``i % side``, a power of two."""
-    width = side
-    while width < LANES:
-        for i in range(width):
-            lanes[width + i] = lanes[i]
-        width *= 2
-
-
-@jit()
-def add_up(lanes: Any, side: int) -> None:
-    """Leave the sum of each row's lanes in the first of them."""
-    width = LANES // 2
-    while width >= side:
-        for i in range(width):
-            lanes[i] += lanes[width + i]
-        width //= 2
-
-
 @jit("contract")
 def search(
     tile: Any,
@@ -257,7 +183,7 @@ def search(
     """Find the best candidate of every row of a tile, and whether that is certain.
 
     Args:
-        tile: from :func:`load`.
+        tile: from :func:`.cpu_tile.load`.
         weights: of each value, the same; without blocks: all 1.
         count, size: rows of the tile, values of a row.
         factors: candidates, ``(C,)`` in float32.
@@ -397,7 +323,7 @@ def sum_errors(
     """Errors of candidates on a piece of a long row, the sum of its weighed squares, and of its weights.
 
     Args:
-        tile: ``(steps, LANES)``, from :func:`load`.
+        tile: ``(steps, LANES)``, from :func:`.cpu_tile.load`.
         weights: the same; without steps: all 1.
         scales, zeros: of the candidates, ``(C,)``.
         unit: the scale in units of which errors are measured.
