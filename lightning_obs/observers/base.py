@@ -13,22 +13,20 @@ Batches are then combined as declared, and modules that read the same tensor (q,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from torch import distributed as dist
 
-from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.numerics.qparams import QParamsDict, compute_global_scale, compute_qparams
 from lightning_obs.numerics.reshape import BASE_NAMES, flatten_for_calibration
 from lightning_obs.observers.registry import Registry
 from lightning_obs.observers.rows import join_rows, rows_per_scale
-from lightning_obs.observers.statistic import Statistic, describe_nonfinite, of_sync_dict, to_sync_dict
+from lightning_obs.observers.statistic import Statistics
 
 __all__ = ["Key", "MinMaxTuple", "Observer", "QParamsDict"]
 
@@ -36,19 +34,8 @@ MinMaxTuple: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 #: module name, base name: which observer of a model it is
 Key: TypeAlias = tuple[str, str]
 
-#: what a subclass writes to observe otherwise than its parent
-_PHASE_1 = {
-    "forward",
-    "update_statistics_from_observed",
-    "measure",
-    "combine",
-    "measure_inputs",
-    "observe_inputs",
-    "_act_sync_dict",
-}
 
-
-class Observer(Registry):
+class Observer(Statistics, Registry):
     """Gathers statistics of one tensor (a weight, an activation, an attention state) and computes its qparams.
 
     Subclass it and write ``update_statistics_from_observed``, which sets ``min_vals`` and ``max_vals`` of shape
@@ -75,45 +62,11 @@ class Observer(Registry):
         tensor([0.0235])
     """
 
-    #: all statistics of the class, in the order in which ``measure`` returns them. Empty: not declared, or only in part
-    #: by ``_act_sync_dict``; then whatever observing changes is a statistic, too
-    statistics: ClassVar[tuple[Statistic, ...]] = ()
-
-    #: the same as the ecosystem's guide writes it: statistic -> reduction over ranks
-    _act_sync_dict: ClassVar[dict[str, Any]] = {}
-
-    #: a weight's observer that also wants what the module reads: whoever attaches it calls ``observe_inputs``
-    needs_inputs: ClassVar[bool] = False
-
-    #: whether ``min_vals`` and ``max_vals`` are the smallest and the largest values of everything observed
-    keeps_extremes: ClassVar[bool] = False
-
     #: declared hyperparameters and their defaults; each becomes an attribute. None: takes anything.
     hyperparameters: ClassVar[dict[str, Any] | None] = None
 
-    #: attributes that are set from outside, which ``reset`` keeps, and that are no statistics
-    _settings: ClassVar[tuple[str, ...]] = ("qparams_dtype", "_fused_observers", "_joins_ranges", "is_finite")
-
-    #: whether ``statistics`` are all that observing sets
-    _declares_all: ClassVar[bool] = False
-
     #: whether the range of a whole tensor is the widest of its fused group's, see :meth:`fuse`
     _joins_ranges: bool = False
-
-    #: whether the statistics were found to be finite since they were last changed
-    is_finite: bool = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A class that observes otherwise than its parent, and does not declare what it sets, declares nothing."""
-        super().__init_subclass__(**kwargs)
-        own = vars(cls)
-        if "statistics" in own:
-            cls._declares_all, cls._act_sync_dict = True, to_sync_dict(cls.statistics)
-            cls.needs_inputs = any(statistic.of_inputs for statistic in cls.statistics)
-        elif _PHASE_1 & own.keys():
-            cls._declares_all = False
-        if {"statistics", *_PHASE_1} & own.keys() and "keeps_extremes" not in own:
-            cls.keeps_extremes = False
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         if base_name not in BASE_NAMES:
@@ -208,59 +161,6 @@ class Observer(Registry):
         """Observe a weight whose module no data reached, if that is possible."""
         self(weight)
 
-    @contextmanager
-    def _observing(self) -> Iterator[None]:
-        # Lightning validates under inference mode; a statistic born in it could not be updated in training.
-        with torch.inference_mode(False), torch.no_grad():
-            self.is_finite = False
-            yield
-
-    def _combine(self, measured: Sequence[torch.Tensor], of_inputs: bool) -> None:
-        declared = [statistic for statistic in self.statistics if statistic.of_inputs == of_inputs]
-        for statistic, new in zip(declared, measured, strict=False):
-            setattr(self, statistic.name, statistic.combine(getattr(self, statistic.name, None), new))
-
-    # ------------------------------------------------------------------ statistics
-
-    @property
-    def declared(self) -> tuple[Statistic, ...]:
-        """The statistics that the class declares, in ``statistics`` or as the guide does."""
-        if self._declares_all and "_act_sync_dict" not in vars(self):
-            return self.statistics
-        return of_sync_dict(self._act_sync_dict)
-
-    def get_statistics(self) -> dict[str, Any]:
-        """Everything that was gathered: ``{attribute: value}``."""
-        found = {s.name: vars(self)[s.name] for s in self.declared if vars(self).get(s.name) is not None}
-        if self._declares_all:
-            return found
-        new = vars(type(self)(self.base_name, self.args))
-        others = vars(self).keys() - found.keys() - set(self._settings)
-        changed = [n for n in vars(self) if n in others and not (n in new and _equal(new[n], vars(self)[n]))]
-        return found | {name: vars(self)[name] for name in changed}
-
-    def load_statistics(self, statistics: Mapping[str, Any]) -> None:
-        """Take over statistics that were gathered elsewhere, by attribute; :meth:`reset` forgets them too.
-
-        Raises:
-            CalibrationError: a name that no statistic can have, as it is the observer's own.
-        """
-        own = {"args", "base_name", *self._settings}
-        behaviour = [n for n in statistics if callable(of := getattr(type(self), n, None)) or isinstance(of, property)]
-        refuse(sorted(own & statistics.keys()) + behaviour, f"{type(self).__name__} has no such statistic")
-        self.__dict__ |= {**statistics, "is_finite": False}
-
-    def reset(self, keep: Collection[str] = ()) -> None:
-        """Forget everything observed, except the statistics named in ``keep``: what is left is as constructed."""
-        kept = {name: value for name, value in vars(self).items() if name in (*self._settings, *keep)}
-        with torch.inference_mode(False):
-            self.__dict__ = vars(type(self)(self.base_name, self.args)) | kept
-
-    @property
-    def input_statistics(self) -> tuple[str, ...]:
-        """The names of the statistics ``of_inputs``."""
-        return tuple(statistic.name for statistic in self.declared if statistic.of_inputs)
-
     @property
     def observes_data(self) -> bool:
         """Whether what the model runs on decides its statistics: all observers but those of a weight by itself."""
@@ -281,17 +181,7 @@ class Observer(Registry):
         """How often each value was observed, where one histogram holds that."""
         return None
 
-    def nonfinite_statistics(self) -> str | None:
-        """Say how many values of which statistic are NaN or infinite; None if all are finite."""
-        return describe_nonfinite(self.get_statistics())
-
     # ------------------------------------------------------------------ phase 2
-
-    @property
-    def has_statistics(self) -> bool:
-        """Whether anything was observed."""
-        observed = [s.name for s in self.statistics if not s.of_inputs] if self._declares_all else []
-        return all(hasattr(self, name) for name in observed[:1] or ("min_vals", "max_vals"))
 
     def get_min_max(self) -> MinMaxTuple:
         """The range, ``(*qparam_shape,)`` each, in the units of the observed tensor.
@@ -384,15 +274,3 @@ class Observer(Registry):
         """
         present = {name: op for name, op in self._act_sync_dict.items() if hasattr(self, name)}
         return [dist.all_reduce(getattr(self, name), op=op, async_op=True) for name, op in present.items()]
-
-
-def _equal(before: Any, now: Any) -> bool:
-    """Whether observing has not changed an attribute. An object of a class of its own is taken for unchanged."""
-    if type(before) is not type(now):
-        return False
-    if isinstance(before, torch.Tensor):
-        return before.dtype == now.dtype and torch.equal(before, now)
-    try:
-        return bool(before == now) or "__eq__" not in chain.from_iterable(map(vars, type(before).__mro__[:-1]))
-    except (RuntimeError, ValueError, TypeError):  # containers of tensors
-        return False
