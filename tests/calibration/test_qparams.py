@@ -8,6 +8,7 @@ from compressed_tensors.quantization import QuantizationStatus
 from torch import nn
 
 from lightning_obs import CalibrationSession, quantized
+from lightning_obs.model.qparams import read_qparams
 from lightning_obs.observers import Observer
 from tests.calibration.common import calibrate
 
@@ -220,3 +221,13 @@ def test_weights_on_a_joined_scale_are_rounded_once(tiny_llama, batches):
 
 def round_fp8(value, scale):
     return (value.detach() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+
+def test_a_dynamic_input_does_not_keep_the_scale_of_an_earlier_static_calibration():
+    model = nn.Sequential(nn.Linear(8, 4))
+    with CalibrationSession(model, "INT8_STATIC"):
+        model(torch.randn(3, 8))
+    with CalibrationSession(model, "W8A8") as session:
+        pass
+    assert read_qparams(model[0]).keys() == {"weight_scale"}
+    assert session.qparams.keys() == {"0.weight_scale"}

@@ -11,6 +11,8 @@ from torch.distributed import ReduceOp
 
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from lightning_obs.observers import Observer
+from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.ranks.sync import sync_statistics
 
 MEMORYLESS = ["memoryless_minmax", "memoryless_mse", "nvfp4_expanded_mse"]
 BUILT_IN = [*MEMORYLESS[:2], "static_minmax", "minmax", "mse"]
@@ -247,6 +249,72 @@ def test_a_nan_is_not_forgotten_with_the_next_tensor(name):
 def test_a_nan_in_a_statistic_of_one_s_own_is_found():
     observer = Largest("input", INT8)(torch.tensor([[float("inf")]]))
     assert observer.nonfinite_statistics() == "1 of 1 largest not finite"
+
+
+# ---------------------------------------------------------------------- declared statistics
+
+
+class WithLast(type(make("static_minmax"))):
+    """Declares what its parent does, and sets one attribute more."""
+
+    def update_statistics_from_observed(self, observed):
+        super().update_statistics_from_observed(observed)
+        self.last = observed.flatten()
+
+
+def test_an_attribute_that_a_subclass_sets_beside_the_declared_ones_is_a_statistic_too():
+    observer = WithLast("input", INT8)(torch.tensor([[1.0, 2.0]]))
+    assert observer.get_statistics().keys() == {"min_vals", "max_vals", "last"}
+    observer(torch.tensor([[float("nan"), 2.0]]))
+    assert "1 of 2 last not finite" in observer.nonfinite_statistics()
+    observer.reset()
+    assert not hasattr(observer, "last")
+
+
+@pytest.mark.parametrize("make_one", [lambda: make("static_minmax"), lambda: Largest("input", INT8)])
+def test_statistics_are_those_that_observing_changed(make_one):
+    observer = make_one()
+    assert observer.get_statistics() == {}
+    observer(torch.ones(2, 4))
+    other = make_one()
+    other.load_statistics(observer.get_statistics())
+    assert other.get_min_max() == observer.get_min_max()
+    observer.reset()
+    assert observer.get_statistics() == {}
+
+
+@pytest.mark.parametrize("name", ["args", "_fused_observers", "get_qparams", "has_statistics"])
+def test_a_statistic_cannot_take_the_name_of_the_observer_s_own(name):
+    with pytest.raises(CalibrationError, match=f"has no such statistic: {name}"):
+        make("static_minmax").load_statistics({name: 1})
+
+
+def test_a_nan_is_found_after_statistics_were_found_to_be_finite():
+    observer = make("static_minmax")(torch.ones(1, 2))
+    sync_statistics({("fc", "input"): observer}, Collectives())
+    assert observer.is_finite
+    observer(torch.tensor([[float("nan"), 2.0]]))
+    with pytest.raises(CalibrationError, match="1 of 1 min_vals not finite"):
+        observer.get_qparams()
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "start", "is_cut"),
+    [
+        ("memoryless_minmax", QuantizationArgs(strategy="tensor"), 3, True),
+        ("memoryless_mse", QuantizationArgs(strategy="tensor"), 4, False),
+        ("memoryless_mse", QuantizationArgs(strategy="channel"), 3, True),
+        ("memoryless_mse", QuantizationArgs(strategy="block", block_structure=[4, 4]), 3, False),
+        ("memoryless_mse", QuantizationArgs(strategy="block", block_structure=[4, 4]), 4, True),
+        ("histogram", QuantizationArgs(strategy="tensor"), 4, False),
+    ],
+)
+def test_the_declaration_says_whether_a_weight_is_cut_by_rows(name, args, start, is_cut):
+    assert (make(name, "weight", args).for_rows(start) is not None) == is_cut
+
+
+def test_a_subclass_that_observes_differently_sees_the_whole_weight():
+    assert WithLast("weight", QuantizationArgs(strategy="channel")).for_rows(4) is None
 
 
 # ---------------------------------------------------------------------- sharing a measurement
