@@ -16,6 +16,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, name_list, refuse
+from lightning_obs.files.read import naming
 from lightning_obs.model.checksums import CHECKSUMS
 from lightning_obs.model.qparams import write_qparams
 from lightning_obs.model.wrappers import without_wrappers
@@ -26,7 +27,8 @@ from lightning_obs.ranks.sync import Collectives, sync_statistics
 from lightning_obs.schemes.planned_modules import Plan
 from lightning_obs.schemes.stored_qparams import find_misfits
 
-_FORMAT = 2
+_FORMAT = 3
+_SEAL = "crc"
 _REMEDY = "load the checkpoint of this model, or calibrate again."
 
 
@@ -40,26 +42,45 @@ def dump_state(
         qparams: ``{"layer.weight_scale": tensor, ...}``.
         checksums: of what was calibrated, ``{"layer": {"weight": ..., "bias": ...}}``.
     """
-    return {
-        "format": _FORMAT,
-        "config": plan.config.model_dump_json(),
-        "qparams": {name: value.clone() for name, value in qparams.items()},
-        "crc": state_checksum(qparams),
-        "checksums": {name: dict(of_module) for name, of_module in checksums.items()},
-    }
+    return sealed(
+        {
+            "format": _FORMAT,
+            "config": plan.config.model_dump_json(),
+            "qparams": {name: value.clone() for name, value in qparams.items()},
+            "checksums": {name: dict(of_module) for name, of_module in checksums.items()},
+        }
+    )
+
+
+def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with a checksum of all that it holds, for :func:`require_whole`."""
+    parts = {key: value for key, value in state.items() if key != _SEAL}
+    return {**parts, _SEAL: state_checksum(parts)}
+
+
+def require_whole(state: Mapping[str, Any]) -> None:
+    """Refuse a state that is not as it was :func:`sealed`.
+
+    Raises:
+        CalibrationError: something was changed, lost or added.
+    """
+    with naming("the saved calibration", remedy=_REMEDY):
+        if state.get(_SEAL) != sealed(state)[_SEAL]:
+            raise CalibrationError("the saved calibration has other values than were saved", remedy=_REMEDY)
 
 
 def state_checksum(value: Any, crc: int = 0) -> int:
     """CRC-32 of tensors, numbers and strings, and of lists and dicts of them in any order of their keys."""
     if isinstance(value, torch.Tensor):
+        crc = state_checksum([str(value.dtype), *value.shape], crc)
         return zlib.crc32(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(), crc)
     if isinstance(value, Mapping):
         value = [part for key in sorted(value, key=repr) for part in (key, value[key])]
     if isinstance(value, (list, tuple)):
-        for part in value:
+        for part in (f"{len(value)} parts", *value):
             crc = state_checksum(part, crc)
         return crc
-    return zlib.crc32(repr(value).encode(), crc)
+    return zlib.crc32(repr(value).encode(errors="backslashreplace"), crc)
 
 
 def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
@@ -68,8 +89,8 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
     Raises:
         CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
     """
-    found = state.get("format") if isinstance(state, Mapping) else type(state).__name__
-    if found != _FORMAT:
+    require_whole(state)
+    if (found := state.get("format")) != _FORMAT:
         raise CalibrationError(
             "the saved calibration has a format that this version does not know",
             got=found,
@@ -91,9 +112,6 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
         "the saved calibration has modules that this model has not",
     )
     refuse(list(_misfits(plan, by_module, state["checksums"])), "the saved calibration does not fit", remedy=_REMEDY)
-    crc = state_checksum(state["qparams"])
-    if state.get("crc") != crc:
-        raise CalibrationError("the saved calibration has other values than were saved", remedy=_REMEDY)
     with torch.inference_mode(False), torch.no_grad():
         for target in plan.targets:
             if target.name in by_module:

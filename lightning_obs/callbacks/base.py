@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
-from lightning_obs.calibration.saved_state import changed_options
+from lightning_obs.calibration.saved_state import changed_options, require_whole
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import PADDING, find_mask
 from lightning_obs.callbacks.export_at_end import ExportAtEnd
@@ -267,7 +267,13 @@ class SessionCallback(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the saved qparams until the model is on its device (Lightning loads callbacks before that)."""
+        """Keep the saved qparams until the model is on its device (Lightning loads callbacks before that).
+
+        Raises:
+            CalibrationError: the state is damaged.
+        """
+        if state_dict:
+            require_whole(state_dict)
         self._waiting_state = state_dict or None
         self.session = None
 

@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.saved_state import sealed
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.auto_observers import AutoObservers
 from lightning_obs.callbacks.base import SessionCallback
@@ -283,15 +284,15 @@ class CalibrationCallback(SessionCallback):
         state = self.session.state_dict() if self.session is not None else {}
         if not state.get("qparams"):
             return {}
-        return state if self._auto is None else {**state, **self._auto.state_dict()}
+        return state if self._auto is None else sealed({**state, **self._auto.state_dict()})
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the saved qparams until the model is on its device, and the observers that were chosen for them."""
+        super().load_state_dict(state_dict)
         if self._auto is not None:
             self._auto.load_state_dict(state_dict, self.options)
             self.options = self._auto.options or self.options
-        super().load_state_dict(state_dict)
 
     def _restore(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._waiting_state is not None:

@@ -30,12 +30,13 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_obs.calibration.options import CalibrationOptions
-from lightning_obs.calibration.saved_state import refuse_other_options, state_checksum
+from lightning_obs.calibration.saved_state import refuse_other_options, sealed
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import find_mask
 from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.distillation import as_teacher, distill_in_training_step
 from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.files.read import naming
 from lightning_obs.fine_tuning.phase import Phase
 from lightning_obs.fine_tuning.quantized_training import QuantizedTraining
 from lightning_obs.schemes.config import SchemeLike
@@ -319,7 +320,7 @@ class QuantizationAwareTraining(SessionCallback):
         if self.session is None or self._training is None:
             return {}
         training = {**self._training.state_dict(), "validated": self._validated}
-        return {**self.session.state_dict(), "training": training, "training_crc": state_checksum(training)}
+        return sealed({**self.session.state_dict(), "training": training})
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -341,22 +342,10 @@ class QuantizationAwareTraining(SessionCallback):
         """Write the ranges of a checkpoint, and take training up where it stood."""
         refuse_other_options(state, session.plan.config)
         training = state.get("training", {})
-        if state.get("training_crc", crc := state_checksum(training)) != crc:  # earlier versions wrote none
-            raise CalibrationError(
-                "the saved state of the training has other values than were saved",
-                remedy="resume from another checkpoint.",
-            )
-        try:  # before the ranges, as it writes nothing to the model
+        with naming("the saved state of the training", remedy="resume from another checkpoint."):
+            # Before the ranges, as it writes nothing to the model.
             self._training_of(session).load_state_dict(training)
             self._validated = training.get("validated", self._validated)
-        except CalibrationError:
-            raise
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise CalibrationError(
-                "the saved state of the training is damaged",
-                got=f"{type(error).__name__}: {error}",
-                remedy="resume from another checkpoint.",
-            ) from error
         super().take_state(session, state)
 
     def _training_of(self, session: CalibrationSession) -> QuantizedTraining:

@@ -34,7 +34,8 @@ CONFIG_FILE = "config.json"
 
 _REMEDY = "give the folder that export_checkpoint wrote for a plain module, or copy or export it again."
 
-_Qparams = dict[str, dict[str, torch.Tensor]]
+_Tensors = dict[str, torch.Tensor]
+_Qparams = dict[str, _Tensors]
 
 
 def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
@@ -65,8 +66,8 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
         targets = [] if config is None else _compressed_targets(model, config)
     with naming(folder / WEIGHTS_FILE, remedy=_REMEDY):
         state = load_file(folder / WEIGHTS_FILE)
-        stored = {target.name: _decompressed(target, state) for target in targets}
-    _require_fit(model, targets, state, stored)
+        stored = {target.name: _decompressed(target, state, folder) for target in targets}
+    _require_fit(model, targets, state, stored, folder)
     refuse_damage(folder)  # last: what comes before says more
     with torch.inference_mode(False), torch.no_grad():
         model.load_state_dict(state)
@@ -102,12 +103,12 @@ def _compressed_targets(model: nn.Module, config: QuantizationConfig) -> list[Pl
     ]
 
 
-def _decompressed(target: PlannedModule, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _decompressed(target: PlannedModule, state: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
     """Put the dequantized weight into ``state``, in place of the compressed entries, and return the qparams."""
     module, scheme, prefix = target.module, target.scheme, f"{target.name}." if target.name else ""
     own = {key: value for key, value in module.state_dict().items() if "." not in key}
     local = {key[len(prefix) :]: state[key] for key in state if key.rpartition(".")[0] == target.name}
-    _require_entries(target, own, local)
+    _require_entries(target, own, local, folder)
     local = decompress_entries(module, local, scheme)
     for key in [key for key in state if key.rpartition(".")[0] == target.name]:
         del state[key]
@@ -115,7 +116,7 @@ def _decompressed(target: PlannedModule, state: dict[str, torch.Tensor]) -> dict
     return {key: value for key, value in local.items() if key not in own and key.endswith(("scale", "zero_point"))}
 
 
-def _require_entries(target: PlannedModule, own: dict[str, torch.Tensor], local: dict[str, torch.Tensor]) -> None:
+def _require_entries(target: PlannedModule, own: _Tensors, local: _Tensors, folder: Path) -> None:
     """Refuse entries of other names, shapes or formats than those that the module itself, compressed, would have."""
     expected = compress_entries(target.module, own | _any_qparams(target), target.scheme)
     prefix = f"{target.name}." if target.name else ""
@@ -124,7 +125,7 @@ def _require_entries(target: PlannedModule, own: dict[str, torch.Tensor], local:
         here, there = (None if one is None else _form(one) for one in (local.get(name), expected.get(name)))
         if here != there:
             misfits.append(f"{prefix}{name} is {here or 'missing'} instead of {there or 'absent'}")
-    _refuse_misfits(misfits)
+    _refuse_misfits(misfits, folder)
 
 
 def _any_qparams(target: PlannedModule) -> dict[str, torch.Tensor]:
@@ -144,10 +145,10 @@ def _form(value: torch.Tensor) -> str:
 
 
 def _require_fit(
-    model: nn.Module, targets: list[PlannedModule], state: dict[str, torch.Tensor], stored: _Qparams
+    model: nn.Module, targets: list[PlannedModule], state: _Tensors, stored: _Qparams, folder: Path
 ) -> None:
     """Refuse what is missing, left over, of other shapes, or no quantization parameter."""
-    _refuse_misfits([m for target in targets for m in find_misfits(target, stored[target.name])])
+    _refuse_misfits([m for target in targets for m in find_misfits(target, stored[target.name])], folder)
     whole = model.state_dict()
     _add_tied(model, state)
     misfits = []
@@ -155,7 +156,7 @@ def _require_fit(
         here, there = (tuple(one[name].shape) if name in one else None for one in (state, whole))
         if here != there:
             misfits.append(f"{name} is {here or 'missing'} instead of {there or 'absent'}")
-    _refuse_misfits(misfits)
+    _refuse_misfits(misfits, folder)
 
 
 def _add_tied(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
@@ -169,9 +170,9 @@ def _add_tied(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
             state.update({name: state[first] for name in tied if name not in state})
 
 
-def _refuse_misfits(misfits: list[str]) -> None:
+def _refuse_misfits(misfits: list[str], folder: Path) -> None:
     refuse(
         misfits,
-        "the checkpoint does not fit the model",
+        f"the checkpoint {folder} does not fit the model",
         remedy="build the model that was exported, or copy or export the checkpoint again.",
     )

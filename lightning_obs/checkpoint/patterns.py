@@ -16,7 +16,8 @@ from typing import Any
 from lightning_obs.errors import CalibrationError
 
 _PREFIX = "re:"  # of compressed-tensors
-_SECONDS = 10.0
+#: for all patterns of a config together
+SECONDS = 10.0
 _MATCH = """
 import json, re, sys
 patterns, names = json.load(sys.stdin)
@@ -27,14 +28,13 @@ for pattern in patterns:
 """
 
 
-def refuse_slow_patterns(config: Any, names: Sequence[str], file: Path, seconds: float = _SECONDS) -> None:
+def refuse_slow_patterns(config: Any, names: Sequence[str], file: Path) -> None:
     """Refuse a quantization config with a pattern that takes too long.
 
     Args:
         config: as it was read; of any form.
         names: of the model's modules, which its patterns will be matched with.
         file: that holds it.
-        seconds: for all patterns together.
 
     Raises:
         CalibrationError: the pattern that did not end in time. What is no pattern at all, its reader refuses.
@@ -48,13 +48,13 @@ def refuse_slow_patterns(config: Any, names: Sequence[str], file: Path, seconds:
             input=json.dumps([patterns, list(names)]),
             capture_output=True,
             text=True,
-            timeout=seconds,
+            timeout=SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
         begun = (error.stdout or b"").decode().split("\n")
         raise CalibrationError(
-            f"{file} has a pattern that takes more than {seconds:g} s to match with the model's names",
+            f"{file} has a pattern that takes more than {SECONDS:g} s to match with the model's names",
             got="re:" + json.loads(begun[-2]) if len(begun) > 1 else None,
             remedy="repetitions inside of repetitions, as in (a+)+, are slow: rewrite the pattern.",
         ) from error

@@ -33,8 +33,6 @@ from lightning_obs.model.sharding import in_shards
 
 #: the first with integers of 4 bits and scales of groups
 _OPSET = 21
-#: bytes of weights; above, torch would write them to a second file
-_LARGEST = 1536 * 2**20
 _PACKAGES = ("onnx", "onnxscript")
 _SUPPORTED = "integers of at most 8 bits for weights, of 8 bits with one calibrated range per tensor for activations"
 _REMEDY = "use INT8_STATIC or a weight-only integer scheme (W8A16, W4A16), or list them in `ignore`."
@@ -255,12 +253,12 @@ def _codes_of_4_bits(model: nn.Module) -> Iterator[str]:
 
 
 def _save(program: Any, file: Path, overwrite: bool) -> None:
-    size = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
-    if size > _LARGEST:
-        raise CalibrationError(
-            f"{file} would have {size:,} bytes of weights, more than one ONNX file holds",
-            expected=f"at most {_LARGEST:,}",
-            remedy="use fewer bits (W4A16), export parts of the model, or export_checkpoint, which has no limit.",
-        )
     with whole_file(file, overwrite) as partial:
         program.save(partial)
+        beside = [path for path in partial.parent.iterdir() if path != partial]
+        if beside:  # torch's way with a model that is too large for protobuf
+            raise CalibrationError(
+                f"{file} would be more than one ONNX file holds",
+                got=f"{sum(path.stat().st_size for path in beside):,} bytes of weights beside it",
+                remedy="use fewer bits (W4A16), export parts of the model, or export_checkpoint, which has no limit.",
+            )

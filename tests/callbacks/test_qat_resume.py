@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_obs import CalibrationError, QuantizationAwareTraining
+from lightning_obs.calibration.saved_state import sealed
 from tests.callbacks.qat_modules import (
     ASYMMETRIC,
     W4,
@@ -168,10 +169,10 @@ def test_validate_and_test_under_inference_mode_leave_nothing_that_training_cann
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda s: s["training"].update(left=3), "the training has other values than were saved"),
-        (lambda s: s["training"].update(phase="none of them"), "training is damaged.*ValueError"),
-        (lambda s: s.update(training=[1]), "training is damaged.*AttributeError"),
-        (lambda s: s["training"].update(learned={}), "training is damaged.*KeyError"),
+        (lambda s: s["training"].update(left=3), "the saved calibration has other values than were saved"),
+        (lambda s: s["training"].update(phase="none of them"), "training cannot be read.*ValueError"),
+        (lambda s: s.update(training=[1]), "training cannot be read.*AttributeError"),
+        (lambda s: s["training"].update(learned={}), "training cannot be read.*KeyError"),
         (lambda s: s["training"]["learned"]["log_factors"].update({"net.0.weight": torch.zeros(1)}), "other shapes"),
         (lambda s: s["training"].update(statistics={"net.0.input": {"forward": 1}}), "no such statistic: forward"),
         (lambda s: s["qparams"].update({"net.0.weight_scale": torch.ones(1)}), "does not fit: net.0.weight_scale has"),
@@ -185,9 +186,13 @@ def test_a_damaged_state_is_named_and_the_model_stays_what_it_was(damage, messag
     state = copy.deepcopy(trained.state_dict())
     damage(state)
     if "other values" not in message:
-        del state["training_crc"]  # as an earlier version wrote it
-    other.load_state_dict(state)
+        state = sealed(state)
     before = set(vars(module.net[0]))
-    with pytest.raises(CalibrationError, match=message):
+
+    def resume():
+        other.load_state_dict(state)
         trainer(other).validate(module, loader(), verbose=False)
+
+    with pytest.raises(CalibrationError, match=message):
+        resume()
     assert set(vars(module.net[0])) == before

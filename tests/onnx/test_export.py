@@ -77,11 +77,11 @@ def calibrated(build, x, scheme):
     return model
 
 
-def run(file, *inputs, optimized=True):
+def run(file, *inputs, optimized=True, **session_options):
     options = onnxruntime.SessionOptions()
     if not optimized:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"], **session_options)
     names = [value.name for value in session.get_inputs()]
     return torch.from_numpy(session.run(None, dict(zip(names, (x.numpy() for x in inputs), strict=True)))[0])
 
@@ -107,7 +107,7 @@ def test_onnxruntime_computes_what_quantized_does(case, tmp_path):
     onnx.checker.check_model(file)
     assert (before - expected).abs().max() > 1e-3
     torch.testing.assert_close(run(file, x, optimized=False), expected, atol=2e-5, rtol=1e-5)
-    # Sums in another order: an input beside a rounding boundary may go to the next level.
+    # It rounds biases to integers of its own: an input beside a rounding boundary may go to the next level.
     assert (run(file, x) - expected).abs().max() < 0.05 * (before - expected).abs().max()
     with torch.no_grad():
         assert torch.equal(model(x), before)
@@ -226,6 +226,42 @@ def test_a_file_that_is_there_is_replaced_only_when_asked(tmp_path):
     assert (tmp_path / "m.onnx").read_text() == "precious"
     export_onnx(int8(), tmp_path / "m.onnx", torch.randn(2, 16), overwrite=True)
     onnx.checker.check_model(tmp_path / "m.onnx")
+
+
+def test_weights_too_large_for_one_file_are_named_and_what_is_there_stays(tmp_path, monkeypatch):
+    from torch.onnx._internal.exporter import _onnx_program
+
+    (tmp_path / "m.onnx").write_text("precious")
+    monkeypatch.setattr(_onnx_program, "_LARGE_MODEL_THRESHOLD", 100)
+    with pytest.raises(CalibrationError, match=r"m\.onnx would be more than one ONNX file holds\. Got .* bytes"):
+        export_onnx(int8(), tmp_path / "m.onnx", torch.randn(2, 16), overwrite=True)
+    assert (tmp_path / "m.onnx").read_text() == "precious"
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
+
+
+def convolutions():
+    layers = [nn.Sequential(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1), nn.ReLU()) for i in range(4)]
+    for conv, _ in layers:
+        nn.init.normal_(conv.bias, std=0.3)
+    return nn.Sequential(*layers, nn.Conv2d(8, 4, 1))
+
+
+def test_where_onnxruntime_differs_it_is_by_its_own_rounding_of_biases(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 24, 24)
+    scheme = {"targets": ["Conv2d"], "weights": WEIGHTS, "input_activations": ASYMMETRIC}
+    model = calibrated(convolutions, x, scheme)
+    with quantized(model), torch.no_grad():
+        expected = model(x)
+    file = export_onnx(model, tmp_path / "m.onnx", x)
+
+    def share(output):
+        return ((output - expected).abs() > 1e-5).float().mean()
+
+    unrounded = run(file, x, disabled_optimizers=["WeightBiasQuantization"])
+    assert torch.equal(unrounded, run(file, x, optimized=False))
+    assert share(run(file, x)) > 10 * share(unrounded)
+    assert share(unrounded) < 2e-3  # sums in another order, beside a rounding boundary
 
 
 def test_a_model_that_cannot_be_traced_is_named_and_stays_as_it_was(tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.files.read import naming
 
 _SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".json", ".csv", ".parquet")
 
@@ -158,13 +159,14 @@ def _saved_dataset(path: Path, text_field: str, option: str) -> Iterator[tuple[s
         raise CalibrationError(
             f"{option}={path} was saved by the package datasets, which is not installed", remedy="pip install datasets"
         ) from error
-    loaded = load_from_disk(str(path))
-    parts = list(loaded.values()) if isinstance(loaded, DatasetDict) else [loaded]
-    for part in parts:
-        if text_field not in part.column_names:
-            raise CalibrationError(
-                f"{path} has no column {text_field!r}",
-                expected=", ".join(part.column_names),
-                remedy="data.text_field=...",
-            )
-        yield from ((f"{path}[{index}]", row) for index, row in enumerate(part))
+    with naming(path):
+        loaded = load_from_disk(str(path))
+        parts = list(loaded.values()) if isinstance(loaded, DatasetDict) else [loaded]
+        for part in parts:
+            if text_field not in part.column_names:
+                raise CalibrationError(
+                    f"{path} has no column {text_field!r}",
+                    expected=", ".join(part.column_names),
+                    remedy="data.text_field=...",
+                )
+            yield from ((f"{path}[{index}]", row) for index, row in enumerate(part))

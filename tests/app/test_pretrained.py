@@ -1,0 +1,91 @@
+"""The command line's loader of transformers models: what is damaged is named."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
+from lightning_obs.app.pretrained import load_pretrained
+from lightning_obs.checkpoint import patterns
+from lightning_obs.files.contents import CONTENTS_FILE
+from tests.tiny_model import save_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    model, tokenizer = load_pretrained(save_tiny_llama(folder / "float"), AutoModelForCausalLM)
+    with CalibrationSession(model, "W8A8", ignore="lm_head"):
+        pass
+    return export_checkpoint(model, folder / "out", tokenizer=tokenizer)
+
+
+@pytest.fixture
+def folder(written, tmp_path):
+    return shutil.copytree(written, tmp_path / "out")
+
+
+def load(folder):
+    return load_pretrained(folder, AutoModelForCausalLM)
+
+
+def test_what_is_whole_is_loaded_also_without_its_list_of_files(folder):
+    load(folder)
+    (folder / CONTENTS_FILE).unlink()
+    load(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize("at", [0.3, 0.99])
+def test_a_changed_byte_of_an_export_is_named(folder, name, at):
+    data = bytearray((folder / name).read_bytes())
+    data[int(at * len(data))] ^= 4
+    (folder / name).write_bytes(data)
+    with pytest.raises(CalibrationError, match=rf"files of .*out have changed since they were written: {name}"):
+        load(folder)
+
+
+def without_list(folder, change):
+    """A checkpoint of somebody else, who lists no checksums."""
+    (folder / CONTENTS_FILE).unlink()
+    tensors = load_file(folder / "model.safetensors")
+    change(next(value for name, value in tensors.items() if name.endswith("weight_scale")).view(-1))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_scales_that_cannot_be_are_named_where_there_are_no_checksums(folder, value):
+    without_list(folder, lambda scale: scale[:1].fill_(value))
+    with pytest.raises(CalibrationError, match=r"scales that are negative or not finite: .*weight_scale"):
+        load(folder)
+
+
+@pytest.mark.parametrize("damage", ["cut", "no object", "deep", "bytes"])
+def test_a_config_that_transformers_cannot_read_is_named(folder, damage):
+    (folder / CONTENTS_FILE).unlink()
+    text = {"cut": b'{"model_type"', "no object": b"[1]", "deep": b'{"a":' * 100_000, "bytes": b"\xff\xfe{}"}[damage]
+    (folder / "config.json").write_bytes(text)
+    with pytest.raises(CalibrationError, match=r"model\.path=.*out cannot be read"):
+        load(folder)
+
+
+def test_a_pattern_that_backtracks_for_hours_is_named(folder, monkeypatch):
+    (folder / CONTENTS_FILE).unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] = [r"re:([\w.]+)+!"]
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(patterns, "SECONDS", 1.0)
+    with pytest.raises(CalibrationError, match="a pattern that takes more than 1 s"):
+        load(folder)
+
+
+def test_a_checkpoint_that_a_killed_overwrite_took_away_is_put_back(folder):
+    hidden = folder.parent / ".lightning_obs.x.partial" / "old"
+    hidden.mkdir(parents=True)
+    folder.rename(hidden / folder.name)
+    assert torch.is_tensor(load(folder)[0].lm_head.weight)
+    assert [path.name for path in folder.parent.iterdir()] == ["out"]
