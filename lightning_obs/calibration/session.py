@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -143,6 +142,7 @@ class CalibrationSession:
         self._own: Calibration = {}
         self._hooks = ObserverHooks(self.model, self.plan, self.observers, self.extremes, self.experts)
         self._token_mask = token_mask
+        self._counts_calls = True
         self._padding_is_said = False
         self._on_model = ExitStack()
 
@@ -192,7 +192,8 @@ class CalibrationSession:
         self.batches, self.result, self.unreached = 0, None, None
         self.started = time.perf_counter()
         self._hooks.attach()
-        handle = self.model.register_forward_pre_hook(partial(self._on_call, count_calls), with_kwargs=True)
+        self._counts_calls = count_calls
+        handle = self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)
         self._on_model.callback(keep_hook_out(self.model, handle))
 
     def detach(self) -> None:
@@ -229,10 +230,10 @@ class CalibrationSession:
         """
         self._hooks.mask_tokens(None if mask is None else require_mask(mask, "mask_tokens"))
 
-    def _on_call(self, count: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if is_inside_quantized(module):
             return
-        self.batches += count
+        self.batches += self._counts_calls
         given = arguments_of(module, args, kwargs)
         if self._token_mask is None:
             self.say_padding(given.get(PADDING))

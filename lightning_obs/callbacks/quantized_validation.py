@@ -301,6 +301,8 @@ class _State:
         before = [(held, dict(held)) for held, _, _ in self._places]
         try:
             for held, copies, left in self._places:
+                if not all(isinstance(name, str) for name in copies):  # a hook that was removed since stays away
+                    copies = {name: value for name, value in copies.items() if name in held}
                 stays = {name: value for name, value in held.items() if name in left}
                 held.clear()
                 held.update(copies | stays)
