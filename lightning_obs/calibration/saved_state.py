@@ -18,6 +18,7 @@ from torch import nn
 from lightning_obs.errors import CalibrationError, name_list, refuse
 from lightning_obs.files.read import naming
 from lightning_obs.model.checksums import CHECKSUMS
+from lightning_obs.model.lora import without_adapters
 from lightning_obs.model.qparams import write_qparams
 from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.observers import Observer
@@ -116,7 +117,7 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
         for target in plan.targets:
             if target.name in by_module:
                 write_qparams(target.module, target.scheme, by_module[target.name])
-        with without_wrappers(model):
+        with without_wrappers(model), without_adapters(model):
             for name, module in model.named_modules():
                 vars(module)[CHECKSUMS] = dict(state["checksums"].get(name, {}))
 

@@ -30,6 +30,7 @@ from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.checksums import CHECKSUMS, remember
 from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.model.lora import without_adapters
 from lightning_obs.model.qparams import (
     Calibration,
     all_or_nothing,
@@ -378,6 +379,6 @@ class CalibrationSession:
             put_back(now)
 
     def _checksums(self) -> dict[str, dict[str, int]]:
-        with without_wrappers(self.model):
+        with without_wrappers(self.model), without_adapters(self.model):
             own = {name: self._own.get(module, ({}, {}))[0] for name, module in self.model.named_modules()}
         return {name: plain[CHECKSUMS] for name, plain in own.items() if plain.get(CHECKSUMS)}

@@ -30,6 +30,7 @@ from lightning_obs.callbacks.strategies import collectives_of, repeated_in_batch
 from lightning_obs.callbacks.which_module import describe, find_module, require_forward
 from lightning_obs.checkpoint.export import export_checkpoint
 from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, warn
+from lightning_obs.model.lora import refuse_unmerged
 from lightning_obs.model.sharding import in_shards, register_fsdp_units, reshard
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.facts import Report
@@ -239,6 +240,8 @@ class SessionCallback(Callback):
             self.session = CalibrationSession(model, self.options)
             self._say(describe(pl_module, path, self.session))
         require_exact(trainer, self.session)
+        if self.at_end.folder is not None and any(map(in_shards, model.modules())):
+            refuse_unmerged(model, "export_folder, of sharded weights,")
         self.session.collectives = collectives
         self._owner = pl_module
         state, self._waiting_state = self._waiting_state, None

@@ -114,7 +114,8 @@ def repeated_samples(loader: Any) -> int:
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return 0
     size = len(sampler.dataset)  # type: ignore[arg-type]
-    return sum(sampler.rank + i * sampler.num_replicas >= size for i in range(sampler.num_samples))
+    real = -(-(size - sampler.rank) // sampler.num_replicas)  # of rank, rank + replicas, ...: those below size
+    return max(0, sampler.num_samples - max(0, real))
 
 
 def repeated_in_batch(loader: DataLoader[Any], batch_idx: int) -> torch.Tensor | None:

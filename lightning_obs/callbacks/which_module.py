@@ -10,7 +10,7 @@ from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.errors import CalibrationError, name_list
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.lora import inside_adapted
-from lightning_obs.model.wrappers import unwrapped
+from lightning_obs.model.wrappers import unwrapped, without_wrappers
 
 
 def find_module(pl_module: nn.Module, path: str | None = None) -> tuple[str, nn.Module]:
@@ -106,12 +106,13 @@ def describe(pl_module: nn.Module, path: str, session: CalibrationSession) -> st
     """
     planned = {target.module for target in session.plan.targets}
     kinds = {type(module) for module in planned}
-    adapters = inside_adapted(session.model)
-    within = {
-        module: name
-        for name, module in session.model.named_modules()
-        if module in planned or (type(module) in kinds and name not in adapters)
-    }
+    with without_wrappers(session.model):
+        adapters = inside_adapted(session.model)
+        within = {
+            module: name
+            for name, module in session.model.named_modules()
+            if module in planned or (type(module) in kinds and name not in adapters)
+        }
     everything = set(session.model.modules())
     inside = [name for module, name in within.items() if module not in planned]
     beside = [name for name, module in pl_module.named_modules() if type(module) in kinds and module not in everything]

@@ -19,8 +19,10 @@ from torch import nn
 from lightning_obs.checkpoint.compressed_rows import compress_rows, gather_rows, rows_per_scale
 from lightning_obs.checkpoint.entries import compress_entries
 from lightning_obs.errors import CalibrationError
+from lightning_obs.model.lora import adapters_of
 from lightning_obs.model.qparams import get_scheme, quantized_states, read_qparams
 from lightning_obs.model.sharding import by_unit, is_sharded, unit_of, whole_tensor, whole_unit
+from lightning_obs.model.weights import full_weight
 from lightning_obs.ranks.collectives import gather_objects
 from lightning_obs.ranks.failures import sendable
 
@@ -57,6 +59,8 @@ def compressed_state_dict(model: nn.Module, keep: bool = True) -> dict[str, torc
                         if not sharded:
                             raise
                         failure = error
+                elif adapters_of(module) is not None:
+                    stored[module] = own
                 elif sharded:
                     stored[module] = {key: _on_host(module, key, value, keep, tied) for key, value in own.items()}
     if failure is not None:
@@ -91,12 +95,14 @@ def _own_entries(module: nn.Module, prefix: str, state: Mapping[str, torch.Tenso
     """The module's own parameters and buffers that are in the state dict: what FSDP1 shards as it is now."""
     unit = unit_of(module)
     flat = {} if unit is None else unit.shapes[module]
+    merged = {} if adapters_of(module) is None else {"weight": full_weight(module)}
     keys = [*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))]
-    return {
+    own = {
         key: getattr(module, key).detach() if key in flat else state[prefix + key]
         for key in keys
         if prefix + key in state
     }
+    return own | {key: value.detach() for key, value in merged.items() if value is not None}
 
 
 def _compressed(module: nn.Module, own: dict[str, torch.Tensor], sharded: bool) -> dict[str, torch.Tensor]:

@@ -31,7 +31,7 @@ from lightning_obs.files.write import require_room, whole_folder
 from lightning_obs.forward.attention import marked_as_hooked
 from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model
-from lightning_obs.model.lora import refuse_unmerged
+from lightning_obs.model.lora import adopt_adapters, refuse_unmerged, without_adapters
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.sharding import in_shards, register_fsdp_units
 from lightning_obs.model.wrappers import unwrapped, without_wrappers
@@ -53,6 +53,8 @@ def export_checkpoint(
         folder: written whole or not at all.
         tokenizer: saved beside the model (anything with ``save_pretrained``).
         overwrite: replace the checkpoint in ``folder``. What no export wrote is never deleted.
+
+    Adapters of LoRA are merged into what is written, one layer at a time; the model keeps them.
 
     If the model's weights are sharded over ranks, every rank must call this; rank 0 writes. Names are those of the
     model without wrappers of FSDP1.
@@ -83,7 +85,11 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> 
         "the weight is computed from others (pruning, weight_norm) and cannot be stored",
         remedy="make it permanent first: torch.nn.utils.prune.remove(module, 'weight').",
     )
-    refuse_unmerged(model, "a checkpoint")
+    refuse(
+        adopt_adapters(model),
+        "these adapters cannot be merged into a weight here",
+        remedy="model.merge_and_unload() of peft first; the quantization parameters stay on the merged layers.",
+    )
     stale = changed_since(model)
     refuse(
         stale,
@@ -91,7 +97,10 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> 
         remedy="calibrate the model as it is now (trainer.validate with the callback), then export.",
     )
     sharded = any(map(in_shards, model.modules()))
+    if sharded:
+        refuse_unmerged(model, "a checkpoint of sharded weights")
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
+        stack.enter_context(without_adapters(model))
         partial = _open(stack, model, folder, overwrite, sharded)
         tensors = compressed_state_dict(model, partial is not None)
         if partial is not None:
@@ -168,6 +177,7 @@ def _save_pretrained(model: Any, folder: Path, tensors: dict[str, torch.Tensor])
     # A model that was itself loaded through a quantizer would ignore state_dict=.
     quantizer = getattr(model, "hf_quantizer", None)
     config = vars(model.config).pop("quantization_config", None)
+    adapters = vars(model).pop("_hf_peft_config_loaded", None)  # it would save the adapters alone; here they are merged
     try:
         if quantizer is not None:
             model.hf_quantizer = None
@@ -175,6 +185,8 @@ def _save_pretrained(model: Any, folder: Path, tensors: dict[str, torch.Tensor])
     finally:
         if quantizer is not None:
             model.hf_quantizer = quantizer
+        if adapters is not None:
+            model._hf_peft_config_loaded = adapters
         if config is not None:
             model.config.quantization_config = config
 

@@ -9,6 +9,9 @@ peft is not imported; its layers are known by their public attributes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -52,26 +55,40 @@ def is_adapted(module: nn.Module) -> bool:
     )
 
 
+def adopt_adapters(model: nn.Module) -> list[str]:
+    """Let every base layer know its adapters, so that they count as a part of its weight.
+
+    Returns:
+        Names of the adapted layers whose adapters are no sum with the weight, and why; these are left alone.
+    """
+    adapted = [(name, module) for name, module in model.named_modules() if is_adapted(module)]
+    for _, layer in adapted:
+        if not _not_a_sum(layer):
+            vars(layer.base_layer)[_ADAPTERS] = Adapters(layer)
+    return [f"{name} ({wrong})" for name, layer in adapted if (wrong := _not_a_sum(layer))]
+
+
 def base_of(module: nn.Module) -> nn.Module:
-    """The base layer of an adapted layer, made to know its adapters; any other module itself.
+    """The base layer of an adapted layer; any other module itself.
 
     Raises:
         CalibrationError: the adapters cannot be merged into a weight as they are trained.
     """
     if not is_adapted(module):
         return module
-    wrong = _not_mergeable(module)
+    wrong = "dropout (set lora_dropout=0)" if _has_dropout(module) else _not_a_sum(module)
     if wrong:
         raise CalibrationError(f"adapters with {wrong} cannot be trained as a part of the quantized weight")
     base = module.base_layer
     assert isinstance(base, nn.Linear)
-    vars(base)[_ADAPTERS] = Adapters(module)
     return base
 
 
-def _not_mergeable(layer: nn.Module) -> str | None:
-    if any(getattr(p, "p", 0) > 0 for p in getattr(layer, "lora_dropout", nn.ModuleDict()).values()):
-        return "dropout (set lora_dropout=0)"
+def _has_dropout(layer: nn.Module) -> bool:
+    return any(getattr(p, "p", 0) > 0 for p in getattr(layer, "lora_dropout", nn.ModuleDict()).values())
+
+
+def _not_a_sum(layer: nn.Module) -> str | None:
     if getattr(layer, "lora_variant", None):
         return "a variant of LoRA (DoRA...)"
     if any(getattr(layer, "lora_bias", {}).values()):
@@ -89,6 +106,27 @@ def inside_adapted(model: nn.Module) -> set[str]:
     """Names of the modules that adapted layers are made of; they are not modules of the merged model."""
     adapted = [(name, module) for name, module in model.named_modules() if is_adapted(module)]
     return {inner for name, module in adapted for inner, m in module.named_modules(prefix=name) if m is not module}
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Let names be those of the merged model inside the ``with`` block: base layers stand in adapted layers' places.
+
+    The model must not run meanwhile.
+    """
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None and is_adapted(child)
+    ]
+    try:
+        for parent, name, layer in places:
+            parent._modules[name] = layer.base_layer  # type: ignore[assignment]
+        yield
+    finally:
+        for parent, name, layer in places:
+            parent._modules[name] = layer
 
 
 def refuse_unmerged(model: nn.Module, what: str) -> None:

@@ -1,4 +1,5 @@
-"""Modules that stand around another one, and run it: of Fabric, DDP, FSDP1, torch.compile, activation checkpointing.
+"""Modules that stand around another one, and run it: of Fabric, DDP, FSDP1, torch.compile, activation
+checkpointing, and peft's around a module that it trains whole (``modules_to_save``), which runs its copy of the module.
 
 A wrapper is not a part of the model. It stands in names (``layers.0._fsdp_wrapped_module.fc1``,
 ``_forward_module.fc1``), so targets would not match and a checkpoint could not be loaded. Whoever reads names, or wants
@@ -21,6 +22,11 @@ def inside(module: nn.Module) -> nn.Module | None:
     """The module that a wrapper stands around, itself perhaps a wrapper; None if the module is none."""
     if isinstance(module, (DistributedDataParallel, DataParallel)):
         return module.module
+    if {"original_module", "modules_to_save"} <= module._modules.keys():
+        copies = module._modules["modules_to_save"]
+        assert isinstance(copies, nn.ModuleDict)
+        active = [name for name in module.active_adapters if name in copies]  # type: ignore[union-attr]
+        return copies[active[0]] if active else module._modules["original_module"]
     return next((module._modules[key] for key in _INSIDE if key in module._modules), None)
 
 

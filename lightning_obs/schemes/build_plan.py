@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.kinds import holds_parameters
-from lightning_obs.model.lora import base_of, inside_adapted
+from lightning_obs.model.lora import adopt_adapters, base_of, inside_adapted
 from lightning_obs.schemes.attention_states import find_states
 from lightning_obs.schemes.checks_before_data import (
     check_patterns,
@@ -64,6 +64,7 @@ def _choose(
     model: nn.Module, config: QuantizationConfig, by_target: dict[str, QuantizationScheme], ignore: list[str]
 ) -> list[PlannedModule]:
     """Attention modules with their states, then all others; for an adapted layer, its base layer."""
+    adopt_adapters(model)
     targets = find_states(model, config)
     left_alone = {target.name for target in targets} | inside_adapted(model)
     for name, module in match_named_modules(model, list(by_target), ignore):

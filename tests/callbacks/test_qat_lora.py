@@ -4,11 +4,24 @@ import lightning as L
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
-from lightning_obs import CalibrationError, QuantizationAwareTraining, export_checkpoint, load_checkpoint, quantized
+from lightning_obs import (
+    CalibrationCallback,
+    CalibrationError,
+    QuantizationAwareTraining,
+    load_checkpoint,
+    quantized,
+)
+from tests.conftest import VOCAB
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -39,7 +52,8 @@ class Language(L.LightningModule):
 def fit(module, callback, batches, **options):
     data = DataLoader(batches, batch_size=None)
     options = {"max_epochs": 2, "num_sanity_val_steps": 0, **options}
-    L.Trainer(
+    ckpt_path, save = options.pop("ckpt_path", None), options.pop("save", None)
+    trainer = L.Trainer(
         callbacks=[callback],
         accelerator="cpu",
         logger=False,
@@ -47,7 +61,10 @@ def fit(module, callback, batches, **options):
         enable_progress_bar=False,
         enable_model_summary=False,
         **options,
-    ).fit(module, data, data)
+    )
+    trainer.fit(module, data, data, ckpt_path=ckpt_path)
+    if save is not None:
+        trainer.save_checkpoint(save)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -84,17 +101,101 @@ def test_names_are_those_of_the_merged_model(tiny_llama, batches):
     assert set(callback.result.modules) == {name for name in merged if "layers.1" in name}
 
 
-@pytest.mark.parametrize("use", ["export", "quantized"])
-def test_unmerged_adapters_are_refused_where_the_merged_weight_is_needed(use, tiny_llama, batches, tmp_path):
+def test_quantized_refuses_adapters_that_are_not_merged(tiny_llama, batches):
     module = Language(lora(tiny_llama()))
-    callback = QuantizationAwareTraining("W4A16", ignore=["lm_head"])
-    fit(module, callback, batches)
-    uses = {
-        "export": lambda: export_checkpoint(module.model.get_base_model(), tmp_path / "out"),
-        "quantized": lambda: quantized(module.model).__enter__(),
-    }
+    fit(module, QuantizationAwareTraining("W4A16", ignore=["lm_head"]), batches)
     with pytest.raises(CalibrationError, match=r"needs adapters merged.*q_proj.*merge_and_unload"):
-        uses[use]()
+        quantized(module.model).__enter__()
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ignore", [["lm_head"], ["lm_head", "re:.*layers.0.*"]])
+def test_export_writes_what_it_writes_after_merging_and_the_model_keeps_its_adapters(
+    dtype, ignore, tiny_llama, batches, tmp_path
+):
+    module = Language(lora(tiny_llama(dtype)))
+    callback = QuantizationAwareTraining("W4A16", ignore=ignore, export_folder=tmp_path / "end")
+    fit(module, callback, batches)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    names = [name for name, _ in module.named_modules()]
+    attributes = {name: set(vars(m)) for name, m in module.named_modules()}
+    callback.export(tmp_path / "apart")
+    assert [name for name, _ in module.named_modules()] == names
+    assert {name: set(vars(m)) for name, m in module.named_modules()} == attributes
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    module.model.merge_and_unload()
+    callback.export(tmp_path / "merged")
+    assert files(tmp_path / "apart") == files(tmp_path / "merged") == files(tmp_path / "end")
+
+
+def test_adapters_that_transformers_added_are_merged_too(tiny_llama, batches, tmp_path):
+    model = tiny_llama().train()
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False))
+    module = Language(model)
+    callback = QuantizationAwareTraining("W4A16", ignore=["lm_head"], export_folder=tmp_path / "out")
+    fit(module, callback, batches)
+    assert model._hf_peft_config_loaded
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(reloaded(**batches[0]).logits, module.logits[0])
+
+
+def test_adapters_added_after_the_calibration_are_not_left_out_in_silence(tiny_llama, batches, tmp_path):
+    module = Language(tiny_llama())
+    callback = CalibrationCallback("INT8_STATIC", ignore=["lm_head"], show=False)
+    L.Trainer(callbacks=[callback], accelerator="cpu", logger=False, enable_progress_bar=False).validate(
+        module, DataLoader(batches, batch_size=None), verbose=False
+    )
+    lora(module.model)
+    with pytest.raises(CalibrationError, match=r"have changed since the model was calibrated.*q_proj"):
+        callback.export(tmp_path / "out")
+
+
+class Classifier(Language):
+    def training_step(self, batch, batch_idx):
+        return self.model(**batch, labels=torch.zeros(2, dtype=torch.long)).loss
+
+
+@pytest.mark.parametrize("callback_class", [QuantizationAwareTraining, CalibrationCallback])
+def test_a_classifiers_head_that_peft_trains_whole_has_its_own_name(callback_class, batches, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=VOCAB, **sizes, num_labels=3, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    module = Classifier(lora(LlamaForSequenceClassification(config), task_type="SEQ_CLS"))
+    callback = callback_class("INT8_STATIC", export_folder=tmp_path / "out")
+    fit(module, callback, batches)
+    assert "score" in callback.result.modules
+    assert not [name for name in callback.result.modules if "modules_to_save" in name or "lora" in name]
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert not [name for name in tensors if "modules_to_save" in name or "original_module" in name or "lora" in name]
+    score = module.model.base_model.model.score
+    assert not torch.equal(score.original_module.weight, score.modules_to_save["default"].weight)
+    assert torch.equal(tensors["score.input_scale"], score.modules_to_save["default"].input_scale)
+    reloaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    if callback_class is QuantizationAwareTraining:
+        with torch.no_grad():
+            assert torch.equal(reloaded(**batches[0]).logits, module.logits[0])
+
+
+def test_a_head_that_peft_trains_whole_resumes_and_is_known_after_merging(tiny_llama, batches, tmp_path):
+    def made():
+        options = {"target_modules": ["q_proj"], "modules_to_save": ["down_proj"]}
+        return Language(lora(tiny_llama(), **options)), QuantizationAwareTraining("W4A16", ignore=["lm_head"])
+
+    module, callback = made()
+    fit(module, callback, batches, save=tmp_path / "c.ckpt")
+    resumed, again = made()
+    fit(resumed, again, batches, ckpt_path=tmp_path / "c.ckpt")
+    assert again.session.qparams.keys() == callback.session.qparams.keys()
+    assert "model.layers.0.mlp.down_proj.weight_scale" in again.session.qparams
+    again.export(tmp_path / "apart")
+    resumed.model.merge_and_unload()
+    again.export(tmp_path / "merged")
+    assert files(tmp_path / "apart") == files(tmp_path / "merged")
 
 
 def test_after_fit_the_adapters_forward_is_theirs_again(tiny_llama, batches):
