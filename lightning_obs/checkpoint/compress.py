@@ -22,7 +22,7 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.model.lora import adapters_of
 from lightning_obs.model.qparams import get_scheme, quantized_states, read_qparams
 from lightning_obs.model.sharding import by_unit, is_sharded, unit_of, whole_tensor, whole_unit
-from lightning_obs.model.weights import full_weight
+from lightning_obs.model.weight import full_weight
 from lightning_obs.ranks.collectives import gather_objects
 from lightning_obs.ranks.failures import sendable
 
