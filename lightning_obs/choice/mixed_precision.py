@@ -185,7 +185,7 @@ def frontier(measured: Sensitivity, points: int = 16, *, at_most: Mapping[str, f
 
 
 def budget_in_bytes(budget: float | str, weights: int) -> int:
-    """A budget as bytes, for so many weights.
+    """A budget as bytes, for a number of weights.
 
     >>> budget_in_bytes(4.5, weights=1000), budget_in_bytes("90 MB", weights=1000), budget_in_bytes("1KiB", weights=1)
     (562, 90000000, 1024)

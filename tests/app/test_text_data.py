@@ -78,7 +78,7 @@ def test_parquet_is_read_by_pyarrow(tmp_path):
     with pytest.raises(CalibrationError, match=r"a\.parquet\[0\] has no text in the field 'other'"):
         list(read_documents(tmp_path / "a.parquet", "other"))
     (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:50])
-    with pytest.raises(CalibrationError, match=r"a\.parquet is no Parquet"):
+    with pytest.raises(CalibrationError, match=r"a\.parquet is not valid Parquet"):
         list(read_documents(tmp_path / "a.parquet"))
 
 
@@ -92,19 +92,19 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", "one\ncafé".encode("latin-1"), r"a\.txt:2 is no text in UTF-8. Got byte 0xe9.*iconv"),
-        ("a.txt", bytes(range(256)) * 80, r"a\.txt:2 is no text in UTF-8"),
-        ("a.bin", b"some\ntext\n\0\0\0", r"a\.bin:3 is no text in UTF-8. Got byte 0x00"),
-        ("a.jsonl", '{"text": "café"}'.encode("latin-1"), r"a\.jsonl:1 is no text in UTF-8"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "b', r"a\.jsonl:2 is no JSON. Got Unterminated string"),
+        ("a.txt", "one\ncafé".encode("latin-1"), r"a\.txt:2 is not valid UTF-8. Got byte 0xe9.*iconv"),
+        ("a.txt", bytes(range(256)) * 80, r"a\.txt:2 is not valid UTF-8"),
+        ("a.bin", b"some\ntext\n\0\0\0", r"a\.bin:3 is not valid UTF-8. Got byte 0x00"),
+        ("a.jsonl", '{"text": "café"}'.encode("latin-1"), r"a\.jsonl:1 is not valid UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b', r"a\.jsonl:2 is not valid JSON. Got Unterminated string"),
         ("a.jsonl", b'{"text": "a"}\n["b"]', r"a\.jsonl:2 has no text in the field 'text'. Got \['b'\]"),
         ("a.jsonl", b'{"text": null}', r"a\.jsonl:1 has no text in the field 'text'. Got {'text': None}"),
-        ("a.json", b'[{"text": "a"},\n{"text": ]', r"a\.json:2 is no JSON. Got Expecting value"),
+        ("a.json", b'[{"text": "a"},\n{"text": ]', r"a\.json:2 is not valid JSON. Got Expecting value"),
         ("a.json", b'[{"text": "a"}, {"body": "b"}]', r"a\.json\[1\] has no text in the field 'text'"),
-        ("a.json", b"[" * 100_000, r"a\.json:1 is no JSON"),
+        ("a.json", b"[" * 100_000, r"a\.json:1 is not valid JSON"),
         ("a.csv", b"id,body\n1,b\n", r"a\.csv:2 has no text in the field 'text'. Got {'id': '1', 'body': 'b'}"),
         ("a.csv", b"id,text\n1,a\n2\n", r"a\.csv:3 has no text in the field 'text'"),
-        ("a.csv", b'id,text\n1,"a\n', r"a\.csv:2 is no CSV. Got unexpected end of data"),
+        ("a.csv", b'id,text\n1,"a\n', r"a\.csv:2 is not valid CSV. Got unexpected end of data"),
     ],
 )
 def test_what_cannot_be_read_is_named_by_line_and_reason(tmp_path, name, content, message):

@@ -1,4 +1,7 @@
-"""Read texts, and objects with texts, from files."""
+"""Read texts, and objects with texts, from files.
+
+Not with ``datasets.load_dataset``: it reports a table that cannot be parsed, where these readers name file and line.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,7 @@ def _decoded(path: Path) -> str:
         bad = error.start
     if bad >= 0:
         raise CalibrationError(
-            f"{path}:{data.count(10, 0, bad) + 1} is no text in UTF-8",
+            f"{path}:{data.count(10, 0, bad) + 1} is not valid UTF-8",
             got=f"byte 0x{data[bad]:02x}",
             remedy="convert it (iconv -f latin1 -t utf-8), or give a text, jsonl, json, csv or parquet file.",
         )
@@ -149,7 +152,9 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _unreadable(place: str, kind: str, error: Exception) -> CalibrationError:
-    return CalibrationError(f"{place} is no {kind}", got=str(error)[:200], remedy="mend the file, or leave it out.")
+    return CalibrationError(
+        f"{place} is not valid {kind}", got=str(error)[:200], remedy="fix the file, or leave it out."
+    )
 
 
 def _saved_dataset(path: Path, text_field: str, option: str) -> Iterator[tuple[str, Any]]:

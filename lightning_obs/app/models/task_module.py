@@ -22,7 +22,7 @@ from lightning_obs.errors import CalibrationError
 
 #: the key of a batch that holds what is to be predicted
 LABELS = "labels"
-#: to the unquantized model, where no labels say what is right
+#: logged where the data have no labels: the cosine of the outputs to the unquantized model's
 SIMILARITY = "similarity"
 
 

@@ -1,0 +1,179 @@
+"""Measure how much each layer's quantization changes the model's predictions, for every candidate scheme at once.
+
+The truth is the Kullback-Leibler divergence of the quantized model's next-token distributions from the unquantized
+model's, with one layer quantized. To measure it takes a forward per layer and scheme. Its second order takes one
+forward and one backward for all of them: a layer whose output changes by ``d`` changes the logits by ``J d``, and
+
+    KL = 1/2 d^T J^T F J d = 1/2 E[(v^T J d)^2],   F = diag(p) - p p^T,   v = sqrt(p) r - p (sqrt(p)^T r),
+
+where ``p`` is what the model predicts and ``r`` are random signs: ``v`` has covariance F, as the gradient of the
+log-probability of a drawn label has, with less variance. ``v^T J`` is what backward leaves at the layer's output. No
+label of the text is used: a layer can lower the loss on a text by chance, but it cannot lower the divergence.
+
+The signs of two positions are independent, so the square of the sum over a sequence is right on average whether errors
+of neighbouring tokens agree or cancel. It is also noisy: one number a sequence. Sums over :data:`BLOCK` tokens, squared
+and added, are far less noisy, and leave out what only distant tokens do to each other.
+
+Beyond second order the estimate is wrong; how far it holds on a real model is measured in docs/choosing.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.forward.calls import call_on
+from lightning_obs.forward.compile_stance import run_eagerly
+from lightning_obs.forward.quantized_forward import quantize_forward, quantized_weight
+from lightning_obs.model.additions import keep_hook_out
+
+#: tokens whose errors are taken to add up, not to be independent
+BLOCK = 16
+#: (scheme, module name) -> a copy of the module that shares its parameters and has the scheme's qparams
+Twins: TypeAlias = dict[tuple[str, str], nn.Module]
+
+
+class Meter:
+    """Runs the model forward and backward, and each candidate's module on what its original read."""
+
+    def __init__(self, twins: Twins, groups: Sequence[tuple[str, ...]]) -> None:
+        self._twins, self._groups = twins, groups
+        self._schemes = list(dict.fromkeys(scheme for scheme, _ in twins))
+        #: (scheme, module name) -> for each call of this batch, what each position adds to the logits' probe
+        self._changes: dict[tuple[str, str], list[torch.Tensor]] = {}
+        self._sums: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def measure(self, model: nn.Module, batches: Sequence[Any], seed: int) -> int:
+        """Add up the squares of all batches, and return how many predictions there were."""
+        tokens = 0
+        with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
+            stack.enter_context(run_eagerly())
+            stack.enter_context(frozen(model))
+            for twin in self._twins.values():
+                stack.callback(quantize_forward(twin))
+            for name in dict.fromkeys(name for _, name in self._twins):
+                module = model.get_submodule(name)
+                handle = module.register_forward_hook(self._hook(name), with_kwargs=True)
+                stack.callback(keep_hook_out(module, handle))
+            for number, batch in enumerate(batches):
+                logits = logits_of(call_on(model, batch))
+                generator = torch.Generator(logits.device).manual_seed(seed + number)
+                logits.backward(_probe(logits.detach(), generator))
+                tokens += logits[..., 0].numel()
+                self._add()
+        return tokens
+
+    def losses(self, tokens: int) -> dict[tuple[str, tuple[str, ...]], float]:
+        """``{(scheme, modules): KL in nats per token}``, of groups and of single modules."""
+        return {key: total / (2 * max(1, tokens)) for key, total in self._sums.items()}
+
+    @torch.no_grad()
+    def weight_errors(self) -> dict[tuple[str, tuple[str, ...]], float]:
+        """``{(scheme, modules): sum of squared relative errors of the weights}``."""
+        errors: dict[tuple[str, tuple[str, ...]], float] = {}
+        for (scheme, name), twin in self._twins.items():
+            weight, rounded = weight_of(twin).float(), quantized_weight(twin)
+            assert rounded is not None
+            errors[scheme, (name,)] = float((rounded.float() - weight).square().sum() / weight.square().sum())
+        for scheme in self._schemes:
+            for group in self._groups:
+                errors[scheme, group] = sum(errors.get((scheme, (name,)), 0.0) for name in group)
+        return errors
+
+    def _hook(self, name: str) -> Callable[..., torch.Tensor | None]:
+        schemes = [scheme for scheme in self._schemes if (scheme, name) in self._twins]
+
+        def tap(module: nn.Module, args: Any, kwargs: Any, output: Any) -> torch.Tensor | None:
+            if not isinstance(output, torch.Tensor) or not output.numel():
+                return None
+            plain = output.detach()
+            tapped = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
+
+            def change(gradient: torch.Tensor) -> None:
+                with torch.no_grad():
+                    for scheme in schemes:
+                        # forward, not the call: the copy has the original's hooks
+                        moved: torch.Tensor = self._twins[scheme, name].forward(*args, **kwargs) - plain
+                        by_position = moved.mul_(gradient).sum(-1, dtype=torch.float32)
+                        self._changes.setdefault((scheme, name), []).append(by_position)
+
+            tapped.register_hook(change)
+            return tapped
+
+        return tap
+
+    def _add(self) -> None:
+        for scheme in self._schemes:
+            for group in dict.fromkeys([*self._groups, *((name,) for names in self._groups for name in names)]):
+                members = [self._changes[scheme, name] for name in group if (scheme, name) in self._changes]
+                shapes = {tuple(call.shape for call in calls) for calls in members}
+                if len(shapes) == 1:  # what fused modules do to one token comes together
+                    members = [[torch.stack(calls).sum(0) for calls in zip(*members, strict=True)]]
+                total = sum(float(_squared(call)) for calls in members for call in calls)
+                self._sums[scheme, group] = self._sums.get((scheme, group), 0.0) + total
+        self._changes.clear()
+
+
+def _squared(changes: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of sums over :data:`BLOCK` neighbouring positions of a sequence."""
+    rows = changes.flatten(0, -2) if changes.ndim > 1 else changes[:, None]
+    padded = nn.functional.pad(rows, (0, -rows.shape[-1] % BLOCK))
+    return padded.unflatten(-1, (-1, BLOCK)).sum(-1).double().square().sum()
+
+
+def _probe(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A random gradient of the logits whose covariance is the Fisher information, ``diag(p) - p p^T``."""
+    if not bool(torch.isfinite(logits).all()):
+        raise CalibrationError("the model's logits are not finite", remedy="find the NaN in weights or data.")
+    p = logits.float().softmax(-1)
+    signs = torch.empty(p.shape, dtype=torch.int8, device=p.device).random_(0, 2, generator=generator).mul_(2).sub_(1)
+    probe = p.sqrt().mul_(signs)
+    return probe.sub_(p * (p.sqrt() * signs).sum(-1, keepdim=True)).to(logits.dtype)
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """The logits ``(..., classes)`` in a model's output.
+
+    Raises:
+        CalibrationError: there are none.
+    """
+    found = getattr(output, "logits", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("logits")
+    found = output if found is None else found
+    if not isinstance(found, torch.Tensor) or found.ndim < 2 or not found.is_floating_point():
+        raise CalibrationError(
+            "the divergence of predictions is measured on logits",
+            got=type(output).__name__,
+            expected="a tensor (..., classes), or an output with `logits`",
+            remedy="wrap the model in a module that returns its logits.",
+        )
+    return found
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and no gradients of parameters, inside the ``with`` block."""
+    training = {module: module.training for module in model.modules()}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        model.eval()
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        for module, mode in training.items():
+            module.training = mode
+
+
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """The weight of a planned module, without gradient."""
+    assert isinstance(module.weight, torch.Tensor)  # preflight refused the module otherwise
+    return module.weight.detach()
