@@ -6,15 +6,18 @@ import warnings
 import lightning as L
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationConfig
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 from torchmetrics.regression import MeanAbsoluteError
+from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationCallback, CalibrationError, quantized
 from lightning_obs.callbacks import quantized_validation
 from lightning_obs.errors import CalibrationWarning
-from tests.callbacks.calibration_modules import Plain, hooks_on, loader, trainer
+from tests.callbacks.calibration_modules import Language, Plain, hooks_on, loader, trainer
+from tests.tiny_model import save_tiny_llama
 
 W2 = {"weights": {"num_bits": 2, "group_size": 8}, "input_activations": {"num_bits": 4, "dynamic": False}}
 
@@ -337,6 +340,27 @@ def test_a_test_before_any_calibration_says_that_nothing_is_measured():
     with pytest.warns(CalibrationWarning, match="nothing was calibrated, so evaluate has nothing to measure"):
         (found,) = trainer(CalibrationCallback(W2, evaluate=True)).test(Plain(), loader(), verbose=False)
     assert set(found) == {"test_loss"}
+
+
+# ---------------------------------------------------------------------- attention
+
+
+@pytest.mark.filterwarnings("ignore:vLLM .* loads a kv cache in symmetric 8-bit float only")
+@pytest.mark.parametrize("observed", ["kv_cache", "attention"])
+def test_the_second_pass_runs_with_quantized_attention_states(tmp_path, observed):
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path))
+    config = QuantizationConfig(
+        config_groups={"a": {"targets": ["LlamaAttention"], "input_activations": {"num_bits": 4, "dynamic": False}}}
+    )
+    options = {"kv_cache": "FP8", "ignore": ["lm_head"]} if observed == "kv_cache" else {}
+    callback = CalibrationCallback("INT8_STATIC" if options else config, evaluate=True, show=False, **options)
+    module, ids = Language(model), torch.arange(48).reshape(6, 8)
+    data = DataLoader([{"input_ids": row} for row in ids], batch_size=2)
+    (found,) = trainer(callback).validate(module, data, verbose=False)
+    with torch.no_grad(), quantized(model):
+        expected = float(torch.stack([model(input_ids=part, labels=part).loss for part in ids.split(2)]).mean())
+    assert found["val_loss_quantized"] == pytest.approx(expected, rel=1e-5)
+    assert found["val_loss_quantized"] != found["val_loss"]
 
 
 # ---------------------------------------------------------------------- kept batches
