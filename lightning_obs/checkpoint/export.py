@@ -10,6 +10,7 @@ compressed-tensors' own readers do not know (convolutions...), which :func:`~lig
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch import nn
 from lightning_obs.checkpoint.compress import compressed_state_dict
 from lightning_obs.checkpoint.engine_names import add_stored_names
 from lightning_obs.checkpoint.load import WEIGHTS_FILE
-from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.errors import CalibrationError, refuse, warn
 from lightning_obs.files.write import require_room, whole_folder
 from lightning_obs.forward.attention import marked_as_hooked
 from lightning_obs.model.checksums import changed_since
@@ -104,9 +105,26 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> 
         partial = _open(stack, model, folder, overwrite, sharded)
         tensors = compressed_state_dict(model, partial is not None)
         if partial is not None:
+            _warn_if_not_smaller(model, tensors, sharded)
             require_room(partial, sum(value.nbytes for value in tensors.values()))
             _write(model, partial, tensors, tokenizer)
     return folder
+
+
+def _warn_if_not_smaller(model: nn.Module, tensors: Mapping[str, torch.Tensor], sharded: bool) -> None:
+    weights = [scheme for _, m in calibrated_modules(model) if (scheme := get_scheme(m)) is not None and scheme.weights]
+    stored, plain = _distinct_bytes(tensors), _distinct_bytes(model.state_dict())
+    if weights and not sharded and stored >= plain:
+        warn(
+            f"the checkpoint is not smaller than the model: {stored:,} bytes, {plain:,} in full precision. "
+            "Quantize more of it (`targets`), or with fewer scales (a larger group size)."
+        )
+
+
+def _distinct_bytes(tensors: Mapping[str, Any]) -> int:
+    """Tied tensors are stored once."""
+    places = {t.data_ptr() or name: t.nbytes for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+    return sum(places.values())
 
 
 def _open(stack: ExitStack, model: nn.Module, folder: Path, overwrite: bool, sharded: bool) -> Path | None:

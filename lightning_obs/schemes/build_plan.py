@@ -24,6 +24,7 @@ from lightning_obs.schemes.checks_before_data import (
 )
 from lightning_obs.schemes.config import config_groups
 from lightning_obs.schemes.fused_sets import find_fused, require_one_scheme
+from lightning_obs.schemes.left_in_float import warn_left_in_float
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, scheme_identity
 
 
@@ -57,6 +58,7 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     fused = find_fused((t.name for t in targets), fused_sets)
     require_one_scheme({t.name: scheme_identity(t.scheme) for t in targets}, fused)
     warn_cast_buffers(model)
+    warn_left_in_float(model, targets, by_target, ignore)
     return Plan(config, targets, fused)
 
 

@@ -1,0 +1,72 @@
+"""What a plan leaves in full precision, in bytes, and which ``targets`` would take it.
+
+The default target is the class ``Linear``. Of a net of convolutions it takes little, which is no error.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.utils.match import is_match
+from torch import nn
+
+from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.model.sharding import unit_of
+from lightning_obs.schemes.checks_before_data import check_targets
+from lightning_obs.schemes.planned_modules import PlannedModule
+
+#: of the parameters' bytes, above which the user is told
+_CONSIDERABLE = 0.5
+
+
+def warn_left_in_float(
+    model: nn.Module, targets: Sequence[PlannedModule], by_target: dict[str, QuantizationScheme], ignore: Sequence[str]
+) -> None:
+    """Warn where more than half of a model's bytes stay in full precision and nobody said that they should.
+
+    ``ignore`` says so, and targets that are names or patterns. Embeddings of a transformers model stay as a rule.
+    """
+    weighted = [target for target in targets if target.scheme.weights is not None]
+    kinds = {type(module).__name__ for module in model.modules()}
+    by_kind = {kind: scheme for kind, scheme in by_target.items() if kind in kinds}
+    if not weighted or len(by_kind) < len(by_target) or any(unit_of(target.module) for target in weighted):
+        return
+    meant = {id(getattr(target.module, "weight", None)) for target in weighted}
+    meant |= {id(p) for n, m in model.named_modules() if is_match(n, m, list(ignore)) for p in m.parameters()}
+    if is_transformers_model(model):
+        meant |= {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    left: Counter[str] = Counter()
+    modules: dict[str, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        size = sum(p.nbytes for p in module.parameters(recurse=False) if id(p) not in meant)
+        if size and not _is_planned(module, weighted):
+            left[type(module).__name__] += size
+            modules.setdefault(type(module).__name__, []).append((name, module))
+    total = sum(p.nbytes for p in model.parameters())
+    if sum(left.values()) <= _CONSIDERABLE * total:
+        return
+    takeable = [kind for kind in left if _is_taken(model, modules[kind], next(iter(by_kind.values())))]
+    sizes = ", ".join(f"{kind} {size:,}" for kind, size in left.most_common(4))
+    remedy = f"targets={[*by_kind, *takeable]} takes {sum(left[k] for k in takeable):,} of them; " if takeable else ""
+    warn(
+        f"{sum(left.values()):,} of {total:,} bytes of {type(model).__name__}'s parameters stay in full precision: "
+        f"{sizes}. {remedy}list in `ignore` what is to stay."
+    )
+
+
+def _is_planned(module: nn.Module, targets: Sequence[PlannedModule]) -> bool:
+    return any(target.module is module for target in targets)
+
+
+def _is_taken(model: nn.Module, modules: Sequence[tuple[str, nn.Module]], scheme: QuantizationScheme) -> bool:
+    """Whether a plan with these modules, too, would be accepted."""
+    if is_transformers_model(model) and not all(isinstance(module, (nn.Linear, nn.Embedding)) for _, module in modules):
+        return False
+    try:
+        check_targets(model, [PlannedModule(name, module, scheme) for name, module in modules])
+    except CalibrationError:
+        return False
+    return True

@@ -1,0 +1,91 @@
+"""What stays in full precision is said, in bytes, before any data."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_obs import CalibrationSession, CalibrationWarning, export_checkpoint
+
+
+class Net(nn.Module):
+    """Seven convolutions, an LSTM, an Embedding, and one Linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(100, 16)
+        self.convolutions = nn.Sequential(*[nn.Conv1d(16, 16, 3, padding=1) for _ in range(7)])
+        self.lstm = nn.LSTM(16, 32, batch_first=True)
+        self.head = nn.Linear(32, 2)
+
+    def forward(self, tokens):
+        x = self.convolutions(self.embedding(tokens).mT).mT
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def calibrated(model, scheme, **options):
+    with CalibrationSession(model, scheme, **options) as session:
+        if session.needs_data:
+            model(torch.zeros(2, 5, dtype=torch.long))
+    return session
+
+
+def bytes_of(*modules):
+    return sum(p.nbytes for module in modules for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "taken"), [("INT8_STATIC", ["Linear", "Conv1d"]), ("FP8", None), ({"weights": {"num_bits": 8}}, None)]
+)
+def test_what_stays_is_named_with_its_bytes_and_the_targets_that_take_it(scheme, taken):
+    model = Net()
+    left = bytes_of(model.embedding, model.convolutions, model.lstm)
+    with pytest.warns(CalibrationWarning) as found:
+        CalibrationSession(model, scheme)
+    text = str(found[0].message)
+    assert f"{left:,} of {bytes_of(model):,} bytes of Net's parameters stay in full precision" in text
+    assert f"Conv1d {bytes_of(model.convolutions):,}" in text
+    assert f"LSTM {bytes_of(model.lstm):,}" in text
+    targets = re.search(r"targets=\[(.*?)\] takes ([\d,]+) of them", text)
+    names = re.findall(r"\w+", targets.group(1))
+    assert taken is None or names == taken
+    assert "LSTM" not in names
+    # and what it says is so
+    session = CalibrationSession(Net(), scheme, targets=names, ignore=["LSTM", "Embedding"])
+    assert len([t for t in session.plan.targets if isinstance(t.module, nn.Conv1d)]) == 7
+
+
+def test_an_embedding_is_among_the_targets_where_only_weights_are_quantized():
+    with pytest.warns(CalibrationWarning, match=r"targets=\['Linear', 'Embedding', 'Conv1d'\]"):
+        CalibrationSession(Net(), {"weights": {"num_bits": 8, "strategy": "channel"}})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ignore": ["LSTM", "Conv1d", "Embedding"]},
+        {"targets": ["head"]},
+        {"targets": ["re:.*head"]},
+        {"targets": ["Linear", "Conv1d", "Embedding"]},
+    ],
+)
+def test_nothing_is_said_of_what_was_left_on_purpose_or_where_most_is_taken(options):
+    CalibrationSession(Net(), {"weights": {"num_bits": 8, "strategy": "channel"}}, **options)
+
+
+def test_embeddings_of_a_transformers_model_stay_without_a_word(tiny_llama):
+    CalibrationSession(tiny_llama(), "W8A8", ignore=["lm_head"])
+
+
+def test_an_export_that_is_not_smaller_than_the_model_says_so(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(torch.bfloat16)
+    scheme = {"weights": {"num_bits": 8, "strategy": "channel"}}
+    with CalibrationSession(model, {"group": {"targets": ["0"], **scheme}}):
+        pass
+    with pytest.warns(CalibrationWarning, match=r"not smaller than the model: [\d,]+ bytes, [\d,]+ in full precision"):
+        export_checkpoint(model, tmp_path / "out")
+    large = nn.Sequential(nn.Linear(64, 64))
+    with CalibrationSession(large, scheme):
+        pass
+    export_checkpoint(large, tmp_path / "small")
