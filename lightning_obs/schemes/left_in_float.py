@@ -1,6 +1,7 @@
-"""What a plan leaves in full precision, in bytes, and which ``targets`` would take it.
+"""The bytes that a plan leaves in full precision, and the ``targets`` that would quantize them.
 
-The default target is the class ``Linear``. Of a net of convolutions it takes little, which is no error.
+The default target is the class ``Linear``, which matches little of a convolutional net. That is no error, so it is a
+warning.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from lightning_obs.model.sharding import unit_of
 from lightning_obs.schemes.checks_before_data import check_targets
 from lightning_obs.schemes.planned_modules import PlannedModule
 
-#: of the parameters' bytes, above which the user is told
+#: share of the parameters' bytes that may stay in full precision without a warning
 _CONSIDERABLE = 0.5
 
 
 def warn_left_in_float(
     model: nn.Module, targets: Sequence[PlannedModule], by_target: dict[str, QuantizationScheme], ignore: Sequence[str]
 ) -> None:
-    """Warn where more than half of a model's bytes stay in full precision and nobody said that they should.
+    """Warn if more than half of a model's bytes stay in full precision without the user having asked for it.
 
-    ``ignore`` says so, and targets that are names or patterns. Embeddings of a transformers model stay as a rule.
+    ``ignore`` asks for it, and so do targets that are names or patterns. Embeddings of a transformers model usually
+    stay, and do not count.
     """
     weighted = [target for target in targets if target.scheme.weights is not None]
     kinds = {type(module).__name__ for module in model.modules()}
@@ -38,11 +40,12 @@ def warn_left_in_float(
     meant |= {id(p) for n, m in model.named_modules() if is_match(n, m, list(ignore)) for p in m.parameters()}
     if is_transformers_model(model):
         meant |= {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    planned = {id(target.module) for target in weighted}
     left: Counter[str] = Counter()
     modules: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         size = sum(p.nbytes for p in module.parameters(recurse=False) if id(p) not in meant)
-        if size and not _is_planned(module, weighted):
+        if size and id(module) not in planned:
             left[type(module).__name__] += size
             modules.setdefault(type(module).__name__, []).append((name, module))
     total = sum(p.nbytes for p in model.parameters())
@@ -55,10 +58,6 @@ def warn_left_in_float(
         f"{sum(left.values()):,} of {total:,} bytes of {type(model).__name__}'s parameters stay in full precision: "
         f"{sizes}. {remedy}list in `ignore` what is to stay."
     )
-
-
-def _is_planned(module: nn.Module, targets: Sequence[PlannedModule]) -> bool:
-    return any(target.module is module for target in targets)
 
 
 def _is_taken(model: nn.Module, modules: Sequence[tuple[str, nn.Module]], scheme: QuantizationScheme) -> bool:
