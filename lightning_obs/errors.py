@@ -108,10 +108,10 @@ def warn(message: str) -> None:
 
 
 def printable(text: str) -> str:
-    """The text for a terminal: characters that would steer it, or cannot be written, as their escapes.
+    r"""The text for a terminal: characters that would control it, or cannot be encoded, as their escapes.
 
-    >>> printable("layer\x1b[2J.\ud800")
-    'layer\\\\x1b[2J.\\\\ud800'
+    >>> print(printable("layer\x1b[2J.\ud800"))
+    layer\x1b[2J.\ud800
     """
     shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
     return text if text.isprintable() else "".join(shown)

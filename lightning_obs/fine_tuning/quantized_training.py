@@ -266,15 +266,15 @@ class QuantizedTraining:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a :meth:`state_dict`; learned scales keep the parameters that the optimizer has.
 
-        An observation that another number of ranks began is given up, where its statistics depend on the ranks.
+        An observation that began on another number of ranks is abandoned where its statistics depend on the ranks.
 
         Raises:
             CalibrationError: its learned scales are of other modules.
         """
         self.session.detach()
         self._resumed = True
-        self.phase, self.batches_left = Phase.of_state(state), state.get("left", 0)
-        self.session.batches = state.get("batches", 0)
+        self.phase, self.batches_left = Phase(state["phase"]), state["left"]
+        self.session.batches = state["batches"]
         load_statistics(self.session.observers, state.get("statistics", {}))
         if "observed" in state and not load_observation(self.session.fed, state["observed"], self.session.collectives):
             self.give_up()

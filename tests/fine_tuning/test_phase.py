@@ -114,18 +114,3 @@ def test_a_checkpoint_holds_the_phase(phase, training, mlp):
     other = QuantizedTraining(CalibrationSession(nn.Sequential(*mlp.children()), "INT8_STATIC"))
     other.load_state_dict({**state, "statistics": {}} if "observed" not in state else state)
     assert other.phase is phase
-
-
-@pytest.mark.parametrize(
-    ("flags", "phase"),
-    [
-        ({}, Phase.NEW),
-        ({"wanted": True, "after_validation": False}, Phase.NEW),
-        ({"left": 2, "gathered": False, "wanted": False}, Phase.OBSERVING),
-        ({"left": 0, "gathered": True, "wanted": False, "after_validation": True}, Phase.GATHERED),
-        ({"left": 0, "wanted": True, "after_validation": True}, Phase.VALIDATED),
-        ({"left": 0, "wanted": False, "after_validation": False}, Phase.TRAINING),
-    ],
-)
-def test_the_flags_of_version_0_1_0_are_understood(flags, phase):
-    assert Phase.of_state(flags) is phase
