@@ -171,7 +171,7 @@ def test_validate_and_test_under_inference_mode_leave_nothing_that_training_cann
     [
         (lambda s: s["training"].update(left=3), "the saved calibration has other values than were saved"),
         (lambda s: s["training"].update(phase="none of them"), "training cannot be read.*ValueError"),
-        (lambda s: s.update(training=[1]), "training cannot be read.*AttributeError"),
+        (lambda s: s.update(training=[1]), "training cannot be read.*TypeError"),
         (lambda s: s["training"].update(learned={}), "training cannot be read.*KeyError"),
         (lambda s: s["training"]["learned"]["log_factors"].update({"net.0.weight": torch.zeros(1)}), "other shapes"),
         (lambda s: s["training"].update(statistics={"net.0.input": {"forward": 1}}), "no such statistic: forward"),
