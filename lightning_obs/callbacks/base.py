@@ -205,7 +205,7 @@ class SessionCallback(Callback):
         log_layers(trainer, prefix, errors)
 
     def logs(self, trainer: Trainer) -> bool:
-        """Whether loggers are told."""
+        """Whether the Trainer's loggers get the results."""
         return bool(trainer.loggers) if self.tells_loggers is None else self.tells_loggers
 
     @property

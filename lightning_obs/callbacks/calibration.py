@@ -50,7 +50,7 @@ class CalibrationCallback(SessionCallback):
             files, and objects with ``__del__``. An accumulator among these counts each batch twice.
         every_n_epochs: in fit, calibrate in the validations of every n-th epoch only (of epochs n, 2n, ...). With
             ``evaluate`` also in the first one; the validations between measure with the scales that there are.
-        max_batches: observe the first so many batches of a validation, on each rank; None: all.
+        max_batches: observe at most this many batches of a validation, on each rank; None: all.
         dataloaders: which of several validation loaders are observed, by number, or by key where they are a dict;
             None: all.
         show: print the layers that lose most at the end of ``trainer.validate``.

@@ -349,7 +349,7 @@ class QuantizationAwareTraining(SessionCallback):
         super().take_state(session, state)
 
     def _training_of(self, session: CalibrationSession) -> QuantizedTraining:
-        """What runs this session's model; a session made anew for the same model goes on with what there is."""
+        """The training of this session's model; a new session of the same model continues with it."""
         if self._training is None or self._training.session.model is not session.model:
             if self._training is not None:
                 self._training.stop()

@@ -196,7 +196,7 @@ class _Loop(_EvaluationLoop):
 
     @override
     def _on_evaluation_model_train(self) -> None:
-        """...and the first pass is not over."""
+        """The first pass is not over, so the model stays in evaluation mode."""
 
     @override
     def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:

@@ -73,7 +73,7 @@ def _require_known(trainer: Trainer) -> None:
 
 
 def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
-    """Refuse what cannot be made one exactly where several ranks see the same data, or parts of its features.
+    """Refuse statistics that cannot be reduced exactly where several ranks see the same data, or parts of its features.
 
     Under tensor parallelism, a smallest or largest value over all ranks is that of the whole tensor, however ranks
     share it. A sum counts what ranks share more than once, and what they split only if it is a sum over features too.

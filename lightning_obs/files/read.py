@@ -21,7 +21,8 @@ def read_json(path: str | os.PathLike[str], *, expected: str | None = None, reme
         remedy: for the error.
 
     Raises:
-        CalibrationError: there is no such file; it is no JSON (cut off, not UTF-8, nested too deep), or no object.
+        CalibrationError: the file does not exist, is not valid JSON (cut off, not UTF-8, nested too deep), or holds no
+            object.
     """
     with naming(path, expected=expected, remedy=remedy):
         try:

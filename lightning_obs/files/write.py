@@ -103,7 +103,7 @@ def write_text(file: str | os.PathLike[str], text: str) -> None:
 
 
 def require_room(partial: Path, size: int) -> None:
-    """Refuse to start writing ``size`` bytes to a disk that has not so many left."""
+    """Refuse to start writing ``size`` bytes to a disk with less free space."""
     free = shutil.disk_usage(partial).free
     if free < size:
         raise OSError(errno.ENOSPC, f"{free:,} bytes are free, the weights have {size:,}")

@@ -154,7 +154,7 @@ class QuantizedTraining:
         return phase in (Phase.NEW, Phase.VALIDATED)
 
     def observe_training(self, batches: int) -> None:
-        """Observe so many training batches; :meth:`count_batch` after each writes the ranges after the last."""
+        """Observe this many training batches: :meth:`count_batch` follows each and writes the ranges after the last."""
         self.session.attach(count_calls=False)
         self.phase, self.batches_left = Phase.OBSERVING, batches
 
@@ -199,7 +199,7 @@ class QuantizedTraining:
             self.phase = Phase.VALIDATED
 
     def end_observation(self) -> None:
-        """A validation has come before the last of the training batches: what was seen so far has to do."""
+        """A validation interrupts the observation: the ranges are computed from the batches so far."""
         if self.phase is Phase.OBSERVING:
             if self.session.batches:
                 self.write()

@@ -29,7 +29,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
 
     Keyword Args:
         maxshrink (float): how much of the range may be given up, in [0, 1].
-        patience (int): the search ends after so many p in a row that improved no scale of the tensor; 0: it visits all.
+        patience (int): consecutive p without an improvement of any scale that end the search; 0: it visits all.
         grid (int): steps per unit of p.
         norm (float): exponent of the error.
         expand (float): factor on the range before the search, at least 1.

@@ -30,7 +30,7 @@ class MemorylessMSEObserver(Observer):
 
     Keyword Args:
         maxshrink (float): how much of the range may be given up, in [0, 1].
-        patience (int): the search ends after so many p in a row that improved no scale of the tensor.
+        patience (int): consecutive p without an improvement of any scale that end the search.
         grid (int): steps per unit of p.
         norm (float): exponent of the error; 2 is the mean squared error, more fears large errors more.
         expand (float): factor on the range before the search, at least 1.
@@ -103,7 +103,7 @@ class MemorylessMSEObserver(Observer):
 
     @property
     def idle_limit(self) -> int | None:
-        """The search ends after so many candidates in a row that improved nothing; None: it visits all."""
+        """Number of consecutive candidates without an improvement that ends the search; None: it visits all."""
         return self.patience
 
     def _search(

@@ -56,7 +56,7 @@ def warn_left_in_float(
     remedy = f"targets={[*by_kind, *takeable]} takes {sum(left[k] for k in takeable):,} of them; " if takeable else ""
     warn(
         f"{sum(left.values()):,} of {total:,} bytes of {type(model).__name__}'s parameters stay in full precision: "
-        f"{sizes}. {remedy}list in `ignore` what is to stay."
+        f"{sizes}. {remedy}list the modules that should stay in `ignore`."
     )
 
 

@@ -95,7 +95,7 @@ def _without_labels(samples: list[tuple[torch.Tensor, int]]) -> dict[str, torch.
 def _folder(path: str | os.PathLike[str], data_config: Mapping[str, Any], option: str) -> Any:
     timm = import_timm()
     if not Path(path).is_dir():
-        raise CalibrationError(f"{option}={path} is no folder")
+        raise CalibrationError(f"{option}={path} is not a folder")
     try:
         return timm.data.ImageDataset(str(path), transform=timm.data.create_transform(**data_config))
     except RuntimeError as error:

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
 
-#: the key of a batch that holds what is to be predicted
+#: the key of a batch that holds the labels
 LABELS = "labels"
 #: logged where the data have no labels: the cosine of the outputs to the unquantized model's
 SIMILARITY = "similarity"

@@ -65,7 +65,7 @@ def _row_of(path: Path) -> dict[str, Any]:
         _, before, after = quality_of(row)
         for value in (before, after, *(row[key] for key in _COMPARED[1:])):
             if value is not None and type(value) not in (int, float):
-                raise TypeError(f"{value!r:.80} is no number")
+                raise TypeError(f"{value!r:.80} is not a number")
         if not all(isinstance(name, str) for name in (run, row.get("metric", ""))):
             raise TypeError("the run or its metric is no name")
         return {**row, "run": f"{run} ({path.name if path.is_dir() else path.parent.name})"}

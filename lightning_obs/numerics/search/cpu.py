@@ -223,7 +223,7 @@ class _Search:
 
 
 def _format(grid: NumberGrid, dtype: torch.dtype, factors: Sequence[float], expand: float) -> tuple[Any, float]:
-    """What the loops are told of a format, and how far a value may be from its number, in units of the first scale."""
+    """A format's parameters for the loops, and the largest distance of a value to its number, in first scales."""
     from lightning_obs.numerics.search.cpu_kernel import Format
 
     number, mx = grid.number, should_generate_mx_scales(grid.args)

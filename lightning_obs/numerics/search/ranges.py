@@ -72,7 +72,7 @@ def search_range(
         args: number format and symmetry. A tensor_group is searched without rounding its scales, and without the
             global scale, which is only known afterwards.
         factors: candidates, in the order of the search; the first wins a tie.
-        patience: the search ends after so many factors in a row that improved nothing; None: it visits all.
+        patience: number of consecutive factors without an improvement that ends the search; None: it visits all.
         norm: exponent of the error.
         expand: factor on the observed range before the search; above 1 it tries ranges wider than the values.
         importance: weight of each value's error, broadcastable to ``(*Q, G)``, not negative.
@@ -145,7 +145,7 @@ def _search(
         stop = visited(result.improved.tolist(), patience)
     if part:
         stop = len(factors)
-    late = (result.best >= stop).nonzero().squeeze(-1)  # by a candidate after the end: another has to do
+    late = (result.best >= stop).nonzero().squeeze(-1)  # their candidate comes after the end, which excludes it
     for some in late.split(max(1, _AT_ONCE // rows.size)) if len(late) else ():
         sooner = visit(rows.only(some), factors[:stop], None, by_loops)
         result.low[some], result.high[some] = sooner.low, sooner.high

@@ -17,7 +17,7 @@ from lightning_obs.numerics.kernels import launch, reductions
 
 Range = tuple[torch.Tensor, torch.Tensor]
 
-# From so many values per scale on, counting them is faster than searching them.
+# With at least this many values per scale, counting them is faster than searching them.
 _COUNTED_FROM = 1 << 17
 
 
