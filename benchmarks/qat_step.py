@@ -18,7 +18,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_obs import CalibrationSession
-from lightning_obs.forward.quantized_forward import LearnedScale, Switch, quantize_training_forward, set_learned_scale
+from lightning_obs.forward.quantized_forward import quantize_training_forward, set_learned_scale
+from lightning_obs.forward.quantized_tensors import LearnedScale, Switch
 
 SCHEMES = {
     "W4A16 (group 64)": {

@@ -29,7 +29,8 @@ from torch import nn
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import call_on
 from lightning_obs.forward.compile_stance import run_eagerly
-from lightning_obs.forward.quantized_forward import quantize_forward, quantized_weight
+from lightning_obs.forward.quantized_forward import quantize_forward
+from lightning_obs.forward.quantized_tensors import quantized_weight
 from lightning_obs.model.additions import keep_hook_out
 
 #: tokens whose errors are taken to add up, not to be independent

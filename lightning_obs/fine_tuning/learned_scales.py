@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.forward.quantized_forward import LearnedScale, set_learned_scale
+from lightning_obs.forward.quantized_forward import set_learned_scale
+from lightning_obs.forward.quantized_tensors import LearnedScale
 from lightning_obs.model.lora import adapters_of
 from lightning_obs.model.sharding import in_shards
 from lightning_obs.observers.base import Key

@@ -21,7 +21,8 @@ from lightning_obs.calibration.saved_state import dump_observation, dump_statist
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.fine_tuning.learned_scales import LearnedScales
 from lightning_obs.fine_tuning.phase import Phase
-from lightning_obs.forward.quantized_forward import Switch, fake_quantized_states, has_range, quantize_training_forward
+from lightning_obs.forward.quantized_forward import fake_quantized_states, quantize_training_forward
+from lightning_obs.forward.quantized_tensors import Switch, has_range
 from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.qparams import get_scheme
 from lightning_obs.numerics.reshape import ATTENTION

@@ -6,8 +6,7 @@ what training trained; its numbers are bit for bit those of compressed-tensors' 
 
 What makes this differ from compressed-tensors' own forward:
 
-* The quantized weight is a tensor of its own in autograd's graph; the parameter is never written to (compressed-tensors
-  swaps ``weight.data``). So it can be recomputed (activation checkpointing), gathered (FSDP2) and pruned meanwhile.
+* The parameter is never written to (:mod:`.quantized_tensors`).
 * Every module with a weight matrix is quantized: convolutions and transformers' Conv1D too, their weight as a matrix.
 * A tensor whose range is not known yet passes unquantized.
 * Attention states are quantized where compressed-tensors' hooked modules read them, with gradients in its place.
@@ -22,13 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock, get_ident
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus, set_forward_quantized
+from compressed_tensors.quantization import set_forward_quantized
 from torch import nn
 from torch.nn import functional as F
 
@@ -36,70 +34,24 @@ from lightning_obs.errors import CalibrationError, name_list, warn
 from lightning_obs.forward.attention import find_owner, hooked_attention, register_state_change
 from lightning_obs.forward.calls import replace_input
 from lightning_obs.forward.compile_stance import run_eagerly
+from lightning_obs.forward.quantized_tensors import (
+    STATE,
+    LearnedScale,
+    Quantization,
+    Switch,
+    Writer,
+    fake_quantize,
+    quantized_weight,
+    weight_in_use,
+)
 from lightning_obs.model.additions import add, keep_hook_out, set_attributes
 from lightning_obs.model.checksums import changed_since
-from lightning_obs.model.kinds import count_tokens, from_matrix, to_matrix
 from lightning_obs.model.lora import adapters_of, refuse_unmerged
-from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
-from lightning_obs.model.weight import full_weight
-from lightning_obs.numerics.fake_quantize import fake_quantize as fake_quantize_with
-from lightning_obs.numerics.fake_quantize import fake_quantize_dynamic, learned_scale
-from lightning_obs.numerics.reshape import ATTENTION
+from lightning_obs.model.qparams import calibrated_modules, quantized_states, read_qparams
 
-#: ``(value, base name)`` to what a module computes with; a weight comes and goes in its own shape
-Writer: TypeAlias = Callable[[torch.Tensor, str], torch.Tensor]
-
-_STATE = "quantized_forward"
 #: holds the thread that runs the module so
 _INSIDE = "inside_quantized"
 _claiming = Lock()
-#: of modules whose weight holds numbers of the format already
-_ON_THE_GRID = (QuantizationStatus.COMPRESSED, QuantizationStatus.DECOMPRESSED)
-
-
-@dataclass
-class Switch:
-    """What is quantized now; one for all modules of a model.
-
-    Attributes:
-        weights: weights.
-        activations: inputs and outputs.
-        writer: quantizes and dequantizes in numerics' place.
-    """
-
-    weights: bool = True
-    activations: bool = True
-    writer: Writer | None = None
-
-
-@dataclass
-class LearnedScale:
-    """A scale that is trained: the one that was found, and the logarithm of what it is multiplied by."""
-
-    calibrated: torch.Tensor
-    log_factor: nn.Parameter
-
-    def value(self) -> torch.Tensor:
-        """The scale now, with a gradient to the factor."""
-        return learned_scale(self.calibrated, self.log_factor)
-
-
-@dataclass
-class _Quantization:
-    """How a module runs quantized; a plain attribute of it."""
-
-    switch: Switch = field(default_factory=Switch)
-    #: an instance's own forward that was there before (a wrapper of somebody else's)
-    before: Callable[..., Any] | None = None
-    #: a forward hook quantizes the output
-    output_by_hook: bool = False
-    #: off: the weight is a checkpoint's, rounded already, and a step would leave its grid
-    trainable: bool = True
-    #: base name -> scale; empty unless scales are learned
-    learned: dict[str, LearnedScale] = field(default_factory=dict)
-
-
-_DEFAULT = _Quantization()
 
 # ---------------------------------------------------------------------- entering and leaving
 
@@ -233,8 +185,8 @@ def fake_quantized_states(
         stack.enter_context(hooked_attention(model, states))
         for module, names in states.items():
             _move_qparams(module)
-            mine = _Quantization(switch)
-            stack.callback(set_attributes(module, **{_STATE: mine}))
+            mine = Quantization(switch)
+            stack.callback(set_attributes(module, **{STATE: mine}))
             for name in names:
                 change = partial(_fake_quantize_state, module, name, mine)
                 stack.callback(register_state_change(module, name, change))
@@ -243,23 +195,23 @@ def fake_quantized_states(
 
 def set_learned_scale(module: nn.Module, base_name: str, learned: LearnedScale) -> None:
     """Take a scale that is trained in place of the module's own, until the training forward is undone."""
-    getattr(module, _STATE).learned[base_name] = learned
+    getattr(module, STATE).learned[base_name] = learned
 
 
 def _quantized_attributes(
     module: nn.Module, switch: Switch, trainable: bool = True, output_by_hook: bool = False
 ) -> dict[str, Any]:
     """The attributes with which an instance runs quantized."""
-    outer = getattr(module, _STATE, None)  # of a block around this one: quantizing twice is not the same
+    outer = getattr(module, STATE, None)  # of a block around this one: quantizing twice is not the same
     before = _own_forward(module) if outer is None else outer.before
     if outer is not None:
         output_by_hook, trainable = output_by_hook or outer.output_by_hook, trainable and outer.trainable
-    quantization = _Quantization(switch, before, output_by_hook, trainable)
+    quantization = Quantization(switch, before, output_by_hook, trainable)
     plain_linear = before is None and type(module).forward is nn.Linear.forward
     function: Callable[..., Any] = _linear_forward if plain_linear else _forward
     forward = partial(function, module)  # a bound method would not pickle...
     vars(forward)["__func__"] = function  # ...but compressed-tensors looks for its function
-    return {_STATE: quantization, "forward": forward}
+    return {STATE: quantization, "forward": forward}
 
 
 def _own_forward(module: nn.Module) -> Callable[..., Any] | None:
@@ -303,15 +255,15 @@ def _lend_qparams(module: nn.Module) -> Callable[[], None]:
 
 
 def _linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # the name that nn.Linear has
-    weight = _weight_in_use(self)
+    weight = weight_in_use(self)
     assert weight is not None
     weight = fake_quantize(self, weight, "weight")
     output = F.linear(fake_quantize(self, input, "input"), weight, self.bias)
-    return output if getattr(self, _STATE).output_by_hook else fake_quantize(self, output, "output")
+    return output if getattr(self, STATE).output_by_hook else fake_quantize(self, output, "output")
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    quantization = getattr(self, _STATE)
+    quantization = getattr(self, STATE)
     args, kwargs = replace_input(args, kwargs, lambda value: fake_quantize(self, value, "input"))
     weight = quantized_weight(self)
     # An entry of the instance's dict is found before its parameter. Pruning keeps the masked weight there already.
@@ -340,89 +292,6 @@ def _quantize_output(module: nn.Module, output: Any) -> Any:
     return fake_quantize(module, output, "output") if isinstance(output, torch.Tensor) else output
 
 
-def _fake_quantize_state(module: nn.Module, name: str, mine: _Quantization, state: torch.Tensor) -> torch.Tensor:
-    innermost = getattr(module, _STATE, None) is mine
+def _fake_quantize_state(module: nn.Module, name: str, mine: Quantization, state: torch.Tensor) -> torch.Tensor:
+    innermost = getattr(module, STATE, None) is mine
     return fake_quantize(module, state, name) if innermost else state
-
-
-def _weight_in_use(module: nn.Module) -> torch.Tensor | None:
-    weight = full_weight(module)
-    if weight is None or getattr(module, _STATE, _DEFAULT).trainable:
-        return weight
-    weight = weight.view_as(weight)  # a hook on the parameter itself would not pickle
-    if weight.requires_grad:
-        weight.register_hook(_refuse_training)
-    return weight
-
-
-def _refuse_training(gradient: torch.Tensor) -> None:
-    raise CalibrationError(
-        "the weights of a checkpoint that load_checkpoint loaded are rounded, they cannot be trained",
-        remedy="fine-tune the original model with QuantizationAwareTraining, or freeze these weights "
-        "(requires_grad_(False)).",
-    )
-
-
-def quantized_weight(module: nn.Module) -> torch.Tensor | None:
-    """The weight after quantize and dequantize, in its own shape, with gradients; None without a weight."""
-    weight = _weight_in_use(module)
-    if weight is not None and getattr(module, _STATE, _DEFAULT).switch.writer is not None:
-        return fake_quantize(module, weight, "weight")
-    matrix = None if weight is None else to_matrix(module, weight)
-    if weight is None or matrix is None:
-        return weight
-    quantized = fake_quantize(module, matrix, "weight")
-    return weight if quantized is matrix else from_matrix(module, quantized, weight.shape).contiguous()
-
-
-def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> torch.Tensor:
-    """Quantize and dequantize one tensor with the module's parameters, with gradients.
-
-    Args:
-        module: a calibrated module.
-        value: a weight ``(R, C)``, an activation ``(..., C)`` or an attention state ``(B, H, S, D)``.
-        base_name: weight, input, output, q, k or v.
-
-    Returns:
-        What compressed-tensors returns; ``value`` itself where nothing of it is quantized now: the scheme has nothing
-        for it, its range is not known yet, it is switched off, or it is a weight that is on the grid already.
-    """
-    quantization = getattr(module, _STATE, _DEFAULT)
-    args = _args(module, base_name) if _is_on(module, quantization.switch, base_name) else None
-    if args is None or not has_range(module, base_name, args):
-        return value
-    if quantization.switch.writer is not None:
-        return quantization.switch.writer(value, base_name)
-    global_scale = getattr(module, f"{base_name}_global_scale", None)
-    if args.dynamic:
-        return fake_quantize_dynamic(value, args, global_scale=global_scale)
-    learned = quantization.learned.get(base_name)
-    scale = getattr(module, f"{base_name}_scale") if learned is None else learned.value()
-    zero_point = getattr(module, f"{base_name}_zero_point", None)
-    tokens = 1 if base_name == "weight" else count_tokens(module, value)
-    return fake_quantize_with(value, scale, zero_point, args, global_scale=global_scale, observations=tokens)
-
-
-def _is_on(module: nn.Module, switch: Switch, base_name: str) -> bool:
-    if base_name in ATTENTION:  # compressed-tensors' own switch is off there while states are hooked
-        return switch.activations
-    if not getattr(module, "quantization_enabled", True):
-        return False
-    if base_name != "weight":
-        return switch.activations
-    on_the_grid = getattr(module, "quantization_status", None) in _ON_THE_GRID
-    return switch.weights and (switch.writer is not None or not on_the_grid)
-
-
-def _args(module: nn.Module, base_name: str) -> QuantizationArgs | None:
-    scheme = get_scheme(module)
-    if scheme is None or base_name in ATTENTION:
-        return None if scheme is None else scheme.input_activations
-    return dict(scheme_args(scheme)).get(base_name)
-
-
-def has_range(module: nn.Module, base_name: str, args: QuantizationArgs) -> bool:
-    """Whether the parameters that ``args`` asks for are on the module; a dynamic range asks for none."""
-    if args.dynamic is True:
-        return True
-    return hasattr(module, f"{base_name}_{'global_scale' if args.dynamic else 'scale'}")

@@ -53,10 +53,11 @@ def warn_left_in_float(
         return
     takeable = [kind for kind in left if _is_taken(model, modules[kind], next(iter(by_kind.values())))]
     sizes = ", ".join(f"{kind} {size:,}" for kind, size in left.most_common(4))
-    remedy = f"targets={[*by_kind, *takeable]} takes {sum(left[k] for k in takeable):,} of them; " if takeable else ""
+    more = f"{sum(left[kind] for kind in takeable):,}"
+    remedy = f"Set targets={[*by_kind, *takeable]} to quantize {more} of them, or list" if takeable else "List"
     warn(
         f"{sum(left.values()):,} of {total:,} bytes of {type(model).__name__}'s parameters stay in full precision: "
-        f"{sizes}. {remedy}list the modules that should stay in `ignore`."
+        f"{sizes}. {remedy} in `ignore` the modules that should stay."
     )
 
 

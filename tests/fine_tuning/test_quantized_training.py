@@ -8,7 +8,8 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from lightning_obs import CalibrationSession
-from lightning_obs.forward.quantized_forward import LearnedScale, Switch, set_learned_scale
+from lightning_obs.forward.quantized_forward import set_learned_scale
+from lightning_obs.forward.quantized_tensors import LearnedScale, Switch
 from tests.forward.quantized_modules import (
     INT8,
     as_compressed_tensors_runs,

@@ -12,7 +12,8 @@ from torch import nn
 
 from lightning_obs import CalibrationError, quantized
 from lightning_obs.forward.compile_stance import eager_blocks
-from lightning_obs.forward.quantized_forward import Switch, quantize_training_forward, quantized_weight
+from lightning_obs.forward.quantized_forward import quantize_training_forward
+from lightning_obs.forward.quantized_tensors import Switch, quantized_weight
 from tests.forward.quantized_modules import (
     INT8,
     Everything,

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lightning_obs import CalibrationSession, quantized
 from lightning_obs.errors import CalibrationWarning
 from lightning_obs.forward.calls import first_input, replace_input
-from lightning_obs.forward.quantized_forward import quantized_weight
+from lightning_obs.forward.quantized_tensors import quantized_weight
 from lightning_obs.model.kinds import kind_of
 from lightning_obs.model.qparams import (
     calibrated_modules,

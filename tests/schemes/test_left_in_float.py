@@ -47,7 +47,7 @@ def test_what_stays_is_named_with_its_bytes_and_the_targets_that_take_it(scheme,
     assert f"{left:,} of {bytes_of(model):,} bytes of Net's parameters stay in full precision" in text
     assert f"Conv1d {bytes_of(model.convolutions):,}" in text
     assert f"LSTM {bytes_of(model.lstm):,}" in text
-    targets = re.search(r"targets=\[(.*?)\] takes ([\d,]+) of them", text)
+    targets = re.search(r"targets=\[(.*?)\] to quantize ([\d,]+) of them", text)
     names = re.findall(r"\w+", targets.group(1))
     assert taken is None or names == taken
     assert "LSTM" not in names

@@ -1,0 +1,160 @@
+"""Quantize and dequantize one tensor of a module, with the parameters on the module and with gradients.
+
+The weight is never written to (compressed-tensors swaps ``weight.data``): the quantized weight is another tensor in
+autograd's graph, so it can be recomputed (activation checkpointing), gathered (FSDP2) and pruned meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
+from torch import nn
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.model.kinds import count_tokens, from_matrix, to_matrix
+from lightning_obs.model.qparams import get_scheme, scheme_args
+from lightning_obs.model.weight import full_weight
+from lightning_obs.numerics.fake_quantize import fake_quantize as fake_quantize_with
+from lightning_obs.numerics.fake_quantize import fake_quantize_dynamic, learned_scale
+from lightning_obs.numerics.reshape import ATTENTION
+
+#: ``(value, base name)`` to what a module computes with; a weight comes and goes in its own shape
+Writer: TypeAlias = Callable[[torch.Tensor, str], torch.Tensor]
+
+#: the attribute of a module that holds its :class:`Quantization`
+STATE = "quantized_forward"
+#: of modules whose weight holds numbers of the format already
+_ON_THE_GRID = (QuantizationStatus.COMPRESSED, QuantizationStatus.DECOMPRESSED)
+
+
+@dataclass
+class Switch:
+    """What is quantized now; one for all modules of a model.
+
+    Attributes:
+        weights: weights.
+        activations: inputs and outputs.
+        writer: quantizes and dequantizes in numerics' place.
+    """
+
+    weights: bool = True
+    activations: bool = True
+    writer: Writer | None = None
+
+
+@dataclass
+class LearnedScale:
+    """A scale that is trained: the one that was found, and the logarithm of what it is multiplied by."""
+
+    calibrated: torch.Tensor
+    log_factor: nn.Parameter
+
+    def value(self) -> torch.Tensor:
+        """The scale now, with a gradient to the factor."""
+        return learned_scale(self.calibrated, self.log_factor)
+
+
+@dataclass
+class Quantization:
+    """How a module runs quantized; a plain attribute of it."""
+
+    switch: Switch = field(default_factory=Switch)
+    #: an instance's own forward that was there before (a wrapper of somebody else's)
+    before: Callable[..., Any] | None = None
+    #: a forward hook quantizes the output
+    output_by_hook: bool = False
+    #: off: the weight is a checkpoint's, rounded already, and a step would leave its grid
+    trainable: bool = True
+    #: base name -> scale; empty unless scales are learned
+    learned: dict[str, LearnedScale] = field(default_factory=dict)
+
+
+DEFAULT = Quantization()
+
+
+def weight_in_use(module: nn.Module) -> torch.Tensor | None:
+    """The whole weight; one that is on a checkpoint's grid refuses a gradient."""
+    weight = full_weight(module)
+    if weight is None or getattr(module, STATE, DEFAULT).trainable:
+        return weight
+    weight = weight.view_as(weight)  # a hook on the parameter itself would not pickle
+    if weight.requires_grad:
+        weight.register_hook(_refuse_training)
+    return weight
+
+
+def _refuse_training(gradient: torch.Tensor) -> None:
+    raise CalibrationError(
+        "the weights of a checkpoint that load_checkpoint loaded are rounded, they cannot be trained",
+        remedy="fine-tune the original model with QuantizationAwareTraining, or freeze these weights "
+        "(requires_grad_(False)).",
+    )
+
+
+def quantized_weight(module: nn.Module) -> torch.Tensor | None:
+    """The weight after quantize and dequantize, in its own shape, with gradients; None without a weight."""
+    weight = weight_in_use(module)
+    if weight is not None and getattr(module, STATE, DEFAULT).switch.writer is not None:
+        return fake_quantize(module, weight, "weight")
+    matrix = None if weight is None else to_matrix(module, weight)
+    if weight is None or matrix is None:
+        return weight
+    quantized = fake_quantize(module, matrix, "weight")
+    return weight if quantized is matrix else from_matrix(module, quantized, weight.shape).contiguous()
+
+
+def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> torch.Tensor:
+    """Quantize and dequantize one tensor with the module's parameters, with gradients.
+
+    Args:
+        module: a calibrated module.
+        value: a weight ``(R, C)``, an activation ``(..., C)`` or an attention state ``(B, H, S, D)``.
+        base_name: weight, input, output, q, k or v.
+
+    Returns:
+        What compressed-tensors returns; ``value`` itself where nothing of it is quantized now: the scheme has nothing
+        for it, its range is not known yet, it is switched off, or it is a weight that is on the grid already.
+    """
+    quantization = getattr(module, STATE, DEFAULT)
+    args = _args(module, base_name) if _is_on(module, quantization.switch, base_name) else None
+    if args is None or not has_range(module, base_name, args):
+        return value
+    if quantization.switch.writer is not None:
+        return quantization.switch.writer(value, base_name)
+    global_scale = getattr(module, f"{base_name}_global_scale", None)
+    if args.dynamic:
+        return fake_quantize_dynamic(value, args, global_scale=global_scale)
+    learned = quantization.learned.get(base_name)
+    scale = getattr(module, f"{base_name}_scale") if learned is None else learned.value()
+    zero_point = getattr(module, f"{base_name}_zero_point", None)
+    tokens = 1 if base_name == "weight" else count_tokens(module, value)
+    return fake_quantize_with(value, scale, zero_point, args, global_scale=global_scale, observations=tokens)
+
+
+def _is_on(module: nn.Module, switch: Switch, base_name: str) -> bool:
+    if base_name in ATTENTION:  # compressed-tensors' own switch is off there while states are hooked
+        return switch.activations
+    if not getattr(module, "quantization_enabled", True):
+        return False
+    if base_name != "weight":
+        return switch.activations
+    on_the_grid = getattr(module, "quantization_status", None) in _ON_THE_GRID
+    return switch.weights and (switch.writer is not None or not on_the_grid)
+
+
+def _args(module: nn.Module, base_name: str) -> QuantizationArgs | None:
+    scheme = get_scheme(module)
+    if scheme is None or base_name in ATTENTION:
+        return None if scheme is None else scheme.input_activations
+    return dict(scheme_args(scheme)).get(base_name)
+
+
+def has_range(module: nn.Module, base_name: str, args: QuantizationArgs) -> bool:
+    """Whether the parameters that ``args`` asks for are on the module; a dynamic range asks for none."""
+    if args.dynamic is True:
+        return True
+    return hasattr(module, f"{base_name}_{'global_scale' if args.dynamic else 'scale'}")
