@@ -28,13 +28,11 @@ def warn_left_in_float(
 ) -> None:
     """Warn if more than half of a model's bytes stay in full precision without the user having asked for it.
 
-    ``ignore`` asks for it, and so do targets that are names or patterns. Embeddings of a transformers model usually
-    stay, and do not count.
+    ``ignore`` asks for it, and so do targets other than the default. Embeddings of a transformers model usually stay,
+    and do not count.
     """
     weighted = [target for target in targets if target.scheme.weights is not None]
-    kinds = {type(module).__name__ for module in model.modules()}
-    by_kind = {kind: scheme for kind, scheme in by_target.items() if kind in kinds}
-    if not weighted or len(by_kind) < len(by_target) or any(unit_of(target.module) for target in weighted):
+    if not weighted or by_target.keys() != {"Linear"} or any(unit_of(target.module) for target in weighted):
         return
     meant = {id(getattr(target.module, "weight", None)) for target in weighted}
     meant |= {id(p) for n, m in model.named_modules() if is_match(n, m, list(ignore)) for p in m.parameters()}
@@ -51,10 +49,10 @@ def warn_left_in_float(
     total = sum(p.nbytes for p in model.parameters())
     if sum(left.values()) <= _CONSIDERABLE * total:
         return
-    takeable = [kind for kind in left if _is_taken(model, modules[kind], next(iter(by_kind.values())))]
+    takeable = [kind for kind in left if _is_taken(model, modules[kind], by_target["Linear"])]
     sizes = ", ".join(f"{kind} {size:,}" for kind, size in left.most_common(4))
     more = f"{sum(left[kind] for kind in takeable):,}"
-    remedy = f"Set targets={[*by_kind, *takeable]} to quantize {more} of them, or list" if takeable else "List"
+    remedy = f"Set targets={['Linear', *takeable]} to quantize {more} of them, or list" if takeable else "List"
     warn(
         f"{sum(left.values()):,} of {total:,} bytes of {type(model).__name__}'s parameters stay in full precision: "
         f"{sizes}. {remedy} in `ignore` the modules that should stay."

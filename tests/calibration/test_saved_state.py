@@ -63,6 +63,7 @@ def test_the_state_of_another_configuration_is_refused(mlp, scheme, options):
     assert attributes(mlp) == before
 
 
+@pytest.mark.filterwarnings("ignore:.* stay in full precision")
 def test_the_state_of_another_model_is_refused(mlp, cnn):
     state = calibrate(mlp, STATIC, torch.randn(4, 16)).state_dict()
     before = attributes(cnn)

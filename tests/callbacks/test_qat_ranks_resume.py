@@ -74,7 +74,7 @@ def test_a_half_done_observation_goes_on_with_another_number_of_ranks_where_that
     options = OPTIONS["histogram"]
     _, expected = run_ranks(on_resume, 2, tmp_path, options, ())[0]
     path = tmp_path / "step=2.ckpt"
-    counts = observation_in(path)["merged"]["first.input"]["counts"]
+    counts = observation_in(path)["reduced"]["first.input"]["counts"]
     assert int(counts.sum()) == 2 * 4 * WIDTH  # of both ranks, and once
     module = resume(0, 1, options, path, 2)
     assert close(qparams_of(module), expected)

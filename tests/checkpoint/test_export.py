@@ -192,6 +192,7 @@ PLAIN = {
     [(name, d) for name in PLAIN for d in (torch.float32, torch.bfloat16) if (name, d) != ("nvfp4", torch.float32)],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:.* stay in full precision")
 def test_a_plain_module_is_loaded_with_the_same_outputs(name, dtype, tmp_path):
     scheme = PLAIN[name]
     model = Everything().to(dtype).eval()

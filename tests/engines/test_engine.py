@@ -17,7 +17,7 @@ from tests.markdown import blocks, page
 def tiny_engine(monkeypatch):
     """The engine that CONTRIBUTING shows."""
     monkeypatch.setattr(engines, "_ENGINES", dict(engines._ENGINES))
-    (shown,) = blocks(page("CONTRIBUTING.md").partition("### An engine")[2].partition("\n## ")[0], "python")
+    (shown,) = blocks(page("CONTRIBUTING.md").partition("### An engine")[2].partition("\n### ")[0], "python")
     assert len(shown.splitlines()) <= 20
     exec(shown, {"Engine": Engine, "Hardware": Hardware, "CalibrationError": CalibrationError})
 

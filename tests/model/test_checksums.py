@@ -71,6 +71,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "norm.weight", "norm.running_mean", "head.bias", "head.weight"])
+@pytest.mark.filterwarnings("ignore:.* stay in full precision")
 def test_export_refuses_whatever_the_last_validation_did_not_see(name, tmp_path):
     model = Mixed().eval()
     with CalibrationSession(model, "INT8_STATIC"):

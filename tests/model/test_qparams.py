@@ -260,6 +260,7 @@ def test_the_forward_is_back_after_an_exception(calibrated):
 
 @pytest.mark.parametrize("scheme", [INT8_STATIC, {"input_activations": {"num_bits": 4, "dynamic": True}}])
 @pytest.mark.parametrize("target", ["Conv2d", "Linear"])
+@pytest.mark.filterwarnings("ignore:.* stay in full precision")
 def test_quantized_blocks_nest(cnn, scheme, target):
     x = torch.randn(2, 3, 8, 8)
     plain = cnn(x)

@@ -94,6 +94,7 @@ FAST = ["int8 asymmetric inputs", "int4 groups"]
 
 
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+@pytest.mark.filterwarnings("ignore:.* stay in full precision")
 def test_onnxruntime_computes_what_quantized_does(case, tmp_path):
     torch.manual_seed(0)
     (build, make_input), scheme = CASES[case]
