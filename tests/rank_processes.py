@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
@@ -24,6 +25,8 @@ _GRACE = 5.0  # seconds that the other ranks have to end after one has failed
 _STARTING = 120.0  # seconds for new processes to import what they need; not part of a test's time limit
 _IMPORTED = ["lightning_obs.callbacks", "lightning.pytorch.strategies", "torch.distributed.fsdp", "transformers"]
 
+_ABORTED = f"died, exit code {-signal.SIGABRT}"
+
 _ranks: list[tuple[Any, connection.Connection]] = []
 
 
@@ -37,8 +40,23 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: flo
         timeout: in seconds, for all ranks together.
 
     Raises:
-        RuntimeError: a rank raised (with the traceback of each that did), died, or did not end in time.
+        RuntimeError: a rank raised (with the traceback of each that did), died, or did not end in time. A rank that
+            aborts (SIGABRT, by C++ only) is given one more run: gloo does so now and then (pytorch #190489).
     """
+    results = _run_once(function, ranks, args, timeout)
+    if (False, _ABORTED) in results.values():
+        print(f"{function.__name__}: a rank aborted; running once more", file=sys.stderr)
+        results = _run_once(function, ranks, args, timeout)
+    failed = [f"rank {rank}:\n{text}" for rank, (done, text) in sorted(results.items()) if not done]
+    if failed:
+        raise RuntimeError("\n".join(failed))
+    return [results[rank][1] for rank in range(ranks)]
+
+
+def _run_once(
+    function: Callable[..., Any], ranks: int, args: tuple[Any, ...], timeout: float
+) -> dict[int, tuple[bool, Any]]:
+    """What each rank returned, ``(True, result)``, or how it failed, ``(False, text)``."""
     _start(ranks)
     members = _ranks[:ranks]
     # Here, so that a rank that ends early does not take it along, and on a port that nobody else can get meanwhile.
@@ -49,11 +67,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: flo
     _await_ready([pipe for _, pipe in members])
     for _, pipe in members:
         pipe.send_bytes(b"go")
-    results = _collect(members, timeout)
-    failed = [f"rank {rank}:\n{text}" for rank, (done, text) in sorted(results.items()) if not done]
-    if failed:
-        raise RuntimeError("\n".join(failed))
-    return [results[rank][1] for rank in range(ranks)]
+    return _collect(members, timeout)
 
 
 def stop_ranks() -> None:

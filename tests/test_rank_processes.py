@@ -1,0 +1,26 @@
+"""The processes that tests of several ranks run in."""
+
+import os
+
+import pytest
+
+from tests.rank_processes import run_ranks
+
+
+def on_abort(rank, folder, times):
+    runs = len(list(folder.glob(f"{rank}.*")))
+    (folder / f"{rank}.{runs}").touch()
+    if rank == 0 and runs < times:
+        os.abort()
+    return runs
+
+
+def test_a_rank_that_aborts_once_gets_another_run(tmp_path, capfd):
+    assert run_ranks(on_abort, 2, tmp_path, 1)[0] == 1
+    assert "a rank aborted; running once more" in capfd.readouterr().err
+
+
+def test_a_rank_that_aborts_again_is_a_failure(tmp_path):
+    with pytest.raises(RuntimeError, match="rank 0:\\ndied, exit code -6"):
+        run_ranks(on_abort, 2, tmp_path, 2)
+    assert len(list(tmp_path.glob("0.*"))) == 2
