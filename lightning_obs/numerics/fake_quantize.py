@@ -274,6 +274,25 @@ def _broadcastable(scale: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
     return scale
 
 
+def elementwise(parameter: torch.Tensor, weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    """A quantization parameter for each element of a weight ``(R, C)``."""
+    return _ungroup(_broadcastable(parameter, args).expand_as(_group(weight, args)), weight.shape, args)
+
+
+def dequantize(
+    levels: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    *,
+    global_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The weight ``(R, C)`` that levels of a grid stand for, in float32."""
+    step = elementwise(scale.float() if global_scale is None else scale.float() / global_scale, levels, args)
+    level = levels.float() if zero_point is None else levels.float() - elementwise(zero_point.float(), levels, args)
+    return level * step
+
+
 def _refuse_learned(
     scale: torch.Tensor, zero_point: torch.Tensor | None, global_scale: torch.Tensor | None, args: QuantizationArgs
 ) -> None:

@@ -1,0 +1,98 @@
+"""Round a weight so that its module's output changes least, with scales that are fixed before.
+
+Method. GPTQ: the columns are rounded one after the other, each to the nearest level, and the columns that follow take
+up the error, ``w[j] -= (w[i] - q[i]) * U[i, j] / U[i, i]``, U the upper Cholesky factor of the inverse Hessian. Columns
+whose inputs are largest come first (``act_order``), when most columns are left to take up an error. Since scales belong
+to columns as they are stored, that order leaves no trace in a checkpoint.
+
+The error travels inside a panel of columns first, and to all later columns in one matrix product per panel.
+"""
+
+from __future__ import annotations
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.numerics.fake_quantize import elementwise
+from lightning_obs.numerics.formats import NumberGrid
+
+_PANEL = 128
+
+
+@torch.no_grad()
+def round_by_hessian(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    hessian: torch.Tensor,
+    *,
+    global_scale: torch.Tensor | None = None,
+    act_order: bool = True,
+    damping: float = 0.01,
+) -> torch.Tensor:
+    """Levels of the grid for ``weight`` that keep ``d @ hessian @ d.T`` of each row's error ``d`` small.
+
+    Args:
+        weight: ``(R, C)``.
+        scale, zero_point, global_scale: as compressed-tensors stores them for ``args``; not changed.
+        args: number format and strategy.
+        hessian: ``(C, C)``, the sum or mean of ``x x^T`` over the module's inputs. A column that no input reached
+            (zero on the diagonal) is rounded to nearest.
+        act_order: round columns in the order of the diagonal, largest first; off: as stored.
+        damping: share of the diagonal's mean that is added to it.
+
+    Returns:
+        ``(R, C)`` in the dtype of the format's codes (int8 for integers): the numbers before the zero point is
+        subtracted and the scale is multiplied.
+
+    Raises:
+        CalibrationError: the Hessian is not positive definite, not even with this damping.
+
+    Reference:
+        Frantar et al., GPTQ, 2023, arXiv:2210.17323, algorithm 1.
+
+    >>> weight, inputs = torch.tensor([[0.4, 0.4]]), torch.tensor([[1.0, 1.0]])
+    >>> args = QuantizationArgs(num_bits=4, strategy="channel")
+    >>> round_by_hessian(weight, torch.tensor([[1.0]]), None, args, inputs.T @ inputs)
+    tensor([[0, 1]], dtype=torch.int8)
+    """
+    grid = NumberGrid.of(args)
+    step = elementwise(scale.float() if global_scale is None else scale.float() / global_scale, weight, args)
+    zero = torch.zeros_like(step) if zero_point is None else elementwise(zero_point.float(), weight, args)
+    diagonal = hessian.diagonal()
+    order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(len(diagonal))
+    order = order.to(weight.device)
+    factor = _inverse_factor(hessian.to(weight.device)[order][:, order], damping)
+    left, step, zero = (each[:, order].float().T.contiguous() for each in (weight, step, zero))
+    levels = torch.empty_like(left)
+    for start in range(0, len(left), _PANEL):
+        stop = min(start + _PANEL, len(left))
+        errors = torch.empty_like(left[start:stop])
+        for i in range(start, stop):
+            levels[i] = grid.round(left[i] / step[i] + zero[i])
+            errors[i - start] = (left[i] - (levels[i] - zero[i]) * step[i]) / factor[i, i]
+            left[i + 1 : stop].addr_(factor[i, i + 1 : stop], errors[i - start], alpha=-1)
+        left[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+    codes = torch.int8 if grid.number is None else grid.number.codes
+    return torch.empty_like(levels).index_copy_(0, order, levels).T.to(codes).contiguous()
+
+
+def _inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
+    """The upper Cholesky factor of the inverse of a damped Hessian, ``(C, C)`` in float32."""
+    damped = hessian.double().clone()
+    diagonal = damped.diagonal()
+    mean = diagonal.mean()
+    diagonal[diagonal == 0] = mean if mean > 0 else 1.0  # no input: apart from all others, whatever it is
+    diagonal += damping * mean
+    lower, failed = torch.linalg.cholesky_ex(damped)
+    if not failed:
+        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    if failed:
+        raise CalibrationError(
+            "the Hessian of the inputs is not positive definite",
+            got=f"{len(damped)} columns, damping={damping}",
+            remedy="calibrate with more tokens, or raise damping (0.1).",
+        )
+    return upper.float()
