@@ -25,7 +25,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lightning_obs import CalibrationSession, export_checkpoint
-from lightning_obs.ranks.sync import Collectives
+from lightning_obs.ranks.collectives import Collectives
 from tests.rank_processes import run_ranks
 
 SCHEME = {"weights": {"num_bits": 4, "group_size": 128}}

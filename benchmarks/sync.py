@@ -32,7 +32,8 @@ from torch import distributed as dist
 from torch import multiprocessing
 
 from lightning_obs.observers import Observer
-from lightning_obs.ranks.sync import Collectives, Op, sync_statistics
+from lightning_obs.ranks.collectives import Collectives, Op
+from lightning_obs.ranks.sync import sync_statistics
 
 GOAL = 50
 

@@ -1,4 +1,7 @@
-"""The one family of errors: what went wrong, where, what was given, what was expected, what to do."""
+"""The one family of errors: what went wrong, where, what was given, what was expected, what to do.
+
+A failure of one rank is sent to all (:func:`sendable`), and all raise it alike (:func:`require_no_failure`).
+"""
 
 from __future__ import annotations
 
@@ -93,6 +96,34 @@ def refuse_unknown(given: Iterable[str], known: Collection[str]) -> None:
         "unknown option",
         expected=None if all(nearest.values()) else f"some of {', '.join(sorted(known))}",
     )
+
+
+def key_text(key: tuple[str, str], rank: int | None = None, more: str = "") -> str:
+    """An observer's key for a person to read: ``layers.0.fc1 (input, rank 1: 3 of 8 min_vals not finite)``."""
+    name, base = key
+    return f"{name} ({base}{'' if rank is None else f', rank {rank}'}{more and ': ' + more})"
+
+
+def sendable(failure: Exception, key: tuple[str, str] | None = None) -> CalibrationError:
+    """A failure as an error that can be pickled, whatever it holds; ``key`` is the observer where it happened."""
+    where = [] if key is None else [key_text(key)]
+    if isinstance(failure, CalibrationError):
+        got, expected = (None if x is None else str(x) for x in (failure.got, failure.expected))
+        where = [str(name) for name in failure.where] or where
+        return CalibrationError(failure.what, where=where, got=got, expected=expected, remedy=failure.remedy)
+    return CalibrationError(f"{type(failure).__name__}: {failure}", where=where)
+
+
+def require_no_failure(failures: Sequence[CalibrationError | None]) -> None:
+    """Raise the first of the ranks' failures (:func:`sendable`; None where nothing failed), with its rank."""
+    failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
+    if failed:
+        rank, first = failed[0]
+        others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        what = first.what if len(failures) == 1 else f"rank {rank}{others}: {first.what}"
+        raise CalibrationError(
+            what, where=first.where, got=first.got, expected=first.expected, remedy=first.remedy
+        ) from first
 
 
 def warn(message: str) -> None:

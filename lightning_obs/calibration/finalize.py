@@ -17,14 +17,13 @@ from torch import nn
 from lightning_obs.calibration.missing_data import borrow_ranges, check_coverage
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.weights import Weights
-from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.errors import CalibrationError, refuse, sendable
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.qparams import as_stored, clear_qparams, read_qparams, write_qparams
 from lightning_obs.model.sharding import reshard
 from lightning_obs.numerics.qparams import QParamsDict
 from lightning_obs.numerics.reshape import ATTENTION
 from lightning_obs.observers import Key, Observer
-from lightning_obs.ranks.failures import sendable
 from lightning_obs.ranks.sync import Synced, sync_statistics
 from lightning_obs.schemes.attention_states import count_heads
 from lightning_obs.schemes.planned_modules import PlannedModule

@@ -23,8 +23,8 @@ from lightning_obs.model.qparams import write_qparams
 from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
-from lightning_obs.ranks.agreement import is_plain
-from lightning_obs.ranks.sync import Collectives, sync_statistics
+from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.ranks.sync import is_plain, sync_statistics
 from lightning_obs.schemes.planned_modules import Plan
 from lightning_obs.schemes.stored_qparams import find_misfits
 

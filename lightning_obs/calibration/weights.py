@@ -35,7 +35,8 @@ from lightning_obs.model.sharding import by_unit, groups_of_shards, rows_of_rank
 from lightning_obs.model.weight import matrix_shape, rows_here
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.rows import rows_per_scale
-from lightning_obs.ranks.sync import Collectives, share_weights
+from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.ranks.sync import share_weights
 
 #: first row and row after the last, on one rank
 Rows: TypeAlias = tuple[int, int]

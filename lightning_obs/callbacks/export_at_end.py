@@ -17,9 +17,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_obs.callbacks.strategies import collectives_of
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, require_no_failure, sendable
 from lightning_obs.files.write import require_free
-from lightning_obs.ranks.failures import require_no_failure, sendable
 
 
 class ExportAtEnd:

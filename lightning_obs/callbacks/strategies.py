@@ -21,8 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Observer
-from lightning_obs.ranks.collectives import Collectives, Op
-from lightning_obs.ranks.failures import all_ranks_answer
+from lightning_obs.ranks.collectives import Collectives, Op, all_ranks_answer
 
 
 def collectives_of(trainer: Trainer) -> Collectives:

@@ -18,13 +18,12 @@ from torch import nn
 
 from lightning_obs.checkpoint.compressed_rows import compress_rows, gather_rows, rows_per_scale
 from lightning_obs.checkpoint.entries import compress_entries
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, sendable
 from lightning_obs.model.lora import adapters_of
 from lightning_obs.model.qparams import get_scheme, quantized_states, read_qparams
 from lightning_obs.model.sharding import by_unit, is_sharded, unit_of, whole_tensor, whole_unit
 from lightning_obs.model.weight import full_weight
 from lightning_obs.ranks.collectives import gather_objects
-from lightning_obs.ranks.failures import sendable
 
 
 def compressed_state_dict(model: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:

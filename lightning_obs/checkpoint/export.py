@@ -27,7 +27,7 @@ from torch import nn
 from lightning_obs.checkpoint.compress import compressed_state_dict
 from lightning_obs.checkpoint.engine_names import add_stored_names
 from lightning_obs.checkpoint.load import WEIGHTS_FILE
-from lightning_obs.errors import CalibrationError, refuse, warn
+from lightning_obs.errors import CalibrationError, refuse, require_no_failure, warn
 from lightning_obs.files.write import require_room, whole_folder
 from lightning_obs.forward.attention import marked_as_hooked
 from lightning_obs.model.checksums import changed_since
@@ -38,7 +38,6 @@ from lightning_obs.model.sharding import in_shards, register_fsdp_units
 from lightning_obs.model.wrappers import unwrapped, without_wrappers
 from lightning_obs.moe.experts import routers
 from lightning_obs.ranks.collectives import gather_objects
-from lightning_obs.ranks.failures import require_no_failure
 from lightning_obs.schemes.planned_modules import PlannedModule
 from lightning_obs.schemes.stored_qparams import find_misfits
 

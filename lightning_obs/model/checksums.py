@@ -22,7 +22,7 @@ from lightning_obs.model.sharding import first_element, groups_of_shards, reshar
 from lightning_obs.model.weight import full_weight
 from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.numerics.checksum import checksum
-from lightning_obs.ranks.collectives import add_up
+from lightning_obs.ranks.collectives import all_ranks_answer
 
 #: a module and the name of one of its own parameters or buffers
 Place: TypeAlias = tuple[nn.Module, str]
@@ -48,7 +48,11 @@ def checksums(places: Sequence[Place]) -> list[int]:
         parts.setdefault((part.device, groups_of_shards(module, name)), {})[at] = checksum(part, first)
     found: dict[int, int] = {}
     for (_, groups), by_place in parts.items():  # one reduction and one copy to the host for all
-        found |= zip(by_place, add_up(torch.stack(list(by_place.values())), groups).tolist(), strict=True)
+        total = torch.stack(list(by_place.values()))
+        for group in groups:
+            with all_ranks_answer():
+                dist.all_reduce(total, group=group)
+        found |= zip(by_place, total.tolist(), strict=True)
     return [found[at] for at in same]
 
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.wrappers import inside
-from lightning_obs.ranks.failures import all_ranks_answer
+from lightning_obs.ranks.collectives import all_ranks_answer
 
 _UNIT = "flat_unit"
 

@@ -1,11 +1,9 @@
-"""How one rank talks to the others: a reduction, and a gather of objects; nothing else is ever needed.
-
-Who holds parts of weights asks here too, so that torch.distributed is called in one place.
-"""
+"""How one rank talks to the others: a reduction, and a gather of objects; nothing else is ever needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -13,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import distributed as dist
 
-from lightning_obs.ranks.failures import all_ranks_answer
+from lightning_obs.errors import CalibrationError
 
 Op: TypeAlias = Literal["sum", "min"]
 
@@ -60,9 +58,8 @@ class Collectives:
                 dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MIN, group=group)
             return tensor
 
-        return cls(
-            reduce, partial(gather_objects, group=group), dist.get_rank(group), device, dist.get_world_size(group)
-        )
+        gather = partial(gather_objects, group=group)
+        return cls(reduce, gather, dist.get_rank(group), device, dist.get_world_size(group))
 
 
 def gather_objects(thing: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -73,9 +70,20 @@ def gather_objects(thing: Any, group: dist.ProcessGroup | None = None) -> list[A
     return objects
 
 
-def add_up(tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """Add the ranks' tensors up in place, in one group of ranks after the other."""
-    for group in groups:
-        with all_ranks_answer():
-            dist.all_reduce(tensor, group=group)
-    return tensor
+@contextmanager
+def all_ranks_answer() -> Iterator[None]:
+    """Say, in place of a socket's error, that another rank has ended.
+
+    Raises:
+        CalibrationError: a collective in the ``with`` block failed or did not end within the group's time limit.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # of gloo, NCCL and the store alike
+        raise CalibrationError(
+            "another rank ended, or did not answer in time",
+            got=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            remedy="look for the first error in the other ranks' output, then run again; nothing was written.",
+        ) from error

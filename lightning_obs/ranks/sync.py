@@ -3,11 +3,11 @@
 Ranks see different batches and must write identical scales. What is hard: a collective that one rank does not enter
 hangs the others, so nothing that a rank saw, lacks or failed at may decide which collectives come next.
 
-Method: the ranks first agree (:mod:`~lightning_obs.ranks.agreement`) on which statistics there are, in one order, or
-raise the same error. Then one bucket for each kind of reduction: all extremes in one minimum of integers, all
-sums of integers in one, all sums and means of floats in one. A rank that lacks a statistic sends the reduction's
-identity; a mean is a sum and the number of ranks that have it. Statistics are found by name, never by position: an
-expert's cannot end up in another's.
+Method: each rank describes what it holds. From all descriptions, which every rank has, each derives the same list of
+reductions, in one order, or the same error. Then one bucket for each kind of reduction: all extremes in one minimum of
+integers, all sums of integers in one, all sums and means of floats in one (:mod:`~lightning_obs.ranks.reduction`). A
+rank that lacks a statistic sends the reduction's identity; a mean is a sum and the number of ranks that have it.
+Statistics are found by name, never by position: an expert's cannot end up in another's.
 
 Choices:
 
@@ -17,7 +17,7 @@ Choices:
   lowest rank that has it, and is sent with the agreement; one that cannot be sent is an error. So ranks agree whatever
   the observer. Statistics that only one rank holds (its experts') are not reduced.
 - A histogram is 512 KiB, 448 of them 224 MiB. Only the blocks of 128 bins that some rank counted into are sent,
-  and the agreement says which these are. At worst, with all of them occupied, the bucket is as large as one rank's
+  and the descriptions say which these are. At worst, with all of them occupied, the bucket is as large as one rank's
   histograms.
 
 Fused groups (q, k, v) need nothing more: their global scale is computed from ranges, which are the same on every rank
@@ -27,39 +27,33 @@ by then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, key_text, refuse, require_no_failure, sendable
 from lightning_obs.observers import Key, Observer
-from lightning_obs.ranks.agreement import (
-    Description,
-    agree,
-    describe,
-    lowest_ranks,
-    unreached,
+from lightning_obs.observers.statistic import all_finite
+from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.ranks.reduction import (
+    WIDE,
+    Agreed,
+    Form,
+    occupied_blocks,
+    pack_tensors,
+    reduce_statistics,
+    union_of_blocks,
+    unpack_tensors,
 )
-from lightning_obs.ranks.collectives import Collectives, Op
-from lightning_obs.ranks.failures import require_finite, require_no_failure, sendable
-from lightning_obs.ranks.packing import unpack_tensors
-from lightning_obs.ranks.reduction import reduce_statistics
-
-__all__ = [
-    "MAX_COLLECTIVES",
-    "Collectives",
-    "Op",
-    "Synced",
-    "partition",
-    "share_weights",
-    "sync_statistics",
-]
 
 #: Collectives of one calibration, at most, for any number of observers: :func:`sync_statistics` takes one gather of
 #: objects and three reductions, :func:`share_weights` one gather. (``torch.distributed.all_gather_object`` makes
 #: two of a gather: lengths, then contents. Lightning's ``reduce`` adds a barrier to a reduction.)
 MAX_COLLECTIVES = 5
+_REMEDY = "declare SUM, AVG, MIN or MAX of a tensor in _act_sync_dict."
 
 
 @dataclass(frozen=True)
@@ -111,7 +105,7 @@ def sync_statistics(
     >>> sync_statistics({("fc1", "input"): observer}, Collectives())
     Synced(unreached=[('fc1', 'input')], owners={}, collectives=1, ranks=1, notes=[None])
     """
-    mine = Description(weights=dict(weights or {}), note=note)
+    mine = _Description(weights=dict(weights or {}), note=note)
     return _sync(observers, collectives, set(observers), mine, failure, reduced=True)
 
 
@@ -144,7 +138,7 @@ def share_weights(
             failure = sendable(error, key)
             failure.__cause__ = error
             break
-    return _sync(observers, collectives, owned, Description(), failure, reduced=False)
+    return _sync(observers, collectives, owned, _Description(), failure, reduced=False)
 
 
 def partition(sizes: Sequence[int], ranks: int, holders: Sequence[Iterable[int]] | None = None) -> list[int]:
@@ -160,8 +154,7 @@ def partition(sizes: Sequence[int], ranks: int, holders: Sequence[Iterable[int]]
     """
     # compressed-tensors' greedy_bin_packing does the same where every rank can do every item; it knows no holders, and
     # a rank may hold a part of the experts only.
-    load = [0] * ranks
-    owners = [0] * len(sizes)
+    load, owners = [0] * ranks, [0] * len(sizes)
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         able = range(ranks) if holders is None else holders[item]
         owners[item] = min(able, key=lambda rank: (load[rank], rank))
@@ -173,44 +166,206 @@ def _sync(
     observers: Mapping[Key, Observer],
     collectives: Collectives,
     counted: set[Key],
-    mine: Description,
+    mine: _Description,
     failure: Exception | None,
     reduced: bool,
 ) -> Synced:
     """Describe, agree, reduce, take over. ``mine`` holds this rank's weights and note."""
+    alone = collectives.size == 1
     with torch.inference_mode(False), torch.no_grad():
         try:
-            described = describe(observers, counted, reduced=reduced, alone=collectives.size == 1)
+            _describe(mine, observers, counted, reduced, alone)
         except Exception as error:  # the others are waiting for a description
-            described, failure = Description(), failure or error
-        described.failure = None if failure is None else sendable(failure)
-        described.weights, described.note = mine.weights, mine.note
-        every: list[Description] = collectives.gather_object(described)
+            mine, failure = _Description(weights=mine.weights, note=mine.note), failure or error
+        mine.failure = None if failure is None else sendable(failure)
+        every: list[_Description] = [mine] if alone else collectives.gather_object(mine)
         try:
             require_no_failure([d.failure for d in every])
-            require_finite([d.not_finite for d in every])
+            _require_finite(every)
         except CalibrationError as error:
             raise error from failure
-        reductions = _reduce_into(observers, every, collectives) if len(every) > 1 else 0
+        reductions = 0 if alone else _reduce_into(observers, every, collectives)
         for observer in observers.values():
             observer.is_finite = True
-    return Synced(unreached(every), _owners(every), 1 + reductions, len(every), [d.note for d in every])
+    sizes = {key: max(d.weights.get(key, 0) for d in every) for key in sorted({k for d in every for k in d.weights})}
+    holders = [[rank for rank, d in enumerate(every) if key in d.weights] for key in sizes]
+    owners = dict(zip(sizes, partition(list(sizes.values()), len(every), holders), strict=True))
+    unreached = {key for d in every for key in d.unreached}
+    unreached -= {key for d in every for key in d.held.keys() - d.unreached}
+    return Synced(sorted(unreached), owners, 1 + reductions, len(every), [d.note for d in every])
 
 
-def _reduce_into(observers: Mapping[Key, Observer], every: Sequence[Description], collectives: Collectives) -> int:
+# ---------------------------------------------------------------------- one rank's side
+
+
+@dataclass
+class _Description:
+    """What one rank tells: a few hundred bytes, some ten for each observer, and the statistics without a reduction.
+
+    Attributes:
+        failure: what went wrong on this rank.
+        weights: number of elements of the weights that it holds.
+        note: anything else that the others shall know.
+        held: observers that it holds, and the forms of their statistics that are reduced.
+        unreached: those of them that no data reached.
+        kept: statistics without a reduction, without their tensors.
+        packed: these tensors, see :func:`~lightning_obs.ranks.reduction.pack_tensors`.
+        not_finite: what of an observer is NaN or infinite.
+        occupied: which blocks of a sum of integers are not empty.
+    """
+
+    failure: CalibrationError | None = None
+    weights: dict[Key, int] = field(default_factory=dict)
+    note: Any = None
+    held: dict[Key, tuple[Form, ...]] = field(default_factory=dict)
+    unreached: set[Key] = field(default_factory=set)
+    kept: dict[Key, dict[str, Any]] = field(default_factory=dict)
+    packed: bytes = b""
+    not_finite: dict[Key, str] = field(default_factory=dict)
+    occupied: dict[tuple[Key, str], bytes] = field(default_factory=dict)
+
+
+def _describe(
+    mine: _Description, observers: Mapping[Key, Observer], counted: set[Key], reduced: bool, alone: bool
+) -> None:
+    """Describe what this rank holds, and of ``counted`` also the statistics.
+
+    Args:
+        mine: is filled in.
+        observers: of this rank.
+        counted: those whose statistics count.
+        reduced: reduce as the observer declares; otherwise keep everything.
+        alone: there are no other ranks, to which anything would be sent.
+
+    Raises:
+        CalibrationError: a declared reduction that cannot be made; a statistic that cannot be sent.
+    """
+    mine.held, mine.unreached = dict.fromkeys(observers, ()), observers.keys() - counted
+    statistics = {key: observer.get_statistics() for key, observer in observers.items() if key in counted}
+    known: dict[tuple[Form, ...], tuple[Form, ...]] = {}  # most observers are alike: one object is sent once
+    for key, found in statistics.items():
+        observer = observers[key]
+        if not observer.is_reached:
+            mine.unreached.add(key)
+        declared = {s.name: s.reduction for s in observer.declared if s.reduction != "keep"} if reduced else {}
+        forms = tuple([_form(key, observer, n, declared[n], value) for n, value in found.items() if n in declared])
+        mine.held[key] = known.setdefault(forms, forms)
+        kept = {name: value for name, value in found.items() if name not in declared}
+        if kept and observer.has_statistics and not alone:
+            mine.kept[key] = kept
+    refuse(
+        [key_text(key, more=n) for key, found in mine.kept.items() for n, x in found.items() if not is_plain(x)],
+        "statistics that cannot be sent to other ranks, which would go on with others",
+        expected="tensors, numbers, strings, and lists and dicts of them",
+        remedy=_REMEDY,
+    )
+    if mine.kept:
+        mine.kept, mine.packed = pack_tensors(mine.kept)
+    # One question for all; one by one only if something is not finite, or an observer answers in its own way.
+    finite = all_finite(chain.from_iterable(found.values() for found in statistics.values()))
+    for key in sorted(statistics):
+        asked = not finite or type(observers[key]).nonfinite_statistics is not Observer.nonfinite_statistics
+        if asked and (bad := observers[key].nonfinite_statistics()):
+            mine.not_finite[key] = bad
+    if not alone:
+        places = [(key, form.name) for key, forms in mine.held.items() for form in forms if form.is_sparse]
+        blocks = occupied_blocks([statistics[key][name] for key, name in places])
+        mine.occupied = dict(zip(places, blocks, strict=True))
+
+
+def _form(key: Key, observer: Observer, name: str, reduction: str, value: Any) -> Form:
+    problem = None
+    if reduction not in ("sum", "mean", "min", "max"):
+        problem = f"reduction {reduction}"
+    elif not isinstance(value, torch.Tensor):
+        problem = type(value).__name__
+    elif isinstance(value, DTensor):
+        problem = "a DTensor, which is sharded already"
+    elif value.dtype not in WIDE or (reduction == "mean" and not value.is_floating_point()):
+        problem = f"{reduction} of {value.dtype}"
+    if problem:
+        what = f"the statistic {name} of {type(observer).__name__} cannot be reduced over ranks"
+        raise CalibrationError(what, where=[key_text(key)], got=problem, remedy=_REMEDY)
+    return Form(name, reduction, tuple(value.shape), value.dtype)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a statistic is a tensor, a number, a string, or a list, dict... of these."""
+    if isinstance(value, Mapping):
+        return all(is_plain(x) for x in (*value.keys(), *value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return all(is_plain(x) for x in value)
+    plain = (torch.Tensor, bool, int, float, str, torch.dtype)
+    return value is None or (isinstance(value, plain) and not isinstance(value, DTensor))
+
+
+# ---------------------------------------------------------------------- what follows, the same on every rank
+
+
+def _require_finite(every: Sequence[_Description]) -> None:
+    refuse(
+        [
+            key_text(key, rank if len(every) > 1 else None, what)
+            for rank, description in enumerate(every)
+            for key, what in description.not_finite.items()
+        ],
+        "what was observed is not finite",
+        expected="finite weights and activations",
+        remedy="find the NaN or infinity in these modules' weights or in the data; nothing was written.",
+    )
+
+
+def _agree(every: Sequence[_Description]) -> list[Agreed]:
+    """The statistics to reduce, in the same order on every rank. What only one rank holds is not among them.
+
+    Raises:
+        CalibrationError: ranks differ in shape, dtype or reduction.
+    """
+    alike: dict[tuple[tuple[Form, ...] | None, ...], list[Key]] = {}  # by what each rank has; most observers are alike
+    for key in dict.fromkeys(chain.from_iterable(d.held for d in every)):
+        alike.setdefault(tuple([d.held.get(key) for d in every]), []).append(key)
+    agreed: list[Agreed] = []
+    differing: list[tuple[Key, str]] = []
+    for of_ranks, keys in alike.items():
+        if len(of_ranks) - of_ranks.count(None) < 2:
+            continue
+        by_name: dict[str, dict[int, Form]] = {}
+        for rank, forms in enumerate(of_ranks):
+            for form in forms or ():
+                by_name.setdefault(form.name, {})[rank] = form
+        for name, by_rank in sorted(by_name.items()):
+            form = next(iter(by_rank.values()))
+            if len(set(by_rank.values())) > 1:
+                differing += [(key, key_text(key, rank, _shown(f))) for key in keys for rank, f in by_rank.items()]
+            elif form.is_sparse:
+                blocks = [union_of_blocks(every[rank].occupied[key, name] for rank in by_rank) for key in keys]
+                agreed.append(Agreed(form, keys, list(by_rank), blocks))
+            else:
+                agreed.append(Agreed(form, keys, list(by_rank), [None] * len(keys)))
+    refuse(
+        [what for _, what in sorted(differing, key=lambda one: one[0])],
+        "ranks differ in the statistics of one module",
+        expected="the same shape, dtype and reduction on every rank",
+        remedy="run the same model, observers and precision on all ranks.",
+    )
+    return agreed
+
+
+def _shown(form: Form) -> str:
+    shape = "x".join(map(str, form.shape)) or "scalar"
+    return f"{form.reduction} of {form.name} {shape} {str(form.dtype).removeprefix('torch.')}"
+
+
+def _reduce_into(observers: Mapping[Key, Observer], every: Sequence[_Description], collectives: Collectives) -> int:
     """Give the observers the statistics of all ranks; returns how many reductions that took."""
-    reduced, reductions = reduce_statistics(agree(every), observers, collectives)
-    for key, statistics in reduced.items():
+    reduced, reductions = reduce_statistics(_agree(every), observers, collectives)
+    given = list(reduced.items())
+    known: set[Key] = set()
+    for rank, description in enumerate(every):  # the lowest rank gives what has no reduction
+        lowest = {key: nest for key, nest in description.kept.items() if key in observers and key not in known}
+        known |= lowest.keys()
+        if lowest and rank != collectives.rank:
+            given += unpack_tensors(lowest, description.packed, collectives.device).items()
+    for key, statistics in given:
         observers[key].load_statistics(statistics)
-    for key, rank in lowest_ranks(every).items():
-        packed = every[rank].packed
-        if key in observers and rank != collectives.rank and packed is not None:
-            observers[key].load_statistics(unpack_tensors(every[rank].kept[key], packed, collectives.device))
     return reductions
-
-
-def _owners(every: Sequence[Description]) -> dict[Key, int]:
-    keys = sorted({key for d in every for key in d.weights})
-    sizes = [max(d.weights.get(key, 0) for d in every) for key in keys]
-    holders = [[rank for rank, d in enumerate(every) if key in d.weights] for key in keys]
-    return dict(zip(keys, partition(sizes, len(every), holders), strict=True))

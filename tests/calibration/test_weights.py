@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_obs import CalibrationError, CalibrationSession, quantized
 from lightning_obs.model.checksums import changed_since, checksums
 from lightning_obs.observers.mse import MemorylessMSEObserver
-from lightning_obs.ranks.sync import Collectives
+from lightning_obs.ranks.collectives import Collectives
 from tests.rank_processes import run_ranks
 
 GLOBAL = {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
 from lightning_obs.checkpoint.compressed_rows import compress_rows, compressor_of, gather_rows, rows_per_scale
 from lightning_obs.model.qparams import get_scheme, read_qparams
-from lightning_obs.ranks.sync import Collectives
+from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.config import preset_names
 from tests.rank_processes import run_ranks
 

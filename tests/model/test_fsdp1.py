@@ -26,7 +26,7 @@ from lightning_obs.model.sharding import (
 from lightning_obs.model.weight import matrix_shape
 from lightning_obs.model.wrappers import unwrapped, without_wrappers
 from lightning_obs.moe.experts import LinearExperts
-from lightning_obs.ranks.sync import Collectives
+from lightning_obs.ranks.collectives import Collectives
 from tests.lightning_ranks import exact
 from tests.moe_models import HIDDEN, StackedBlock
 from tests.rank_processes import run_ranks

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Observer
-from lightning_obs.ranks.sync import Collectives, partition, share_weights, sync_statistics
+from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.ranks.sync import partition, share_weights, sync_statistics
 from tests.rank_processes import run_ranks
 
 #: elements of a block of Llama-3.2-1B's Linear layers (q, k, v, o, gate, up, down), 16 of them, and lm_head

@@ -15,7 +15,8 @@ from lightning_obs import CalibrationSession
 from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Observer
 from lightning_obs.observers.min_max import StaticMinMaxObserver
-from lightning_obs.ranks.sync import Collectives, sync_statistics
+from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.ranks.sync import sync_statistics
 from tests.rank_processes import run_ranks
 from tests.ranks.common import INT8, error_of, make
 

@@ -11,7 +11,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import distributed as dist
 
 from lightning_obs.observers import Observer
-from lightning_obs.ranks.sync import Collectives, sync_statistics
+from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.ranks.sync import sync_statistics
 from tests.rank_processes import run_ranks
 from tests.ranks.common import INT8, batches, counting, make, same, statistics
 

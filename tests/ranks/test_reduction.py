@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_obs.ranks.packing import (
+from lightning_obs.ranks.reduction import (
     BLOCK,
     WIDE,
     extreme,
