@@ -20,10 +20,9 @@ from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.copies import KEPT_BYTES, KeptBatches
 from lightning_obs.callbacks.which_module import require_forward
-from lightning_obs.choice.divergence import logits_of
 from lightning_obs.choice.observer_choice import ObserverChoice, choose_for
 from lightning_obs.errors import CalibrationError, warn
-from lightning_obs.forward.calls import call_on
+from lightning_obs.forward.calls import call_on, logits_of
 from lightning_obs.model.additions import keep_hook_out
 
 AUTO = "auto"

@@ -8,8 +8,7 @@ What it returns is what Lightning scales, accumulates and logs, and the user's c
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.forward.calls import logits_of
 from lightning_obs.model.additions import keep_hook_out, set_attributes
 
 
@@ -67,7 +67,7 @@ def distill_in_training_step(
                 remedy="name the module that it calls: QuantizationAwareTraining(module='...').",
             )
         counts = None if mask is None else mask(args[0] if args else kwargs["batch"])
-        terms = [divergence(logits_of(out), logits_of(teacher(*a, **k)), counts) for a, k, out in calls]
+        terms = [divergence(_logits_of(out), _logits_of(teacher(*a, **k)), counts) for a, k, out in calls]
         mean = torch.stack(terms).mean()
         if log:
             pl_module.log("quant/distillation", mean.detach())
@@ -101,26 +101,7 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor 
     return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
 
 
-def logits_of(output: Any) -> torch.Tensor:
-    """The logits in what a model returns: ``.logits``, ``["logits"]``, a tensor, or the first tensor of a tuple."""
-    if isinstance(output, (tuple, list)):
-        output = next((x for x in output if isinstance(x, torch.Tensor)), None)
-    elif not isinstance(output, torch.Tensor):
-        output = output.get("logits") if hasattr(output, "get") else getattr(output, "logits", None)
-    if not isinstance(output, torch.Tensor) or output.ndim < 2:
-        raise CalibrationError("the model returns no logits to distill", expected="a tensor (..., classes), or .logits")
-    return output
-
-
-@contextmanager
-def as_teacher(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode and without gradient; every module's mode is its own again afterwards."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
+def _logits_of(output: Any) -> torch.Tensor:
+    """As :func:`logits_of`, of a tuple those in its first tensor."""
+    is_tuple = isinstance(output, (tuple, list))
+    return logits_of(next((x for x in output if isinstance(x, torch.Tensor)), None) if is_tuple else output)

@@ -34,11 +34,12 @@ from lightning_obs.calibration.saved_state import refuse_other_options, sealed
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import find_mask
 from lightning_obs.callbacks.base import SessionCallback
-from lightning_obs.callbacks.distillation import as_teacher, distill_in_training_step
+from lightning_obs.callbacks.distillation import distill_in_training_step
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.files.read import naming
 from lightning_obs.fine_tuning.phase import Phase
 from lightning_obs.fine_tuning.quantized_training import QuantizedTraining
+from lightning_obs.forward.calls import in_evaluation_mode
 from lightning_obs.schemes.config import SchemeLike
 
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
@@ -392,7 +393,7 @@ class QuantizationAwareTraining(SessionCallback):
     def _teach(self, *args: Any, **kwargs: Any) -> Any:
         assert self._training is not None
         model = self.teacher if self.teacher is not None else self._training.session.model
-        with self._training.unquantized(), as_teacher(model):
+        with self._training.unquantized(), in_evaluation_mode(model), torch.no_grad():
             return model(*args, **kwargs)
 
     def _mask_of(self, batch: Any) -> torch.Tensor:

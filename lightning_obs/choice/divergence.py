@@ -19,15 +19,15 @@ Beyond second order the estimate is wrong; how far it holds on a real model is m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.forward.calls import call_on
+from lightning_obs.forward.calls import call_on, in_evaluation_mode, logits_of
 from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.quantized_tensors import quantized_weight
@@ -54,7 +54,9 @@ class Meter:
         tokens = 0
         with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
             stack.enter_context(run_eagerly())
-            stack.enter_context(frozen(model))
+            stack.enter_context(in_evaluation_mode(model))
+            for parameter in [parameter for parameter in model.parameters() if parameter.requires_grad]:
+                stack.callback(parameter.requires_grad_(False).requires_grad_, True)
             for twin in self._twins.values():
                 stack.callback(quantize_forward(twin))
             for name in dict.fromkeys(name for _, name in self._twins):
@@ -135,43 +137,6 @@ def _probe(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     signs = torch.empty(p.shape, dtype=torch.int8, device=p.device).random_(0, 2, generator=generator).mul_(2).sub_(1)
     probe = p.sqrt().mul_(signs)
     return probe.sub_(p * (p.sqrt() * signs).sum(-1, keepdim=True)).to(logits.dtype)
-
-
-def logits_of(output: Any) -> torch.Tensor:
-    """The logits ``(..., classes)`` in a model's output.
-
-    Raises:
-        CalibrationError: there are none.
-    """
-    found = getattr(output, "logits", None)
-    if found is None and isinstance(output, Mapping):
-        found = output.get("logits")
-    found = output if found is None else found
-    if not isinstance(found, torch.Tensor) or found.ndim < 2 or not found.is_floating_point():
-        raise CalibrationError(
-            "the divergence of predictions is measured on logits",
-            got=type(output).__name__,
-            expected="a tensor (..., classes), or an output with `logits`",
-            remedy="wrap the model in a module that returns its logits.",
-        )
-    return found
-
-
-@contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and no gradients of parameters, inside the ``with`` block."""
-    training = {module: module.training for module in model.modules()}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        model.eval()
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
-        for module, mode in training.items():
-            module.training = mode
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:

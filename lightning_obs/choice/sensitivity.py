@@ -19,9 +19,9 @@ from torch import nn
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.compress import compressed_bytes
-from lightning_obs.choice.divergence import Meter, Twins, frozen, weight_of
+from lightning_obs.choice.divergence import Meter, Twins, weight_of
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.forward.calls import call_on
+from lightning_obs.forward.calls import call_on, in_evaluation_mode
 from lightning_obs.model.qparams import calibration_of, put_back
 from lightning_obs.model.sharding import in_shards
 from lightning_obs.schemes.config import SchemeLike, as_names
@@ -190,7 +190,7 @@ def _calibrated_twins(
             remedy="give batches, or only schemes that are dynamic or quantize weights alone.",
         )
     with ExitStack() as stack:
-        stack.enter_context(frozen(model))
+        stack.enter_context(in_evaluation_mode(model))
         stack.enter_context(torch.no_grad())
         for session in observing:
             session.attach()

@@ -1,18 +1,53 @@
-"""A call of a module: with a batch, and which tensor of its arguments is its input."""
+"""A call of a module: with a batch, in evaluation mode, which tensor is its input, which its logits."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_obs.errors import CalibrationError
+
 
 def call_on(model: nn.Module, batch: Mapping[str, Any] | torch.Tensor) -> Any:
     """The model's output for keyword arguments, or for one tensor."""
     return model(**batch) if isinstance(batch, Mapping) else model(batch)
+
+
+@contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode inside the ``with`` block, and in its own mode again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """The logits ``(..., classes)`` in a model's output.
+
+    Raises:
+        CalibrationError: there are none.
+    """
+    found = getattr(output, "logits", None)
+    if found is None:
+        found = output.get("logits") if isinstance(output, Mapping) else output
+    if not isinstance(found, torch.Tensor) or found.ndim < 2 or not found.is_floating_point():
+        raise CalibrationError(
+            "the divergence of predictions is measured on logits",
+            got=type(output).__name__,
+            expected="a tensor (..., classes), or an output with `logits`",
+            remedy="wrap the model in a module that returns its logits.",
+        )
+    return found
 
 
 def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
