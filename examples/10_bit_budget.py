@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 from lightning_obs import CalibrationSession, export_checkpoint, quantized, sensitivity
 from lightning_obs.app.models.language import load_causal_lm
 from lightning_obs.choice.mixed_precision import choose_schemes, frontier
-from lightning_obs.report.frontier import frontier_table
-from lightning_obs.report.summary import print_report
+from lightning_obs.report.summary import frontier_table, print_report
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default=None, help="folder or hub name; default: SmolLM2-135M-Instruct")

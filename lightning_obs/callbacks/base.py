@@ -33,10 +33,9 @@ from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, wa
 from lightning_obs.model.lora import refuse_unmerged
 from lightning_obs.model.sharding import in_shards, register_fsdp_units, reshard
 from lightning_obs.numerics.histogram import Support
-from lightning_obs.report.facts import Report
+from lightning_obs.report.facts import Report, ScaleDrift
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
 from lightning_obs.report.page import write_report
-from lightning_obs.report.scale_drift import ScaleDrift
 from lightning_obs.schemes.config import SchemeLike
 
 

@@ -14,10 +14,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.report.facts import ScaleDrift
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.layer_rows import aggregates, layer_row, write_csv
 from lightning_obs.report.pictures import layers_figure
-from lightning_obs.report.scale_drift import ScaleDrift
 
 
 def log_numbers(

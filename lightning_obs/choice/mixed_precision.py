@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,8 +60,13 @@ class MixedPlan:
     @property
     def counts(self) -> dict[str, int]:
         """How many modules have each scheme."""
-        names = list(self.schemes.values())
-        return {name: names.count(name) for name in dict.fromkeys(names)}
+        return dict(Counter(self.schemes.values()))
+
+    def row(self, name: str = "") -> dict[str, Any]:
+        """The plan as a point of the frontier; a uniform plan has a name."""
+        return {
+            "name": name, "bits_per_weight": self.bits, "bytes": self.size, "loss": self.loss, "modules": self.counts,
+        }  # fmt: skip
 
 
 def mixed_precision(

@@ -7,15 +7,57 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any
 
+import torch
+
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import name_list
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.numbers import change, human_size
-from lightning_obs.report.scale_drift import ScaleDrift
 
 #: below this [dB] more than 3 % of a typical token's output energy is quantization noise
 POOR_SQNR = 15.0
+
+
+@dataclass
+class ScaleDrift:
+    """The history of a model's scales, in powers of two: a drift of 1 is a scale that has doubled or halved.
+
+    Attributes:
+        steps: when scales were added.
+        drifts: by name of the scale, the mean of ``|log2(scale / first scale)|`` at each of these steps.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    drifts: dict[str, list[float]] = field(default_factory=dict)
+    _first: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, step: int, qparams: Mapping[str, torch.Tensor]) -> None:
+        """Add the scales of ``{"layer.weight_scale": tensor}`` at a step; those that changed their shape start anew."""
+        self.steps.append(step)
+        for name, scale in qparams.items():
+            if not name.endswith("_scale") or name.endswith("_global_scale"):
+                continue
+            now = scale.detach().float().cpu().log2()
+            first = self._first.get(name)
+            if first is None or first.shape != now.shape:
+                first = self._first[name] = now
+            history = self.drifts.setdefault(name, [0.0] * (len(self.steps) - 1))
+            history.append(float((now - first).abs().nan_to_num(nan=0.0, posinf=0.0).mean()))
+
+    def numbers(self) -> dict[str, float]:
+        """The largest drift and the mean one, now; nothing before there are two to compare.
+
+        >>> drift = ScaleDrift()
+        >>> for step, scale in enumerate((1.0, 2.0)):
+        ...     drift.add(step, {"fc.weight_scale": torch.tensor([scale]), "fc.weight_zero_point": torch.zeros(1)})
+        >>> drift.numbers()
+        {'scale_drift_max': 1.0, 'scale_drift_mean': 1.0}
+        """
+        last = [history[-1] for history in self.drifts.values() if len(history) == len(self.steps)]
+        if len(self.steps) < 2 or not last:
+            return {}
+        return {"scale_drift_max": max(last), "scale_drift_mean": sum(last) / len(last)}
 
 
 @dataclass
@@ -77,14 +119,12 @@ def facts(report: Report, arrow: str = "->") -> dict[str, str]:
     return found
 
 
-def poor_layers(
-    errors: Sequence[LayerError], threshold: float = POOR_SQNR, fused: Sequence[Sequence[str]] = ()
-) -> list[str]:
-    """The layers to try in ``ignore``: those whose per-token SQNR [dB] is below ``threshold``, worst first.
+def poor_layers(errors: Sequence[LayerError], fused: Sequence[Sequence[str]] = ()) -> list[str]:
+    """The layers to try in ``ignore``: those whose per-token SQNR is below :data:`POOR_SQNR`, worst first.
 
     Modules that must share a scheme (q, k, v; gate, up: ``fused``, as in ``result.fused``) are named together.
     """
-    poor = dict.fromkeys(error.name for error in errors if error.sqnr < threshold)
+    poor = dict.fromkeys(error.name for error in errors if error.sqnr < POOR_SQNR)
     for members in fused:
         if any(name in poor for name in members):
             poor.update(dict.fromkeys(members))

@@ -28,36 +28,9 @@ from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantize
 from lightning_obs.model.sharding import in_shards, reshard
 from lightning_obs.model.weight import held
 from lightning_obs.numerics.histogram import Support, join_supports, support_of
-from lightning_obs.numerics.quantization_error import (
-    counted_error,
-    difference_error,
-    grid_error,
-    only_range,
-)
+from lightning_obs.numerics.quantization_error import counted_error, difference_error, grid_error, only_range
 from lightning_obs.ranks.collectives import Collectives
-from lightning_obs.report.metrics import LayerSums
-
-
-@dataclass(frozen=True)
-class TensorError:
-    """What rounding does to one tensor; see :mod:`lightning_obs.report.metrics` for each number. None: not known.
-
-    Attributes:
-        sqnr: signal-to-quantization-noise ratio [dB].
-        mse: mean squared error.
-        cosine: cosine similarity.
-        clipped: share of the values outside of what the scale can represent [%].
-        low, high: smallest and largest value.
-        bits: entropy of the codes [bit].
-    """
-
-    sqnr: float | None
-    mse: float | None
-    cosine: float | None
-    clipped: float | None
-    low: float | None
-    high: float | None
-    bits: float | None
+from lightning_obs.report.metrics import LayerSums, TensorError
 
 
 @dataclass(frozen=True)
@@ -104,19 +77,16 @@ def measure_layer_errors(
         counts: filled with how often each input value was seen, ``{module name: (values, counts)}``.
     """
     layers = _layers(model)
-    names = list(layers)
-    if not names:
-        return []
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad(), run_eagerly():
-        inputs, outputs = LayerSums(names), LayerSums(names)
+        inputs, outputs = LayerSums(list(layers)), LayerSums(list(layers))
         for name, module in layers.items():
             probe = _Probe(name, inputs, outputs, counts)
             stack.callback(keep_hook_out(module, module.register_forward_hook(probe, with_kwargs=True)))
-        for batch in batches:
+        for batch in batches if layers else ():
             call_on(model, batch)
     # Outputs are compared as they come out: they have no grid, and nothing of them is clipped here.
-    written = {name: replace(error, clipped=None) for name, error in _errors(outputs, names).items()}
-    found = _joined(layers, measure_weights(model, collectives), _errors(inputs, names), written)
+    written = {name: replace(error, clipped=None) for name, error in outputs.errors().items()}
+    found = _joined(layers, _weight_errors(model, layers, collectives), inputs.errors(), written)
     return [error for error in found if error.output is not None]
 
 
@@ -131,39 +101,40 @@ def known_layer_errors(
         collectives: how to talk to the other ranks, which all must call this. Each measures its share of the weights.
     """
     layers = _layers(model)
-    names = list(layers)
     with torch.inference_mode(False), torch.no_grad():
-        inputs = LayerSums(names)
+        inputs = LayerSums(list(layers))
         for name, (values, numbers) in counts.items():
             grid = _grid_of(layers[name], "input") if name in layers else None
             if grid is not None and grid[0].numel() == 1:
                 at = grid[0].device
                 inputs.update(name, counted_error(values.to(at), numbers.to(at), *grid))
-    return _joined(layers, measure_weights(model, collectives), _errors(inputs, names), {})
+    return _joined(layers, _weight_errors(model, layers, collectives), inputs.errors(), {})
 
 
-def measure_weights(model: nn.Module, collectives: Collectives | None = None) -> dict[str, TensorError]:
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in calibrated_modules(model) if not quantized_states(module)}
+
+
+def _weight_errors(
+    model: nn.Module, layers: Mapping[str, nn.Module], collectives: Collectives | None
+) -> dict[str, TensorError]:
     """The error of every quantized weight, by module name. Every rank must call this; each measures its share."""
     collectives = collectives or Collectives()
-    layers = {name: module for name, module in _layers(model).items() if _grid_of(module, "weight") is not None}
+    quantized = {name: module for name, module in layers.items() if _grid_of(module, "weight") is not None}
     reshard(model)
     with torch.inference_mode(False), torch.no_grad():
-        weights = LayerSums(list(layers))
-        for turn, (name, module) in enumerate(layers.items()):
+        sums = LayerSums(list(quantized))
+        for turn, (name, module) in enumerate(quantized.items()):
             mine = turn % collectives.size == collectives.rank
             if not mine and not in_shards(module):
                 continue
             with held(module) as matrix:
                 grid = _grid_of(module, "weight")
                 if mine and matrix is not None and grid is not None:
-                    weights.update(name, grid_error(matrix, *grid, "weight"))
-        if layers and collectives.size > 1:
-            weights.reduce_ranks(collectives)
-    return _errors(weights, list(layers))
-
-
-def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in calibrated_modules(model) if not quantized_states(module)}
+                    sums.update(name, grid_error(matrix, *grid, "weight"))
+        if quantized and collectives.size > 1:
+            sums.reduce_ranks(collectives)
+    return sums.errors()
 
 
 def _grid_of(module: nn.Module, base_name: str) -> tuple[torch.Tensor, torch.Tensor | None, Any] | None:
@@ -206,30 +177,11 @@ class _Probe:
 
 
 def _run_quantized(module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
-    undo = quantize_forward(module)
-    try:
+    with ExitStack() as stack:
+        stack.callback(quantize_forward(module))
         result = module.forward(*args, **kwargs)  # not __call__: hooks saw this call already
-        assert isinstance(result, torch.Tensor)
-        return result
-    finally:
-        undo()
-
-
-def _errors(layers: LayerSums, names: list[str]) -> dict[str, TensorError]:
-    """The numbers of each layer of which anything was seen."""
-    if not names:
-        return {}
-    seen = layers.seen.tolist()
-    if not any(seen):
-        return {}
-    computed = {key: value.reshape(len(names), -1).tolist() for key, value in layers.compute().items()}
-    found = {}
-    for at, name in enumerate(names):
-        if seen[at]:
-            numbers = {key: [None if math.isnan(v) else v for v in values[at]] for key, values in computed.items()}
-            low, high = numbers.pop("range")
-            found[name] = TensorError(low=low, high=high, **{key: value for key, (value,) in numbers.items()})
-    return found
+    assert isinstance(result, torch.Tensor)
+    return result
 
 
 def _joined(
@@ -240,19 +192,11 @@ def _joined(
 ) -> list[LayerError]:
     found = []
     for name in layers:
-        weight, read, written = weights.get(name), inputs.get(name), outputs.get(name)
+        weight, read, written = (errors.get(name) for errors in (weights, inputs, outputs))
         own = [e.sqnr for e in ([written] if written is not None else [weight, read]) if e is not None]
-        low, high = (math.nan, math.nan) if read is None else (read.low, read.high)
-        found.append(
-            LayerError(
-                name,
-                min((sqnr for sqnr in own if sqnr is not None), default=math.nan),
-                None if read is None or read.sqnr is None else read.clipped,
-                math.nan if low is None else low,
-                math.nan if high is None else high,
-                weight,
-                read,
-                written,
-            )
-        )
+        sqnr = min((ratio for ratio in own if ratio is not None), default=math.nan)
+        clipped = None if read is None or read.sqnr is None else read.clipped
+        ends = (None, None) if read is None else (read.low, read.high)
+        low, high = (math.nan if end is None else end for end in ends)
+        found.append(LayerError(name, sqnr, clipped, low, high, weight, read, written))
     return sorted(found, key=lambda error: math.inf if math.isnan(error.sqnr) else error.sqnr)

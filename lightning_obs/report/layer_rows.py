@@ -15,8 +15,6 @@ from lightning_obs.files.write import whole_file
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.numbers import finite
 
-_TENSORS = ("weight", "input", "output")
-
 
 class Column(NamedTuple):
     """A column of the page's table.
@@ -53,7 +51,7 @@ COLUMNS = [
 def layer_row(error: LayerError) -> dict[str, Any]:
     """One layer, flat: ``{"name": ..., "sqnr": ..., "weight_sqnr": ..., "input_bits": ...}``; None is not known."""
     whole = {key: getattr(error, key) for key in ("name", "sqnr", "clipped", "low", "high")}
-    parts = {kind: getattr(error, kind) for kind in _TENSORS}
+    parts = {kind: getattr(error, kind) for kind in ("weight", "input", "output")}
     flat = {f"{kind}_{key}": value for kind, part in parts.items() if part for key, value in asdict(part).items()}
     own = {column.key: column.value(error) for column in COLUMNS if column.value is not None}
     return {key: finite(value) for key, value in (whole | flat | own).items()}

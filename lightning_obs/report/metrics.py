@@ -10,11 +10,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from lightning_obs.numerics.quantization_error import CODES, SUMS, ErrorSums
 from lightning_obs.ranks.collectives import Collectives
+
+
+@dataclass(frozen=True)
+class TensorError:
+    """What rounding does to one tensor: the numbers of this file. None: not known.
+
+    Attributes:
+        sqnr: signal-to-quantization-noise ratio [dB].
+        mse: mean squared error.
+        cosine: cosine similarity.
+        clipped: share of the values outside of what the scale can represent [%].
+        low, high: smallest and largest value.
+        bits: entropy of the codes [bit].
+    """
+
+    sqnr: float | None
+    mse: float | None
+    cosine: float | None
+    clipped: float | None
+    low: float | None
+    high: float | None
+    bits: float | None
 
 
 class LayerSums:
@@ -47,12 +70,7 @@ class LayerSums:
         self.high = -self.low
 
     def update(self, name: str, error: ErrorSums) -> None:
-        """Add what a tensor of one layer lost.
-
-        Args:
-            name: of the layer.
-            error: from ``grid_error``, ``counted_error`` or ``difference_error``.
-        """
+        """Add the error of a tensor of one layer."""
         at = self._at[name]
         self.sums[at] += error.sums.to(self.sums.device)
         self.codes[at] += error.codes.to(self.codes.device)
@@ -72,14 +90,19 @@ class LayerSums:
         """One of the sums, ``(layers,)``."""
         return self.sums[:, SUMS.index(name)]
 
-    @property
-    def seen(self) -> torch.Tensor:
-        """Of which layers there was anything, ``(layers,)``."""
-        return self.low.isfinite() | (self.of("values") > 0)
-
     def compute(self) -> dict[str, torch.Tensor]:
-        """Each of :data:`NUMBERS`, ``(layers,)``, and the range ``(layers, 2)``; NaN where it is not known."""
-        return {name: number(self) for name, number in NUMBERS.items()}
+        """Each of :data:`NUMBERS`, and ``low`` and ``high``, ``(layers,)``; NaN where it is not known."""
+        ends = {"low": self.low, "high": self.high}
+        found = {name: end.where(end.isfinite(), torch.nan) for name, end in ends.items()}
+        return {name: number(self) for name, number in NUMBERS.items()} | found
+
+    def errors(self) -> dict[str, TensorError]:
+        """The numbers of each layer of which anything was seen, by name."""
+        computed = self.compute()
+        seen = (self.low.isfinite() | (self.of("values") > 0)).tolist()
+        rows = zip(*(values.tolist() for values in computed.values()), strict=True)
+        known = [{key: None if math.isnan(v) else v for key, v in zip(computed, row, strict=True)} for row in rows]
+        return {name: TensorError(**row) for name, row, is_seen in zip(self._at, known, seen, strict=True) if is_seen}
 
 
 def sqnr(layers: LayerSums) -> torch.Tensor:
@@ -109,12 +132,6 @@ def clipped_share(layers: LayerSums) -> torch.Tensor:
     return 100 * layers.of("clipped") / layers.of("values")
 
 
-def value_range(layers: LayerSums) -> torch.Tensor:
-    """Smallest and largest value, ``(layers, 2)``."""
-    ends = torch.stack([layers.low, layers.high], dim=1)
-    return ends.where(ends.isfinite(), torch.nan)
-
-
 def bits_in_use(layers: LayerSums) -> torch.Tensor:
     """Entropy of the codes [bit]: how many of the format's bits carry information. NaN where codes are not known.
 
@@ -129,6 +146,5 @@ NUMBERS: dict[str, Callable[[LayerSums], torch.Tensor]] = {
     "mse": mean_squared_error,
     "cosine": cosine,
     "clipped": clipped_share,
-    "range": value_range,
     "bits": bits_in_use,
 }

@@ -18,11 +18,6 @@ def number(value: float, digits: int = 4) -> str:
     return f"{value:#.{digits}g}".rstrip(".")
 
 
-def precise(value: float) -> str:
-    """A value to be compared with others: five significant digits."""
-    return number(value, 5)
-
-
 def change(before: float, after: float, arrow: str = "->") -> str:
     """From one value to another, with the difference in percent.
 

@@ -21,7 +21,7 @@ from lightning_obs.files.write import write_text
 from lightning_obs.numerics.histogram import linear_bins
 from lightning_obs.report.facts import POOR_SQNR, Report, facts
 from lightning_obs.report.layer_rows import COLUMNS, layer_row, write_csv
-from lightning_obs.report.numbers import finite, human_size, precise, quality_of
+from lightning_obs.report.numbers import finite, human_size, number, quality_of
 from lightning_obs.report.pictures import as_svg, comparison_figure, drift_figure, frontier_figure
 from lightning_obs.schemes.config import as_names
 
@@ -47,8 +47,8 @@ def write_report(folder: str | os.PathLike[str], report: Report) -> Path:
         expected=", ".join(_POINT),
     )
     folder = Path(folder)
-    data = report_data(report)
-    write_text(folder / "report.html", page(report, data))
+    data = _data(report)
+    write_text(folder / "report.html", _page(report, data))
     write_text(folder / "report.json", as_json(data))
     if data["layers"]:
         rows = [{k: v for k, v in row.items() if k != "histogram"} for row in data["layers"]]
@@ -61,12 +61,17 @@ def as_json(data: Any) -> str:
     return json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
 
 
-def report_data(report: Report) -> dict[str, Any]:
+def _data(report: Report) -> dict[str, Any]:
     """All that the page shows as numbers, strings, lists and dicts."""
+    known = facts(report, "\N{RIGHTWARDS ARROW}").items()
     return {
         **report.extra,
         "title": report.title,
-        "summary": _summary(report),
+        "summary": [  # a percentage is not torn from its sign
+            {"label": name, "value": text.replace(" %)", "\N{NO-BREAK SPACE}%)")}
+            for name, text in known
+            if name not in _LEFT_OUT
+        ],
         "lines": as_names(report.lines),
         "metrics": {name: list(pair) for name, pair in report.metrics.items()},
         "sensitivity_unit": report.sensitivity_unit,
@@ -80,10 +85,9 @@ def report_data(report: Report) -> dict[str, Any]:
     }
 
 
-def page(report: Report, data: Mapping[str, Any]) -> str:
-    """The page as text."""
+def _page(report: Report, data: Mapping[str, Any]) -> str:
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {"human_size": human_size, "number": precise}
+    environment.filters |= {"human_size": human_size, "number": number}
     pictures = [(title, as_svg(figure, title)) for title, figure in _figures(report)]
     # The page needs no more digits than it shows.
     layers = [finite({key: _short(value) for key, value in row.items()}) for row in data["layers"]]
@@ -93,16 +97,6 @@ def page(report: Report, data: Mapping[str, Any]) -> str:
     return environment.get_template("report.html.j2").render(
         data=data, pictures=pictures, shown=shown, poor=report.poor_layers, poor_sqnr=POOR_SQNR
     )
-
-
-def _summary(report: Report) -> list[dict[str, str]]:
-    """The facts at the top of the page; a percentage is not torn from its sign."""
-    known = facts(report, "\N{RIGHTWARDS ARROW}").items()
-    return [
-        {"label": name, "value": text.replace(" %)", "\N{NO-BREAK SPACE}%)")}
-        for name, text in known
-        if name not in _LEFT_OUT
-    ]
 
 
 def _layers(report: Report) -> Iterable[dict[str, Any]]:
@@ -128,16 +122,14 @@ def _figures(report: Report) -> Iterable[tuple[str, Any]]:
     if points:
         yield "Loss against size", frontier_figure(points)
     if report.drift is not None and len(report.drift.steps) > 1:
-        yield "Drift of the scales", drift_figure(report.drift.steps, report.drift.drifts)
-    judged = [(run, *quality_of(run)) for run in report.runs if run.get("size")]
-    for metric in dict.fromkeys(name for _, name, _, after in judged if name is not None and after is not None):
-        runs = [
-            {"run": run["run"], "size": run["size"], "quality": after}
-            for run, name, _, after in judged
-            if name == metric and after is not None and math.isfinite(after)
-        ]
-        if runs:
-            yield f"Runs: {metric} against size", comparison_figure(runs, metric)
+        yield "Drift of the scales", drift_figure(report.drift)
+    by_metric: dict[str, list[tuple[str, int, float]]] = {}
+    for run in report.runs:
+        name, _, after = quality_of(run)
+        if name is not None and after is not None and math.isfinite(after) and run.get("size"):
+            by_metric.setdefault(name, []).append((run["run"], run["size"], after))
+    for metric, runs in by_metric.items():
+        yield f"Runs: {metric} against size", comparison_figure(runs, metric)
 
 
 def _short(value: Any) -> Any:

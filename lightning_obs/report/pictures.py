@@ -8,13 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 from markupsafe import escape
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lightning_obs.choice.mixed_precision import MixedPlan
 from lightning_obs.errors import printable
+from lightning_obs.report.facts import ScaleDrift
 
 #: what the colours of a figure become in the page, which has a light and a dark form of each
 _COLOURS = {"#010101": "var(--text)", "#020202": "var(--muted)", "#030303": "var(--accent)", "#040404": "var(--warn)"}
@@ -22,7 +26,7 @@ TEXT, MUTED, ACCENT, WARN = _COLOURS
 
 
 def layers_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """SQNR [dB] of weights, inputs and outputs over all layers, in the order of the model."""
+    """SQNR [dB] of weights, inputs and outputs over all layers, worst first."""
     fig = Figure(figsize=(9, 3.2), layout="constrained")
     ax = fig.subplots()
     for key, marker in (("weight_sqnr", "."), ("input_sqnr", "x"), ("output_sqnr", "+")):
@@ -36,9 +40,18 @@ def layers_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
     return fig
 
 
+def plot_frontier(
+    plans: Sequence[MixedPlan], path: str | Path, *, uniform: Mapping[str, MixedPlan] | None = None
+) -> Path:
+    """Draw estimated loss against bits per weight into a file, uniform schemes beside the mixed plans, by name."""
+    named = [*(("", plan) for plan in plans), *(uniform or {}).items()]
+    frontier_figure([plan.row(name) for name, plan in named]).savefig(path)
+    return Path(path)
+
+
 def frontier_figure(points: Sequence[Mapping[str, Any]]) -> Figure:
     """Loss against bits per weight; points with a name carry it, and those that no other beats are joined."""
-    fig, ax = _axes(6.4, 3.4)
+    fig, ax = _axes()
     ordered = sorted(points, key=lambda point: (point["bits_per_weight"], point["loss"]))
     best, front = float("inf"), []
     for point in ordered:
@@ -47,16 +60,7 @@ def frontier_figure(points: Sequence[Mapping[str, Any]]) -> Figure:
             front.append(point)
     ax.plot([p["bits_per_weight"] for p in front], [p["loss"] for p in front], color=ACCENT, linewidth=1.2, zorder=1)
     for point in ordered:
-        colour = ACCENT if point in front else MUTED
-        ax.plot(point["bits_per_weight"], point["loss"], "o", color=colour, markersize=5)
-        ax.annotate(
-            _plain(point["name"]),
-            (point["bits_per_weight"], point["loss"]),
-            xytext=(5, 4),
-            textcoords="offset points",
-            fontsize=8,
-            color=TEXT,
-        )
+        _point(ax, point["bits_per_weight"], point["loss"], point["name"], ACCENT if point in front else MUTED)
     losses = [point["loss"] for point in points]
     scale = "log" if min(losses) > 0 and max(losses) > 30 * min(losses) else "linear"
     ax.set(xlabel="bits per weight", ylabel="loss", yscale=scale)
@@ -64,34 +68,26 @@ def frontier_figure(points: Sequence[Mapping[str, Any]]) -> Figure:
     return fig
 
 
-def drift_figure(steps: Sequence[int], drifts: Mapping[str, Sequence[float]], shown: int = 6) -> Figure:
+def drift_figure(drift: ScaleDrift, shown: int = 6) -> Figure:
     """Scales over the steps of a run: the few that moved most in colour, all others grey."""
-    fig, ax = _axes(6.4, 3.4)
-    whole = {name: history for name, history in drifts.items() if len(history) == len(steps)}
+    fig, ax = _axes()
+    whole = {name: history for name, history in drift.drifts.items() if len(history) == len(drift.steps)}
     order = sorted(whole, key=lambda name: -whole[name][-1])
     for name in order[shown:]:
-        ax.plot(steps, whole[name], color=MUTED, linewidth=0.5, alpha=0.35)
+        ax.plot(drift.steps, whole[name], color=MUTED, linewidth=0.5, alpha=0.35)
     for name in order[:shown]:
-        ax.plot(steps, whole[name], ".-", linewidth=1.3, label=_plain(name))
+        ax.plot(drift.steps, whole[name], ".-", linewidth=1.3, label=_plain(name))
     if order:
         ax.legend(fontsize=7, labelcolor=TEXT, frameon=False)
     ax.set(xlabel="step", ylabel="|log2(scale / first)|")
     return fig
 
 
-def comparison_figure(runs: Sequence[Mapping[str, Any]], metric: str) -> Figure:
-    """A metric against size, a point for each run: ``size`` in bytes, shown in MiB, and ``quality``."""
-    fig, ax = _axes(6.4, 3.4)
-    for run in runs:
-        ax.plot(run["size"] / 2**20, run["quality"], "o", color=ACCENT, markersize=5)
-        ax.annotate(
-            _plain(run["run"]),
-            (run["size"] / 2**20, run["quality"]),
-            xytext=(5, 4),
-            textcoords="offset points",
-            fontsize=8,
-            color=TEXT,
-        )
+def comparison_figure(runs: Sequence[tuple[str, int, float]], metric: str) -> Figure:
+    """A metric against size in MiB, a point for each run: its name, its bytes, and the metric."""
+    fig, ax = _axes()
+    for name, size, quality in runs:
+        _point(ax, size / 2**20, quality, name, ACCENT)
     ax.set(xlabel="size [MiB]", ylabel=_plain(metric))
     ax.margins(x=0.2, y=0.15)
     return fig
@@ -122,13 +118,16 @@ def _plain(name: str) -> str:
     return printable(name).replace("$", r"\$")
 
 
-def _axes(width: float, height: float) -> tuple[Figure, Any]:
-    fig = Figure(figsize=(width, height), layout="constrained")
+def _point(ax: Axes, x: float, y: float, name: str, colour: str) -> None:
+    ax.plot(x, y, "o", color=colour, markersize=5)
+    ax.annotate(_plain(name), (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8, color=TEXT)
+
+
+def _axes() -> tuple[Figure, Axes]:
+    fig = Figure(figsize=(6.4, 3.4), layout="constrained")
     ax = fig.subplots()
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        ax.spines[side].set_color(MUTED)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_color(MUTED)
     ax.tick_params(colors=TEXT, labelsize=8)
     ax.xaxis.label.set_color(TEXT)
     ax.yaxis.label.set_color(TEXT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,11 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from lightning_obs.choice.mixed_precision import MixedPlan
 from lightning_obs.errors import name_list, printable
 from lightning_obs.report.facts import POOR_SQNR, Report, facts, poor_layers
 from lightning_obs.report.layer_errors import LayerError
-from lightning_obs.report.numbers import human_size, precise, quality_of
+from lightning_obs.report.numbers import human_size, number, quality_of
 from lightning_obs.schemes.config import as_names
 
 
@@ -64,55 +65,67 @@ def better_inputs(config: QuantizationConfig, errors: Sequence[LayerError]) -> s
 
 def layer_table(errors: Sequence[LayerError]) -> Table:
     """Layers with their error, one row each. Columns of which nothing is known are left out."""
-    columns: dict[str, Callable[[LayerError], str]] = {
-        "SQNR [dB]": lambda error: _number(error.sqnr, ".1f"),
-        "clipped [%]": lambda error: _number(error.clipped, ".2f"),
-        "input range": lambda error: "" if math.isnan(error.low) else f"[{error.low:.4g}, {error.high:.4g}]",
-        "weight SQNR [dB]": lambda error: "" if error.weight is None else _number(error.weight.sqnr, ".1f"),
-        "bits in use": lambda error: "" if error.weight is None else _number(error.weight.bits, ".2f"),
-    }
+    titles = ("worst layers", "SQNR [dB]", "clipped [%]", "input range", "weight SQNR [dB]", "bits in use")
+    rows = [_cells(error) for error in errors]
     measured = any(error.output is not None for error in errors) or all(error.weight is None for error in errors)
-    last = 3 if measured else 5
-    cells = {title: [cell(error) for error in errors] for title, cell in list(columns.items())[:last]}
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("worst layers", overflow="fold")
-    shown = {title: column for title, column in cells.items() if measured or any(column)}
-    for title in shown:
-        table.add_column(Text(title), justify="right")
-    for error, *row in zip(errors, *shown.values(), strict=True):
-        table.add_row(*map(Text, (error.name, *row)))
-    return table
+    known = range(4) if measured else [at for at in range(6) if at == 0 or any(row[at] for row in rows)]
+    return _table([titles[at] for at in known], [[row[at] for at in known] for row in rows])
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None or math.isnan(value) else format(value, form)
+def _cells(error: LayerError) -> list[str]:
+    seen = "" if math.isnan(error.low) else f"[{error.low:.4g}, {error.high:.4g}]"
+    sqnr, bits = (None, None) if error.weight is None else (error.weight.sqnr, error.weight.bits)
+    return [
+        error.name,
+        _known(error.sqnr, ".1f"),
+        _known(error.clipped, ".2f"),
+        seen,
+        _known(sqnr, ".1f"),
+        _known(bits, ".2f"),
+    ]
 
 
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Several runs side by side. Each row: overrides, its metric (before, after), size, seconds, worst layer."""
-    table = Table(title="comparison", title_justify="left", box=None, pad_edge=False, header_style="bold")
-    table.add_column("run", overflow="fold")
     names = {name for name, _, _ in map(quality_of, rows) if name is not None}
-    for title in (
-        next(iter(names)) if len(names) == 1 else "metric",
-        "change [%]",
-        "size",
-        "calibration [s]",
-        "worst SQNR [dB]",
-    ):
-        table.add_column(Text(title), justify="right")
+    metric = next(iter(names)) if len(names) == 1 else "metric"
+    cells = []
     for row in rows:
         name, before, after = quality_of(row)
-        shown = "" if after is None else precise(after)
-        table.add_row(
-            Text(str(row.get("run", ""))),
-            shown if len(names) < 2 or not shown else f"{name} {shown}",
-            "" if after is None or not before else f"{100 * (after / before - 1):+.2f}",
-            "" if row.get("size") is None else human_size(row["size"]),
-            "" if row.get("seconds") is None else f"{row['seconds']:.1f}",
-            "" if row.get("worst_sqnr") is None else f"{row['worst_sqnr']:.1f}",
+        shown = "" if after is None else number(after, 5)
+        change = f"{100 * (after / before - 1):+.2f}" if before and after is not None else ""
+        size = "" if row.get("size") is None else human_size(row["size"])
+        times = [_known(row.get(key), ".1f") for key in ("seconds", "worst_sqnr")]
+        cells.append(
+            [str(row.get("run", "")), shown if len(names) < 2 or not shown else f"{name} {shown}", change, size, *times]
         )
+    titles = ["run", metric, "change [%]", "size", "calibration [s]", "worst SQNR [dB]"]
+    return _table(titles, cells, title="comparison", header_style="bold")
+
+
+def frontier_table(plans: Sequence[MixedPlan], *, title: str = "frontier") -> Table:
+    """The frontier, one row each."""
+    names = list(dict.fromkeys(name for plan in plans for name in plan.counts))
+    titles = ["bits per weight", "size [MB]", "estimated loss", *(f"{name} modules" for name in names)]
+    rows = [
+        [f"{plan.bits:.3f}", f"{plan.size / 1e6:.1f}", f"{plan.loss:.4g}", *(str(plan.counts.get(n, 0)) for n in names)]
+        for plan in plans
+    ]
+    return _table(titles, rows, names=0, title=title)
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], names: int = 1, **style: Any) -> Table:
+    """A table whose first ``names`` columns hold names, the others numbers. All of it is text, never markup."""
+    table = Table(title_justify="left", box=None, pad_edge=False, **{"header_style": "dim", **style})
+    for at, title in enumerate(titles):
+        table.add_column(Text(title), justify="left" if at < names else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
+
+
+def _known(value: float | None, form: str) -> str:
+    return "" if value is None or math.isnan(value) else format(value, form)
 
 
 def print_report(report: RenderableType) -> None:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightning_obs import CalibrationCallback, CalibrationError, CalibrationOptions
 from lightning_obs.app.job import make_options
 from lightning_obs.app.main import run
-from lightning_obs.report.numbers import precise
+from lightning_obs.report.numbers import number
 
 
 def test_a_run_calibrates_exports_verifies_and_reports(composed, tmp_path, capsys):
@@ -147,7 +147,7 @@ def test_a_checkpoint_is_evaluated_to_the_perplexity_of_the_run_that_wrote_it(
     row = run(composed("task=evaluate", f"model.path={folder}", f"output_dir={tmp_path / 'again'}"))
     assert row["perplexity"] == (None, written["perplexity"][1])
     assert row["size"] == written["size"]
-    assert f"perplexity {precise(row['perplexity'][1])}" in capsys.readouterr().out
+    assert f"perplexity {number(row['perplexity'][1], 5)}" in capsys.readouterr().out
     report = json.loads((tmp_path / "again" / "report.json").read_text())
     assert report["perplexity"] == [None, written["perplexity"][1]]
     compare = composed(

@@ -30,7 +30,7 @@ from lightning_obs.choice.mixed_precision import (
     plan_of,
 )
 from lightning_obs.choice.sensitivity import Group, Sensitivity
-from lightning_obs.report.frontier import frontier_rows, frontier_table
+from lightning_obs.report.summary import frontier_table
 
 INT4 = {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}
 INT8 = {"weights": {"num_bits": 8, "strategy": "channel"}}
@@ -128,7 +128,7 @@ def test_the_frontier_loses_less_the_more_it_may_take():
     assert [p.loss for p in plans] == sorted((p.loss for p in plans), reverse=True)
     assert plans[0].counts == {"a": 30}
     assert plans[-1].counts == {"c": 30}
-    assert [row["modules"] for row in frontier_rows(plans)] == [plan.counts for plan in plans]
+    assert [plan.row()["modules"] for plan in plans] == [plan.counts for plan in plans]
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(frontier_table(plans))
     assert f"{plans[3].bits:.3f}" in console.export_text()

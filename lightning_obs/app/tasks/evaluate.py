@@ -15,7 +15,7 @@ from lightning_obs.app.tasks.compare import compared
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.errors import CalibrationError
 from lightning_obs.report.facts import Report
-from lightning_obs.report.numbers import folder_size, human_size, precise, quality_row
+from lightning_obs.report.numbers import folder_size, human_size, number, quality_row
 from lightning_obs.report.page import write_report
 
 
@@ -50,7 +50,7 @@ class Evaluate(Task):
             "run": str(path or "default model"), **quality_row(found.name, None, found.value), "size": size,
         }  # fmt: skip
         if trainer.is_global_zero:
-            say(f"{found.name} {precise(found.value)}" + ("" if size is None else f"  size {human_size(size)}"))
+            say(f"{found.name} {number(found.value, 5)}" + ("" if size is None else f"  size {human_size(size)}"))
             report = Report(self.found["run"], runs=[compared(self.found)])
             report.extra = {**self.found, "config": plain(self.config)}
             say(f"report {write_report(self.config.output_dir, report)}")

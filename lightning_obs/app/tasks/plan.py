@@ -17,9 +17,8 @@ from lightning_obs.choice.mixed_precision import choose_schemes, frontier, plan_
 from lightning_obs.choice.sensitivity import Sensitivity, sensitivity
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.write import write_text
-from lightning_obs.report.frontier import frontier_rows, frontier_table
 from lightning_obs.report.page import as_json
-from lightning_obs.report.summary import print_report
+from lightning_obs.report.summary import frontier_table, print_report
 
 
 class Plan(ChoosingTask):
@@ -46,7 +45,7 @@ class Plan(ChoosingTask):
         if plan.config is None:
             raise CalibrationError("every module is best left in full precision", got=f"budget {config.budget}")
         plans = frontier(measured, config.task.frontier, at_most=at_most)
-        rows = frontier_rows(plans, {name: plan_of(measured, name) for name in measured.schemes})
+        rows = [*(p.row() for p in plans), *(plan_of(measured, name).row(name) for name in measured.schemes)]
         print_report(frontier_table(plans, title=f"estimated {measured.method} against size"))
         counts = ", ".join(f"{name} {count}" for name, count in plan.counts.items())
         say(f"chosen: {plan.bits:.3f} bits per weight ({counts} modules), estimated {measured.method} {plan.loss:.4g}")
