@@ -5,7 +5,6 @@ Hydra's containers become dicts and lists here; nothing below the app knows of H
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from lightning_obs.app.console import step
+from lightning_obs.app.imports import import_for
 from lightning_obs.app.sigterm import EndOnSigterm
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.callbacks.base import SessionCallback
@@ -182,14 +182,7 @@ def import_modules(config: DictConfig) -> None:
         CalibrationError: one that cannot be imported.
     """
     for name in as_names(config.imports):
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise CalibrationError(
-                f"imports: cannot import {name!r}",
-                got=str(error),
-                remedy="run from the folder that holds it, or set PYTHONPATH.",
-            ) from error
+        import_for("imports", name, "run from the folder that holds it, or set PYTHONPATH.")
 
 
 def _ignored_by_report(path: str | None) -> list[str]:

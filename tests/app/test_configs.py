@@ -2,6 +2,7 @@
 
 import inspect
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from lightning_obs.__main__ import config_dir
+from lightning_obs.app.data.splits import DataOptions
 from lightning_obs.app.job import make_options
 
 FILES = sorted(path.relative_to(config_dir()) for path in config_dir().rglob("*.yaml"))
@@ -48,8 +50,9 @@ def test_every_target_is_a_class():
 @pytest.mark.parametrize("path", [path for path in GROUPS if path.parts[0] in ("model", "data")], ids=str)
 def test_every_model_and_all_data_name_a_class_that_takes_what_the_config_sets(path):
     config = OmegaConf.to_container(select(f"{path.parts[0]}={path.stem}"))[path.parts[0]]
-    known = inspect.signature(get_class(config.pop("_target_"))).parameters
-    assert set(config) <= set(known)
+    parameters = inspect.signature(get_class(config.pop("_target_"))).parameters
+    options = [field.name for field in fields(DataOptions)] if "options" in parameters else ()
+    assert set(config) <= {*parameters, *options}
 
 
 def commands():

@@ -100,7 +100,7 @@ def test_a_checkpoint_with_other_logits_is_an_error(composed, tmp_path, monkeypa
 
 
 def test_a_module_that_cannot_be_imported_is_named(composed):
-    with pytest.raises(CalibrationError, match=r"cannot import 'no_such_module'.*PYTHONPATH"):
+    with pytest.raises(CalibrationError, match=r"imports needs the package no_such_module.*PYTHONPATH"):
         run(composed("imports=[no_such_module]"))
 
 
@@ -176,7 +176,7 @@ def test_one_name_is_a_name_and_not_its_letters(composed, tmp_path):
     assert targeted.config.config_groups["group_0"].targets == ["Linear"]
     groups = CalibrationOptions({"only": {"targets": "fc1", "weights": {"num_bits": 8}}}).config.config_groups
     assert groups["only"].targets == ["fc1"]
-    with pytest.raises(CalibrationError, match="cannot import 'no_such_module'"):
+    with pytest.raises(CalibrationError, match="imports needs the package no_such_module"):
         run(composed("imports=no_such_module"))
     with pytest.raises(CalibrationError, match="/nowhere does not exist"):
         run(composed("task=compare", "runs=/nowhere"))

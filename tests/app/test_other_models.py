@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from lightning_obs import CalibrationError
-from lightning_obs.app.data.documents import DocumentData
+from lightning_obs.app.data.text import DocumentData
 from lightning_obs.app.main import run
 from tests.tiny_model import save_tiny_bert, save_tiny_t5, tiny_tokenizer
 
@@ -167,16 +167,15 @@ def test_a_model_without_a_path_says_so(command_line):
 
 
 def test_the_default_text_has_paragraphs_enough_and_its_data_can_be_pickled():
-    data = pickle.loads(pickle.dumps(DocumentData(tiny_tokenizer(), batches=64, eval_batches=64)))
+    data = pickle.loads(pickle.dumps(DocumentData(tiny_tokenizer(), batches=64, eval_batches=64, batch_size=8)))
     assert next(iter(data.val_dataloader()))["input_ids"].shape[0] == 8
     assert all(len(row["input_ids"]) > 30 for row in data.calibration)
 
 
 def test_without_a_target_text_the_second_half_of_a_text_is_the_target(tmp_path):
     (tmp_path / "a.txt").write_text("one two three four\n\nfive six seven eight")
-    data = DocumentData(
-        tiny_tokenizer(), tmp_path / "a.txt", batches=1, batch_size=1, tokens=64, eval_batches=1, targets=True
-    )
+    sizes = {"batches": 1, "tokens": 64, "eval_batches": 1}
+    data = DocumentData(tiny_tokenizer(), path=tmp_path / "a.txt", targets=True, **sizes)
     (batch,) = data.test_dataloader()
     assert tiny_tokenizer().decode(batch["input_ids"][0]) == "five six"
     assert tiny_tokenizer().decode(batch["labels"][0]) == "seven eight"

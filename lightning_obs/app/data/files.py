@@ -14,33 +14,34 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from lightning_obs.app.imports import import_for
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.read import naming
 
-_SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".json", ".csv", ".parquet")
+#: an object of a file, behind the place where it stands there
+Row = tuple[str, Any]
 
 
 def read_documents(
     path: str | os.PathLike[str] | None, text_field: str = "text", option: str = "data.path"
-) -> Iterator[str]:
-    """Texts of a file or folder, in a fixed order: ``text_field`` of what :func:`read_rows` reads.
+) -> list[str]:
+    """The texts of what :func:`read_rows` reads.
 
     Raises:
-        CalibrationError: see :func:`read_rows`; a row without such a text.
+        CalibrationError: see :func:`read_rows`; a row without text in ``text_field``.
     """
-    for place, row in read_rows(path, text_field, option):
-        yield text_of(place, row, text_field)
+    return [text_of(*row, text_field) for row in read_rows(path, text_field, option)]
 
 
 def read_rows(
     path: str | os.PathLike[str] | None, text_field: str = "text", option: str = "data.path"
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[Row]:
     """Objects of a file or folder, in a fixed order, each with the place where it stands.
 
     Args:
         path: a text file in UTF-8 (an object is a paragraph); a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file; a
             folder of such files, or one saved by ``datasets``. None: Python's own documentation.
-        text_field: the field of a text that is in no file of objects, and a column that a saved dataset must have.
+        text_field: the field that holds the text where the file has no fields.
         option: what errors call ``path``.
 
     Raises:
@@ -54,25 +55,23 @@ def read_rows(
     path = Path(path)
     if not path.exists():
         raise CalibrationError(f"{option}={path} does not exist")
-    if path.is_dir():
-        if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
-            yield from _saved_dataset(path, text_field, option)
-            return
-        files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in _SUFFIXES and file.is_file()]
+    readers = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+    if not path.is_dir():
+        if path.suffix.lower() in readers:
+            yield from readers[path.suffix.lower()](path)
+        else:
+            yield from ((str(path), {text_field: text}) for text in _decoded(path).split("\n\n") if text.strip())
+    elif (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+        yield from _saved_dataset(path)
+    else:
+        suffixes = (".txt", ".md", ".rst", *readers)
+        files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in suffixes and file.is_file()]
         if not files:
             raise CalibrationError(
-                f"{option}={path} holds nothing to read", expected=f"files ending in {', '.join(_SUFFIXES)}"
+                f"{option}={path} holds nothing to read", expected=f"files ending in {', '.join(suffixes)}"
             )
         for file in files:
             yield from read_rows(file, text_field, option)
-        return
-    readers = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}
-    suffix = path.suffix.lower()
-    if suffix in readers:
-        yield from readers[suffix](path)
-    else:
-        paragraphs = (paragraph for paragraph in _decoded(path).split("\n\n") if paragraph.strip())
-        yield from ((str(path), {text_field: paragraph}) for paragraph in paragraphs)
 
 
 def text_of(place: str, row: Any, field: str, option: str = "data.text_field") -> str:
@@ -105,73 +104,57 @@ def _decoded(path: Path) -> str:
     return text.replace("\r\n", "\n")
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+def _json_lines(path: Path) -> Iterator[Row]:
     for number, line in enumerate(_decoded(path).split("\n"), 1):
         if line.strip():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise _unreadable(f"{path}:{number}", "JSON", error) from error
-            yield f"{path}:{number}", row
+            yield f"{path}:{number}", _parsed(path, line, number)
 
 
-def _json(path: Path) -> Iterator[tuple[str, Any]]:
-    """A list of objects, or lines of them as many call it too."""
+def _json(path: Path) -> Iterator[Row]:
+    """A list of objects; or lines of them, which many call JSON too."""
     text = _decoded(path)
-    if not text.lstrip().startswith("["):
+    if text.lstrip().startswith("["):
+        yield from ((f"{path}[{index}]", row) for index, row in enumerate(_parsed(path, text)))
+    else:
         yield from _json_lines(path)
-        return
+
+
+def _parsed(path: Path, text: str, line: int | None = None) -> Any:
     try:
-        rows = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _unreadable(f"{path}:{getattr(error, 'lineno', 1)}", "JSON", error) from error
-    yield from ((f"{path}[{index}]", row) for index, row in enumerate(rows))
+        raise _invalid(f"{path}:{line or getattr(error, 'lineno', 1)}", "JSON", error) from error
 
 
-def _csv(path: Path) -> Iterator[tuple[str, Any]]:
+def _csv(path: Path) -> Iterator[Row]:
     rows = csv.DictReader(StringIO(_decoded(path), newline=""), strict=True)
     try:
         for row in rows:
             yield f"{path}:{rows.line_num}", row
     except csv.Error as error:
-        raise _unreadable(f"{path}:{rows.reader.line_num}", "CSV", error) from error
+        raise _invalid(f"{path}:{rows.reader.line_num}", "CSV", error) from error
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise CalibrationError(
-            f"{path} is read by the package pyarrow, which is not installed", remedy="pip install pyarrow"
-        ) from error
+def _parquet(path: Path) -> Iterator[Row]:
+    import_for(str(path), "pyarrow")
+    from pyarrow import parquet
+
     try:
         rows = (row for batch in parquet.ParquetFile(path).iter_batches() for row in batch.to_pylist())
         yield from ((f"{path}[{index}]", row) for index, row in enumerate(rows))
     except (OSError, ValueError) as error:  # what pyarrow raises is one of them
-        raise _unreadable(str(path), "Parquet", error) from error
+        raise _invalid(str(path), "Parquet", error) from error
 
 
-def _unreadable(place: str, kind: str, error: Exception) -> CalibrationError:
+def _invalid(place: str, kind: str, error: Exception) -> CalibrationError:
     return CalibrationError(
         f"{place} is not valid {kind}", got=str(error)[:200], remedy="fix the file, or leave it out."
     )
 
 
-def _saved_dataset(path: Path, text_field: str, option: str) -> Iterator[tuple[str, Any]]:
-    try:
-        from datasets import DatasetDict, load_from_disk
-    except ImportError as error:
-        raise CalibrationError(
-            f"{option}={path} was saved by the package datasets, which is not installed", remedy="pip install datasets"
-        ) from error
+def _saved_dataset(path: Path) -> Iterator[Row]:
+    datasets = import_for(str(path), "datasets")
     with naming(path):
-        loaded = load_from_disk(str(path))
-        parts = list(loaded.values()) if isinstance(loaded, DatasetDict) else [loaded]
-        for part in parts:
-            if text_field not in part.column_names:
-                raise CalibrationError(
-                    f"{path} has no column {text_field!r}",
-                    expected=", ".join(part.column_names),
-                    remedy="data.text_field=...",
-                )
+        loaded = datasets.load_from_disk(str(path))
+        for part in loaded.values() if isinstance(loaded, datasets.DatasetDict) else [loaded]:
             yield from ((f"{path}[{index}]", row) for index, row in enumerate(part))

@@ -2,101 +2,70 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import default_collate
+from typing_extensions import override
 
 from lightning_obs.app.console import say
-from lightning_obs.app.data.splits import CalibrationData, require_positive
+from lightning_obs.app.data.splits import CalibrationData
 from lightning_obs.app.models.images import import_timm
 from lightning_obs.app.models.task_module import LABELS
 from lightning_obs.errors import CalibrationError
 
 
 class ImageData(CalibrationData):
-    """Images of a folder: ``val_dataloader`` to calibrate on, ``test_dataloader`` held out.
+    """Images of a folder, at any depth: batches ``{"images": (batch_size, channels, height, width)}``.
 
-    One folder for each class, as many as the model has classes, are labels, in the order of their names. Otherwise
-    images have no labels.
+    One folder for each class, as many as the model has classes, are ``labels`` ``(batch_size,)``, in the order of their
+    names. Otherwise images have no labels.
 
     Args:
-        path: folder of images, at any depth.
         data_config: ``timm.data.resolve_model_data_config`` of the model.
         classes: how many the model knows.
-        batches: calibration batches.
-        batch_size: images per batch.
-        eval_batches: batches to measure on.
-        num_workers: of the DataLoaders.
-        train_batches: batches to train on: other images of the half that is not held out.
-        eval_path: another folder to measure on; None: every second image of ``path``.
-        tokens: images have none; what ``speed=quick`` sets for texts.
+        **options: of :class:`~lightning_obs.app.data.splits.DataOptions`.
 
     Raises:
-        CalibrationError: numbers that are not positive; no such folder; fewer images than asked for.
+        CalibrationError: see :class:`~lightning_obs.app.data.splits.CalibrationData`.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        data_config: Mapping[str, Any],
-        classes: int = 0,
-        batches: int = 8,
-        batch_size: int = 8,
-        eval_batches: int = 8,
-        num_workers: int = 0,
-        train_batches: int = 0,
-        eval_path: str | os.PathLike[str] | None = None,
-        tokens: int | None = None,
-    ) -> None:
-        super().__init__(batch_size, num_workers)
-        require_positive(batches=batches, batch_size=batch_size, eval_batches=eval_batches)
-        images = _folder(path, data_config, "data.path")
-        others = images if eval_path is None else _folder(eval_path, data_config, "data.eval_path")
-        half, held_out = range(len(images)), range(len(others))
-        if eval_path is None:
-            half, held_out = half[0::2], held_out[1::2]
-        wanted, measured = (batches + train_batches) * batch_size, eval_batches * batch_size
-        for what, have, need in (("calibration", len(half), wanted), ("held-out", len(held_out), measured)):
-            if have < need:
-                raise CalibrationError(
-                    f"too few {what} images (every second one is held out, unless data.eval_path is given)",
-                    got=str(have),
-                    expected=str(need),
-                    remedy="more images, or smaller data.batches, data.eval_batches, data.batch_size.",
-                )
-        folders = [images.reader.class_to_idx, others.reader.class_to_idx]
-        self.labelled = folders[0] == folders[1] and len(folders[0]) == classes
-        self.collate = _with_labels if self.labelled else _without_labels
-        if not self.labelled:
-            counts = "/".join(str(len(folder)) for folder in folders)
-            say(f"\N{MIDDLE DOT} images without labels: {counts} folders to calibrate/measure on, {classes} classes")
-        generator = torch.Generator().manual_seed(0)  # a folder is sorted by class
-        chosen, measured_on = (
-            [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()] for rows in (half, held_out)
-        )
-        self.calibration = Subset(images, chosen[: batches * batch_size])
-        self.training = Subset(images, chosen[batches * batch_size : wanted])
-        self.held_out = Subset(others, measured_on[:measured])
+    unit = "images"
+
+    def __init__(self, data_config: Mapping[str, Any], classes: int = 0, **options: Any) -> None:
+        self._data_config = data_config
+        self._classes: list[dict[str, int]] = []
+        self._generator = torch.Generator().manual_seed(0)
+        super().__init__(**options)
+        first, last = self._classes[0], self._classes[-1]
+        labelled = first == last and len(first) == classes
+        self.collate = partial(_batch, labelled)
+        if not labelled:
+            counts = f"{len(first)}/{len(last)} folders to calibrate/measure on"
+            say(f"\N{MIDDLE DOT} images without labels: {counts}, {classes} classes")
+
+    @override
+    def read(self, path: Any, option: str) -> list[Any]:
+        timm = import_timm()
+        if not Path(path).is_dir():
+            raise CalibrationError(f"{option}={path} is not a folder")
+        try:
+            images = timm.data.ImageDataset(str(path), transform=timm.data.create_transform(**self._data_config))
+        except RuntimeError as error:
+            raise CalibrationError(f"{option}={path} holds no images", got=str(error).splitlines()[0]) from error
+        self._classes.append(images.reader.class_to_idx)
+        return [(images, index) for index in range(len(images))]
+
+    @override
+    def samples(self, found: list[Any], count: int) -> list[Any]:
+        order = torch.randperm(len(found), generator=self._generator)  # a folder is sorted by class
+        return [found[index] for index in order[:count].tolist()]
 
 
-def _with_labels(samples: list[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:
-    images, labels = default_collate(samples)
-    return {"images": images, LABELS: labels}
-
-
-def _without_labels(samples: list[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:
-    return {"images": default_collate([image for image, _ in samples])}
-
-
-def _folder(path: str | os.PathLike[str], data_config: Mapping[str, Any], option: str) -> Any:
-    timm = import_timm()
-    if not Path(path).is_dir():
-        raise CalibrationError(f"{option}={path} is not a folder")
-    try:
-        return timm.data.ImageDataset(str(path), transform=timm.data.create_transform(**data_config))
-    except RuntimeError as error:
-        raise CalibrationError(f"{option}={path} holds no images", got=str(error).splitlines()[0]) from error
+def _batch(labelled: bool, samples: list[tuple[Any, int]]) -> dict[str, torch.Tensor]:
+    """Load the images of a batch, in the process that collates it."""
+    images, labels = default_collate([folder[index] for folder, index in samples])
+    return {"images": images, **({LABELS: labels} if labelled else {})}

@@ -1,95 +1,153 @@
-"""Text to calibrate on, and other text to measure on.
+"""Texts to calibrate on, and others to measure on: blocks of tokens, or one sample for each text.
 
-Every second document is held out: calibration never sees what perplexity is measured on. The default text is Python's
-own documentation of its topics (``pydoc_data.topics``, in the standard library): about 113,000 tokens of English.
+The default text is Python's own documentation of its topics (``pydoc_data.topics``, in the standard library): about
+113,000 tokens of English.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
+from typing_extensions import override
 
-from lightning_obs.app.data.files import read_documents
-from lightning_obs.app.data.splits import CalibrationData, require_positive
-from lightning_obs.errors import CalibrationError
+from lightning_obs.app.data.files import Row, read_documents, read_rows, text_of
+from lightning_obs.app.data.splits import CalibrationData
+from lightning_obs.errors import CalibrationError, name_list
+
+#: words that make a paragraph of the default text a sample
+_SENTENCE = 8
 
 
 class TextData(CalibrationData):
-    """Blocks of tokens: ``val_dataloader`` to calibrate on, ``test_dataloader`` held out.
+    """Blocks of tokens, as language models are calibrated on them: batches ``{"input_ids": (batch_size, tokens)}``.
 
     Args:
         tokenizer: a transformers tokenizer.
-        path: a text file in UTF-8 (documents are paragraphs); a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file,
-            whose objects or rows have ``text_field``; a folder of such files, or one saved by ``datasets``. None: the
-            default text.
-        batches: calibration batches.
-        batch_size: blocks per batch.
-        tokens: tokens per block.
-        eval_batches: batches to measure perplexity on.
+        path: see :func:`~lightning_obs.app.data.files.read_rows`; a single document is cut in two halves.
         text_field: the field or column that holds the text.
-        num_workers: of the DataLoaders.
-        train_batches: batches to train on: other blocks of the half that is not held out; 0 for none.
-        eval_path: another text to measure perplexity on, of any kind that ``path`` takes. Then all of ``path`` is there
-            to calibrate and train on. None: every second document of ``path``.
+        **options: of :class:`~lightning_obs.app.data.splits.DataOptions`.
 
     Raises:
-        CalibrationError: numbers that are not positive; a file that is not there or cannot be read; less text than
-            asked for.
+        CalibrationError: see :class:`~lightning_obs.app.data.splits.CalibrationData`.
     """
+
+    unit = "blocks of text"
+
+    def __init__(
+        self, tokenizer: Any, path: str | os.PathLike[str] | None = None, text_field: str = "text", **options: Any
+    ) -> None:
+        self._tokenizer, self._text_field = tokenizer, text_field
+        super().__init__(path=path, **options)
+
+    @override
+    def read(self, path: Any, option: str) -> list[str]:
+        documents = read_documents(path, self._text_field, option)
+        if len(documents) > 1 or self.options.eval_path is not None:
+            return documents
+        return [text[part] for text in documents for part in (slice(len(text) // 2), slice(len(text) // 2, None))]
+
+    @override
+    def samples(self, found: list[str], count: int) -> list[dict[str, torch.Tensor]]:
+        tokens = self.options.tokens
+        ids = torch.tensor(self._tokenizer("\n\n".join(found), verbose=False).input_ids, dtype=torch.long)
+        return [{"input_ids": block} for block in ids[: count * tokens].split(tokens) if len(block) == tokens]
+
+
+class DocumentData(CalibrationData):
+    """One sample for each text, cut at ``tokens`` and padded to the longest of its batch.
+
+    Batches have ``input_ids`` and ``attention_mask`` ``(batch_size, tokens)``. With ``label_field`` they have
+    ``labels`` ``(batch_size,)``; with ``targets``, ``labels`` ``(batch_size, target tokens)``, padded with -100.
+    Without a ``path``, samples are paragraphs of the default text.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        text_field: the field or column that holds the text.
+        label_field: that of the label: a number, or a name that ``label2id`` has. None: no labels.
+        target_field: that of the text that ``targets`` asks for; None: the text's own second half.
+        label2id: numbers of the labels' names.
+        targets: samples have a target text.
+        **options: of :class:`~lightning_obs.app.data.splits.DataOptions`.
+
+    Raises:
+        CalibrationError: see :class:`~lightning_obs.app.data.splits.CalibrationData`; an unknown label.
+    """
+
+    unit = "texts"
 
     def __init__(
         self,
         tokenizer: Any,
-        path: str | os.PathLike[str] | None = None,
-        batches: int = 16,
-        batch_size: int = 1,
-        tokens: int = 512,
-        eval_batches: int = 16,
         text_field: str = "text",
-        num_workers: int = 0,
-        train_batches: int = 0,
-        eval_path: str | os.PathLike[str] | None = None,
+        label_field: str | None = None,
+        target_field: str | None = None,
+        label2id: Mapping[str, int] | None = None,
+        targets: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(batch_size, num_workers)
-        require_positive(batches=batches, batch_size=batch_size, tokens=tokens, eval_batches=eval_batches)
-        documents = list(read_documents(path, text_field))
-        if eval_path is not None:
-            seen, held_out = documents, list(read_documents(eval_path, text_field, "data.eval_path"))
-        else:
-            if len(documents) == 1:
-                half = len(documents[0]) // 2
-                documents = [documents[0][:half], documents[0][half:]]
-            seen, held_out = documents[0::2], documents[1::2]
-        wanted = (batches + train_batches) * batch_size
-        blocks = _blocks(tokenizer, seen, wanted, tokens, "calibration", "batches")
-        self.calibration = TokenBlocks(blocks.tokens[: batches * batch_size])
-        self.training = TokenBlocks(blocks.tokens[batches * batch_size :])
-        self.held_out = _blocks(tokenizer, held_out, eval_batches * batch_size, tokens, "held-out", "eval_batches")
+        self._tokenizer, self._label2id, self._targets = tokenizer, label2id or {}, targets
+        self._text_field, self._label_field, self._target_field = text_field, label_field, target_field
+        pad = (DataCollatorForSeq2Seq if targets else DataCollatorWithPadding)(tokenizer)
+        super().__init__(partial(_padded, pad), **options)
+
+    @override
+    def read(self, path: Any, option: str) -> list[Row]:
+        rows = list(read_rows(path, self._text_field, option))
+        if path is not None:
+            return rows
+        paragraphs = ((place, text.strip()) for place, row in rows for text in row[self._text_field].split("\n\n"))
+        # headings are no samples
+        return [(place, {self._text_field: text}) for place, text in paragraphs if len(text.split()) >= _SENTENCE]
+
+    @override
+    def samples(self, found: list[Row], count: int) -> list[dict[str, Any]]:
+        return [self._sample(*row) for row in found[:count]]
+
+    def _sample(self, place: str, row: Any) -> dict[str, Any]:
+        text = text_of(place, row, self._text_field)
+        if self._targets:
+            if self._target_field is None:
+                words = text.split()
+                half = max(1, min(len(words) // 2, self.options.tokens))
+                text, target = " ".join(words[:half]), " ".join(words[half:])
+            else:
+                target = text_of(place, row, self._target_field, "data.target_field")
+            return {**self._encoded(text=text), "labels": self._encoded(text_target=target)["input_ids"]}
+        sample = self._encoded(text=text)
+        return sample if self._label_field is None else {**sample, "labels": self._label(place, row)}
+
+    def _encoded(self, **text: str) -> dict[str, Any]:
+        return dict(self._tokenizer(**text, truncation=True, max_length=self.options.tokens))
+
+    def _label(self, place: str, row: Mapping[str, Any]) -> int | float:
+        value = row.get(self._label_field or "")
+        if value is None:
+            raise CalibrationError(
+                f"{place} has no field {self._label_field!r}",
+                got=f"the fields {name_list(list(row))}",
+                remedy="name the field of the labels: data.label_field=...",
+            )
+        if isinstance(value, str) and value in self._label2id:
+            return self._label2id[value]
+        try:
+            return int(value) if float(value) == int(float(value)) else float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            known = ", ".join(f"{name!r} ({number})" for name, number in self._label2id.items())
+            raise CalibrationError(
+                f"{place}: the model does not know the label in the field {self._label_field!r}",
+                got=repr(value),
+                expected=f"a class by its number or its name; the model knows {known or 'no names'}",
+                remedy="write the classes as numbers, or put their names into the model's config.json: "
+                f'"label2id": {{{json.dumps(str(value))}: 0, ...}}.',
+            ) from error
 
 
-class TokenBlocks(Dataset[dict[str, torch.Tensor]]):
-    """Rows of a token matrix ``(blocks, tokens)``."""
-
-    def __init__(self, tokens: torch.Tensor) -> None:
-        self.tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens[index]}
-
-
-def _blocks(tokenizer: Any, documents: list[str], count: int, tokens: int, what: str, option: str) -> TokenBlocks:
-    ids = torch.tensor(tokenizer("\n\n".join(documents), verbose=False).input_ids, dtype=torch.long)
-    if len(ids) < count * tokens:
-        raise CalibrationError(
-            f"too little {what} text (every second document is held out, unless data.eval_path is given)",
-            got=f"{len(ids)} tokens",
-            expected=f"{count} blocks of {tokens}",
-            remedy=f"more text, or a smaller data.{option} or data.tokens.",
-        )
-    return TokenBlocks(ids[: count * tokens].view(count, tokens))
+def _padded(pad: Callable[[Any], Mapping[str, Any]], samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """A function, not a lambda: processes that are spawned get the data pickled."""
+    return dict(pad(samples))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_obs.app.imports import import_for
 from lightning_obs.app.models.task_module import OneOutputPerSample
 from lightning_obs.checkpoint.load import load_checkpoint
 from lightning_obs.errors import CalibrationError
@@ -66,14 +67,7 @@ def import_timm() -> Any:
     Raises:
         CalibrationError: it cannot be imported.
     """
-    try:
-        import timm
-        import timm.data
-    except (ImportError, RuntimeError) as error:  # the latter from a torchvision that is built for another torch
-        raise CalibrationError(
-            "model=timm needs the package timm, which cannot be imported", got=str(error), remedy="pip install timm"
-        ) from error
-    return timm
+    return import_for("model=timm", "timm")
 
 
 def _create(name: str, path: str | os.PathLike[str] | None, num_classes: int | None) -> tuple[nn.Module, Any]:
