@@ -36,6 +36,8 @@ FORMATS: dict[str, Any] = {
     "int4": {"num_bits": 4},
     "int4 asymmetric": {"num_bits": 4, "symmetric": False},
     "int8": {"num_bits": 8},
+    "int4 signed": {"num_bits": 4},
+    "int8 signed": {"num_bits": 8},
     "int8 asymmetric": {"num_bits": 8, "symmetric": False},
     "fp8": {"num_bits": 8, "type": "float"},
     "fp8 in blocks": {"num_bits": 8, "type": "float", **BLOCK},
@@ -115,6 +117,7 @@ def draw_search(name: str, dtype: torch.dtype, generator: torch.Generator) -> tu
     expand, maxshrink = one_of((1.0, 0.2), (1.0, 0.2), (1.0, 0.8), (1.8, 1 - 0.8 / 1.8))
     options: dict[str, Any] = {"expand": expand, "norm": one_of(2.4, 2.4, 2.0, 1.0, 3.0)}
     options |= {"patience": one_of(5, 5, 1, None), "part": one_of(False, False, True)}
+    options["signed"] = name.endswith("signed")
     factors = shrink_factors(maxshrink, one_of(100.0, 20.0))
     what = f"{args.strategy}, {rows}x{columns}, {kind}, {options}, {len(factors)} candidates"
     if args.strategy == "block":

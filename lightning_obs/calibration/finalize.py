@@ -8,7 +8,7 @@ Nothing is written before everything was checked.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,7 +86,7 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
         for t in session.plan.targets
         if t.name not in session.skipped
     }
-    check_scales(qparams)
+    check_scales(qparams, {f"{name}.{base}_scale" for (name, base), o in session.observers.items() if o.signed})
     check_heads(session.model, qparams)
     for target in session.plan.targets:
         if target.name in qparams:
@@ -203,13 +203,15 @@ def _kept_qparams(target: PlannedModule, weights: bool, activations: bool) -> di
 # ---------------------------------------------------------------------- what has to hold before anything is written
 
 
-def check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+def check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]], signed: Collection[str] = ()) -> None:
     """Raise a CalibrationError that names every scale (by module and parameter) that is not finite and positive.
 
     Args:
         qparams: as they are stored: what is positive in float32 may be zero in float16.
+        signed: names of scales that may be negative.
     """
     scales = {f"{n}.{key}": x for n, values in qparams.items() for key, x in values.items() if key.endswith("scale")}
+    scales |= {key: scales[key].abs() for key in signed if key in scales}
     # Nearly always all are: one question for all of them takes a tenth of the time.
     alike: dict[object, list[torch.Tensor]] = {}
     for scale in scales.values():

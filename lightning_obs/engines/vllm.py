@@ -28,6 +28,8 @@ from lightning_obs.schemes.planned_modules import PlannedModule
 _VLLM = "vLLM 0.32"
 _CHANNEL, _GROUP = QuantizationStrategy.CHANNEL, QuantizationStrategy.GROUP
 _TENSOR, _TOKEN, _BLOCK = QuantizationStrategy.TENSOR, QuantizationStrategy.TOKEN, QuantizationStrategy.BLOCK
+#: families of which a kernel reads negative scales wrongly (Marlin with int8 inputs, vLLM #48926), or was not tried
+_POSITIVE_SCALES = ("W4AFP8", "W4A8", "WNA8")
 _REMEDY = 'choose another scheme (docs/engines.md lists them), list the modules in `ignore`, or set reload="unchecked".'
 
 _Fits: TypeAlias = "Callable[[QuantizationArgs | None], bool]"
@@ -184,6 +186,14 @@ class VLLM(Engine):
                 where=[target.name],
                 got=_describe(target.scheme),
                 remedy=_REMEDY,
+            )
+        weights = target.scheme.weights
+        if family.name in _POSITIVE_SCALES and weights is not None and (weights.observer_kwargs or {}).get("signed"):
+            raise CalibrationError(
+                f"{_VLLM} does not read the negative scales of a weight whose inputs are quantized, too",
+                where=[target.name],
+                got=f"an observer with signed=True, {_describe(target.scheme)}",
+                remedy="leave out signed=True, or leave the inputs in full precision (W4A16).",
             )
         return Hardware(family.experts) if is_expert else family.linear
 

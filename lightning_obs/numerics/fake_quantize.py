@@ -48,7 +48,7 @@ def fake_quantize(
 
     Args:
         value: a weight ``(R, C)``, an activation ``(..., C)`` or an attention state ``(B, H, S, D)``.
-        scale: positive, in the shape that compressed-tensors registers for the strategy. It gets a gradient if it
+        scale: not zero, in the shape that compressed-tensors registers for the strategy. It gets a gradient if it
             requires one, times ``1 / sqrt(N * qmax)``, N values per scale; see :func:`learned_scale`.
         zero_point: ``scale``'s shape, or None for zero. Integers; never learned.
         args: bits, type, strategy.
@@ -127,10 +127,10 @@ def fake_quantize_dynamic(
 
 
 def learned_scale(calibrated: torch.Tensor, log_factor: torch.Tensor) -> torch.Tensor:
-    """A scale that can be learned and stays positive: ``calibrated * exp(log_factor)``.
+    """A scale that can be learned and keeps its sign: ``calibrated * exp(log_factor)``.
 
     The paper learns the scale itself. Under Adam, whose steps are about the learning rate whatever the gradient is,
-    that moves a scale of 0.002 by half at a learning rate of 0.001, and nothing keeps it from turning negative. Here
+    that moves a scale of 0.002 by half at a learning rate of 0.001, and nothing keeps its sign. Here
     the same step changes any scale by 0.1 %. ``log_factor`` starts at zero, where the result is exactly the calibrated
     scale, and weight decay pulls back to that rather than to zero.
 
@@ -139,14 +139,15 @@ def learned_scale(calibrated: torch.Tensor, log_factor: torch.Tensor) -> torch.T
         log_factor: ``calibrated``'s shape, float32, zeros at first: the parameter that the optimizer gets.
 
     Returns:
-        The scale in ``calibrated``'s dtype, at least that dtype's smallest normal number.
+        The scale in ``calibrated``'s dtype, its magnitude at least that dtype's smallest normal number.
 
     >>> log_factor = nn.Parameter(torch.zeros(1))
     >>> learned_scale(torch.tensor([0.25]), log_factor).item()
     0.25
     """
     scale = (calibrated.detach() * log_factor.exp()).to(calibrated.dtype)
-    return scale.clamp(min=torch.finfo(calibrated.dtype).tiny)
+    least = torch.finfo(calibrated.dtype).tiny
+    return torch.where(calibrated < 0, scale.clamp(max=-least), scale.clamp(min=least))
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -235,8 +236,8 @@ def _on_grid(
     slack = grid.last_step / 2 + eps * (high - low)
     step = scale.float() if global_scale is None else scale / global_scale
     zero = 0.0 if zero_point is None else zero_point.float()
-    lower = _broadcastable((low - slack - zero) * step, args)
-    upper = _broadcastable((high + slack - zero) * step, args)
+    ends = (low - slack - zero) * step, (high + slack - zero) * step  # a negative scale exchanges them
+    lower, upper = _broadcastable(torch.minimum(*ends), args), _broadcastable(torch.maximum(*ends), args)
     grouped = _group(value, args)
     return (grouped >= lower).logical_and_(grouped <= upper)
 

@@ -15,6 +15,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from compressed_tensors.quantization.utils import calculate_qparams
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.numerics.qparams import signed_scale
 
 
 class NumberFormat(NamedTuple):
@@ -92,7 +93,8 @@ class NumberGrid(NamedTuple):
     """The numbers of a format, in units of the scale; the zero point is not subtracted.
 
     ``low`` and ``high`` are the smallest and the largest; ``number`` tells where those between them lie (None: they are
-    the integers). ``args`` tell how a range becomes a scale.
+    the integers). ``args`` tell how a range becomes a scale, and ``signed`` whether that may be negative
+    (:func:`~lightning_obs.numerics.qparams.signed_scale`).
 
     >>> NumberGrid.of(QuantizationArgs(num_bits=4)).round(torch.tensor([-9.0, 0.5, 1.5, 6.6]))
     tensor([-8.,  0.,  2.,  7.])
@@ -102,15 +104,16 @@ class NumberGrid(NamedTuple):
     low: float
     high: float
     number: NumberFormat | None
+    signed: bool = False
 
     @classmethod
-    def of(cls, args: QuantizationArgs) -> NumberGrid:
+    def of(cls, args: QuantizationArgs, signed: bool = False) -> NumberGrid:
         """The grid of a format."""
         number = format_of(args)
         if number is not None:
             return cls(args, -number.last, number.last, number)
         half = 2.0 ** (args.num_bits - 1)
-        return cls(args, -half, half - 1, None)
+        return cls(args, -half, half - 1, None, signed)
 
     @property
     def symmetric(self) -> bool:
@@ -137,6 +140,8 @@ class NumberGrid(NamedTuple):
     def qparams(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scale and zero point (None if symmetric) as float32, rounded as compressed-tensors stores them."""
         args = self.args
+        if self.signed:
+            return signed_scale(low, high, args).float(), None
         if args.scale_dtype != self.scale_dtype:
             args = args.model_copy(update={"scale_dtype": None})
         scale, zero_point = calculate_qparams(low, high, args)

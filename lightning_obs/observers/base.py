@@ -22,7 +22,7 @@ from torch import distributed as dist
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.histogram import Support
-from lightning_obs.numerics.qparams import QParamsDict, compute_global_scale, compute_qparams
+from lightning_obs.numerics.qparams import QParamsDict, can_be_signed, compute_global_scale, compute_qparams
 from lightning_obs.numerics.reshape import BASE_NAMES, flatten_for_calibration
 from lightning_obs.observers.registry import Registry
 from lightning_obs.observers.rows import join_rows, rows_per_scale
@@ -65,6 +65,10 @@ class Observer(Statistics, Registry):
     #: declared hyperparameters and their defaults; each becomes an attribute. None: takes anything.
     hyperparameters: ClassVar[dict[str, Any] | None] = None
 
+    #: whether scales may be negative, a hyperparameter of observers of weights; see
+    #: :func:`~lightning_obs.numerics.qparams.signed_scale`
+    signed: bool = False
+
     #: whether the range of a whole tensor is the widest of its fused group's, see :meth:`fuse`
     _joins_ranges: bool = False
 
@@ -80,6 +84,13 @@ class Observer(Statistics, Registry):
         #: observers of one kind find the same in a tensor
         self._kind: Hashable = (type(self), base_name, repr(self.args))
         self._set_hyperparameters(kwargs)
+        if self.signed and not can_be_signed(base_name, args):
+            given = args.model_dump(mode="json", include={"num_bits", "type", "symmetric", "scale_dtype"})
+            raise CalibrationError(
+                "signed scales are for weights in symmetric integer formats, stored as they are",
+                got=f"{base_name}, {given}",
+                remedy="leave out signed=True.",
+            )
 
     def _set_hyperparameters(self, given: dict[str, Any]) -> None:
         known: dict[str, Any] = {}
@@ -213,7 +224,7 @@ class Observer(Statistics, Registry):
         if self.qparams_dtype is not None:
             dtype = torch.promote_types(min_vals.dtype, self.qparams_dtype)
             min_vals, max_vals = min_vals.to(dtype), max_vals.to(dtype)
-        return compute_qparams(min_vals, max_vals, self.args, self.get_global_scale())
+        return compute_qparams(min_vals, max_vals, self.args, self.get_global_scale(), self.signed)
 
     def _require_statistics(self) -> None:
         if not self.has_statistics:

@@ -18,13 +18,17 @@ class MemorylessMinMaxObserver(Observer):
     """The range of the last observed tensor. The default for weights, which are observed once.
 
     Observes ``(N, *Q, G)``: N observations, Q the shape of the scales, G values per scale. Ranges are ``(*Q,)``.
+
+    Keyword Args:
+        signed (bool): of weights in symmetric integer formats, the scale is negative where the range reaches farther
+            above zero than below, which gives the lowest code, the one without a counterpart, to the larger end.
     """
 
     statistics: ClassVar[tuple[Statistic, ...]] = (
         Statistic("min_vals", "keep", rows="min"),
         Statistic("max_vals", "keep", rows="max"),
     )
-    hyperparameters: ClassVar[dict[str, Any] | None] = {}
+    hyperparameters: ClassVar[dict[str, Any] | None] = {"signed": False}
 
     @override
     def measure(self, observed: torch.Tensor) -> MinMaxTuple:

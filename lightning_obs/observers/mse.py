@@ -34,6 +34,7 @@ class MemorylessMSEObserver(Observer):
         grid (int): steps per unit of p.
         norm (float): exponent of the error; 2 is the mean squared error, more fears large errors more.
         expand (float): factor on the range before the search, at least 1.
+        signed (bool): as of ``memoryless_minmax``; candidates are those of the range, with its sign.
 
     Raises:
         CalibrationError: a value outside of these.
@@ -54,6 +55,7 @@ class MemorylessMSEObserver(Observer):
         "grid": 100.0,
         "norm": 2.4,
         "expand": 1.0,
+        "signed": False,
     }
     maxshrink: float
     patience: int
@@ -109,7 +111,8 @@ class MemorylessMSEObserver(Observer):
     def _search(
         self, observed: torch.Tensor, importance: torch.Tensor | None = None, in_blocks: bool = False
     ) -> Sequence[torch.Tensor]:
-        options: dict[str, Any] = {"norm": self.norm, "expand": self.expand, "patience": self.idle_limit}
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("norm", "expand", "signed")}
+        options["patience"] = self.idle_limit
         factors = self.candidates()
         if self.stop is not None:
             factors, options["patience"] = factors[: self.stop], None

@@ -38,7 +38,7 @@ class ScaleDrift:
         for name, scale in qparams.items():
             if not name.endswith("_scale") or name.endswith("_global_scale"):
                 continue
-            now = scale.detach().float().cpu().log2()
+            now = scale.detach().float().cpu().abs().log2()
             first = self._first.get(name)
             if first is None or first.shape != now.shape:
                 first = self._first[name] = now

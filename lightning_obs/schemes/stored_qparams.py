@@ -15,6 +15,7 @@ from compressed_tensors.quantization.utils import calculate_range
 
 from lightning_obs.model.sharding import whole_shape
 from lightning_obs.model.weight import matrix_shape
+from lightning_obs.numerics.qparams import can_be_signed
 from lightning_obs.numerics.reshape import ATTENTION, flatten_for_calibration
 from lightning_obs.schemes.attention_states import count_heads
 from lightning_obs.schemes.planned_modules import PlannedModule
@@ -68,7 +69,9 @@ def _misfit(name: str, value: Any, shape: tuple[int, ...] | None, args: Quantiza
         if not value.is_floating_point():
             return f"is {value.dtype}"
         wide = value.float()  # torch asks nothing of float8
-        return None if bool((torch.isfinite(wide) & (wide > 0)).all()) else "is not finite and positive"
+        signed = can_be_signed(name.removesuffix("_scale"), args)
+        positive = bool((torch.isfinite(wide) & ((wide.abs() if signed else wide) > 0)).all())
+        return None if positive else f"is not finite and {'other than zero' if signed else 'positive'}"
     low, high = calculate_range(args, value.device)
     inside = bool(((value.float() >= low) & (value.float() <= high)).all())
     return None if inside else f"is not from {low:g} to {high:g}"

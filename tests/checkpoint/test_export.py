@@ -66,6 +66,20 @@ def test_transformers_loads_it_with_the_same_logits(scheme, dtype, reload, tiny_
         assert torch.equal(reloaded(**batches[0]).logits, expected)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_negative_scales_come_back_with_the_same_logits(bits, dtype, tiny_llama, batches, tmp_path):
+    observer = {"observer": "memoryless_mse", "observer_kwargs": {"signed": True}}
+    scheme = {"weights": {"num_bits": bits, "group_size": 32, **observer}}
+    model = calibrated(tiny_llama(dtype), scheme, batches, ignore=["lm_head"])
+    assert (model.model.layers[0].mlp.up_proj.weight_scale < 0).any()
+    with torch.no_grad(), quantized(model):
+        expected = model(**batches[0]).logits
+    export_checkpoint(model, tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "out")(**batches[0]).logits, expected)
+
+
 def test_two_schemes_in_one_checkpoint(tiny_llama, batches, tmp_path):
     scheme = {"FP8": ["re:.*self_attn[.].*_proj$"], "INT8_STATIC": ["re:.*mlp[.].*_proj$"]}
     model = calibrated(tiny_llama(torch.bfloat16), scheme, batches)

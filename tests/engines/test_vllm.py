@@ -52,6 +52,15 @@ def test_what_vllm_computes_in_another_way_is_a_warning(scheme, message, tiny_ll
         plan(tiny_llama(torch.bfloat16), scheme, "vllm", ignore="lm_head")
 
 
+@pytest.mark.parametrize(("scheme", "loads"), [("W4A16", True), ("W8A16", True), ("W4A8", False), ("W4AFP8", False)])
+def test_negative_scales_are_refused_where_its_kernels_misread_them(scheme, loads, tiny_llama):
+    signed = {"observers": {"weight": {"name": "memoryless_mse", "signed": True}}, "ignore": "lm_head"}
+    assert asked(tiny_llama(torch.bfloat16), scheme, "default", **signed)[1]["vLLM"].loads == loads
+    if not loads:
+        with pytest.raises(CalibrationError, match=r"does not read the negative scales.*q_proj.*signed=True"):
+            plan(tiny_llama(torch.bfloat16), scheme, "vllm", **signed)
+
+
 def test_a_mixture_runs_where_each_of_its_schemes_does(tiny_llama):
     groups = {"W4AFP8": ["re:.*mlp.*_proj"], "MXFP4": ["re:.*self_attn.*_proj"]}  # Hopper only; 8.0 or newer
     assert asked(tiny_llama(torch.bfloat16), groups, "vllm")[1]["vLLM"].text == "CUDA 9.0"

@@ -213,11 +213,9 @@ def test_observers_that_share_args_do_not_share_hyperparameters():
     assert (first.averaging_constant, second.averaging_constant) == (0.5, 0.01)
 
 
-@pytest.mark.parametrize(
-    ("name", "known"), [("minmax", "averaging_constant"), ("static_minmax", "none, it takes no hyperparameters")]
-)
+@pytest.mark.parametrize(("name", "known"), [("minmax", "averaging_constant"), ("static_minmax", "signed")])
 def test_an_unknown_hyperparameter_is_refused_and_the_known_are_named(name, known):
-    with pytest.raises(CalibrationError, match=rf"Observer has no hyperparameter 'averaging'. Expected {known}"):
+    with pytest.raises(CalibrationError, match=rf"Observer has no hyperparameter 'averaging'. Expected .*{known}"):
         make(name, averaging=0.5)
 
 

@@ -231,14 +231,21 @@ def _format(grid: NumberGrid, dtype: torch.dtype, factors: Sequence[float], expa
     rounded = None if mx or grid.scale_dtype in (None, dtype) else format_of_dtype(grid.scale_dtype)
     # A scale may be narrower than its range asks for, by the last bit of its mantissa.
     slack = 2.0 if mx else 1.01 if rounded is None else 1 + 0.56 * 2.0**-rounded.mantissa
-    span = (grid.high - grid.low) / (2 if grid.symmetric else 1)
+    span = -grid.low if grid.signed else (grid.high - grid.low) / (2 if grid.symmetric else 1)
     most, narrowest = span * slack / (expand * factors[0]), min(factors) / factors[0]
     distance = max(grid.last_step * max(factors) / factors[0], most - (span - 1) * narrowest / slack + 1)
     zero = torch.zeros(1, dtype=dtype)
     form = Format(
-        *(np.float32(grid.low), np.float32(grid.high), number is not None, *_bits(number)[:2], grid.symmetric),
+        *(
+            np.float32(grid.low),
+            np.float32(grid.high),
+            number is not None,
+            *_bits(number)[:2],
+            grid.symmetric,
+            grid.signed,
+        ),
         divisor=np.float32(span),
-        exact=half is not None or rounded is not None or mx or not grid.symmetric,
+        exact=half is not None or rounded is not None or mx or not grid.symmetric or grid.signed,
         range=_bits(half),
         scale=_bits(rounded),
         mx_round=np.int32(1 << (22 - number.mx_mantissa) if mx and number is not None else 0),

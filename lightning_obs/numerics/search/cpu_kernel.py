@@ -43,8 +43,9 @@ class Format(NamedTuple):
     normal: Any
     magic: Any
     symmetric: bool
+    signed: bool  # whether the scale is negative where the range reaches farther above zero
     divisor: Any  # of the range: the scale
-    exact: bool  # whether scales are rounded to less than float32, or zero points depend on their last bit
+    exact: bool  # whether scales are rounded to less than float32, or zero points or signs depend on the last bit
     range: Any  # (normal, magic, largest number) of the range's dtype; magic 0: float32
     scale: Any  # the same of the scale's; magic 0: the range's
     mx_round: Any  # power of two scales (MX): what is added to the bits before the mantissa goes; 0: none
@@ -94,6 +95,8 @@ def qparams(low: Any, high: Any, form: Format) -> Any:
                 scale = f32(np.inf)
         else:
             scale = stored(size / form.divisor, form)
+            if form.signed and high > -low:
+                scale = -scale
     else:
         scale = stored(stored(high - low, form) / form.divisor, form)
         zero = near_integer(min(max(stored(form.low - stored(low / scale, form), form), form.low), form.high))
@@ -148,6 +151,7 @@ def doubt(best: Any, unit: Any, size: Any, squares: Any, weight: Any, steps: int
     """
     if squares == f32(0) and (size == f32(0) or weight == f32(0)):
         return f32(0)  # nothing is lost by any candidate
+    unit = abs(unit)
     share, root = weight / best, f32(1) / power.norm
     length = size * unit * root_above(squares / (size * size) / best if power.norm >= f32(2) else share, root)
     off = f32(_ROUNDINGS) * length
@@ -251,7 +255,7 @@ def search(
                     inverse[r] = f32(1) / scale
                     if k == 0:
                         unit[r] = inverse[r]
-                    ratio[r] = scale * unit[r]
+                    ratio[r] = abs(scale * unit[r])
                 spread(inverse, side)
                 spread(ratio, side)
                 spread(zero, side)
@@ -263,7 +267,8 @@ def search(
                     ratio[i], inverse[i] = narrower, unit[i] * wider
             hopeless = few and k > 0 and weight.shape[0] == 0
             for r in range(rows if hopeless else 0):  # what the largest and the smallest value lose
-                cut = max(most[r] * inverse[r] + zero[r] - form.high, form.low - zero[r] - least[r] * inverse[r])
+                ends = least[r] * inverse[r], most[r] * inverse[r]
+                cut = max(max(ends) + zero[r] - form.high, form.low - zero[r] - min(ends))
                 hopeless &= cut > f32(0.1) and (cut * f32(0.99) * ratio[r]) ** power.norm > best[r] * f32(1.01)
             if hopeless:
                 errors[k] = np.inf
@@ -333,7 +338,7 @@ def sum_errors(
     total, distance, inverse, ratio = some_lanes()
     zero = np.zeros(LANES, f32)
     for k in range(scales.size):
-        inverse[:], ratio[:], zero[:] = f32(1) / scales[k], scales[k] / unit, zeros[k]
+        inverse[:], ratio[:], zero[:] = f32(1) / scales[k], abs(scales[k] / unit), zeros[k]
         for s in range(0, tile.shape[0], STEPS):
             total[:] = f32(0)
             piece = slice(s, s + STEPS)

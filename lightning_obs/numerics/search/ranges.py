@@ -64,6 +64,7 @@ def search_range(
     expand: float = 1.0,
     importance: torch.Tensor | None = None,
     part: bool = False,
+    signed: bool = False,
 ) -> Found:
     """The range of least quantization error per scale.
 
@@ -78,6 +79,7 @@ def search_range(
         importance: weight of each value's error, broadcastable to ``(*Q, G)``, not negative.
         part: other rows belong to the search too. So it visits all factors, and what they improve decides where the
             search of all rows ends (:func:`~lightning_obs.numerics.candidates.visited`).
+        signed: the scale may be negative (:func:`~lightning_obs.numerics.qparams.signed_scale`).
 
     Returns:
         The range, ``(*Q,)`` each, in the dtype of ``observed``, and what each factor improved. Where no candidate has
@@ -88,7 +90,7 @@ def search_range(
     rows = rows_of_counts(observed) if importance is None else None
     if rows is None:
         rows = rows_of_observed(observed, importance)
-    return _search(rows, observed.shape[1:-1], args, factors, patience, norm, expand, part)
+    return _search(rows, observed.shape[1:-1], NumberGrid.of(args, signed), factors, patience, norm, expand, part)
 
 
 def search_block_range(
@@ -100,34 +102,33 @@ def search_block_range(
     norm: float = 2.4,
     expand: float = 1.0,
     part: bool = False,
+    signed: bool = False,
 ) -> Found:
     """The range of least quantization error per block of a weight ``(R, C)``, which is not copied.
 
     Args:
         weight: not empty; the height and width of a block divide it.
         args: its ``block_structure`` is the size of a block.
-        factors, patience, norm, expand, part: see :func:`search_range`.
+        factors, patience, norm, expand, part, signed: see :func:`search_range`.
 
     Returns:
         As :func:`search_range`; ``(R / height, C / width)`` each.
     """
     assert args.block_structure is not None  # QuantizationArgs validated it
     rows = rows_of_blocks(weight, *args.block_structure)
-    return _search(rows, rows.view.shape[:2], args, factors, patience, norm, expand, part)
+    return _search(rows, rows.view.shape[:2], NumberGrid.of(args, signed), factors, patience, norm, expand, part)
 
 
 def _search(
     rows: Rows,
     shape: torch.Size,
-    args: QuantizationArgs,
+    grid: NumberGrid,
     factors: Sequence[float],
     patience: int | None,
     norm: float,
     expand: float,
     part: bool,
 ) -> Found:
-    grid = NumberGrid.of(args)
-
     def visit(rows: Rows, factors: Sequence[float], patience: int | None, by_loops: bool) -> Visited:
         if by_loops:
             return cpu.visit(rows, factors, grid, norm, expand, patience)

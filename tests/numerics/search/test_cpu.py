@@ -30,17 +30,20 @@ FORMATS = SOME_FORMATS | {
     "int2": QuantizationArgs(num_bits=2),
     "int3 asymmetric": QuantizationArgs(num_bits=3, symmetric=False),
     "int6": QuantizationArgs(num_bits=6),
+    "int4 signed": QuantizationArgs(num_bits=4),
+    "int8 signed": QuantizationArgs(num_bits=8),
     "fp6": QuantizationArgs(num_bits=6, type="float"),
     "fp4 with fp8 scales": QuantizationArgs(
         num_bits=4, type="float", strategy="group", group_size=16, scale_dtype=torch.float8_e4m3fn
     ),
 }
+SIGNED = {name for name in FORMATS if name.endswith("signed")}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def both(rows, name, factors=FACTORS, norm=2.4, expand=1.0):
     """The loops' outcome and the definition's."""
-    grid = NumberGrid.of(FORMATS[name])
+    grid = NumberGrid.of(FORMATS[name], name in SIGNED)
     assert cpu.can_search(rows, grid, norm)
     candidates = torch.tensor(factors, dtype=torch.float64)
     return cpu.visit(rows, factors, grid, norm, expand, None), definition.visit(rows, candidates, grid, norm, expand)
@@ -103,7 +106,7 @@ def test_rows_of_every_length_fill_a_tile(name, size):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_scales_are_rounded_as_compressed_tensors_rounds_them(name, dtype):
-    grid = NumberGrid.of(FORMATS[name])
+    grid = NumberGrid.of(FORMATS[name], name in SIGNED)
     form, _ = cpu._format(grid, dtype, FACTORS, 1.0)
     ends = torch.randn(2000, 2).mul_(torch.rand(2000, 1) * 9 + 0.01).sort(1).values.to(dtype)
     scale, zero_point = grid.qparams(ends[:, 0], ends[:, 1])
@@ -113,7 +116,7 @@ def test_scales_are_rounded_as_compressed_tensors_rounds_them(name, dtype):
     assert [one[1] for one in found] == zero_point.tolist()
 
 
-@pytest.mark.parametrize("name", ["int4", "int8", "int8 asymmetric", "fp8", "mxfp4"])
+@pytest.mark.parametrize("name", ["int4", "int4 signed", "int8", "int8 asymmetric", "fp8", "mxfp4"])
 @pytest.mark.parametrize("view", ["one piece", "heads", "weighed"])
 def test_long_rows_are_added_up_in_pieces(name, view, monkeypatch):
     observed = torch.distributions.StudentT(4.0).sample((700, 3, 64))
@@ -135,7 +138,7 @@ def test_a_long_row_near_the_ends_of_float32_is_left_to_the_definition(monkeypat
 def test_candidates_that_tie_are_decided_by_the_definition():
     """Values on a grid of a power of two: the same error at several factors, to the last bit."""
     rows = Rows((torch.randint(-8, 8, (50, 32)) / 8.0)[None, :, None])
-    for name in ("int8", "fp8", "int4", "fp4"):
+    for name in ("int8", "fp8", "int4", "int4 signed", "fp4"):
         assert_equal(*both(rows, name))
 
 
