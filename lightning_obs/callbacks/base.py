@@ -25,7 +25,7 @@ from lightning_obs.calibration.saved_state import changed_options, require_whole
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import PADDING, find_mask
 from lightning_obs.callbacks.export_at_end import ExportAtEnd
-from lightning_obs.callbacks.logged import log_layers, log_numbers
+from lightning_obs.callbacks.logged import log_results
 from lightning_obs.callbacks.strategies import collectives_of, repeated_in_batch, repeated_samples, require_exact
 from lightning_obs.callbacks.which_module import describe, find_module, require_forward
 from lightning_obs.checkpoint.export import export_checkpoint
@@ -35,6 +35,7 @@ from lightning_obs.model.sharding import in_shards, register_fsdp_units, reshard
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.facts import Report, ScaleDrift
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
+from lightning_obs.report.layer_rows import aggregates
 from lightning_obs.report.page import write_report
 from lightning_obs.schemes.config import SchemeLike
 
@@ -43,17 +44,23 @@ class SessionCallback(Callback):
     """A callback that calibrates through a :class:`~lightning_obs.CalibrationSession` of its own.
 
     Args:
-        scheme: or :class:`~lightning_obs.CalibrationOptions`.
+        scheme: as for :class:`~lightning_obs.CalibrationOptions`, or such options.
         module: attribute path of the module to calibrate and export; ``""`` is the LightningModule itself. Default: the
             one transformers model that the LightningModule holds (of several, those nearest to it count), else the
-            LightningModule itself.
-        export_folder, export_overwrite: as for :class:`~lightning_obs.CalibrationCallback`.
+            LightningModule itself. Which one it is, and what stays out, is said once.
+        export_folder: write the checkpoint there when ``validate`` or ``fit`` has ended, as ``export(export_folder)``
+            would: what was calibrated last. A folder that is taken, and a fit without validation, are errors before the
+            first batch. What an earlier run of this callback has written is replaced. Nothing is written in
+            ``fast_dev_run``, nor where a run ends with an error or Ctrl-C.
+        export_overwrite: replace the checkpoint that is in ``export_folder`` before the first run.
         sanity_check: also calibrate in fit's sanity check (its few batches). Off: nothing happens there.
         token_mask: where to find, in a batch, which tokens count: a key (``"attention_mask"``) or a function of the
             batch. A tensor ``(batch, tokens)``, nonzero for tokens that count; the others (padding) reach no observer.
-        log: tell the Trainer's loggers what was found (``quant/sqnr_min`` and the like, and the table of layers).
-            Default: if there are loggers.
-        **options: the fields of :class:`~lightning_obs.CalibrationOptions`.
+        log: tell the Trainer's loggers: ``quant/sqnr_min``, ``quant/sqnr_median`` [dB], ``quant/clipped_max`` [%],
+            tokens of the experts, how far scales have moved, seconds; and the table of all layers once per calibration.
+            These are of weights, and of inputs that an observer counted; no data are run for them. Default: if there
+            are loggers.
+        **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``targets``, ``ignore``, ``observers``...
     """
 
     def __init__(
@@ -101,6 +108,8 @@ class SessionCallback(Callback):
         """Two calibrations in one Trainer keep their states apart."""
         return str(self._generate_state_key(scheme=self.label, module=self.module))
 
+    # ------------------------------------------------------------------ what was found
+
     def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False) -> Path:
         """Write the calibrated module as a compressed-tensors checkpoint (:func:`~lightning_obs.export_checkpoint`).
 
@@ -121,13 +130,12 @@ class SessionCallback(Callback):
         session = self._calibrated_session()
         if self._owner is not None:
             reshard(self._owner)
-        sharded = any(map(in_shards, session.model.modules()))
-        if session.collectives.rank != 0 and not sharded:
+        if session.collectives.rank != 0 and not any(map(in_shards, session.model.modules())):
             return Path(folder)
+        found = (getattr(self._owner, name, None) for name in ("tokenizer", "processor"))
+        own = next((one for one in found if hasattr(one, "save_pretrained")), None)
         with session.in_force():
-            return export_checkpoint(
-                session.model, folder, tokenizer=tokenizer or self._tokenizer(), overwrite=overwrite
-            )
+            return export_checkpoint(session.model, folder, tokenizer=tokenizer or own, overwrite=overwrite)
 
     def layer_errors(
         self,
@@ -195,13 +203,11 @@ class SessionCallback(Callback):
         """Tell the loggers, in ``on_validation_epoch_end``; nothing without them, or with ``log=False``."""
         session = self._calibrated_session()
         self.drift.add(trainer.global_step, session.qparams)
-        if not self.logs(trainer):
-            return
-        alone = sum(isinstance(callback, SessionCallback) for callback in trainer.callbacks) == 1
-        prefix = "quant" if alone else f"quant/{self.label}"
-        errors = self.layer_errors() if errors is None else errors
-        log_numbers(pl_module, prefix, session.result, errors, self.drift)
-        log_layers(trainer, prefix, errors)
+        if self.logs(trainer):
+            alone = sum(isinstance(callback, SessionCallback) for callback in trainer.callbacks) == 1
+            prefix = "quant" if alone else f"quant/{self.label}"
+            errors = self.layer_errors() if errors is None else errors
+            log_results(trainer, pl_module, prefix, aggregates(session.result, errors) | self.drift.numbers(), errors)
 
     def logs(self, trainer: Trainer) -> bool:
         """Whether the Trainer's loggers get the results."""
@@ -219,10 +225,6 @@ class SessionCallback(Callback):
             )
         return self.session
 
-    def _tokenizer(self) -> Any:
-        candidates = (getattr(self._owner, name, None) for name in ("tokenizer", "processor"))
-        return next((one for one in candidates if hasattr(one, "save_pretrained")), None)
-
     # ------------------------------------------------------------------ the session
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:
@@ -236,8 +238,10 @@ class SessionCallback(Callback):
             register_fsdp_units(trainer.strategy.model)  # it may hold parameters of the model that is calibrated
         path, model = find_module(pl_module, self.module)
         if self.session is None or self.session.model is not model:
-            self.session = CalibrationSession(model, self.options)
-            self._say(describe(pl_module, path, self.session))
+            self.session = self.make_session(model)
+            said, self._said = self._said, f"{self.label}: {describe(pl_module, path, self.session)}"
+            if said != self._said:
+                rank_zero_info(self._said)
         require_exact(trainer, self.session)
         if self.at_end.folder is not None and any(map(in_shards, model.modules())):
             refuse_unmerged(model, "export_folder, of sharded weights,")
@@ -254,22 +258,35 @@ class SessionCallback(Callback):
             self.take_state(self.session, state)
         return self.session
 
+    def make_session(self, model: nn.Module) -> CalibrationSession:
+        """A session of the module that is calibrated, with this callback's options."""
+        return CalibrationSession(model, self.options)
+
     def calibrates_anew(self, trainer: Trainer) -> bool:
         """Whether this run makes a calibration of its own, so that a loaded one of other options can be dropped."""
         return False
 
-    def _say(self, text: str) -> None:
-        if text != self._said:
-            rank_zero_info(f"{self.label}: {text}")
-        self._said = text
-
-    def take_state(self, session: CalibrationSession, state: Mapping[str, Any]) -> None:
+    def take_state(self, session: CalibrationSession, state: dict[str, Any]) -> None:
         """Write what a checkpoint holds to the modules of a new session."""
-        session.load_state_dict(dict(state))
+        session.load_state_dict(state)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs: tensors, strings and numbers, so that ``weights_only`` loading works.
+
+        On several ranks every rank must call this, as Lightning does.
+        """
+        if self._waiting_state is not None or self.session is None:
+            return self._waiting_state or {}
+        return self.state_of(self.session)
+
+    def state_of(self, session: CalibrationSession) -> dict[str, Any]:
+        """The state of a session, and what this callback adds to it."""
+        raise NotImplementedError
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the saved qparams until the model is on its device (Lightning loads callbacks before that).
+        """Keep the saved state until the model is on its device (Lightning loads callbacks before that).
 
         Raises:
             CalibrationError: the state is damaged.
@@ -279,11 +296,20 @@ class SessionCallback(Callback):
         self._waiting_state = state_dict or None
         self.session = None
 
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take a checkpoint's state; in fit, of a strategy that loads it after ``on_fit_start``."""
+        if self._waiting_state is not None:
+            self.prepare(trainer, pl_module)
+
+    on_test_start = on_predict_start = on_train_start
+
     # ------------------------------------------------------------------ a validation that is observed
 
     def observe_validation(self, trainer: Trainer, session: CalibrationSession) -> None:
         """Attach the observers for all batches of a validation."""
-        repeated = sum(repeated_samples(loader) for loader in _loaders(trainer)) if trainer.world_size > 1 else 0
+        loaders = validation_loaders(trainer).values()
+        repeated = sum(map(repeated_samples, loaders)) if trainer.world_size > 1 else 0
         if repeated:
             warn(
                 f"rank {trainer.global_rank}: DistributedSampler repeats {repeated} sample(s), so that all ranks have "
@@ -298,12 +324,17 @@ class SessionCallback(Callback):
         """Find out which tokens of the batch count: padding does not, nor do samples that a sampler repeated."""
         if self.session is None or not self.session.is_attached:
             return
-        mask = None if self.token_mask is None else find_mask(batch, self.token_mask)
-        samples = repeated_in_batch(_loaders(trainer)[dataloader_idx], batch_idx) if trainer.world_size > 1 else None
+        mask = self.mask_of(batch)
+        loader = list(validation_loaders(trainer).values())[dataloader_idx]
+        samples = repeated_in_batch(loader, batch_idx) if trainer.world_size > 1 else None
         if samples is not None:
             mask = samples if mask is None else (mask.T * samples.to(mask.device, mask.dtype)).T
         self.session.mask_tokens(mask)
         self.session.say_padding(batch.get(PADDING) if hasattr(batch, "get") else None)
+
+    def mask_of(self, batch: Any) -> torch.Tensor | None:
+        """Which tokens of a batch count; None: all."""
+        return None if self.token_mask is None else find_mask(batch, self.token_mask)
 
     @override
     def on_validation_batch_end(
@@ -330,8 +361,7 @@ class SessionCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before the first batch, an ``export_folder`` that cannot be written in the end."""
-        if self.at_end.is_due(trainer, stage):
-            self.at_end.require_possible(trainer)
+        self.at_end.require_possible(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -342,8 +372,7 @@ class SessionCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind; write the checkpoint to ``export_folder``. Not called after an exception."""
         self.clean_up()
-        if self.at_end.is_due(trainer, stage):
-            self.at_end.write(trainer, stage, self.export if self.has_calibrated else None)
+        self.at_end.write(trainer, self.export if self.has_calibrated else None)
 
     def clean_up(self) -> None:
         """Take every hook out. Can be called at any time, any number of times."""
@@ -351,8 +380,9 @@ class SessionCallback(Callback):
             self.session.detach()
 
 
-def _loaders(trainer: Trainer) -> list[Any]:
+def validation_loaders(trainer: Trainer) -> dict[Any, Any]:
+    """The loaders of a validation by number, or by key where they are a dict."""
     loaders = trainer.val_dataloaders
     if isinstance(loaders, Mapping):
-        return list(loaders.values())
-    return list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
+        return dict(loaders)
+    return dict(enumerate(loaders if isinstance(loaders, (list, tuple)) else [loaders]))

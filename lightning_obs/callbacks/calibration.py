@@ -7,7 +7,7 @@ behind however it ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -18,7 +18,7 @@ from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.saved_state import sealed
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.auto_observers import AutoObservers
-from lightning_obs.callbacks.base import SessionCallback
+from lightning_obs.callbacks.base import SessionCallback, validation_loaders
 from lightning_obs.callbacks.quantized_validation import QuantizedValidation, require_batches
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.choice.observer_choice import ObserverChoice
@@ -54,29 +54,12 @@ class CalibrationCallback(SessionCallback):
         dataloaders: which of several validation loaders are observed, by number, or by key where they are a dict;
             None: all.
         show: print the layers that lose most at the end of ``trainer.validate``.
-        **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``targets``, ``ignore``, ``observers``,
-            ``kv_cache``, ``on_missing``, ``reload``, ``calibrate_all_experts``, ``fused_groups``,
-            ``join_fused_scales``; and those below. ``observers="auto"`` chooses them by measurement in the first
-            validation (:func:`~lightning_obs.choose_observers`; ``callback.choice`` says what was scored), on one
-            device, for models with logits. It keeps what the model is called with, and runs it again.
-
-    Keyword Args:
-        module (str | None): attribute path of the module to calibrate and export; ``""`` is the LightningModule itself.
-            Default: the one transformers model that the LightningModule holds (of several, those nearest to it count),
-            else the LightningModule itself. Which one it is, and what stays out, is said once.
-        export_folder (str | None): write the checkpoint there when ``validate`` or ``fit`` has ended, as
-            ``export(export_folder)`` would: what was calibrated last. A folder that is taken, and a fit without
-            validation, are errors before the first batch. What an earlier run of this callback has written is replaced.
-            Nothing is written in ``fast_dev_run``, nor where a run ends with an error or Ctrl-C.
-        export_overwrite (bool): replace the checkpoint that is in ``export_folder`` before the first run.
-        sanity_check (bool): also calibrate in fit's sanity check (its few batches). Off: nothing happens there.
-        token_mask (str | Callable[[Any], torch.Tensor] | None): where to find, in a batch, which tokens count: a key
-            (``"attention_mask"``) or a function of the batch. A tensor ``(batch, tokens)``, nonzero for tokens that
-            count; the others (padding) reach no observer.
-        log (bool | None): tell the Trainer's loggers: ``quant/sqnr_min``, ``quant/sqnr_median`` [dB],
-            ``quant/clipped_max`` [%], tokens of the experts, how far scales have moved, seconds; and the table of all
-            layers once per calibration. These are of weights, and of inputs that an observer counted; no data are run
-            for them. Default: if there are loggers.
+        **options: of :class:`~lightning_obs.callbacks.base.SessionCallback` (``module``, ``export_folder``,
+            ``export_overwrite``, ``sanity_check``, ``token_mask``, ``log``), and the fields of
+            :class:`~lightning_obs.CalibrationOptions` (``targets``, ``ignore``, ``observers``, ``kv_cache``,
+            ``on_missing``, ``reload``...). ``observers="auto"`` chooses them by measurement in the first validation
+            (:func:`~lightning_obs.choose_observers`; ``callback.choice`` says what was scored), on one device, for
+            models with logits. It keeps what the model is called with, and runs it again.
 
     Raises:
         CalibrationError: by the constructor for a wrong option; before the first batch for targets, shapes or devices;
@@ -132,11 +115,6 @@ class CalibrationCallback(SessionCallback):
             )
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the qparams of a resumed run under strategies that load checkpoints after ``on_fit_start``."""
-        self._restore(trainer, pl_module)
-
-    @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the observers; make ready for a second pass."""
         is_due = self._is_due(trainer)
@@ -158,9 +136,8 @@ class CalibrationCallback(SessionCallback):
         if self._second_pass is not None:
             self._second_pass.see(batch, batch_idx, dataloader_idx)
         if self.session is not None and self.session.is_attached:
-            of_loader = self.dataloaders is None or {dataloader_idx, _key_of(trainer, dataloader_idx)} & {
-                *self.dataloaders
-            }
+            names = {dataloader_idx, list(validation_loaders(trainer))[dataloader_idx]}
+            of_loader = self.dataloaders is None or not names.isdisjoint(self.dataloaders)
             wanted = of_loader and (self.max_batches is None or self.session.batches < self.max_batches)
             self.session.is_paused = not wanted
         super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
@@ -195,14 +172,16 @@ class CalibrationCallback(SessionCallback):
         """Leave nothing behind."""
         self.clean_up()
 
+    on_test_end = on_validation_end
+
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind; say so if no validation has come."""
         super().teardown(trainer, pl_module, stage)
         fits = stage == TrainerFn.FITTING
-        known = self._waiting_state is not None or (self.session is not None and self.session.has_written)
         told = fits and (trainer.fast_dev_run or not trainer.enable_validation)
-        if stage in (TrainerFn.FITTING, TrainerFn.VALIDATING) and not known and not told:
+        known = told or self._waiting_state is not None or self.has_calibrated
+        if stage in (TrainerFn.FITTING, TrainerFn.VALIDATING) and not known:
             when = f" in an epoch that {self.every_n_epochs} divides" if fits and self.every_n_epochs > 1 else ""
             warn(
                 f"{self.label}: the {'fit' if fits else 'validation'} has ended and nothing was calibrated: no "
@@ -220,9 +199,8 @@ class CalibrationCallback(SessionCallback):
     @override
     def calibrates_anew(self, trainer: Trainer) -> bool:
         """In ``validate``, and in a ``fit`` that validates."""
-        if trainer.state.fn == TrainerFn.FITTING:
-            return bool(trainer.enable_validation)
-        return trainer.state.fn == TrainerFn.VALIDATING
+        fits = trainer.state.fn == TrainerFn.FITTING
+        return bool(trainer.enable_validation) if fits else trainer.state.fn == TrainerFn.VALIDATING
 
     def _is_due(self, trainer: Trainer) -> bool:
         if trainer.sanity_checking:
@@ -232,19 +210,17 @@ class CalibrationCallback(SessionCallback):
         return bool(self.evaluate) and not self.has_calibrated  # a monitor has a value from the first validation on
 
     def _require_loaders(self, trainer: Trainer) -> None:
-        loaders = trainer.val_dataloaders
-        there = range(len(loaders)) if isinstance(loaders, (list, tuple, Mapping)) else range(1)
-        known: list[int | str] = [*there, *(loaders if isinstance(loaders, Mapping) else ())]
+        loaders = validation_loaders(trainer)
+        known = list(dict.fromkeys([*range(len(loaders)), *loaders]))
         wrong = [one for one in self.dataloaders or () if one not in known]
         if wrong or self.dataloaders == []:
-            raise CalibrationError(
-                "dataloaders", got=wrong or "none", expected=f"some of the {len(there)} validation loaders: {known}"
-            )
+            expected = f"some of the {len(loaders)} validation loaders: {known}"
+            raise CalibrationError("dataloaders", got=wrong or "none", expected=expected)
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the qparams of ``test(ckpt_path=...)``; make ready for a second pass."""
-        self._restore(trainer, pl_module)
+        super().on_test_start(trainer, pl_module)
         if not self.evaluate:
             return
         if self.session is None or not self.has_calibrated:
@@ -267,22 +243,10 @@ class CalibrationCallback(SessionCallback):
         self._measure(pl_module)
 
     @override
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave nothing behind."""
-        self.clean_up()
-
-    @override
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the qparams of ``predict(ckpt_path=...)``."""
-        self._restore(trainer, pl_module)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        """The quantization parameters: tensors and strings, so that ``weights_only`` loading works."""
-        if self._waiting_state is not None:
-            return self._waiting_state
-        state = self.session.state_dict() if self.session is not None else {}
-        if not state.get("qparams"):
+    def state_of(self, session: CalibrationSession) -> dict[str, Any]:
+        """The quantization parameters, and the observers that were chosen for them; nothing before there are any."""
+        state = session.state_dict()
+        if not state["qparams"]:
             return {}
         return state if self._auto is None else sealed({**state, **self._auto.state_dict()})
 
@@ -293,12 +257,3 @@ class CalibrationCallback(SessionCallback):
         if self._auto is not None:
             self._auto.load_state_dict(state_dict, self.options)
             self.options = self._auto.options or self.options
-
-    def _restore(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._waiting_state is not None:
-            self.prepare(trainer, pl_module)
-
-
-def _key_of(trainer: Trainer, dataloader_idx: int) -> str | int:
-    loaders = trainer.val_dataloaders
-    return list(loaders)[dataloader_idx] if isinstance(loaders, Mapping) else dataloader_idx

@@ -26,8 +26,8 @@ def distill_in_training_step(
     student: nn.Module,
     weight: float,
     teacher: Callable[..., Any],
-    mask: Callable[[Any], torch.Tensor] | None = None,
-    log: bool = False,
+    mask: Callable[[Any], torch.Tensor | None],
+    log: bool,
 ) -> Callable[[], None]:
     """Let ``training_step`` return its loss plus ``weight`` times the divergence, and return what undoes it.
 
@@ -36,12 +36,8 @@ def distill_in_training_step(
         student: the quantized model; every call of it in a step is compared.
         weight: of the mean divergence over calls, in nats per token.
         teacher: called with the same arguments, without gradient.
-        mask: finds in a batch which tokens count, ``(batch, tokens)``.
+        mask: finds in a batch which tokens count, ``(batch, tokens)``; None: all.
         log: log the mean divergence as ``quant/distillation``.
-
-    Raises:
-        CalibrationError: now, under manual optimization; at a step, ``training_step`` did not call ``student`` or its
-            result holds no logits.
     """
     if not pl_module.automatic_optimization:
         raise CalibrationError(
@@ -66,7 +62,7 @@ def distill_in_training_step(
                 f"training_step did not call {type(student).__name__}, so there are no logits to distill",
                 remedy="name the module that it calls: QuantizationAwareTraining(module='...').",
             )
-        counts = None if mask is None else mask(args[0] if args else kwargs["batch"])
+        counts = mask(args[0] if args else kwargs["batch"])
         terms = [divergence(_logits_of(out), _logits_of(teacher(*a, **k)), counts) for a, k, out in calls]
         mean = torch.stack(terms).mean()
         if log:

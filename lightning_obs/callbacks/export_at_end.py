@@ -22,78 +22,65 @@ from lightning_obs.files.write import require_free
 
 
 class ExportAtEnd:
-    """The ``export_folder`` of a callback.
-
-    Args:
-        folder: None: nothing is written.
-        overwrite: replace a checkpoint that is there before the first run.
-    """
+    """The ``export_folder`` of a callback; None: nothing is written."""
 
     def __init__(self, folder: str | os.PathLike[str] | None, overwrite: bool) -> None:
         if overwrite and folder is None:
             raise CalibrationError("export_overwrite without export_folder", remedy="say which folder.")
         self.folder = None if folder is None else Path(folder)
-        #: also after the first run, for what that has written
+        #: replace a checkpoint that is there; after the first run also the one that it has written
         self.overwrite = overwrite
 
-    def is_due(self, trainer: Trainer, stage: str) -> bool:
-        """Whether this run ends with a checkpoint."""
-        asked = self.folder is not None and stage in (TrainerFn.FITTING, TrainerFn.VALIDATING)
-        if asked and trainer.fast_dev_run:
-            rank_zero_info(f"fast_dev_run: {self.folder} is not written")
-            return False
-        return asked
-
     def require_possible(self, trainer: Trainer) -> None:
-        """Refuse what is known to be wrong before the first batch, on all ranks alike.
-
-        Raises:
-            CalibrationError: the folder is taken; the fit will not validate, so nothing would be calibrated.
-        """
-        assert self.folder is not None
+        """Refuse what is known to be wrong before the first batch, on all ranks alike."""
+        if (folder := self._due(trainer)) is None:
+            return
         if trainer.state.fn == TrainerFn.FITTING and not trainer.enable_validation:
             raise CalibrationError(
                 "this fit will not validate, so no checkpoint could be written in the end",
-                where=[str(self.folder)],
+                where=[str(folder)],
                 expected="a validation loader, a validation_step, and limit_val_batches above 0",
                 remedy="give it these, or leave export_folder out.",
             )
-        self._together(trainer, lambda: require_free(self._path, self.overwrite), only_first=True)
 
-    def write(self, trainer: Trainer, stage: str, export: Callable[..., Any] | None) -> None:
-        """Write it. No rank goes on before it is there.
+        def check() -> None:
+            if trainer.is_global_zero:
+                require_free(folder, self.overwrite)
 
-        Args:
-            trainer: in ``teardown``.
-            stage: of the run that has ended.
-            export: of the callback; None if nothing was calibrated.
+        _together(trainer, check)
 
-        Raises:
-            CalibrationError: on all ranks, whatever is wrong on one. The folder is as it was before.
+    def write(self, trainer: Trainer, export: Callable[..., Any] | None) -> None:
+        """Write it in ``teardown``, by the callback's ``export``; None if nothing was calibrated.
+
+        No rank goes on before the checkpoint is there. What fails on one rank fails on all; the folder is as it was.
         """
+        if (folder := self._due(trainer)) is None:
+            return
         if export is None:
-            ended = "fit" if stage == TrainerFn.FITTING else "validation"
+            ended = "fit" if trainer.state.fn == TrainerFn.FITTING else "validation"
             raise CalibrationError(
                 f"the {ended} has ended and nothing was calibrated, so there is no checkpoint to write",
-                where=[str(self.folder)],
+                where=[str(folder)],
                 expected="a validation with batches",
             )
-        self._together(trainer, lambda: export(self._path, overwrite=self.overwrite))
+        _together(trainer, lambda: export(folder, overwrite=self.overwrite))
         self.overwrite = True
-        rank_zero_info(f"wrote {self.folder}")
+        rank_zero_info(f"wrote {folder}")
 
-    @property
-    def _path(self) -> Path:
-        assert self.folder is not None
+    def _due(self, trainer: Trainer) -> Path | None:
+        """The folder, if this run ends with a checkpoint."""
+        if self.folder is None or trainer.state.fn not in (TrainerFn.FITTING, TrainerFn.VALIDATING):
+            return None
+        if trainer.fast_dev_run:
+            rank_zero_info(f"fast_dev_run: {self.folder} is not written")
+            return None
         return self.folder
 
-    @staticmethod
-    def _together(trainer: Trainer, step: Callable[[], Any], only_first: bool = False) -> None:
-        """Run a step on all ranks, or the first; what fails on one fails on all."""
-        failure = None
-        try:
-            if trainer.is_global_zero or not only_first:
-                step()
-        except CalibrationError as error:
-            failure = sendable(error)
-        require_no_failure(collectives_of(trainer).gather_object(failure))
+
+def _together(trainer: Trainer, step: Callable[[], Any]) -> None:
+    failure = None
+    try:
+        step()
+    except CalibrationError as error:
+        failure = sendable(error)
+    require_no_failure(collectives_of(trainer).gather_object(failure))

@@ -4,7 +4,13 @@ A :class:`~lightning_obs.CalibrationSession` calibrates a model that stands stil
 between two observations, so weights and activations are observed at different times, and what is half observed can be
 saved and taken up again.
 
-Lightning validates and tests under inference mode. Nothing that training needs may be born in it.
+    NEW ------> OBSERVING ----> TRAINING ------> VALIDATED --> (OBSERVING | TRAINING)
+     |                             ^    \\
+     +-----------------------------+     +-----> GATHERED ---> TRAINING
+
+The phase between two hooks is one value, which checkpoints hold. A transition records what happened; nothing here
+foresees what Lightning will do next. Lightning validates and tests under inference mode: nothing that training needs
+may be born in it.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,7 +27,6 @@ from torch import nn
 from lightning_obs.calibration.saved_state import dump_observation, dump_statistics, load_observation, load_statistics
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.fine_tuning.learned_scales import LearnedScales
-from lightning_obs.fine_tuning.phase import Phase
 from lightning_obs.forward.quantized_forward import fake_quantized_states, quantize_training_forward
 from lightning_obs.forward.quantized_tensors import Switch, has_range
 from lightning_obs.model.checksums import changed_since
@@ -28,16 +34,23 @@ from lightning_obs.model.qparams import get_scheme
 from lightning_obs.numerics.reshape import ATTENTION
 
 
+class Phase(Enum):
+    """The state in which the next training batch runs."""
+
+    #: nothing was observed yet, or an observation was abandoned
+    NEW = "new"
+    #: training batches are being observed
+    OBSERVING = "observing"
+    #: the ranges in force stay
+    TRAINING = "training"
+    #: a validation has ended: weights are observed anew before the next batch, which may be observed itself
+    VALIDATED = "validated"
+    #: a validation was observed: its ranges are in force from the next batch on
+    GATHERED = "gathered"
+
+
 class QuantizedTraining:
-    """Ranges of one session's model.
-
-    Args:
-        session: observes and writes.
-        learn_scales: let an optimizer train the scales, see :attr:`learned`.
-
-    Raises:
-        CalibrationError: scales are to be learned, and none can be.
-    """
+    """Ranges of one session's model; with ``learn_scales`` an optimizer trains the scales that can be (``learned``)."""
 
     def __init__(self, session: CalibrationSession, learn_scales: bool = False) -> None:
         self.session = session
@@ -55,8 +68,7 @@ class QuantizedTraining:
 
     def take(self, session: CalibrationSession) -> None:
         """Go on with another session of the same model and scheme."""
-        if session is not self.session:
-            self.session.detach()
+        self.session.detach()
         self.session = session
         if self.learned is not None:
             self.learned.follow(session.plan)
@@ -72,21 +84,17 @@ class QuantizedTraining:
         """
         if self._forwards is not None:
             return
+        model, targets = self.session.model, self.session.plan.targets
         with ExitStack() as stack:
-            if any(
-                hasattr(m, "_orig_mod") or m._compiled_call_impl is not None
-                for m in (around or self.session.model).modules()
-            ):
+            if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in (around or model).modules()):
                 torch.compiler.reset()  # graphs compiled before do not see a new hook (of outputs), in silence
                 stack.callback(torch.compiler.reset)
-            targets = self.session.plan.targets
             states = {target.module: tuple(target.states) for target in targets if target.states}
-            stack.enter_context(fake_quantized_states(self.session.model, states, self.switch))
+            stack.enter_context(fake_quantized_states(model, states, self.switch))
             for target in targets:
                 if not target.states:
-                    stack.callback(
-                        quantize_training_forward(target.module, self.switch, output="output" in target.args)
-                    )
+                    output = "output" in target.args
+                    stack.callback(quantize_training_forward(target.module, self.switch, output=output))
             self._forwards = stack.pop_all()
         if self._resumed and self.is_quantized:
             self._write_learned(refreshed=False)
@@ -133,7 +141,8 @@ class QuantizedTraining:
     @property
     def can_refresh(self) -> bool:
         """Whether data would change the range of an activation that is known."""
-        learned = self.learned is not None and self.learned.covers(("input", "output", *ATTENTION))
+        activations = ("input", "output", *ATTENTION)
+        learned = self.learned is not None and self.learned.covers(self.session.plan, activations)
         return self.session.needs_data and not learned
 
     # ------------------------------------------------------------------ transitions
@@ -184,10 +193,6 @@ class QuantizedTraining:
         self.switch.weights = self.switch.activations = True
         self.validating = True
 
-    def observe_validation(self) -> None:
-        """Observe the validation that has begun; :meth:`gather` at its end."""
-        self.session.attach(count_calls=False)
-
     def gather(self) -> None:
         """End to observe a validation, and keep what was seen until the next training batch."""
         self.session.detach()
@@ -201,11 +206,10 @@ class QuantizedTraining:
 
     def end_observation(self) -> None:
         """A validation interrupts the observation: the ranges are computed from the batches so far."""
-        if self.phase is Phase.OBSERVING:
-            if self.session.batches:
-                self.write()
-            else:
-                self.give_up()
+        if self.phase is Phase.OBSERVING and self.session.batches:
+            self.write()
+        elif self.phase is Phase.OBSERVING:
+            self.give_up()
 
     def give_up(self) -> None:
         """End to observe, and forget what was seen."""
@@ -213,11 +217,7 @@ class QuantizedTraining:
         self.phase, self.batches_left = Phase.NEW, 0
 
     def write(self, weights: bool = False) -> None:
-        """Write the ranges that data gave.
-
-        Args:
-            weights: observe the weights too (they are, if their observers want inputs).
-        """
+        """Write the ranges that data gave; of ``weights`` too, if asked or if their observers want inputs."""
         wants_inputs = any(observer.needs_inputs for observer in self.session.observers.values())
         self.session.finalize(weights=weights or wants_inputs)
         self.phase, self.batches_left = Phase.TRAINING, 0
@@ -259,18 +259,13 @@ class QuantizedTraining:
             state["observed"] = dump_observation(session.fed, session.collectives)
         else:  # what a weight's next observation needs, the same on all ranks
             state["statistics"] = dump_statistics({key: o for key, o in session.observers.items() if o.needs_inputs})
-        if self.learned is not None:
-            state["learned"] = self.learned.state_dict()
-        return state
+        return state if self.learned is None else {**state, "learned": self.learned.state_dict()}
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a :meth:`state_dict`; learned scales keep the parameters that the optimizer has.
 
         An observation that began on another number of ranks is abandoned where its statistics depend on the ranks.
-
-        Raises:
-            CalibrationError: its learned scales are of other modules.
         """
         self.session.detach()
         self._resumed = True

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from lightning_obs import CalibrationSession
-from lightning_obs.fine_tuning.phase import Phase
-from lightning_obs.fine_tuning.quantized_training import QuantizedTraining
+from lightning_obs.fine_tuning.quantized_training import Phase, QuantizedTraining
 
 
 @pytest.fixture
@@ -94,7 +93,7 @@ def test_what_a_validation_gathered_is_written_by_the_next_training_batch(traini
     observed(training)
     before = training.session.model.fc1.input_scale.clone()
     training.begin_validation()
-    training.observe_validation()
+    training.session.attach(count_calls=False)
     training.session.model(100 * torch.randn(4, 16))
     training.session.batches += 1
     training.gather()

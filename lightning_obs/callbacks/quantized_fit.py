@@ -1,0 +1,291 @@
+"""Which ranges are in force while a model trains through fake quantization.
+
+While fit runs, the forward of every planned module is replaced on the instance
+(:mod:`~lightning_obs.forward.quantized_forward`). Three rules say which ranges are in force, and make the promise hold:
+
+* A validation runs through what would be exported at that moment. Weights are observed anew before its first batch
+  (after weight averaging has swapped the weights in), and nothing changes until it has ended.
+* What a validation's data say about activations (``observe="val"``) is used from the next training batch on. If none
+  follows, it is never used: the ranges of the last validation are the ones that are exported.
+* Ranges found on training data (``observe="train"``) are in force as soon as the last of the batches was seen. The
+  forward passes are those that training makes anyway.
+
+All of it travels in the callback's state, the statistics of a half-done observation too, so that a resumed run
+continues as if it had not stopped. The model's ``state_dict`` stays what it was.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from typing_extensions import override
+
+from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.saved_state import refuse_other_options, sealed
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.callbacks.base import SessionCallback
+from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.files.read import naming
+from lightning_obs.fine_tuning.quantized_training import Phase, QuantizedTraining
+from lightning_obs.schemes.config import SchemeLike
+
+
+class QuantizedFit(SessionCallback):
+    """Runs the model through fake quantization in fit, validation, test and prediction, and observes it when asked.
+
+    Args:
+        scheme: as for :class:`~lightning_obs.CalibrationOptions`, or such options.
+        quantize: what training sees quantized: ``"all"``, ``"weights"`` or ``"activations"``. Validation and export
+            always quantize all that the scheme says.
+        observe: which data refresh the ranges of activations: ``"train"``, the ``calibration_batches`` training batches
+            that follow a validation; ``"val"``, every validation of fit, for the training after it; ``"none"``, nothing
+            after the first calibration. Validation data change nothing unless you say ``"val"``.
+        calibration_batches: how many training batches are observed at a time. They do not run compiled. With 0,
+            nothing is observed in training.
+        start_epoch: nothing is quantized or observed before this epoch...
+        start_step: ...and this many optimizer steps.
+        freeze_after: from this epoch on the ranges of activations stay what they are; None: never.
+        **options: of :class:`~lightning_obs.callbacks.base.SessionCallback`.
+    """
+
+    learn_scales = False
+
+    def __init__(
+        self,
+        scheme: SchemeLike | CalibrationOptions | None,
+        *,
+        quantize: Literal["all", "weights", "activations"] = "all",
+        observe: Literal["train", "val", "none"] = "train",
+        calibration_batches: int = 16,
+        start_epoch: int = 0,
+        start_step: int = 0,
+        freeze_after: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(scheme, **options)
+        self.quantize, self.observe, self.calibration_batches = quantize, observe, calibration_batches
+        self.start_epoch, self.start_step, self.freeze_after = start_epoch, start_step, freeze_after
+        for name, allowed in (("quantize", ("all", "weights", "activations")), ("observe", ("train", "val", "none"))):
+            if getattr(self, name) not in allowed:
+                raise CalibrationError(name, got=repr(getattr(self, name)), expected=", ".join(map(repr, allowed)))
+        for name in ("calibration_batches", "start_epoch", "start_step", "freeze_after"):
+            require_not_negative(name, getattr(self, name) or 0)
+        self._training: QuantizedTraining | None = None
+        #: validation batches that Lightning has counted when this callback last looked
+        self._validated = 0
+
+    @override
+    def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False) -> Path:
+        """Write what the last validation saw, see :meth:`CalibrationCallback.export`.
+
+        Raises:
+            CalibrationError: as there; the model was trained on since its last validation; activations were not
+                calibrated yet.
+        """
+        if self._training is not None and self._training.is_quantized and not self._training.has_all_ranges:
+            raise CalibrationError("activations were not calibrated yet", remedy="train or validate for longer.")
+        return super().export(folder, tokenizer=tokenizer, overwrite=overwrite)
+
+    # ------------------------------------------------------------------ the model in training
+
+    @override
+    def make_session(self, model: nn.Module) -> CalibrationSession:
+        """A session whose training goes on where an earlier session of the same model left it."""
+        session = super().make_session(model)
+        if self._training is not None and self._training.session.model is model:
+            self._training.take(session)
+        else:
+            if self._training is not None:
+                self._training.stop()
+            self._training = QuantizedTraining(session, self.learn_scales)
+        return session
+
+    def _running(self, trainer: Trainer, pl_module: LightningModule) -> QuantizedTraining:
+        if self._training is None or self.session is None or self._waiting_state is not None:
+            self.prepare(trainer, pl_module)
+        assert self._training is not None
+        self._training.start(around=pl_module)
+        return self._training
+
+    # ------------------------------------------------------------------ fit
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take a checkpoint that Lightning loads after ``on_fit_start``; see what has been validated before."""
+        super().on_train_start(trainer, pl_module)
+        self._validated = _validation_batches(trainer)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Take what the last validation found; observe this batch, if its turn has come."""
+        if not self._has_started(trainer):
+            return
+        training = self._running(trainer, pl_module)
+        if _validation_batches(trainer) != self._validated:  # counted, not run: a resumed run begins behind it
+            self._validated = _validation_batches(trainer)
+            training.end_observation()
+            training.end_validation()
+        due = training.begin_training_batch()
+        training.switch.weights = self.quantize != "activations"
+        training.switch.activations = self.quantize != "weights"
+        if due and self._may_observe(trainer, training, "train"):
+            if self.calibration_batches:
+                training.observe_training(self.calibration_batches)
+            elif self.observe != "val" and not training.has_all_ranges:
+                raise CalibrationError(
+                    f"nothing will ever calibrate the activations of {self.label}",
+                    got=f"calibration_batches=0, observe={self.observe!r}",
+                    remedy="set calibration_batches, sanity_check or observe='val', or run trainer.validate first.",
+                )
+        training.go_on_observing()
+        if training.phase is Phase.OBSERVING and self.token_mask is not None:
+            training.session.mask_tokens(self.mask_of(batch))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write the ranges after the last of the observed batches."""
+        if self._training is not None and self._training.phase is Phase.OBSERVING:
+            self._training.count_batch()
+            if self._training.phase is not Phase.OBSERVING:
+                rank_zero_info(f"{self.label}: ranges of activations from {self._training.session.batches} batches")
+
+    # ------------------------------------------------------------------ validate, test and predict
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """In ``trainer.validate`` of a model that was not calibrated: calibrate it. Else wait for the first batch."""
+        if trainer.state.fn == TrainerFn.VALIDATING and not self._is_calibrated(trainer, pl_module):
+            session = self.prepare(trainer, pl_module)
+            if session.needs_data:
+                self.observe_validation(trainer, session)
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Before the first batch, and after every other callback's start: weights anew, everything quantized."""
+        self._begin_validation(trainer, pl_module)
+        super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep what the data said for the training to come; the first ranges there are hold at once."""
+        self._begin_validation(trainer, pl_module)  # other ranks may have batches, and their weights' ranges are shared
+        session, training = self.session, self._training
+        if session is not None and training is not None and session.is_attached:
+            if trainer.state.fn == TrainerFn.VALIDATING:
+                self.finish_calibration(session, pl_module)
+            else:
+                training.gather()
+                if not training.has_all_ranges:
+                    training.write()
+        if self.has_calibrated and not trainer.sanity_checking:
+            self.log_calibration(trainer, pl_module)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on to training, or leave nothing behind."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            self.clean_up()
+            return
+        self._validated = _validation_batches(trainer)
+        if self._training is not None:
+            self._training.end_validation()
+
+    def _begin_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Once in each validation, unless it calibrates the model for the first time."""
+        fits = trainer.state.fn == TrainerFn.FITTING
+        calibrates = self.session is not None and self.session.is_attached and not fits
+        skipped = (trainer.sanity_checking and not self.sanity_check) or (fits and not self._has_started(trainer))
+        if calibrates or skipped:
+            return
+        training = self._running(trainer, pl_module)
+        if training.validating:
+            return
+        training.begin_validation()
+        asked = fits and (self.observe == "val" or trainer.sanity_checking)
+        if asked and self._may_observe(trainer, training, "val"):
+            training.session.attach(count_calls=False)
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Run quantized, with the qparams of ``test(ckpt_path=...)`` or of the fit before; ``predict`` too."""
+        if self._is_calibrated(trainer, pl_module):
+            training = self._running(trainer, pl_module)
+            training.refresh_weights()
+            training.switch.weights = training.switch.activations = True
+        elif trainer.is_global_zero:
+            warn(f"{self.label}: nothing was calibrated, the model runs in full precision")
+
+    on_predict_start = on_test_start
+
+    def _is_calibrated(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        if self._waiting_state is None and self.session is None:
+            return False
+        self.prepare(trainer, pl_module)
+        return self._training is not None and self._training.is_quantized
+
+    def _has_started(self, trainer: Trainer) -> bool:
+        return bool(trainer.current_epoch >= self.start_epoch and trainer.global_step >= self.start_step)
+
+    def _may_observe(self, trainer: Trainer, training: QuantizedTraining, source: str) -> bool:
+        """Whether these data may give the ranges of activations: the first there are, or others if asked for."""
+        if not training.has_all_ranges:
+            return training.session.needs_data
+        frozen = self.freeze_after is not None and trainer.current_epoch >= self.freeze_after
+        return self.observe == source and training.can_refresh and not frozen and not trainer.sanity_checking
+
+    # ------------------------------------------------------------------ state
+
+    @override
+    def state_of(self, session: CalibrationSession) -> dict[str, Any]:
+        """Ranges, learned scales, and where in an observation training is."""
+        assert self._training is not None
+        training = {**self._training.state_dict(), "validated": self._validated}
+        return sealed({**session.state_dict(), "training": training})
+
+    @override
+    def take_state(self, session: CalibrationSession, state: dict[str, Any]) -> None:
+        """Write the ranges of a checkpoint, and take training up where it stood."""
+        assert self._training is not None
+        refuse_other_options(state, session.plan.config)
+        training = state.get("training", {})
+        with naming("the saved state of the training", remedy="resume from another checkpoint."):
+            # Before the ranges, as it writes nothing to the model.
+            self._training.load_state_dict(training)
+            self._validated = training.get("validated", self._validated)
+        super().take_state(session, state)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave nothing behind. On several ranks a half-done observation starts again: the others may be elsewhere."""
+        training = self._training
+        if trainer.world_size > 1 and training is not None and training.phase in (Phase.OBSERVING, Phase.GATHERED):
+            training.give_up()
+        super().on_exception(trainer, pl_module, exception)
+
+    @override
+    def clean_up(self) -> None:
+        """Give the model its own forward back."""
+        super().clean_up()
+        if self._training is not None:
+            self._training.stop()
+
+
+def require_not_negative(name: str, number: float) -> None:
+    """Refuse an option below zero."""
+    if number < 0:
+        raise CalibrationError(name, got=number, expected="zero or more")
+
+
+def _validation_batches(trainer: Trainer) -> int:
+    """How many validation batches Lightning has counted. A run that resumes behind a validation counts its batches."""
+    return int(trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready)
