@@ -105,7 +105,7 @@ def test_the_root_holds_the_front_door_and_errors_only():
         ("numerics/qparams.py", "from lightning_obs.observers import Observer"),
         ("observers/base.py", "def f():\n    import lightning_obs.calibration.session"),
         ("observers/base.py", "from ..calibration.session import CalibrationSession"),
-        ("schemes/fused_sets.py", "from lightning_obs import calibration"),
+        ("schemes/planned_modules.py", "from lightning_obs import calibration"),
         ("errors.py", "from lightning_obs import CalibrationSession"),
         ("checkpoint/export.py", "import lightning.pytorch"),
         ("callbacks/calibration.py", "from transformers import AutoModel"),

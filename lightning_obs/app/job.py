@@ -150,7 +150,7 @@ def make_options(config: DictConfig) -> CalibrationOptions:
         on_missing=config.on_missing,
         reload=config.export.reload,
         calibrate_all_experts=config.calibrate_all_experts,
-        fused_groups=plain(config.fused_groups),
+        fused_sets=plain(config.fused_sets),
         join_fused_scales=config.join_fused_scales,
     )
 

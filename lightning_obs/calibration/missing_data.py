@@ -135,7 +135,7 @@ def check_coverage(
             + (" For experts there are on_missing='siblings' and calibrate_all_experts=True." if experts else ""),
         )
     names = {name for name, _ in unreached}
-    # A fused group is quantized whole or not at all.
+    # A fused set is quantized whole or not at all.
     mates = {name for group in fused if names & set(group) for name in group} - names
     with_them = f"; and, fused with them: {name_list(sorted(mates))}" if mates else ""
     warn(f"left in full precision, because no data reached them: {name_list(missing)}{with_them}")

@@ -17,7 +17,7 @@ from lightning_obs.engines.engine import Engine, engine_of
 from lightning_obs.errors import CalibrationError, refuse_unknown
 from lightning_obs.schemes.attention_states import KVCacheLike
 from lightning_obs.schemes.config import ObserversLike, SchemeLike, as_names, label, resolve_config
-from lightning_obs.schemes.fused_sets import check_own_sets
+from lightning_obs.schemes.planned_modules import check_own_sets
 
 OnMissing: TypeAlias = Literal["error", "warn", "siblings"]
 
@@ -46,10 +46,10 @@ class CalibrationOptions:
             another way than it says, a warning tells.
         calibrate_all_experts: let every expert observe all tokens, not only those that the router sends it. Outputs
             stay what they are. Off: an expert's range is that of the tokens it will get.
-        fused_groups: names of modules, under one parent, that your engine fuses, beside those in
-            :data:`~lightning_obs.engines.engine.FUSED_SETS`: ``[["a_proj", "b_proj"]]``. They share global
-            scales and must have one scheme.
-        join_fused_scales: let modules that vLLM fuses (q, k, v; gate, up; ``fused_groups``) share their scales per
+        fused_sets: names of modules, under one parent, that your engine fuses, beside those in
+            :data:`~lightning_obs.engines.engine.FUSED_SETS`: ``[["a_proj", "b_proj"]]``. They share global scales and
+            must have one scheme. A name that the engine's sets hold too belongs to yours.
+        join_fused_scales: let modules that vLLM fuses (q, k, v; gate, up; ``fused_sets``) share their scales per
             tensor too. vLLM rounds the weights of static FP8 a second time, to the widest scale of the set; with
             joined scales they are rounded once, on that scale. Off, as in llm-compressor: each has its own.
 
@@ -76,7 +76,7 @@ class CalibrationOptions:
     on_missing: OnMissing = "error"
     reload: str = "default"
     calibrate_all_experts: bool = False
-    fused_groups: Sequence[Sequence[str]] = ()
+    fused_sets: Sequence[Sequence[str]] = ()
     join_fused_scales: bool = False
     config: QuantizationConfig = field(init=False, repr=False, compare=False)
 
@@ -90,7 +90,7 @@ class CalibrationOptions:
         if self.on_missing not in (choices := get_args(OnMissing)):
             raise CalibrationError("on_missing", got=repr(self.on_missing), expected=", ".join(map(repr, choices)))
         engine_of(self.reload)
-        check_own_sets(self.fused_groups)
+        check_own_sets(self.fused_sets)
         config = resolve_config(
             self.scheme, targets=self.targets, ignore=self.ignore, observers=self.observers, kv_cache=self.kv_cache
         )
@@ -121,7 +121,7 @@ class CalibrationOptions:
     @property
     def beside_scheme(self) -> dict[str, Any]:
         """The fields that say nothing of what is quantized and how it is observed."""
-        names = ("on_missing", "reload", "calibrate_all_experts", "fused_groups", "join_fused_scales")
+        names = ("on_missing", "reload", "calibrate_all_experts", "fused_sets", "join_fused_scales")
         return {name: getattr(self, name) for name in names}
 
     def with_config(self, config: QuantizationConfig) -> CalibrationOptions:
@@ -132,11 +132,6 @@ class CalibrationOptions:
     def engine(self) -> Engine:
         """The engine that the checkpoint is for."""
         return engine_of(self.reload)
-
-    @property
-    def fused_sets(self) -> list[Sequence[str]]:
-        """The names that the engine fuses, and the user's own. A name that stands in both belongs to the user's."""
-        return [*self.engine.fused_sets, *self.fused_groups]
 
 
 def _plain(value: Any) -> Any:

@@ -73,7 +73,7 @@ class CalibrationSession:
         collectives: how to talk to the other ranks, if there are (``Collectives.of_group()``). Each rank runs its own
             data; all end with the same qparams.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``targets``, ``ignore``, ``observers``,
-            ``kv_cache``, ``on_missing``, ``reload``, ``calibrate_all_experts``, ``fused_groups``.
+            ``kv_cache``, ``on_missing``, ``reload``, ``calibrate_all_experts``, ``fused_sets``.
 
     Raises:
         CalibrationError: by the constructor, whatever is wrong with scheme, targets or shapes; at the end of the block,
@@ -102,9 +102,10 @@ class CalibrationSession:
         register_fsdp_units(model)
         self.model = unwrapped(model)
         with without_wrappers(self.model):
-            self.plan: Plan = build_plan(self.model, self.options.config, self.options.fused_sets)
+            fused_sets = [*self.options.engine.fused_sets, *self.options.fused_sets]
+            self.plan: Plan = build_plan(self.model, self.options.config, fused_sets)
             #: what each engine does with the checkpoint; empty for a model that is not of transformers
-            self.engines = ask_engines(self.model, self.plan.targets, self.options.engine, self.options.fused_groups)
+            self.engines = ask_engines(self.model, self.plan.targets, self.options.engine, self.options.fused_sets)
             self.experts = ExpertWatch(self.model, self.options.calibrate_all_experts)
             #: names of modules that are quantized together or not at all
             self.together = [*self.plan.fused, *self._whole_layers()]

@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from compressed_tensors.utils.match import is_match
 from torch import nn
 
-from lightning_obs.engines.engine import all_engines
+from lightning_obs.engines.engine import ENGINES
 from lightning_obs.model.qparams import calibrated_modules, get_scheme
 
 _QUANTIZED = ("weight_packed", "weight_scale")
@@ -34,7 +34,7 @@ def add_stored_names(config: QuantizationConfig, model: nn.Module, tensors: Iter
     unknown = {m for m in modules - set(own) if not any(f"{m}.{key}" in tensors for key in _QUANTIZED)}
     config.ignore = list(dict.fromkeys([*(config.ignore or []), *sorted(unknown)]))
     ignored = [name for name in config.ignore if name in own]
-    for engine in all_engines():
+    for engine in ENGINES.values():
         config.ignore = list(dict.fromkeys([*config.ignore, *engine.config_names(model, ignored).values()]))
     for key, group in config.config_groups.items():
         assert isinstance(group, QuantizationScheme)
@@ -44,7 +44,7 @@ def add_stored_names(config: QuantizationConfig, model: nn.Module, tensors: Iter
 def _targets(group: QuantizationScheme, model: nn.Module) -> list[str]:
     members = {name: module for name, module in calibrated_modules(model) if get_scheme(module) == group}
     targets = list(group.targets)
-    for engine in all_engines():
+    for engine in ENGINES.values():
         for own, name in engine.config_names(model, list(members)).items():
             found = is_match(name, members[own], targets) and engine.matches_class(model, members[own])
             if not found and not _is_named(name, targets):

@@ -90,7 +90,7 @@ def mixed_precision(
         budget: bits per weight on average over all modules that the candidates target, scales included (``4.5``), or
             bytes (``"90 MB"``); None: as much as the best needs.
         at_most: by name of a scheme, the largest share of the weights that may have it (``{"W8A8": 0.1}``).
-        **options: of :func:`~lightning_obs.sensitivity`: ``ignore``, ``targets``, ``calibration``, ``fused_groups``...
+        **options: of :func:`~lightning_obs.sensitivity`: ``ignore``, ``targets``, ``calibration``, ``fused_sets``...
 
     Returns:
         A config with one group for each scheme that was chosen; modules without one are in its ``ignore``.

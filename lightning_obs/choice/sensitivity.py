@@ -102,7 +102,7 @@ def sensitivity(
         calibration: batches for candidates that observe data; default: ``batches``.
         seed: of the random signs.
         **options: fields of :class:`~lightning_obs.CalibrationOptions` for all candidates (``ignore``, ``targets``,
-            ``observers``, ``fused_groups``...).
+            ``observers``, ``fused_sets``...).
 
     Raises:
         CalibrationError: a scheme that does not fit; no candidates, or the same name twice; weights in shards; a model

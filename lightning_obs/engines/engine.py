@@ -7,7 +7,7 @@ refusal is an error. Every other engine's answer is reported at the end of the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -91,7 +91,7 @@ class Engine:
         """Make an engine known as ``reload="name"``."""
 
         def add(engine: type[_E]) -> type[_E]:
-            _ENGINES[reload] = engine()
+            ENGINES[reload] = engine()
             return engine
 
         return add
@@ -104,13 +104,13 @@ class Engine:
         """
         return None
 
-    def check(self, model: nn.Module, targets: list[PlannedModule], fused_sets: FusedSets) -> Hardware | None:
+    def check(self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets) -> Hardware | None:
         """The hardware that runs the whole checkpoint; None: not known. A subclass adds rules about several modules.
 
         Args:
             model: that is planned.
             targets: its modules that will be quantized.
-            fused_sets: the engine's, and the user's own.
+            own_sets: the user's fused sets, beside the engine's.
 
         Raises:
             CalibrationError: the engine does not take the checkpoint, and why.
@@ -123,16 +123,10 @@ class Engine:
         return found
 
     def remarks(
-        self, model: nn.Module, targets: list[PlannedModule], fused_sets: FusedSets, chosen: bool
+        self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets, chosen: bool
     ) -> Iterator[str]:
-        """What the user should know: each remark becomes a CalibrationWarning.
-
-        Args:
-            model: as in :meth:`check`.
-            targets: as in :meth:`check`.
-            fused_sets: as in :meth:`check`.
-            chosen: ``reload`` names this engine, which takes the checkpoint.
-        """
+        """What the user should know: each remark becomes a CalibrationWarning. Arguments are those of :meth:`check`;
+        ``chosen``: ``reload`` names this engine, which takes the checkpoint."""
         return iter(())
 
     def config_names(self, model: nn.Module, names: list[str]) -> dict[str, str]:
@@ -145,12 +139,8 @@ class Engine:
 
 
 _E = TypeVar("_E", bound=Engine)
-_ENGINES: dict[str, Engine] = {}
-
-
-def all_engines() -> Iterable[Engine]:
-    """The engines that are registered."""
-    return _ENGINES.values()
+#: every engine but the base class, by what ``reload`` calls it
+ENGINES: dict[str, Engine] = {}
 
 
 def engine_of(reload: str) -> Engine:
@@ -159,7 +149,7 @@ def engine_of(reload: str) -> Engine:
     Raises:
         CalibrationError: there is none.
     """
-    known = {**_ENGINES, "unchecked": Engine()}
+    known = {**ENGINES, "unchecked": Engine()}
     if reload not in known:
         raise CalibrationError("reload", got=repr(reload), expected=", ".join(map(repr, known)))
     return known[reload]
@@ -181,22 +171,17 @@ def ask_engines(
     Raises:
         CalibrationError: the chosen engine does not take the checkpoint.
     """
-
-    def sets(engine: Engine) -> FusedSets:
-        return (*engine.fused_sets, *own_sets)
-
-    runs = chosen.check(model, targets, sets(chosen))
+    runs = chosen.check(model, targets, own_sets)
     if runs == Hardware():
         warn(f"{chosen.name} loads the checkpoint, but no hardware has kernels for all of its schemes")
     verdicts: dict[str, Verdict] = {}
-    for engine in all_engines():
-        for text in engine.remarks(model, targets, sets(engine), engine is chosen):
+    for engine in ENGINES.values():
+        for text in engine.remarks(model, targets, own_sets, engine is chosen):
             warn(text)
-        if not engine.listed or not is_transformers_model(model):
-            continue
-        try:
-            found = runs if engine is chosen else engine.check(model, targets, sets(engine))
-            verdicts[engine.name] = Verdict(True, str(found or ""))
-        except CalibrationError as error:
-            verdicts[engine.name] = Verdict(False, str(error))
+        if engine.listed and is_transformers_model(model):
+            try:
+                found = runs if engine is chosen else engine.check(model, targets, own_sets)
+                verdicts[engine.name] = Verdict(True, str(found or ""))
+            except CalibrationError as error:
+                verdicts[engine.name] = Verdict(False, str(error))
     return verdicts

@@ -1,38 +1,27 @@
 """Checkpoints that transformers loads back with the same numbers.
 
-Every case was tried with compressed-tensors 0.20 and transformers 5.23. A function refuses for one reason, which its
-docstring says first.
+Every case was tried with compressed-tensors 0.20 and transformers 5.23.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import ClassVar
 
 import torch
 from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from torch import nn
 from typing_extensions import override
 
 from lightning_obs.engines.engine import Engine, FusedSets, Hardware
-from lightning_obs.engines.wholes import split_experts
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.kinds import is_transformers_model, kind_of
 from lightning_obs.model.qparams import storage_format
 from lightning_obs.model.weight import matrix_shape
-from lightning_obs.moe.experts import (
-    GATE_UP_DOWN_MODEL_TYPES,
-    W123_MODEL_TYPES,
-    LinearExperts,
-    fused_experts,
-    linear_experts,
-    model_type,
-)
+from lightning_obs.moe.experts import HUB_NAMES, fused_experts, linear_experts, model_type, split_experts
+from lightning_obs.schemes.config import number_format
 from lightning_obs.schemes.planned_modules import PlannedModule, scheme_identity
 
-#: ``model_type`` of the configs whose experts were loaded back
-_TRIED = (*W123_MODEL_TYPES, *GATE_UP_DOWN_MODEL_TYPES)
 _UNCHECKED = 'set reload="vllm" if vLLM will load it, or reload="unchecked".'
 _DEQUANTIZED = 'load it dequantized (reload="dequantize", then CompressedTensorsConfig(dequantize=True)'
 
@@ -45,19 +34,23 @@ class Transformers(Engine):
     dequantize: ClassVar[bool] = False
 
     @override
-    def check(self, model: nn.Module, targets: list[PlannedModule], fused_sets: FusedSets) -> Hardware | None:
+    def check(self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets) -> Hardware | None:
         in_transformers = is_transformers_model(model)
         if in_transformers:
-            _check_compressible(targets)
+            # compressed-tensors cannot store these: from_pretrained would give the model unquantized, without a word.
+            refuse(
+                [str(t) for t in targets if not t.states and not kind_of(t.module).stored_as],
+                "transformers loads quantized Linear and Embedding modules only, and would leave these in full "
+                "precision",
+                remedy='list them in `ignore`, or set reload="unchecked" and load the checkpoint with load_checkpoint.',
+            )
             _check_experts(model, targets, self.dequantize)
         if self.dequantize:
             _check_dequantized(targets, in_transformers)
             return None
         for target in targets:
             if target.scheme.weights is not None:
-                _check_float(target, target.scheme.weights, in_transformers)
-                if in_transformers:
-                    _check_packed(target, target.scheme.weights)
+                _check_weight(target, target.scheme.weights, in_transformers)
         return None
 
 
@@ -69,19 +62,8 @@ class Dequantized(Transformers):
     dequantize = True
 
 
-def _check_compressible(targets: list[PlannedModule]) -> None:
-    """Refuse what compressed-tensors cannot store (GPT-2's Conv1D, convolutions): ``from_pretrained`` would give the
-    model unquantized, without a word."""
-    refuse(
-        [f"{t.name} ({type(t.module).__name__})" for t in targets if not t.states and not kind_of(t.module).stored_as],
-        "transformers loads quantized Linear and Embedding modules only, and would leave these in full precision",
-        remedy='list them in `ignore`, or set reload="unchecked" and load the checkpoint with load_checkpoint.',
-    )
-
-
 def _check_dequantized(targets: list[PlannedModule], in_transformers: bool) -> None:
-    """Refuse attention states, several schemes, and zero points in one packed row: transformers dequantizes weights of
-    one scheme, and compressed-tensors 0.20 unpacks 4-bit zero points of several groups from two rows on."""
+    """Refuse attention states, several schemes, and zero points in one packed row."""
     refuse(
         [t.name for t in targets if t.states],
         "transformers drops the quantization of attention states and the kv cache when it dequantizes",
@@ -101,44 +83,36 @@ def _check_dequantized(targets: list[PlannedModule], in_transformers: bool) -> N
 
 def _packs_zero_points_into_one_row(target: PlannedModule) -> bool:
     weights, shape = target.scheme.weights, matrix_shape(target.module)
-    if weights is None or shape is None or weights.symmetric or not weights.group_size:
+    if weights is None or shape is None or weights.symmetric or number_format(weights) != "int4":
         return False
     packed = storage_format(nn.Linear, target.scheme) == CompressionFormat.pack_quantized.value
-    return packed and weights.num_bits == 4 and shape[0] <= 8 and shape[1] > weights.group_size > 0
+    return packed and shape[0] <= 8 and shape[1] > (weights.group_size or shape[1]) > 0
 
 
-def _check_float(target: PlannedModule, weights: QuantizationArgs, in_transformers: bool) -> None:
-    """Refuse 4-bit and microscaling floats in other dtypes: they are decompressed in bfloat16, whatever the model's."""
+def _check_weight(target: PlannedModule, weights: QuantizationArgs, in_transformers: bool) -> None:
+    """Refuse 4-bit and microscaling floats in other dtypes than bfloat16, in which they are decompressed whatever the
+    model's; and packed integers (4-bit and weight-only ones) but for symmetric Linear, as no others are unpacked."""
     dtype = target.module.weight.dtype
-    nvfp4 = weights.strategy == QuantizationStrategy.TENSOR_GROUP and dtype != torch.bfloat16
-    mx = weights.scale_dtype == torch.uint8 and dtype != torch.bfloat16 and in_transformers
-    if weights.type == "float" and (nvfp4 or mx):
+    nvfp4 = weights.strategy == QuantizationStrategy.TENSOR_GROUP
+    mx = weights.scale_dtype == torch.uint8 and in_transformers
+    if weights.type == "float" and (nvfp4 or mx) and dtype != torch.bfloat16:
         raise CalibrationError(
             f"compressed-tensors loads {'NVFP4' if nvfp4 else 'MX'} weights as bfloat16, which a {dtype} model "
             + ("cannot run" if in_transformers else "would compute with other numbers"),
             where=[target.name],
             remedy=f"load the model in bfloat16 (dtype=torch.bfloat16), or {_UNCHECKED}",
         )
-
-
-def _check_packed(target: PlannedModule, weights: QuantizationArgs) -> None:
-    """Refuse packed integers but for symmetric Linear: transformers unpacks no others. 4-bit and weight-only integers
-    are packed into int32."""
-    kind = kind_of(target.module).stored_as
-    if weights.type != "int" or (weights.num_bits >= 8 and target.scheme.input_activations is not None):
+    packed = weights.type == "int" and (weights.num_bits < 8 or target.scheme.input_activations is None)
+    what, instead = "packed asymmetric weights as they are", "use a symmetric scheme (W4A16)"
+    if kind_of(target.module).stored_as is nn.Embedding:
+        what, instead = "a packed integer Embedding as it is", "use FP8 for the embedding"
+    elif weights.symmetric:
         return
-    way_out = f"{_DEQUANTIZED}), or {_UNCHECKED}"
-    if kind is nn.Linear and not weights.symmetric:
+    if in_transformers and packed:
         raise CalibrationError(
-            "transformers 5.23 cannot load packed asymmetric weights as they are",
+            f"transformers 5.23 cannot load {what}",
             where=[target.name],
-            remedy=f"use a symmetric scheme (W4A16), {way_out}",
-        )
-    if kind is nn.Embedding:
-        raise CalibrationError(
-            "transformers 5.23 cannot load a packed integer Embedding as it is",
-            where=[target.name],
-            remedy=f"use FP8 for the embedding, {way_out}",
+            remedy=f"{instead}, {_DEQUANTIZED}), or {_UNCHECKED}",
         )
 
 
@@ -150,14 +124,33 @@ def _check_experts(model: nn.Module, targets: list[PlannedModule], dequantize: b
 
     It has no Linear per expert: it dequantizes every expert while it loads and stacks the weights, also where
     ``dequantize`` was not asked for. So what an expert reads is not quantized there, and only the formats that its
-    loader knows can be read. Experts in full precision go through the same loader.
+    loader knows can be read. Experts in full precision go through the same loader, whose reader of FP8 alone takes
+    weights without a scale.
     """
-    _check_experts_left(model, targets)
     containers = linear_experts(model)
-    inside = [t for t in targets if any(t.name.startswith(f"{container}.") for container in containers)]
+    inside = [t for t in targets if t.name.startswith(tuple(f"{name}." for name in containers))]
+    left = [
+        name
+        for name, module in {**fused_experts(model), **containers}.items()
+        if model_type(module) in HUB_NAMES and not any(t.name.startswith(f"{name}.") for t in targets)
+    ]
+    other = [t.scheme for t in targets if number_format(t.scheme.weights) != "float8"]
+    if left and other:
+        raise CalibrationError(
+            "transformers 5.23 cannot load experts in full precision beside other modules in this format",
+            where=left,
+            got=storage_format(nn.Linear, other[0]),
+            remedy="quantize the experts too (linearize_experts(model), nothing of them in `ignore`), use FP8 for the "
+            f"other modules, or {_UNCHECKED}",
+        )
     if not inside:
         return
-    _check_architecture(containers.values())
+    refuse(
+        sorted({str(model_type(module)) for module in containers.values()} - HUB_NAMES.keys()),
+        "it was not tried whether transformers loads experts one by one for this architecture",
+        expected=f"one of {', '.join(sorted(HUB_NAMES))}",
+        remedy=_UNCHECKED,
+    )
     refuse(
         split_experts(model, {t.name for t in targets}),
         "transformers 5.23 stacks the experts of a layer while it loads them, so all of them have to be quantized",
@@ -173,45 +166,30 @@ def _check_experts(model: nn.Module, targets: list[PlannedModule], dequantize: b
         )
 
 
-def _check_experts_left(model: nn.Module, targets: list[PlannedModule]) -> None:
-    """Refuse experts in full precision beside other formats than FP8: its reader alone takes weights without scale."""
-    left = [
-        name
-        for name, module in {**fused_experts(model), **linear_experts(model)}.items()
-        if model_type(module) in _TRIED and not any(t.name.startswith(f"{name}.") for t in targets)
-    ]
-    other = [t.scheme for t in targets if not _in_8_bit_float(t.scheme.weights)]
-    if left and other:
-        raise CalibrationError(
-            "transformers 5.23 cannot load experts in full precision beside other modules in this format",
-            where=left,
-            got=storage_format(nn.Linear, other[0]),
-            remedy="quantize the experts too (linearize_experts(model), nothing of them in `ignore`), use FP8 for the "
-            f"other modules, or {_UNCHECKED}",
-        )
-
-
-def _check_architecture(containers: Collection[LinearExperts]) -> None:
-    """Refuse an architecture that was not tried."""
-    refuse(
-        sorted(str(kind) for kind in {model_type(module) for module in containers} if kind not in _TRIED),
-        "it was not tried whether transformers loads experts one by one for this architecture",
-        expected=f"one of {', '.join(sorted(_TRIED))}",
-        remedy=_UNCHECKED,
-    )
-
-
 def _check_expert(target: PlannedModule, dequantize: bool) -> None:
     """Refuse a format that the loader of experts cannot read, and quantized activations, which it drops."""
-    scheme = target.scheme
-    if not _loads_stacked(scheme, target.module):
-        raise CalibrationError(
-            "transformers 5.23 cannot load experts in this format",
-            where=[target.name],
-            got=storage_format(nn.Linear, scheme),
-            expected="FP8 per tensor or channel (FP8, FP8_DYNAMIC), symmetric weight-only integers (W4A16, W8A16)",
-            remedy=_UNCHECKED,
+    scheme, weights = target.scheme, target.scheme.weights
+    if weights is not None:
+        whole_float8 = number_format(weights) == "float8" and weights.strategy in ("tensor", "channel")
+        bfloat16 = target.module.weight.dtype == torch.bfloat16  # as which MX is decompressed
+        stored, loads = (
+            storage_format(nn.Linear, scheme),
+            {
+                "float-quantized": whole_float8,
+                "naive-quantized": whole_float8,
+                "pack-quantized": weights.symmetric,
+                "mxfp4-pack-quantized": bfloat16,
+                "mxfp6-pack-quantized": bfloat16,
+            },
         )
+        if not loads.get(stored):
+            raise CalibrationError(
+                "transformers 5.23 cannot load experts in this format",
+                where=[target.name],
+                got=stored,
+                expected="FP8 per tensor or channel (FP8, FP8_DYNAMIC), symmetric weight-only integers (W4A16, W8A16)",
+                remedy=_UNCHECKED,
+            )
     if not dequantize and (scheme.input_activations is not None or scheme.output_activations is not None):
         raise CalibrationError(
             "transformers 5.23 loads experts dequantized and does not quantize what they read, so the reloaded "
@@ -219,21 +197,3 @@ def _check_expert(target: PlannedModule, dequantize: bool) -> None:
             where=[target.name],
             remedy=f"{_DEQUANTIZED}: no activation is quantized), use a weight-only scheme (W4A16), or {_UNCHECKED}",
         )
-
-
-def _in_8_bit_float(weights: QuantizationArgs | None) -> bool:
-    return weights is not None and weights.type == "float" and weights.num_bits == 8
-
-
-def _loads_stacked(scheme: QuantizationScheme, module: nn.Module) -> bool:
-    weights = scheme.weights
-    if weights is None:
-        return True
-    format_ = storage_format(nn.Linear, scheme)
-    if format_ in (CompressionFormat.float_quantized.value, CompressionFormat.naive_quantized.value):
-        whole = weights.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL)
-        return _in_8_bit_float(weights) and whole
-    if format_ == CompressionFormat.pack_quantized.value:
-        return bool(weights.symmetric)
-    mx = format_ in ("mxfp4-pack-quantized", "mxfp6-pack-quantized")  # compressed-tensors 0.19 lacks the latter
-    return mx and module.weight.dtype == torch.bfloat16  # as which it is decompressed

@@ -12,7 +12,7 @@ model's config asks for.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -22,21 +22,13 @@ from torch.distributed.tensor import DTensor
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.sharding import whole_shape
 
-#: ``model_type`` of the configs whose checkpoints on the hub name the projections w1 (gate), w3 (up), w2 (down)
-W123_MODEL_TYPES = ("mixtral", "minimax", "minimax_m2", "phimoe", "lfm2_moe")
-#: ``model_type`` of those that name them gate_proj, up_proj, down_proj
-GATE_UP_DOWN_MODEL_TYPES = (
-    "qwen2_moe",
-    "qwen3_moe",
-    "qwen3_next",
-    "olmoe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe",
-    "dots1",
-    "ernie4_5_moe",
-)
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_USUAL = "gate_proj", "up_proj", "down_proj"
+#: the names of gate, up and down in checkpoints on the hub, by the ``model_type`` of the config
+HUB_NAMES: dict[str, tuple[str, str, str]] = {
+    **dict.fromkeys(["mixtral", "minimax", "minimax_m2", "phimoe", "lfm2_moe"], ("w1", "w3", "w2")),
+    **dict.fromkeys(["qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3"], _USUAL),
+    **dict.fromkeys(["glm4_moe", "dots1", "ernie4_5_moe"], _USUAL),
+}
 
 
 class LinearExpert(nn.Module):
@@ -58,13 +50,11 @@ class LinearExpert(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``(tokens, hidden)`` to ``(tokens, hidden)``, before the router's weight."""
         origin: Any = self._origin[0]
-        up = self._layer("up")(hidden_states)
-        inner = _gated(origin, self._layer("gate")(hidden_states), up) if "gate" in self._names else origin.act_fn(up)
-        output = self._layer("down")(inner)
+        layers: dict[str, Any] = {role: self._modules[name] for role, name in self._names.items()}
+        up = layers["up"](hidden_states)
+        inner = _gated(origin, layers["gate"](hidden_states), up) if "gate" in layers else origin.act_fn(up)
+        output = layers["down"](inner)
         return origin.post_expert_norm(output) if getattr(origin, "has_post_expert_norm", False) else output
-
-    def _layer(self, role: str) -> nn.Module:
-        return self._modules[self._names[role]]  # type: ignore[return-value]
 
 
 class LinearExperts(nn.Module):
@@ -185,9 +175,7 @@ def model_type(module: nn.Module) -> str | None:
 
 def hub_names(module: nn.Module) -> dict[str, str]:
     """How the projections of stacked experts are named in checkpoints, by role (``gate``, ``up``, ``down``)."""
-    gate, up, down = (
-        ("w1", "w3", "w2") if model_type(module) in W123_MODEL_TYPES else ("gate_proj", "up_proj", "down_proj")
-    )
+    gate, up, down = HUB_NAMES.get(model_type(module) or "", _USUAL)
     return {"gate": gate, "up": up, "down": down} if _has_gate(module) else {"up": up, "down": down}
 
 
@@ -204,6 +192,16 @@ def expert_containers(model: nn.Module) -> dict[str, list[nn.Module]]:
         elif isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts" and len(module) > 1:
             containers[name] = list(module)
     return containers
+
+
+def split_experts(model: nn.Module, planned: Container[str]) -> list[str]:
+    """Layers whose experts have modules that will be quantized and modules that will not."""
+    split = []
+    for name, experts in linear_experts(model).items():
+        linears = [f"{name}.{n}" for n, m in experts.named_modules() if isinstance(m, nn.Linear)]
+        if 0 < sum(linear in planned for linear in linears) < len(linears):
+            split.append(name)
+    return split
 
 
 def routers(model: nn.Module) -> list[str]:
@@ -232,21 +230,23 @@ def _has_gate(module: nn.Module) -> bool:
     return hasattr(module, "gate_up_proj")
 
 
+def _inputs(module: nn.Module) -> str:
+    return "gate_up_proj" if _has_gate(module) else "up_proj"
+
+
 def _require_known(name: str, module: nn.Module) -> None:
     parameters = dict(module.named_parameters(recurse=False))
-    inputs = "gate_up_proj" if _has_gate(module) else "up_proj"
-    biases = (f"{inputs}_bias", "down_proj_bias")
-    expected = {inputs, "down_proj", *(biases if getattr(module, "has_bias", False) else ())}
+    suffixes = ("", "_bias") if getattr(module, "has_bias", False) else ("",)
+    expected = {name + suffix for name in (_inputs(module), "down_proj") for suffix in suffixes}
     if set(parameters) != expected or len(inspect.signature(module.forward).parameters) < 3:
-        shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in parameters.items())
         raise CalibrationError(
             "stacked experts in a layout that is not known",
             where=[f"{name} ({type(module).__name__})"],
-            got=shapes,
+            got=", ".join(f"{key} {tuple(value.shape)}" for key, value in parameters.items()),
             expected="gate_up_proj and down_proj, called with (hidden_states, top_k_index, top_k_weights)",
             remedy="leave them in full precision: list them in `ignore` (`re:.*experts`).",
         )
-    unusual = [key for key, value in parameters.items() if value.dtype not in _DTYPES]
+    unusual = [key for key, value in parameters.items() if not value.is_floating_point() or value.itemsize < 2]
     sharded = [key for key, value in parameters.items() if isinstance(value, DTensor)]
     if unusual or sharded or hasattr(module, "_hf_hook") or getattr(module, "_is_expert_parallel", False):
         raise CalibrationError(
@@ -258,54 +258,30 @@ def _require_known(name: str, module: nn.Module) -> None:
 
 
 def _build(module: nn.Module) -> LinearExperts:
-    names = hub_names(module)
-    parameters = dict(module.named_parameters(recurse=False))
-    weights = dict(_split(module, parameters, "")) if parameters else {}
-    biases = dict(_split(module, parameters, "_bias")) if getattr(module, "has_bias", False) else {}
+    stacks, names = dict(module.named_parameters(recurse=False)), hub_names(module)
+
+    def taken(role: str, suffix: str, index: int) -> nn.Parameter:
+        """A copy of what one expert has, the output channels as rows."""
+        stack = stacks[("down_proj" if role == "down" else _inputs(module)) + suffix]
+        rows = stack.detach()[index]
+        if getattr(module, "is_transposed", False) and not suffix:
+            rows = rows.T
+        if _has_gate(module) and role != "down":
+            place = ("gate", "up").index(role)
+            rows = rows.chunk(2)[place] if getattr(module, "is_concatenated", True) else rows[place::2]
+        return nn.Parameter(rows.clone(memory_format=torch.contiguous_format), stack.requires_grad)
+
     experts = []
-    for index in range(len(parameters["down_proj"])):
+    for index in range(len(stacks["down_proj"])):
         layers = {}
         for role in names:
-            bias = biases[role][index] if biases else None
-            layers[role] = _linear(weights[role][index], bias)
-            layers[role].weight.requires_grad_(parameters[_source(module, role)].requires_grad)
-            if layers[role].bias is not None:
-                layers[role].bias.requires_grad_(parameters[f"{_source(module, role)}_bias"].requires_grad)
+            weight, bias = taken(role, "", index), getattr(module, "has_bias", False)
+            layers[role] = nn.Linear(weight.shape[1], weight.shape[0], bias, device="meta", dtype=weight.dtype)
+            layers[role].weight = weight
+            if bias:
+                layers[role].bias = taken(role, "_bias", index)
         experts.append(LinearExpert(module, names, layers))
     return LinearExperts(module, experts)
-
-
-def _source(module: nn.Module, role: str) -> str:
-    return "down_proj" if role == "down" else "gate_up_proj" if _has_gate(module) else "up_proj"
-
-
-def _split(module: nn.Module, parameters: dict[str, nn.Parameter], suffix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views ``(experts, rows[, columns])`` of each role's weights (or biases), the output channels as rows."""
-
-    def rows(key: str) -> torch.Tensor:
-        value = parameters[key + suffix].detach()
-        return value.transpose(1, 2) if value.ndim == 3 and getattr(module, "is_transposed", False) else value
-
-    yield "down", rows("down_proj")
-    if not _has_gate(module):
-        yield "up", rows("up_proj")
-        return
-    both = rows("gate_up_proj")
-    if getattr(module, "is_concatenated", True):
-        half = both.shape[1] // 2
-        yield "gate", both[:, :half]
-        yield "up", both[:, half:]
-    else:
-        yield "gate", both[:, ::2]
-        yield "up", both[:, 1::2]
-
-
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
-    layer.weight = nn.Parameter(weight.clone(memory_format=torch.contiguous_format))
-    if bias is not None:
-        layer.bias = nn.Parameter(bias.clone(memory_format=torch.contiguous_format))
-    return layer
 
 
 def _gated(origin: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

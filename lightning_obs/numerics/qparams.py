@@ -30,7 +30,7 @@ class QParamsDict(TypedDict, total=False):
 def compute_global_scale(
     ranges: Iterable[tuple[torch.Tensor, torch.Tensor]], args: QuantizationArgs
 ) -> torch.Tensor | None:
-    """Global scale of a fused group: from the largest magnitude among all members' ranges.
+    """Global scale of a fused set: from the largest magnitude among all members' ranges.
 
     Args:
         ranges: (min, max) of every member of the group, any shapes.

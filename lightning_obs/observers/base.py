@@ -69,7 +69,7 @@ class Observer(Statistics, Registry):
     #: :func:`~lightning_obs.numerics.qparams.signed_scale`
     signed: bool = False
 
-    #: whether the range of a whole tensor is the widest of its fused group's, see :meth:`fuse`
+    #: whether the range of a whole tensor is the widest of its fused set's, see :meth:`fuse`
     _joins_ranges: bool = False
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
@@ -204,7 +204,7 @@ class Observer(Statistics, Registry):
         return self.min_vals, self.max_vals
 
     def get_global_scale(self) -> torch.Tensor | None:
-        """Global scale ``(1,)`` shared by the fused group; None unless the strategy is tensor_group."""
+        """Global scale ``(1,)`` shared by the fused set; None unless the strategy is tensor_group."""
         return compute_global_scale((member.get_min_max() for member in (self, *self._fused_observers)), self.args)
 
     def get_qparams(self) -> QParamsDict:

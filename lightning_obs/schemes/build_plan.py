@@ -23,9 +23,8 @@ from lightning_obs.schemes.checks_before_data import (
     warn_cast_buffers,
 )
 from lightning_obs.schemes.config import config_groups
-from lightning_obs.schemes.fused_sets import find_fused, require_one_scheme
 from lightning_obs.schemes.left_in_float import warn_left_in_float
-from lightning_obs.schemes.planned_modules import Plan, PlannedModule, scheme_identity
+from lightning_obs.schemes.planned_modules import Plan, PlannedModule, find_fused, require_one_scheme, scheme_identity
 
 
 def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequence[Sequence[str]] = ()) -> Plan:

@@ -281,7 +281,11 @@ def describe(args: QuantizationArgs) -> str:
     'asymmetric int4 group 64'
     """
     size = f" {args.group_size}" if args.group_size and args.group_size > 0 else ""
-    # Fields left at their default are enum members, others strings.
-    kind, strategy = QuantizationType(args.type).value, QuantizationStrategy(args.strategy).value
-    kind = kind if args.symmetric else f"asymmetric {kind}"
-    return f"{'dynamic ' if args.dynamic is True else ''}{kind}{args.num_bits} {strategy}{size}"
+    dynamic, kind = "dynamic " * (args.dynamic is True), "asymmetric " * (not args.symmetric)
+    return f"{dynamic}{kind}{number_format(args)} {QuantizationStrategy(args.strategy).value}{size}"
+
+
+def number_format(args: QuantizationArgs | None) -> str | None:
+    """``"int4"``, ``"float8"``; None: full precision."""
+    # A field left at its default is an enum member, another a string.
+    return None if args is None else f"{QuantizationType(args.type).value}{args.num_bits}"

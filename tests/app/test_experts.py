@@ -53,6 +53,6 @@ def test_experts_that_are_left_stacked_have_to_be_ignored(moe_run):
         moe_run("scheme=fp8", "model.linearize_experts=false", "export=none")
 
 
-def test_fused_groups_reach_the_callback(moe_run):
+def test_fused_sets_reach_the_callback(moe_run):
     with pytest.raises(CalibrationError, match="not a fused set"):
-        moe_run("scheme=fp8", "fused_groups=[[alone]]", "export=none")
+        moe_run("scheme=fp8", "fused_sets=[[alone]]", "export=none")

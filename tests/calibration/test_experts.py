@@ -228,7 +228,7 @@ def test_the_report_says_how_many_tokens_experts_got(x):
     assert "with the activations' range of their siblings: experts.3.down_proj" in text
 
 
-# ---------------------------------------------------------------------- fused groups of the user's
+# ---------------------------------------------------------------------- fused sets of the user's
 
 
 class Pair(nn.Module):
@@ -242,20 +242,20 @@ class Pair(nn.Module):
         return self.left(x) + self.right(3 * x) + self.alone(x)
 
 
-def test_a_fused_group_of_one_s_own_shares_global_scales(x):
+def test_a_fused_set_of_one_s_own_shares_global_scales(x):
     model = Pair().to(torch.bfloat16)
-    with CalibrationSession(model, "NVFP4", fused_groups=[["left", "right", "missing"]]):
+    with CalibrationSession(model, "NVFP4", fused_sets=[["left", "right", "missing"]]):
         model(x.to(torch.bfloat16))
     for kind in ("input_global_scale", "weight_global_scale"):
         assert getattr(model.left, kind) == getattr(model.right, kind)
         assert getattr(model.left, kind) != getattr(model.alone, kind)
 
 
-def test_a_fused_group_of_one_s_own_with_two_schemes_is_refused():
+def test_a_fused_set_of_one_s_own_with_two_schemes_is_refused():
     groups = {
         "a": {"targets": ["left"], "weights": {"num_bits": 8, "strategy": "channel"}},
         "b": {"targets": ["right"], "weights": {"num_bits": 4, "strategy": "channel"}},
     }
     CalibrationSession(Pair(), {"config_groups": groups})
     with pytest.raises(CalibrationError, match=r"different schemes: left, right"):
-        CalibrationSession(Pair(), {"config_groups": groups}, fused_groups=[["left", "right"]])
+        CalibrationSession(Pair(), {"config_groups": groups}, fused_sets=[["left", "right"]])

@@ -70,7 +70,7 @@ def test_no_data_at_all_is_an_error_even_where_missing_data_is_not(mlp):
 
 
 @pytest.mark.parametrize("scheme", [STATIC, "NVFP4"])
-def test_a_fused_group_is_left_in_full_precision_as_a_whole(scheme):
+def test_a_fused_set_is_left_in_full_precision_as_a_whole(scheme):
     model = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("gate_proj", "up_proj", "down_proj")}).bfloat16()
     session = CalibrationSession(model, scheme, on_missing="warn")
     message = r"no data reached them: up_proj \(input\); and, fused with them: gate_proj"

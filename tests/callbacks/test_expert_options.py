@@ -47,6 +47,6 @@ def test_all_experts_are_calibrated_and_metrics_keep_their_values():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
 
 
-def test_a_wrong_fused_group_is_found_where_it_was_written():
+def test_a_wrong_fused_set_is_found_where_it_was_written():
     with pytest.raises(CalibrationError, match="not a fused set"):
-        CalibrationCallback("FP8", fused_groups=[["alone"]])
+        CalibrationCallback("FP8", fused_sets=[["alone"]])

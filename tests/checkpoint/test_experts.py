@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from lightning_obs import CalibrationSession, export_checkpoint, linearize_experts, quantized
-from lightning_obs.moe.experts import GATE_UP_DOWN_MODEL_TYPES, W123_MODEL_TYPES
+from lightning_obs.moe.experts import HUB_NAMES
 from lightning_obs.schemes.config import preset_names
 from tests.moe_models import FAMILY, FP8_BLOCK, KINDS, W4A16_32, tiny_moe
 from tests.versions import dequantizes_activations_too
@@ -58,7 +58,7 @@ def test_transformers_loads_weight_only_experts_with_the_same_logits(kind, reloa
 def test_transformers_loads_the_experts_of_related_architectures(kind, tokens, tmp_path):
     model = calibrated(tmp_path, kind, W4A16_32, "default", torch.float32)
     assert_reloads(model, tmp_path, "default", tokens)
-    assert {*KINDS, *FAMILY} == {*W123_MODEL_TYPES, *GATE_UP_DOWN_MODEL_TYPES}
+    assert {*KINDS, *FAMILY} == {*HUB_NAMES}
 
 
 @pytest.mark.parametrize("reload", ["default", "dequantize"])

@@ -11,7 +11,7 @@ from lightning_obs import (
     CalibrationError,
     linearize_experts,
 )
-from lightning_obs.moe.experts import GATE_UP_DOWN_MODEL_TYPES, W123_MODEL_TYPES, fused_experts, hub_names, routers
+from lightning_obs.moe.experts import HUB_NAMES, fused_experts, hub_names, routers
 from tests.moe_models import EXPERTS, HIDDEN, StackedBlock, StackedExperts, tiny_moe
 
 KINDS = ["qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "deepseek_v3"]
@@ -63,7 +63,7 @@ def test_a_linearized_model_is_saved_under_the_names_of_the_hub(kind, tmp_path):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("kind", [*GATE_UP_DOWN_MODEL_TYPES, *W123_MODEL_TYPES])
+@pytest.mark.parametrize("kind", list(HUB_NAMES))
 def test_the_names_are_those_of_transformers_own_mapping(kind):
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

@@ -83,7 +83,7 @@ def test_reset_forgets_everything(make_one):
     assert not observer.has_statistics
 
 
-def test_reset_keeps_the_fused_group():
+def test_reset_keeps_the_fused_set():
     a, b = make("static_minmax", "weight", NVFP4), make("static_minmax", "weight", NVFP4)
     a(torch.ones(2, 16))
     Observer.fuse([a, b])
@@ -160,10 +160,10 @@ def test_statistics_that_were_set_give_qparams_like_observed_ones(args):
     assert (filled.get_qparams()["global_scale"] is None) == (args is INT8)
 
 
-# ---------------------------------------------------------------------- fused groups
+# ---------------------------------------------------------------------- fused sets
 
 
-def test_a_fused_group_has_one_global_scale_and_its_own_local_scales():
+def test_a_fused_set_has_one_global_scale_and_its_own_local_scales():
     weights = [torch.randn(4, 32) * k for k in (1, 5, 3)]
     group = [make("memoryless_minmax", "weight", NVFP4)(w) for w in weights]
     alone = [observer.get_qparams()["global_scale"] for observer in group]

@@ -91,7 +91,7 @@ def test_a_range_that_quantile_finds(mlp):
     torch.testing.assert_close(mlp.fc2.weight_scale.flatten(), weight / 127.5)
 
 
-def test_an_observer_of_one_s_own_computes_the_global_scale_of_its_fused_group():
+def test_an_observer_of_one_s_own_computes_the_global_scale_of_its_fused_set():
     model = nn.ModuleDict({name: nn.Linear(32, 4, bias=False) for name in ("gate_proj", "up_proj")})
     nn.init.normal_(model["up_proj"].weight, std=3)
     weight = {"name": "guide_normal", "k": 1.5}

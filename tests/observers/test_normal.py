@@ -69,7 +69,7 @@ def test_ranges_have_the_shape_of_the_scales(base_name, args, shape, ranges):
     assert observer.get_qparams()["scale"].shape == ranges
 
 
-def test_a_fused_group_has_one_global_scale():
+def test_a_fused_set_has_one_global_scale():
     weights = [torch.randn(4, 32) * scale for scale in (1, 5, 3)]
     group = [make("weight", NVFP4)(w) for w in weights]
     alone = [observer.get_qparams()["global_scale"] for observer in group]

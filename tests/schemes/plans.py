@@ -14,8 +14,8 @@ def plan(model, scheme=None, reload="default", **options):
 def asked(model, scheme=None, reload="default", **options):
     """The plan, and each engine's verdict."""
     options = CalibrationOptions(scheme, reload=reload, **options)
-    planned = build_plan(model, options.config, options.fused_sets)
-    return planned, ask_engines(model, planned.targets, options.engine, options.fused_groups)
+    planned = build_plan(model, options.config, [*options.engine.fused_sets, *options.fused_sets])
+    return planned, ask_engines(model, planned.targets, options.engine, options.fused_sets)
 
 
 def names(*args, **kwargs):

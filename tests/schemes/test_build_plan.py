@@ -91,13 +91,13 @@ def test_a_pattern_passes_over_containers_and_activations(tiny_llama):
     assert {name.rpartition(".")[2] for name in found} == {"gate_proj", "up_proj", "down_proj"}
 
 
-def test_a_fused_group_with_two_schemes_is_refused(tiny_llama):
+def test_a_fused_set_with_two_schemes_is_refused(tiny_llama):
     scheme = {"FP8": ["re:.*q_proj"], "INT8_STATIC": [r"re:.*layers.*(k|v|o|gate|up|down)_proj"]}
     with pytest.raises(CalibrationError, match=r"different schemes: model.layers.0.self_attn.q_proj, .*k_proj"):
         plan(tiny_llama(), scheme)
 
 
-def test_a_fused_group_with_one_scheme_in_two_groups_is_fine(tiny_llama):
+def test_a_fused_set_with_one_scheme_in_two_groups_is_fine(tiny_llama):
     scheme = {"a": {"targets": ["re:.*q_proj"], "weights": FP8_WEIGHTS}, "FP8": [r"re:.*layers.*mlp.*_proj"]}
     scheme["b"] = {"targets": [r"re:.*(k|v)_proj"], "weights": {**FP8_WEIGHTS, "symmetric": True}}
     assert len(plan(tiny_llama(), scheme).fused) == 4

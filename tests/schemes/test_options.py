@@ -56,7 +56,7 @@ WRITTEN = {
     "on_missing": "siblings",
     "reload": "unchecked",
     "calibrate_all_experts": True,
-    "fused_groups": [["a_proj", "b_proj"]],
+    "fused_sets": [["a_proj", "b_proj"]],
     "join_fused_scales": True,
 }
 
@@ -67,8 +67,8 @@ WRITTEN = {
         ({"on_missing": "wran"}, r"on_missing\. Got 'wran', expected 'error', 'warn', 'siblings'"),
         ({"on_missing": None}, r"on_missing\. Got None"),
         ({"reload": "sglang"}, r"reload\. Got 'sglang', expected 'default', 'dequantize', 'vllm', 'unchecked'"),
-        ({"fused_groups": ["a_proj", "b_proj"]}, r"fused_groups\. Got .*expected a list of lists of names"),
-        ({"fused_groups": [["a_proj"]]}, r"not a fused set"),
+        ({"fused_sets": ["a_proj", "b_proj"]}, r"fused_sets\. Got .*expected a list of lists of names"),
+        ({"fused_sets": [["a_proj"]]}, r"not a fused set"),
         ({"observers": {"inputs": "minmax"}}, r"observers for 'inputs'\. Expected one of weight, input"),
         ({"observers": {"input": "minmx"}}, r"unknown observer 'minmx'"),
         ({"observers": {"input": {"name": "minmax", "c": 1}}}, r"no hyperparameter 'c'"),
@@ -130,7 +130,7 @@ def test_containers_of_a_configuration_library_are_taken(taker):
     options = made if taker is CalibrationOptions else made.options
     assert options == CalibrationOptions(scheme, **WRITTEN)
     assert type(options.scheme) is dict
-    assert type(options.ignore) is type(options.fused_groups[0]) is list
+    assert type(options.ignore) is type(options.fused_sets[0]) is list
 
 
 def test_what_was_saved_with_a_callback_has_plain_containers():

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
-from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs import CalibrationSession
 from lightning_obs.engines.engine import FUSED_SETS
 from lightning_obs.errors import CalibrationError
-from lightning_obs.schemes.fused_sets import check_own_sets, find_fused, require_one_scheme
+from lightning_obs.schemes.planned_modules import check_own_sets, find_fused, require_one_scheme
 
 
 @pytest.mark.parametrize(
@@ -56,9 +57,10 @@ def test_a_fused_set_with_one_scheme_is_fine():
 
 
 def test_sets_of_one_s_own_are_added_to_the_known_ones():
-    groups = tuple(CalibrationOptions("FP8", fused_groups=[["x", "y"]]).fused_sets)
-    assert groups[:-1] == FUSED_SETS
-    assert find_fused(["a.q_proj", "a.k_proj", "a.x", "a.y"], groups) == [["a.q_proj", "a.k_proj"], ["a.x", "a.y"]]
+    names = ["a.q_proj", "a.k_proj", "a.x", "a.y"]
+    model = nn.ModuleDict({"a": nn.ModuleDict({name[2:]: nn.Linear(2, 2) for name in names})})
+    session = CalibrationSession(model, "FP8", fused_sets=[["x", "y"]])
+    assert session.plan.fused == [["a.q_proj", "a.k_proj"], ["a.x", "a.y"]]
 
 
 def test_a_known_name_in_a_set_of_one_s_own_belongs_there():
