@@ -47,8 +47,8 @@ from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession
 from lightning_obs.app.data.text import TextData
-from lightning_obs.app.models.default_model import default_model_folder
 from lightning_obs.app.models.language import load_causal_lm
+from lightning_obs.app.models.pretrained import default_model_folder
 from lightning_obs.model.qparams import SUFFIXES, calibrated_modules, read_qparams
 from lightning_obs.schemes.attention_states import KV_PRESETS
 from lightning_obs.schemes.config import preset_names

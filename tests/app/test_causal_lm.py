@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_obs import CalibrationError
-from lightning_obs.app.models import default_model
 from lightning_obs.app.models import language as models
+from lightning_obs.app.models import pretrained
 
 
 def test_a_folder_is_loaded_in_the_dtype_asked_for(tiny_folder):
@@ -43,4 +43,4 @@ def test_the_cache_can_be_put_elsewhere(monkeypatch, environment, expected):
     monkeypatch.delenv("LIGHTNING_OBS_CACHE", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert str(default_model.cache_folder()) == expected
+    assert str(pretrained.cache_folder()) == expected

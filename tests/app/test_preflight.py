@@ -17,7 +17,7 @@ def nothing_is_run(monkeypatch):
         pytest.fail("the model was run")
 
     monkeypatch.setattr("lightning_obs.app.tasks.calibrate.evaluate", fail)
-    monkeypatch.setattr("lightning_obs.app.models.language.CausalLM.forward", fail)
+    monkeypatch.setattr("lightning_obs.app.models.language.LanguageModel.forward", fail)
 
 
 FINETUNE = ["task=finetune", "scheme=w4a16", "group_size=32"]

