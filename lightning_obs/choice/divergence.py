@@ -19,7 +19,8 @@ Beyond second order the estimate is wrong; how far it holds on a real model is m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeAlias
 
@@ -30,96 +31,81 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import call_on, in_evaluation_mode, logits_of
 from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.forward.quantized_forward import quantize_forward
-from lightning_obs.forward.quantized_tensors import quantized_weight
 from lightning_obs.model.additions import keep_hook_out
 
 #: tokens whose errors are taken to add up, not to be independent
 BLOCK = 16
-#: (scheme, module name) -> a copy of the module that shares its parameters and has the scheme's qparams
-Twins: TypeAlias = dict[tuple[str, str], nn.Module]
+#: by module name and scheme, a copy of the module that shares its parameters and has the scheme's qparams
+Twins: TypeAlias = dict[str, dict[str, nn.Module]]
+#: by scheme and modules, their loss together
+Losses: TypeAlias = dict[tuple[str, tuple[str, ...]], float]
+#: by scheme and module name, for each call of a batch, what each position adds to the logits' probe
+_Changes: TypeAlias = dict[tuple[str, str], list[torch.Tensor]]
 
 
-class Meter:
-    """Runs the model forward and backward, and each candidate's module on what its original read."""
+def divergences(
+    model: nn.Module, batches: Sequence[Any], twins: Twins, groups: Iterable[tuple[str, ...]], seed: int
+) -> tuple[Losses, int]:
+    """Run the model forward and backward, and each candidate's module on what its original read.
 
-    def __init__(self, twins: Twins, groups: Sequence[tuple[str, ...]]) -> None:
-        self._twins, self._groups = twins, groups
-        self._schemes = list(dict.fromkeys(scheme for scheme, _ in twins))
-        #: (scheme, module name) -> for each call of this batch, what each position adds to the logits' probe
-        self._changes: dict[tuple[str, str], list[torch.Tensor]] = {}
-        self._sums: dict[tuple[str, tuple[str, ...]], float] = {}
-
-    def measure(self, model: nn.Module, batches: Sequence[Any], seed: int) -> int:
-        """Add up the squares of all batches, and return how many predictions there were."""
-        tokens = 0
-        with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
-            stack.enter_context(run_eagerly())
-            stack.enter_context(in_evaluation_mode(model))
-            for parameter in [parameter for parameter in model.parameters() if parameter.requires_grad]:
-                stack.callback(parameter.requires_grad_(False).requires_grad_, True)
-            for twin in self._twins.values():
+    Returns:
+        The KL divergence in nats per token for each scheme and each of ``groups``, and the number of predictions.
+    """
+    changes: _Changes = defaultdict(list)
+    squares: Losses = defaultdict(float)
+    tokens = 0
+    with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
+        stack.enter_context(run_eagerly())
+        stack.enter_context(in_evaluation_mode(model))
+        for parameter in [parameter for parameter in model.parameters() if parameter.requires_grad]:
+            stack.callback(parameter.requires_grad_(False).requires_grad_, True)
+        for name, of_module in twins.items():
+            for twin in of_module.values():
                 stack.callback(quantize_forward(twin))
-            for name in dict.fromkeys(name for _, name in self._twins):
-                module = model.get_submodule(name)
-                handle = module.register_forward_hook(self._hook(name), with_kwargs=True)
-                stack.callback(keep_hook_out(module, handle))
-            for number, batch in enumerate(batches):
-                logits = logits_of(call_on(model, batch))
-                generator = torch.Generator(logits.device).manual_seed(seed + number)
-                logits.backward(_probe(logits.detach(), generator))
-                tokens += logits[..., 0].numel()
-                self._add()
-        return tokens
+            module = model.get_submodule(name)
+            handle = module.register_forward_hook(_tap(name, of_module, changes), with_kwargs=True)
+            stack.callback(keep_hook_out(module, handle))
+        for number, batch in enumerate(batches):
+            logits = logits_of(call_on(model, batch))
+            generator = torch.Generator(logits.device).manual_seed(seed + number)
+            logits.backward(_probe(logits.detach(), generator))
+            tokens += logits[..., 0].numel()
+            for scheme in dict.fromkeys(scheme for scheme, _ in changes):
+                for group in groups:
+                    squares[scheme, group] += _square(
+                        [changes[scheme, name] for name in group if (scheme, name) in changes]
+                    )
+            changes.clear()
+    return {key: total / (2 * max(1, tokens)) for key, total in squares.items()}, tokens
 
-    def losses(self, tokens: int) -> dict[tuple[str, tuple[str, ...]], float]:
-        """``{(scheme, modules): KL in nats per token}``, of groups and of single modules."""
-        return {key: total / (2 * max(1, tokens)) for key, total in self._sums.items()}
 
-    @torch.no_grad()
-    def weight_errors(self) -> dict[tuple[str, tuple[str, ...]], float]:
-        """``{(scheme, modules): sum of squared relative errors of the weights}``."""
-        errors: dict[tuple[str, tuple[str, ...]], float] = {}
-        for (scheme, name), twin in self._twins.items():
-            weight, rounded = weight_of(twin).float(), quantized_weight(twin)
-            assert rounded is not None
-            errors[scheme, (name,)] = float((rounded.float() - weight).square().sum() / weight.square().sum())
-        for scheme in self._schemes:
-            for group in self._groups:
-                errors[scheme, group] = sum(errors.get((scheme, (name,)), 0.0) for name in group)
-        return errors
+def _tap(name: str, twins: Mapping[str, nn.Module], changes: _Changes) -> Callable[..., torch.Tensor | None]:
+    """A forward hook that runs a module's twins, when backward has arrived at its output."""
 
-    def _hook(self, name: str) -> Callable[..., torch.Tensor | None]:
-        schemes = [scheme for scheme in self._schemes if (scheme, name) in self._twins]
+    def tap(module: nn.Module, args: Any, kwargs: Any, output: Any) -> torch.Tensor | None:
+        if not isinstance(output, torch.Tensor) or not output.numel():
+            return None
+        plain = output.detach()
+        tapped = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
 
-        def tap(module: nn.Module, args: Any, kwargs: Any, output: Any) -> torch.Tensor | None:
-            if not isinstance(output, torch.Tensor) or not output.numel():
-                return None
-            plain = output.detach()
-            tapped = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
+        @torch.no_grad()
+        def change(gradient: torch.Tensor) -> None:
+            for scheme, twin in twins.items():
+                # forward, not the call: the copy has the original's hooks
+                moved: torch.Tensor = twin.forward(*args, **kwargs) - plain
+                changes[scheme, name].append(moved.mul_(gradient).sum(-1, dtype=torch.float32))
 
-            def change(gradient: torch.Tensor) -> None:
-                with torch.no_grad():
-                    for scheme in schemes:
-                        # forward, not the call: the copy has the original's hooks
-                        moved: torch.Tensor = self._twins[scheme, name].forward(*args, **kwargs) - plain
-                        by_position = moved.mul_(gradient).sum(-1, dtype=torch.float32)
-                        self._changes.setdefault((scheme, name), []).append(by_position)
+        tapped.register_hook(change)
+        return tapped
 
-            tapped.register_hook(change)
-            return tapped
+    return tap
 
-        return tap
 
-    def _add(self) -> None:
-        for scheme in self._schemes:
-            for group in dict.fromkeys([*self._groups, *((name,) for names in self._groups for name in names)]):
-                members = [self._changes[scheme, name] for name in group if (scheme, name) in self._changes]
-                shapes = {tuple(call.shape for call in calls) for calls in members}
-                if len(shapes) == 1:  # what fused modules do to one token comes together
-                    members = [[torch.stack(calls).sum(0) for calls in zip(*members, strict=True)]]
-                total = sum(float(_squared(call)) for calls in members for call in calls)
-                self._sums[scheme, group] = self._sums.get((scheme, group), 0.0) + total
-        self._changes.clear()
+def _square(members: list[list[torch.Tensor]]) -> float:
+    """The squares of what the modules of a group change, added up over calls."""
+    if len({tuple(call.shape for call in calls) for calls in members}) == 1:  # fused: what they do to a token adds up
+        members = [[torch.stack(calls).sum(0) for calls in zip(*members, strict=True)]]
+    return sum(float(_squared(call)) for calls in members for call in calls)
 
 
 def _squared(changes: torch.Tensor) -> torch.Tensor:
@@ -137,9 +123,3 @@ def _probe(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     signs = torch.empty(p.shape, dtype=torch.int8, device=p.device).random_(0, 2, generator=generator).mul_(2).sub_(1)
     probe = p.sqrt().mul_(signs)
     return probe.sub_(p * (p.sqrt() * signs).sum(-1, keepdim=True)).to(logits.dtype)
-
-
-def weight_of(module: nn.Module) -> torch.Tensor:
-    """The weight of a planned module, without gradient."""
-    assert isinstance(module.weight, torch.Tensor)  # preflight refused the module otherwise
-    return module.weight.detach()

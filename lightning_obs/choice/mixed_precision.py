@@ -125,12 +125,10 @@ def choose_schemes(
     Raises:
         CalibrationError: nothing fits the budget; an unknown scheme in ``at_most``, or a share outside [0, 1].
     """
-    names = _scheme_names(measured)
-    refuse(sorted(set(at_most or {}) - set(names)), "at_most names no candidate", expected=", ".join(names))
-    shares = {name: float(share) for name, share in (at_most or {}).items()}
-    refuse(
-        [f"{n} ({s:g})" for n, s in shares.items() if not 0 <= s <= 1], "at_most takes shares of the weights, 0 to 1"
-    )
+    names, shares = measured.candidates, dict(at_most or {})
+    refuse(sorted(set(shares) - set(names)), "at_most names no candidate", expected=", ".join(names))
+    wrong = [f"{name} ({float(share):g})" for name, share in shares.items() if not 0 <= share <= 1]
+    refuse(wrong, "at_most takes shares of the weights, 0 to 1")
     refuse(
         [
             f"{group.names[0]} ({name})"
@@ -141,17 +139,15 @@ def choose_schemes(
         "estimated losses are not finite",
         remedy="leave these modules out, or these candidates: the quantized layer overflows.",
     )
-    limit = None if budget is None else budget_in_bytes(budget, measured.weights)
-    chosen = _solve(measured, names, limit, shares)
-    if chosen is None:
-        least = sum(min(group.sizes.values()) for group in measured.groups)
+    plan = _solve(measured, None if budget is None else budget_in_bytes(budget, measured.weights), shares)
+    if plan is None:
         raise CalibrationError(
             "no choice of schemes fits the budget",
-            got=f"budget {budget}" + (f", at_most {dict(at_most)}" if at_most else ""),
-            expected=f"at least {8 * least / measured.weights:.4g} bits per weight, {least} bytes",
+            got=f"budget {budget}" + (f", at_most {shares}" if shares else ""),
+            expected=f"at least {8 * measured.least / measured.weights:.4g} bits per weight, {measured.least} bytes",
             remedy="a larger budget, or a smaller scheme among the candidates.",
         )
-    return _plan(measured, chosen)
+    return plan
 
 
 def plan_of(measured: Sensitivity, schemes: str | Mapping[str, str]) -> MixedPlan:
@@ -160,15 +156,17 @@ def plan_of(measured: Sensitivity, schemes: str | Mapping[str, str]) -> MixedPla
     Raises:
         CalibrationError: no candidate of that name; no scheme, or two, for the modules of a group.
     """
-    names, chosen = _scheme_names(measured), []
+    chosen = []
     for group in measured.groups:
-        asked = {schemes if isinstance(schemes, str) else schemes.get(name) for name in group.names}
-        scheme = asked.pop()
-        if scheme is None or asked or scheme not in names:
-            got = f"{scheme!r}" + (f" and {asked.pop()!r}" if asked else "")
-            expected = f"one of {', '.join(names)} for all of them"
-            raise CalibrationError("no scheme for modules", where=group.names, got=got, expected=expected)
-        chosen.append(scheme)
+        asked = list(dict.fromkeys(schemes if isinstance(schemes, str) else schemes.get(name) for name in group.names))
+        if len(asked) > 1 or asked[0] is None or asked[0] not in measured.candidates:
+            raise CalibrationError(
+                "no scheme for modules",
+                where=group.names,
+                got=" and ".join(map(repr, asked)),
+                expected=f"one of {', '.join(measured.candidates)} for all of them",
+            )
+        chosen.append(asked[0])
     return _plan(measured, chosen)
 
 
@@ -180,14 +178,10 @@ def frontier(measured: Sensitivity, points: int = 16, *, at_most: Mapping[str, f
         points: how many budgets are tried, evenly spaced in bits per weight. Plans that come out twice are left out.
         at_most: as in :func:`mixed_precision`.
     """
-    best = choose_schemes(measured, at_most=at_most)
-    least = sum(min(group.sizes.values()) for group in measured.groups)
-    plans: dict[tuple[str, ...], MixedPlan] = {}
-    for size in np.linspace(least, max(best.size, least), max(2, points)):
-        chosen = _solve(measured, _scheme_names(measured), int(np.ceil(size)), dict(at_most or {}))
-        if chosen is not None:
-            plans[tuple(chosen)] = _plan(measured, chosen)
-    return list(plans.values())
+    largest = max(choose_schemes(measured, at_most=at_most).size, measured.least)
+    budgets = np.linspace(measured.least, largest, max(2, points))
+    plans = [_solve(measured, int(np.ceil(size)), at_most or {}) for size in budgets]
+    return list({tuple(plan.schemes.values()): plan for plan in plans if plan is not None}.values())
 
 
 def budget_in_bytes(budget: float | str, weights: int) -> int:
@@ -196,31 +190,23 @@ def budget_in_bytes(budget: float | str, weights: int) -> int:
     >>> budget_in_bytes(4.5, weights=1000), budget_in_bytes("90 MB", weights=1000), budget_in_bytes("1KiB", weights=1)
     (562, 90000000, 1024)
     """
-    text = str(budget).strip()
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)", text)
-    unit = found.group(2).upper() if found else "?"
-    if found is None or (unit and unit not in _UNITS) or float(found.group(1)) <= 0:
+    found = re.fullmatch(rf"(\d+\.?\d*|\.\d+)\s*({'|'.join(_UNITS)})?", str(budget).strip(), re.IGNORECASE)
+    if found is None or float(found[1]) <= 0:
         raise CalibrationError(
             "budget", got=repr(budget), expected="bits per weight (4.5), or bytes ('90 MB', '80 MiB')"
         )
-    value = float(found.group(1))
-    return int(value * _UNITS[unit]) if unit else int(value * weights / 8)
+    value, unit = float(found[1]), found[2]
+    return int(value * _UNITS[unit.upper()]) if unit else int(value * weights / 8)
 
 
 # ---------------------------------------------------------------------- the knapsack
 
 
-def _scheme_names(measured: Sensitivity) -> list[str]:
-    return list(measured.groups[0].sizes) if measured.groups else []
-
-
-def _solve(
-    measured: Sensitivity, names: Sequence[str], limit: int | None, shares: Mapping[str, float]
-) -> list[str] | None:
-    """The name of a scheme for each group, or None where nothing fits."""
-    groups, count = measured.groups, len(names)
-    losses = np.array([[group.losses[name] for name in names] for group in groups]).ravel()
-    sizes = np.array([[group.sizes[name] for name in names] for group in groups], dtype=float).ravel()
+def _solve(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]) -> MixedPlan | None:
+    """The plan with the least loss within a limit in bytes, or None where nothing fits."""
+    groups, names, count = measured.groups, measured.candidates, len(measured.candidates)
+    losses = np.array([group.losses[name] for group in groups for name in names])
+    sizes = np.array([float(group.sizes[name]) for group in groups for name in names])
     weights = np.repeat([float(group.weights) for group in groups], count)
     variables = np.arange(len(losses))
     one_each = coo_array((np.ones(len(losses)), (variables // count, variables)))
@@ -232,17 +218,12 @@ def _solve(
         constraints.append(LinearConstraint(of_scheme[None] / measured.weights, ub=share))
     # HiGHS' tolerances are absolute: losses in units of their mean. Of equal losses the smaller size is better.
     cost = losses / max(losses.mean(), np.finfo(float).tiny) + 1e-6 * sizes / max(sizes.max(), 1.0)
+    options = {"mip_rel_gap": 1e-4}
     with _silent_solver():
-        found = milp(
-            cost,
-            integrality=np.ones_like(cost),
-            bounds=Bounds(0, 1),
-            constraints=constraints,
-            options={"mip_rel_gap": 1e-4},
-        )
+        found = milp(cost, integrality=1, bounds=Bounds(0, 1), constraints=constraints, options=options)
     if found.x is None:
         return None
-    return [names[int(place)] for place in found.x.reshape(-1, count).argmax(1)]
+    return _plan(measured, [names[place] for place in found.x.reshape(-1, count).argmax(1)])
 
 
 @contextmanager
@@ -264,18 +245,14 @@ def _silent_solver() -> Iterator[None]:
 def _plan(measured: Sensitivity, chosen: Sequence[str]) -> MixedPlan:
     pairs = list(zip(measured.groups, chosen, strict=True))
     schemes = {name: scheme for group, scheme in pairs for name in group.names}
+    modules = {module: (name, measured.schemes.get(name, {}).get(module)) for module, name in schemes.items()}
     return MixedPlan(
         schemes,
         sum(group.losses[scheme] for group, scheme in pairs),
         sum(group.sizes[scheme] for group, scheme in pairs),
         measured.weights,
-        _config(measured, schemes),
+        config_of(modules, measured.ignore),
     )
-
-
-def _config(measured: Sensitivity, schemes: Mapping[str, str]) -> QuantizationConfig | None:
-    of_modules = {module: (name, measured.schemes.get(name, {}).get(module)) for module, name in schemes.items()}
-    return config_of(of_modules, measured.ignore)
 
 
 def config_of(
@@ -287,19 +264,16 @@ def config_of(
         modules: for each module a name for its group, and its scheme; None leaves it in full precision.
         ignore: what the config ignores besides.
     """
-    members: dict[tuple[str, str], list[str]] = {}
-    kinds: dict[tuple[str, str], QuantizationScheme] = {}
+    groups: dict[tuple[str, str], QuantizationScheme] = {}
     for module, (name, scheme) in modules.items():
         if scheme is not None:
             kind = name, scheme_identity(scheme)
-            members.setdefault(kind, []).append(module)
-            kinds.setdefault(kind, scheme)
-    if not members:
+            if kind not in groups:
+                groups[kind] = scheme.model_copy(deep=True, update={"targets": []})
+            groups[kind].targets.append(module)
+    if not groups:
         return None
-    used = [name for name, _ in members]
-    groups: dict[str, QuantizationScheme] = {}
-    for kind, names in members.items():
-        own = kind[0] if used.count(kind[0]) == 1 else f"{kind[0]}_{len(groups)}"
-        groups[own] = kinds[kind].model_copy(deep=True, update={"targets": names})
+    used = Counter(name for name, _ in groups)
+    labels = [name if used[name] == 1 else f"{name}_{at}" for at, (name, _) in enumerate(groups)]
     left = [module for module, (_, scheme) in modules.items() if scheme is None]
-    return QuantizationConfig(config_groups=dict(groups), ignore=[*ignore, *left])
+    return QuantizationConfig(config_groups=dict(zip(labels, groups.values(), strict=True)), ignore=[*ignore, *left])

@@ -12,21 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.choice.mixed_precision import config_of
-from lightning_obs.choice.sensitivity import Batches, Sensitivity, sensitivity
+from lightning_obs.choice.sensitivity import Batches, Group, Sensitivity, sensitivity
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.schemes.config import SchemeLike, config_groups, make_observer, resolve_config
 
+#: an observer's name under ``name``, and its hyperparameters
+_Named: TypeAlias = dict[str, Any]
 #: what is tried for what a scheme observes, where it fits the scheme; the first is always tried
-CANDIDATES: dict[str, list[dict[str, Any]]] = {
+CANDIDATES: dict[str, list[_Named]] = {
     "input": [
         {"name": "static_minmax"},
         {"name": "minmax"},
@@ -43,6 +45,8 @@ CANDIDATES: dict[str, list[dict[str, Any]]] = {
 #: share of the overall best candidate's loss below which another one is taken for a tensor: estimates of one tensor are
 #: noisy, and the best of several noisy ones is often only lucky
 CLEARLY = 0.8
+#: by base name (input, weight), names of observers or dicts of name and hyperparameters
+Candidates: TypeAlias = Mapping[str, Sequence[str | Mapping[str, Any]]]
 _FIELDS = {"input": "input_activations", "weight": "weights"}
 
 
@@ -89,7 +93,7 @@ def choose_observers(
     model: nn.Module,
     batches: Batches,
     scheme: SchemeLike,
-    candidates: Mapping[str, Sequence[str | Mapping[str, Any]]] | None = None,
+    candidates: Candidates | None = None,
     *,
     held_out: Batches | None = None,
     **options: Any,
@@ -123,21 +127,19 @@ def choose_observers(
         raise CalibrationError("observers are compared on batches that they did not observe", got="too few batches")
     base = resolve_config(scheme, targets=options.pop("targets", None), ignore=options.pop("ignore", ()))
     tried = _fitting(base, candidates)
-    variants = {
-        (base_name, _label(one)): _with_observers(base, {base_name: one})
-        for base_name, of_base in tried.items()
-        for one in of_base
+    schemes = {
+        f"{base_name}: {label}": _with_observers(base, {base_name: one})
+        for base_name, ones in tried.items()
+        for label, one in ones.items()
     }
-    schemes = {f"{base_name}: {label}": config for (base_name, label), config in variants.items()}
-    measured = sensitivity(model, scored, schemes, calibration=observed, **options)
-    return _choose(measured, base, tried)
+    return _choose(sensitivity(model, scored, schemes, calibration=observed, **options), base, tried)
 
 
 def choose_for(
     model: nn.Module,
     batches: Batches,
     options: CalibrationOptions,
-    candidates: Mapping[str, Sequence[str | Mapping[str, Any]]] | None = None,
+    candidates: Candidates | None = None,
 ) -> tuple[ObserverChoice, CalibrationOptions]:
     """:func:`choose_observers` for the scheme of some options, and the options with what was chosen.
 
@@ -149,89 +151,78 @@ def choose_for(
 
 
 def _choose(
-    measured: Sensitivity, base: QuantizationConfig, tried: Mapping[str, Sequence[dict[str, Any]]]
+    measured: Sensitivity, base: QuantizationConfig, tried: Mapping[str, Mapping[str, _Named]]
 ) -> ObserverChoice:
-    observers: dict[str, dict[str, dict[str, Any]]] = {}
+    def scores(group: Group, base_name: str) -> dict[str, float]:
+        return {label: group.losses[f"{base_name}: {label}"] for label in tried[base_name]}
+
     losses = {
-        base_name: {
-            _label(one): sum(g.losses[f"{base_name}: {_label(one)}"] for g in measured.groups) for one in of_base
-        }
-        for base_name, of_base in tried.items()
+        base_name: {label: sum(scores(group, base_name)[label] for group in measured.groups) for label in ones}
+        for base_name, ones in tried.items()
     }
+    observers: dict[str, dict[str, _Named]] = {}
     chosen = dict.fromkeys(tried, 0.0)
     for group in measured.groups:
-        for base_name, of_base in tried.items():
-            score = {_label(one): group.losses[f"{base_name}: {_label(one)}"] for one in of_base}
-            best, favourite = _best(of_base, score), _best(of_base, losses[base_name])
-            if score[_label(best)] > CLEARLY * score[_label(favourite)]:
+        for base_name, ones in tried.items():
+            score, whole = scores(group, base_name), losses[base_name]
+            best, favourite = min(score, key=score.__getitem__), min(whole, key=whole.__getitem__)
+            if score[best] > CLEARLY * score[favourite]:
                 best = favourite
-            chosen[base_name] += score[_label(best)]
+            chosen[base_name] += score[best]
             for module in group.names:
-                observers.setdefault(module, {})[base_name] = dict(best)
-    any_variant = next(iter(measured.schemes.values()))
+                observers.setdefault(module, {})[base_name] = dict(ones[best])
+    candidate = next(iter(measured.schemes.values()))
     modules: dict[str, tuple[str, QuantizationScheme | None]] = {}
     for module, of_module in observers.items():
-        scheme = any_variant.get(module)
-        if scheme is not None:
+        if module in candidate:
             label = ", ".join(f"{base_name} {_label(one)}" for base_name, one in of_module.items())
-            modules[module] = label, _observed_by(_as_written(base, scheme), of_module)
+            written = next(group for group in config_groups(base) if group.targets == candidate[module].targets)
+            modules[module] = label, _observed_by(written, of_module)
     config = config_of(modules, list(base.ignore or []))
     assert config is not None
     return ObserverChoice(config, observers, losses, chosen)
 
 
-def _best(candidates: Sequence[dict[str, Any]], losses: Mapping[str, float]) -> dict[str, Any]:
-    return min(candidates, key=lambda one: losses[_label(one)])
+def _with_observers(base: QuantizationConfig, of_bases: Mapping[str, _Named]) -> QuantizationConfig:
+    groups = {name: _observed_by(group, of_bases) for name, group in base.config_groups.items()}
+    return base.model_copy(deep=True, update={"config_groups": groups})
 
 
-def _as_written(base: QuantizationConfig, variant: QuantizationScheme) -> QuantizationScheme:
-    """The group of the config that a candidate was made of."""
-    return next(group for group in config_groups(base) if group.targets == variant.targets)
-
-
-def _with_observers(base: QuantizationConfig, of_bases: Mapping[str, Mapping[str, Any]]) -> QuantizationConfig:
-    config = base.model_copy(deep=True)
-    for name, group in config.config_groups.items():
-        config.config_groups[name] = _observed_by(group, of_bases)
-    return config
-
-
-def _observed_by(group: QuantizationScheme, of_bases: Mapping[str, Mapping[str, Any]]) -> QuantizationScheme:
+def _observed_by(group: QuantizationScheme, of_bases: Mapping[str, _Named]) -> QuantizationScheme:
     group = group.model_copy(deep=True)
     for base_name, one in of_bases.items():
-        args = getattr(group, _FIELDS[base_name])
-        if args is not None and args.dynamic is not True:
+        if (args := _observed_args(group, base_name)) is not None:
             args.observer = one["name"]
             args.observer_kwargs = {key: value for key, value in one.items() if key != "name"}
     return group
 
 
-def _fitting(
-    base: QuantizationConfig, candidates: Mapping[str, Sequence[str | Mapping[str, Any]]] | None
-) -> dict[str, list[dict[str, Any]]]:
-    """Candidates by base name. Those of the user's have to fit the scheme; of our own, those that do are taken."""
+def _observed_args(group: QuantizationScheme, base_name: str) -> QuantizationArgs | None:
+    """The arguments of a tensor that calibration observes."""
+    args: QuantizationArgs | None = getattr(group, _FIELDS[base_name])
+    return None if args is None or args.dynamic is True else args
+
+
+def _fitting(base: QuantizationConfig, candidates: Candidates | None) -> dict[str, dict[str, _Named]]:
+    """Candidates by base name and label. The user's have to fit the scheme; of our own, those that do are taken."""
     refuse(sorted(set(candidates or {}) - set(_FIELDS)), "observers are chosen for input and weight")
-    tried: dict[str, list[dict[str, Any]]] = {}
-    for base_name, defaults in CANDIDATES.items():
-        given = None if candidates is None else candidates.get(base_name, ())
-        groups = [getattr(group, _FIELDS[base_name]) for group in config_groups(base)]
-        if (candidates is not None and not given) or all(args is None or args.dynamic is True for args in groups):
+    tried: dict[str, dict[str, _Named]] = {}
+    for base_name, (first, *others) in CANDIDATES.items():
+        given: Sequence[Any] = others if candidates is None else candidates.get(base_name, ())
+        observed = any(_observed_args(group, base_name) is not None for group in config_groups(base))
+        if not observed or not given:
             continue
-        listed = [given] if isinstance(given, (str, Mapping)) else given or ()
-        own = [{"name": one} if isinstance(one, str) else dict(one) for one in listed]
-        for one in [defaults[0], *(own if given else defaults[1:])]:
+        for one in [first, *([given] if isinstance(given, (str, Mapping)) else given)]:
+            named = {"name": one} if isinstance(one, str) else dict(one)
             try:
-                config = _with_observers(base, {base_name: one})
-                for group in config_groups(config):
-                    args = getattr(group, _FIELDS[base_name])
-                    if args is not None and args.dynamic is not True:
+                for group in config_groups(_with_observers(base, {base_name: named})):
+                    if (args := _observed_args(group, base_name)) is not None:
                         make_observer(base_name, args)
             except CalibrationError:
-                if given:
+                if candidates is not None:
                     raise
                 continue
-            if one not in tried.setdefault(base_name, []):
-                tried[base_name].append(one)
+            tried.setdefault(base_name, {})[_label(named)] = named
     if not tried:
         raise CalibrationError(
             "there is no observer to choose", got=f"candidates {candidates}", remedy="choose a scheme that observes."

@@ -19,9 +19,10 @@ from torch import nn
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.compress import compressed_bytes
-from lightning_obs.choice.divergence import Meter, Twins, weight_of
+from lightning_obs.choice.divergence import Losses, Twins, divergences
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.forward.calls import call_on, in_evaluation_mode
+from lightning_obs.forward.quantized_tensors import quantized_weight
 from lightning_obs.model.qparams import calibration_of, put_back
 from lightning_obs.model.sharding import in_shards
 from lightning_obs.schemes.config import SchemeLike, as_names
@@ -79,6 +80,16 @@ class Sensitivity:
         """How many numbers the weights of all groups have."""
         return sum(group.weights for group in self.groups)
 
+    @property
+    def candidates(self) -> list[str]:
+        """Names of the candidate schemes."""
+        return list(self.groups[0].sizes)
+
+    @property
+    def least(self) -> int:
+        """Bytes of the weights and scales where each group has its smallest candidate."""
+        return sum(min(group.sizes.values()) for group in self.groups)
+
 
 def sensitivity(
     model: nn.Module,
@@ -128,18 +139,19 @@ def sensitivity(
     finally:
         put_back(before)
     groups = _groups(model, sessions)
-    meter = Meter(twins, groups)
-    tokens = 0 if measured is None else meter.measure(model, measured, seed)
-    losses = meter.weight_errors() if measured is None else meter.losses(tokens)
-    names, ignore = list(candidates), options.get("ignore", ())
+    every = dict.fromkeys([*groups, *((name,) for group in groups for name in group)])
+    if measured is None:
+        losses, tokens = _weight_errors(twins, every), 0
+    else:
+        losses, tokens = divergences(model, measured, twins, every, seed)
     return Sensitivity(
-        [_group(model, group, names, losses, twins) for group in groups],
-        {scheme: {n: losses.get((scheme, (n,)), 0.0) for group in groups for n in group} for scheme in names},
+        [_group(model, group, candidates, losses, twins) for group in groups],
+        {scheme: {n: losses.get((scheme, (n,)), 0.0) for group in groups for n in group} for scheme in candidates},
         {
-            name: {t.name: t.scheme for t in session.plan.targets if (name, t.name) in twins}
+            name: {t.name: t.scheme for t in session.plan.targets if name in twins.get(t.name, ())}
             for name, session in sessions.items()
         },
-        as_names(ignore),
+        as_names(options.get("ignore", ())),
         "weight error" if measured is None else "divergence",
         tokens,
     )
@@ -202,7 +214,7 @@ def _calibrated_twins(
         session.finalize()  # and detach
         for target in session.plan.targets:
             if target.name not in session.skipped:
-                twins[name, target.name] = _twin(target.module)
+                twins.setdefault(target.name, {})[name] = _twin(target.module)
     return twins
 
 
@@ -225,21 +237,30 @@ def _groups(model: nn.Module, sessions: Mapping[str, CalibrationSession]) -> lis
     return list(dict.fromkeys(tuple(name for name in order if name in together[first]) for first in order))
 
 
-def _group(
-    model: nn.Module,
-    group: tuple[str, ...],
-    schemes: Sequence[str],
-    losses: Mapping[tuple[str, tuple[str, ...]], float],
-    twins: Twins,
-) -> Group:
-    return Group(
-        group,
-        sum(weight_of(model.get_submodule(name)).numel() for name in group),
-        {scheme: losses.get((scheme, group), 0.0) for scheme in schemes},
-        {scheme: sum(_bytes(model, twins, scheme, name) for name in group) for scheme in schemes},
-    )
+@torch.no_grad()
+def _weight_errors(twins: Twins, groups: Iterable[tuple[str, ...]]) -> Losses:
+    """By scheme and modules, the sum of squared relative errors of their weights."""
+    alone: dict[tuple[str, str], float] = {}
+    for name, of_module in twins.items():
+        for scheme, twin in of_module.items():
+            weight, rounded = _weight(twin).float(), quantized_weight(twin)
+            assert rounded is not None
+            alone[scheme, name] = float((rounded.float() - weight).square().sum() / weight.square().sum())
+    schemes = {scheme for scheme, _ in alone}
+    return {(s, group): sum(alone.get((s, name), 0.0) for name in group) for s in schemes for group in groups}
 
 
-def _bytes(model: nn.Module, twins: Twins, scheme: str, name: str) -> int:
-    twin = twins.get((scheme, name))
-    return weight_of(model.get_submodule(name)).nbytes if twin is None else compressed_bytes(twin)
+def _group(model: nn.Module, names: tuple[str, ...], schemes: Iterable[str], losses: Losses, twins: Twins) -> Group:
+    weights = {name: _weight(model.get_submodule(name)) for name in names}
+    sizes = dict.fromkeys(schemes, 0)
+    for name, weight in weights.items():
+        for scheme in sizes:
+            twin = twins.get(name, {}).get(scheme)
+            sizes[scheme] += weight.nbytes if twin is None else compressed_bytes(twin)
+    number = sum(weight.numel() for weight in weights.values())
+    return Group(names, number, {scheme: losses.get((scheme, names), 0.0) for scheme in sizes}, sizes)
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    assert isinstance(module.weight, torch.Tensor)  # preflight refused the module otherwise
+    return module.weight.detach()
