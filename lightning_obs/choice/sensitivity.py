@@ -130,14 +130,8 @@ def sensitivity(
         ([('0',), ('2',)], {'int8': 320, 'none': 1024})
     """
     candidates = _named(schemes)
-    refuse([n for n, m in model.named_modules() if in_shards(m)], "sensitivities need whole weights, on one device")
     measured = None if batches is None else list(batches)
-    before = calibration_of(model)
-    try:
-        sessions = _sessions(model, candidates, options)
-        twins = _calibrated_twins(model, sessions, measured if calibration is None else list(calibration))
-    finally:
-        put_back(before)
+    sessions, twins = _calibrate(model, candidates, measured if calibration is None else list(calibration), options)
     groups = _groups(model, sessions)
     every = dict.fromkeys([*groups, *((name,) for group in groups for name in group)])
     if measured is None:
@@ -147,10 +141,7 @@ def sensitivity(
     return Sensitivity(
         [_group(model, group, candidates, losses, twins) for group in groups],
         {scheme: {n: losses.get((scheme, (n,)), 0.0) for group in groups for n in group} for scheme in candidates},
-        {
-            name: {t.name: t.scheme for t in session.plan.targets if name in twins.get(t.name, ())}
-            for name, session in sessions.items()
-        },
+        {k: {t.name: t.scheme for t in s.plan.targets if t.name not in s.skipped} for k, s in sessions.items()},
         as_names(options.get("ignore", ())),
         "weight error" if measured is None else "divergence",
         tokens,
@@ -171,51 +162,47 @@ def _named(schemes: Schemes) -> dict[str, SchemeLike | None]:
     return named
 
 
-# ---------------------------------------------------------------------- candidates
-
-
-def _sessions(
-    model: nn.Module, candidates: Mapping[str, SchemeLike | None], options: Mapping[str, Any]
-) -> dict[str, CalibrationSession]:
-    sessions = {
-        name: CalibrationSession(model, CalibrationOptions.of(scheme, **options))
-        for name, scheme in candidates.items()
-        if scheme is not None
-    }
-    refuse(
-        [t.name for s in sessions.values() for t in s.plan.targets if t.states],
-        "attention states have no weights to choose a scheme for",
-        remedy="leave them out here, and give kv_cache to the calibration.",
-    )
-    return sessions
-
-
-def _calibrated_twins(
-    model: nn.Module, sessions: Mapping[str, CalibrationSession], batches: Sequence[Any] | None
-) -> Twins:
-    """Calibrate every candidate in one pass over the data. The model keeps the qparams of the last."""
-    observing = [session for session in sessions.values() if session.needs_data]
-    if observing and not batches:
-        raise CalibrationError(
+def _calibrate(
+    model: nn.Module,
+    candidates: Mapping[str, SchemeLike | None],
+    batches: Sequence[Any] | None,
+    options: Mapping[str, Any],
+) -> tuple[dict[str, CalibrationSession], Twins]:
+    """Calibrate every candidate in one pass over the data."""
+    refuse([n for n, m in model.named_modules() if in_shards(m)], "sensitivities need whole weights, on one device")
+    twins: Twins = {}
+    before = calibration_of(model)
+    try:
+        sessions = {
+            name: CalibrationSession(model, CalibrationOptions.of(scheme, **options))
+            for name, scheme in candidates.items()
+            if scheme is not None
+        }
+        refuse(
+            [t.name for session in sessions.values() for t in session.plan.targets if t.states],
+            "attention states have no weights to choose a scheme for",
+            remedy="leave them out here, and give kv_cache to the calibration.",
+        )
+        observing = {name: session for name, session in sessions.items() if session.needs_data}
+        refuse(
+            [] if batches else list(observing),
             "candidates that observe data were given none",
-            where=[name for name, session in sessions.items() if session.needs_data],
             remedy="give batches, or only schemes that are dynamic or quantize weights alone.",
         )
-    with ExitStack() as stack:
-        stack.enter_context(in_evaluation_mode(model))
-        stack.enter_context(torch.no_grad())
-        for session in observing:
-            session.attach()
-            stack.callback(session.detach)
-        for batch in batches if observing and batches else ():
-            call_on(model, batch)
-    twins: Twins = {}
-    for name, session in sessions.items():
-        session.finalize()  # and detach
-        for target in session.plan.targets:
-            if target.name not in session.skipped:
-                twins.setdefault(target.name, {})[name] = _twin(target.module)
-    return twins
+        with ExitStack() as stack, in_evaluation_mode(model), torch.no_grad():
+            for session in observing.values():
+                session.attach()
+                stack.callback(session.detach)
+            for batch in (batches or ()) if observing else ():
+                call_on(model, batch)
+        for name, session in sessions.items():
+            session.finalize()  # and detach
+            for target in session.plan.targets:
+                if target.name not in session.skipped:
+                    twins.setdefault(target.name, {})[name] = _twin(target.module)
+    finally:
+        put_back(before)
+    return sessions, twins
 
 
 def _twin(module: nn.Module) -> nn.Module:

@@ -12,8 +12,9 @@ to the weight's scale, so nothing is rounded anew. (A negative factor makes a ne
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -72,23 +73,21 @@ def export_onnx(
         ONNX operators QuantizeLinear and DequantizeLinear, version 21.
     """
     file = Path(file)
-    _check_packages()
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    refuse(missing, "packages are not installed", remedy='pip install "lightning-obs[onnx]".')
     _check_model(model)
     if file.exists() and not (overwrite and file.is_file()):
         raise CalibrationError(f"{file} is already there", remedy="choose another name, or set overwrite=True.")
     program = _traced(model, example, dynamic_shapes)
-    from lightning_obs.onnx.graph import fold_batch_norms, remove_unused, store_4_bit
+    from lightning_obs.onnx.graph import finish
 
-    fold_batch_norms(program.model)
-    store_4_bit(program.model, set(_codes_of_4_bits(model)))
-    remove_unused(program.model)
+    schemes = {name: get_scheme(module) for name, module in calibrated_modules(model)}
+    narrow = [
+        name for name, s in schemes.items() if s is not None and s.weights is not None and s.weights.num_bits <= 4
+    ]
+    finish(program.model, {f"{name}.weight_codes".lstrip(".") for name in narrow})
     _save(program, file, overwrite)
     return file
-
-
-def _check_packages() -> None:
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
-    refuse(missing, "packages are not installed", remedy='pip install "lightning-obs[onnx]".')
 
 
 def _check_model(model: nn.Module) -> None:
@@ -163,93 +162,57 @@ class _Linear:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.attributes: dict[str, dict[str, int]] = {}
+        self.attributes: dict[str, dict[str, Any]] = {}
         self.buffers: dict[str, torch.Tensor] = {}
-        scheme, qparams = get_scheme(module), read_qparams(module)
-        assert scheme is not None
-        for base, args in scheme_args(scheme):
+        qparams = read_qparams(module)
+        for base, args in scheme_args(get_scheme(module)):
             scale = qparams[f"{base}_scale"]
             zero = qparams.get(f"{base}_zero_point", torch.zeros_like(scale)).to(torch.int8)
-            if base != "weight":
-                zero = (zero.short() + 128).to(torch.uint8)
-            self.attributes[base] = {}
+            grouped, self.attributes[base] = args.strategy == QuantizationStrategy.GROUP, {}
             if base == "weight":
-                self.buffers["weight_codes"], self.attributes[base] = _codes(module, scale, zero, args)
-            grouped = args.strategy == QuantizationStrategy.GROUP
+                weight = module.weight
+                assert isinstance(weight, torch.Tensor)
+                matrix = to_matrix(module, weight.detach())
+                assert matrix is not None
+                codes = quantize(matrix, scale, zero, args, dtype=torch.int8)
+                self.buffers["weight_codes"] = from_matrix(module, codes, weight.shape).contiguous()
+                self.attributes[base]["axis"] = 1 if grouped else kind_of(module).rows
+                if grouped:
+                    self.attributes[base]["block_size"] = int(args.group_size or 1)
+            else:
+                zero = (zero.short() + 128).to(torch.uint8)
             shape = scale.shape if grouped else (-1,) if args.strategy == QuantizationStrategy.CHANNEL else ()
             self.buffers |= {f"{base}_step": scale.float().reshape(shape), f"{base}_zero": zero.reshape(shape)}
 
     def __call__(self, value: torch.Tensor, base: str) -> torch.Tensor:
         """The nodes for one tensor; of a weight, the codes stand for ``value``."""
         step, zero = getattr(self.module, f"{base}_step"), getattr(self.module, f"{base}_zero")
-        if base == "weight":
-            codes = self.module.weight_codes
-        else:
-            codes = _node("QuantizeLinear", (value, step, zero), {}, torch.uint8, value.shape)
-        return _node("DequantizeLinear", (codes, step, zero), self.attributes[base], value.dtype, value.shape)
+        node = partial(torch.onnx.ops.symbolic, shape=value.shape, version=_OPSET)
+        codes: Any = self.module.weight_codes if base == "weight" else None
+        if codes is None:
+            codes = node("QuantizeLinear", (value, step, zero), {}, dtype=torch.uint8)
+        return node("DequantizeLinear", (codes, step, zero), self.attributes[base], dtype=value.dtype)
 
 
-def _node(
-    name: str, inputs: tuple[Any, ...], attributes: dict[str, Any], dtype: torch.dtype, shape: Sequence[int]
-) -> torch.Tensor:
-    return torch.onnx.ops.symbolic(name, inputs, attributes, dtype=dtype, shape=shape, version=_OPSET)
-
-
-def _codes(
-    module: nn.Module, scale: torch.Tensor, zero: torch.Tensor, args: QuantizationArgs
-) -> tuple[torch.Tensor, dict[str, int]]:
-    """A weight's integers in its own shape, and how scales lie along it."""
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    matrix = to_matrix(module, weight.detach())
-    assert matrix is not None
-    codes = quantize(matrix, scale, zero, args, dtype=torch.int8)
-    if args.strategy == QuantizationStrategy.GROUP:
-        attributes = {"axis": 1, "block_size": int(args.group_size or 1)}
-    else:
-        attributes = {"axis": kind_of(module).rows}
-    return from_matrix(module, codes, weight.shape).contiguous(), attributes
-
-
-@contextmanager
-def _in_qdq(model: nn.Module) -> Iterator[None]:
-    with ExitStack() as stack:
+def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> Any:
+    keyword = dict(example) if isinstance(example, Mapping) else {}
+    positional = () if keyword else (example,) if isinstance(example, torch.Tensor) else tuple(example)
+    options = {"dynamo": True, "opset_version": _OPSET, "dynamic_shapes": dynamic_shapes, "verbose": False}
+    with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
         for _, module in list(calibrated_modules(model)):
             linear = _Linear(module)
             for name, value in linear.buffers.items():
                 module.register_buffer(name, value, persistent=False)
                 stack.callback(delattr, module, name)
             stack.callback(quantize_forward(module, writer=linear))
-        yield
-
-
-def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> Any:
-    keyword = dict(example) if isinstance(example, Mapping) else {}
-    positional = () if keyword else (example,) if isinstance(example, torch.Tensor) else tuple(example)
-    with _in_qdq(model), torch.inference_mode(False), torch.no_grad():
         try:
-            return torch.onnx.export(
-                model,
-                positional,
-                kwargs=keyword,
-                dynamo=True,
-                opset_version=_OPSET,
-                dynamic_shapes=dynamic_shapes,
-                verbose=False,
-            )
+            return torch.onnx.export(model, positional, kwargs=keyword, **options)
         except Exception as error:  # the exporter's own, of many kinds
             raise CalibrationError(
                 f"torch's ONNX exporter cannot export {type(model).__name__}",
                 got=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
                 remedy="see torch.onnx.export(model, example, dynamo=True); the model has to be traceable.",
             ) from error
-
-
-def _codes_of_4_bits(model: nn.Module) -> Iterator[str]:
-    for name, module in calibrated_modules(model):
-        scheme = get_scheme(module)
-        if scheme is not None and scheme.weights is not None and scheme.weights.num_bits <= 4:
-            yield f"{name}.weight_codes" if name else "weight_codes"
 
 
 def _save(program: Any, file: Path, overwrite: bool) -> None:
