@@ -1,15 +1,21 @@
-"""Experts under calibration: which tokens the router sends them, and, if asked for, all tokens for all of them.
+"""Experts under calibration: which tokens the router sends them, all tokens for all of them, ranges where none came.
 
 With ``calibrate_all_experts`` the observers inside experts are deaf while the model runs as it always does. After the
 layer's own forward every expert is run once more, on all tokens that the layer read, for the observers only: outputs
 are thrown away, random numbers and gradients are not touched, and no token is observed twice. Forward hooks that
 somebody else put inside an expert see these runs too.
+
+With ``on_missing="siblings"`` an expert that no token reached borrows the ranges of the layer's other experts. An
+engine that runs experts fused takes one activation scale for all of them, the widest, so the union of the siblings'
+ranges is what an expert without tokens would be run with anyway. Its weights need no tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,10 +23,14 @@ from torch import nn
 from lightning_obs.calibration.token_mask import TokenSelection
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import first_input
-from lightning_obs.forward.quantized_forward import is_inside_quantized
+from lightning_obs.forward.quantized_forward import INSIDE
 from lightning_obs.model.additions import keep_hook_out
-from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.moe.experts import LinearExperts, expert_containers
+from lightning_obs.observers import Key, Observer
+from lightning_obs.observers.min_max import StaticMinMaxObserver
+
+if TYPE_CHECKING:
+    from lightning_obs.calibration.session import CalibrationSession
 
 
 class ExpertWatch:
@@ -39,18 +49,17 @@ class ExpertWatch:
         self._all = all_experts
         self.containers = expert_containers(model)
         self._holders = {name: model.get_submodule(name) for name in self.containers}
+        #: the container of each module inside an expert
         self._of: dict[str, str] = {}
         for name, experts in self.containers.items():
             for index, expert in enumerate(experts):
                 self._of |= {".".join(filter(None, (name, str(index), n))): name for n, _ in expert.named_modules()}
-        self._counts: dict[str, list[Any]] = {}
+        #: how many tokens the router sent to each expert since :meth:`attach`, by container; some on their device
+        self.tokens: dict[str, list[Any]] = {}
         self._calls: dict[str, list[str]] = {}
-        self._forcing = False
-        #: neither tokens are counted nor experts forced to run
-        self.paused = False
+        #: whether experts run on all tokens now
+        self.is_forcing = False
         self._flattened = False
-        self._selection = TokenSelection()
-        self.mask: torch.Tensor | None = None
         if all_experts and not self.containers:
             raise CalibrationError(
                 "calibrate_all_experts, but no experts were found",
@@ -59,102 +68,85 @@ class ExpertWatch:
                 remedy="leave calibrate_all_experts out if the model has no experts.",
             )
 
-    @property
-    def tokens(self) -> dict[str, list[int]]:
-        """How many tokens the router sent to each expert since :meth:`attach`, by container."""
-        return {name: [int(count) for count in counts] for name, counts in self._counts.items()}
-
-    def attach(self, stack: ExitStack) -> None:
+    def attach(self, session: CalibrationSession, stack: ExitStack) -> None:
         """Register the hooks; ``stack`` removes them."""
-        self._counts = {name: [0] * len(experts) for name, experts in self.containers.items()}
+        self.tokens = {name: [0] * len(experts) for name, experts in self.containers.items()}
         self._calls = {name: [] for name in self.containers}
-        self._forcing, self.mask = False, None
-        self._selection = TokenSelection(batch_first=is_transformers_model(self._model))
+        self.is_forcing = False
         for name, experts in self.containers.items():
             for index, expert in enumerate(experts):
-                handle = expert.register_forward_pre_hook(self._counter(name, index), with_kwargs=True)
-                stack.callback(keep_hook_out(expert, handle))
+                count = partial(self._count, session, name, index)
+                stack.callback(keep_hook_out(expert, expert.register_forward_pre_hook(count, with_kwargs=True)))
             if self._all:
-                reader = self._reader(name)
-                handle = reader.register_forward_hook(self._runner(name), with_kwargs=True)
-                stack.callback(keep_hook_out(reader, handle))
+                holder = self._holders[name]
+                outer = self._model.get_submodule(name.rpartition(".")[0])
+                reader = holder if isinstance(holder, LinearExperts) else outer
+                run = partial(self._run_all, session, name)
+                stack.callback(keep_hook_out(reader, reader.register_forward_hook(run, with_kwargs=True)))
 
-    def is_deaf(self, name: str) -> bool:
-        """Whether the observers of a module have to ignore this call."""
-        return self._all and not self._forcing and name in self._of
+    def is_forced(self, name: str) -> bool:
+        """Whether the observers of a module take part only while experts run on all tokens."""
+        return self._all and name in self._of
 
-    def select(self, value: torch.Tensor, mask: torch.Tensor, name: str) -> torch.Tensor:
-        """The rows that count, also inside experts that got only some tokens (:class:`TokenSelection`)."""
-        rows, total = self._rows(self._of.get(name))
+    def select(self, value: torch.Tensor, mask: torch.Tensor, name: str, selection: TokenSelection) -> torch.Tensor:
+        """The rows of an activation that count, also inside experts that got only some tokens."""
+        if name not in self._of:
+            return selection.of(value, mask, name)
+        rows, total = self._rows(self._of[name])
         of_tokens = _of_tokens(mask, total)
-        if rows is None or total != of_tokens.numel():
-            forced = name in self._of and self._forcing
-            routed = name in self._of and not self._forcing
-            return self._selection.of(value, mask, name, routed=routed, flattened=forced and self._flattened)
-        return value[of_tokens.to(value.device).flatten()[rows].bool()]
+        if rows is not None and total == of_tokens.numel():
+            return value[of_tokens.to(value.device).flatten()[rows].bool()]
+        if not self.is_forcing:
+            return selection.of(value, mask, name, "routed")
+        return selection.of(value, mask, name, "flattened" if self._flattened else "tokens")
 
-    def select_state(self, value: torch.Tensor, mask: torch.Tensor, name: str) -> torch.Tensor:
-        """The tokens of an attention state that count."""
-        return self._selection.of(value, mask, name, heads=True)
-
-    # ------------------------------------------------------------------ hooks
-
-    def _rows(self, container: str | None) -> tuple[torch.Tensor | None, int]:
-        module = None if container is None else self._holders[container]
+    def _rows(self, container: str) -> tuple[torch.Tensor | None, int]:
+        module = self._holders[container]
         return (module.rows, module.total) if isinstance(module, LinearExperts) else (None, 0)
 
-    def _counter(self, name: str, index: int) -> Any:
-        def count(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._forcing or self.paused or is_inside_quantized(module):
-                return
-            value = first_input(args, kwargs)
-            given = [x for x in (*args, *kwargs.values()) if x is not None]
-            number: Any
-            fits = value is not None and len(given) == 1 and value.is_floating_point()
-            self._calls[name].append("" if fits else f"expert {index} called with {len(given)} arguments")
-            if value is None:
-                return
-            rows, total = self._rows(name)
-            mask = None if self.mask is None else _of_tokens(self.mask, total or value.shape[:-1].numel())
-            if mask is not None and rows is not None and total == mask.numel():
-                chosen = mask.flatten().to(rows.device)[rows]
-                number = chosen.bool().sum()
-            elif mask is not None and value.shape[:-1].numel() == mask.numel():
+    def _count(
+        self, session: CalibrationSession, name: str, index: int, module: nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        if self.is_forcing or session.is_paused or INSIDE in vars(module):
+            return
+        value = first_input(args, kwargs)
+        given = [x for x in (*args, *kwargs.values()) if x is not None]
+        fits = value is not None and len(given) == 1 and value.is_floating_point()
+        self._calls[name].append("" if fits else f"expert {index} called with {len(given)} arguments")
+        if value is None:
+            return
+        rows, total = self._rows(name)
+        number: Any = value.shape[:-1].numel()
+        if session.mask is not None:
+            mask = _of_tokens(session.mask, total or number)
+            if rows is not None and total == mask.numel():
+                number = mask.flatten().to(rows.device)[rows].bool().sum()
+            elif number == mask.numel():
                 number = mask.bool().sum()
-            else:
-                number = value.shape[:-1].numel()
-            self._counts[name][index] = self._counts[name][index] + number  # stays on the device
+        self.tokens[name][index] = self.tokens[name][index] + number  # stays on the device
 
-        return count
-
-    def _reader(self, name: str) -> nn.Module:
-        module = self._holders[name]
-        return module if isinstance(module, LinearExperts) else self._model.get_submodule(name.rpartition(".")[0])
-
-    def _runner(self, name: str) -> Any:
-        def run_all(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self.paused or is_inside_quantized(module):
-                return
-            tokens = first_input(args, kwargs)
-            calls, self._calls[name] = self._calls[name], []
-            wrong = sorted({call for call in calls if call})
-            if tokens is None or not tokens.is_floating_point():
-                wrong.append(f"{type(module).__name__} called without hidden states")
-            elif not calls and tokens.numel():
-                wrong.append(f"{type(module).__name__} ran without calling any of them")
-            if wrong or tokens is None:
-                raise _cannot(name, wrong)
-            # Of rows that were flattened already, or of as many samples as tokens, only transformers' order is known.
-            apart = tokens.ndim > 2 and tokens.shape[0] != tokens.shape[1]
-            self._flattened = apart or isinstance(module, LinearExperts)
-            if tokens.numel():
-                self._run_all(name, tokens.detach().reshape(-1, tokens.shape[-1]))
-
-        return run_all
-
-    def _run_all(self, name: str, tokens: torch.Tensor) -> None:
+    def _run_all(
+        self, session: CalibrationSession, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        if session.is_paused or INSIDE in vars(module):
+            return
+        tokens = first_input(args, kwargs)
+        calls, self._calls[name] = self._calls[name], []
+        wrong = sorted({call for call in calls if call})
+        if tokens is None or not tokens.is_floating_point():
+            wrong.append(f"{type(module).__name__} called without hidden states")
+        elif not calls and tokens.numel():
+            wrong.append(f"{type(module).__name__} ran without calling any of them")
+        if wrong or tokens is None:
+            raise _cannot(name, wrong)
+        if not tokens.numel():
+            return
+        # Of rows that were flattened already, or of as many samples as tokens, only transformers' order is known.
+        apart = tokens.ndim > 2 and tokens.shape[0] != tokens.shape[1]
+        self._flattened = apart or isinstance(module, LinearExperts)
+        tokens = tokens.detach().reshape(-1, tokens.shape[-1])
         devices = [tokens.device] if tokens.device.type == "cuda" else []
-        self._forcing = True
+        self.is_forcing = True
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=devices):
                 for index, expert in enumerate(self.containers[name]):
@@ -165,7 +157,7 @@ class ExpertWatch:
                             raise
                         raise _cannot(name, [f"expert {index} on {tuple(tokens.shape)}: {error}"]) from error
         finally:
-            self._forcing = False
+            self.is_forcing = False
 
 
 def _of_tokens(mask: torch.Tensor, total: int) -> torch.Tensor:
@@ -183,3 +175,66 @@ def _cannot(name: str, got: list[str]) -> CalibrationError:
         expected="a layer that reads (..., hidden) and calls its experts with one tensor (tokens, hidden) each",
         remedy="leave calibrate_all_experts out; for experts that no token reaches see on_missing.",
     )
+
+
+# ---------------------------------------------------------------------- experts that no token reached
+
+
+def borrow_ranges(
+    observers: Mapping[Key, Observer],
+    containers: Mapping[str, Sequence[nn.Module]],
+    fused: Sequence[Sequence[str]],
+    join_ranges: bool = False,
+) -> dict[Key, Observer]:
+    """Stand-ins for the observers of experts that no data reached.
+
+    Args:
+        observers: ``{(module name, base name): observer}``.
+        containers: the experts, by their container's name.
+        fused: modules that share a global scale; they borrow together.
+        join_ranges: let them share the range of a whole tensor too (:meth:`Observer.fuse`).
+
+    Returns:
+        For every activation of every module that borrows: an observer whose range is the union of those of the same
+        projection in the siblings that data reached. A module whose siblings saw nothing either is not in it. A weight
+        whose observer lacks inputs is in it as it is.
+    """
+    needing = [key for key, observer in observers.items() if observer.observes_data]
+    unreached = {name for name, base in needing if not observers[name, base].is_reached}
+    unreached |= {name for group in fused if unreached & set(group) for name in group}
+    borrowed: dict[Key, Observer] = {}
+    for name in sorted(unreached):
+        keys = {base: [(sibling, base) for sibling in _siblings(name, containers)] for n, base in needing if n == name}
+        reached = {
+            base: [observers[key] for key in of_siblings if key in observers and observers[key].is_reached]
+            for base, of_siblings in keys.items()
+        }
+        if all(reached.values()):
+            for base, others in reached.items():
+                own = observers[name, base]
+                borrowed[name, base] = own if base == "weight" else _union(own, others)
+    for group in fused:
+        for base in ("input", "output"):
+            Observer.fuse([borrowed[name, base] for name in group if (name, base) in borrowed], join_ranges)
+    return borrowed
+
+
+def _siblings(name: str, containers: Mapping[str, Sequence[nn.Module]]) -> list[str]:
+    """The same projection in the other experts of the innermost container that ``name`` is in."""
+    for container in sorted(containers, key=len, reverse=True):
+        prefix = f"{container}." if container else ""
+        index, _, rest = name.removeprefix(prefix).partition(".")
+        count = len(containers[container])
+        if name.startswith(prefix) and index.isdecimal() and int(index) < count:
+            others = (str(other) for other in range(count) if other != int(index))
+            return [".".join(filter(None, (container, other, rest))) for other in others]
+    return []
+
+
+def _union(own: Observer, others: Sequence[Observer]) -> Observer:
+    stand_in = StaticMinMaxObserver(own.base_name, own.args.model_copy(update={"observer_kwargs": {}}))
+    stand_in.qparams_dtype = own.qparams_dtype
+    lows, highs = zip(*(other.get_min_max() for other in others), strict=True)
+    stand_in.min_vals = torch.stack([low.to(lows[0].device) for low in lows]).amin(0)
+    stand_in.max_vals = torch.stack([high.to(lows[0].device) for high in highs]).amax(0)
+    return stand_in

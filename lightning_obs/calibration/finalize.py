@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lightning_obs.calibration.missing_data import borrow_ranges, check_coverage
+from lightning_obs.calibration.expert_tokens import borrow_ranges
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.weights import Weights
-from lightning_obs.errors import CalibrationError, refuse, sendable
+from lightning_obs.errors import CalibrationError, name_list, refuse, sendable, warn
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.qparams import as_stored, clear_qparams, read_qparams, write_qparams
 from lightning_obs.model.sharding import reshard
 from lightning_obs.numerics.qparams import QParamsDict
 from lightning_obs.numerics.reshape import ATTENTION
 from lightning_obs.observers import Key, Observer
-from lightning_obs.ranks.sync import Synced, sync_statistics
+from lightning_obs.ranks.sync import sync_statistics
 from lightning_obs.schemes.attention_states import count_heads
 from lightning_obs.schemes.planned_modules import PlannedModule
 
@@ -54,17 +54,17 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
         session.collectives,
         weights=held.sizes,
         failure=failure,
-        note=session.experts.tokens,
+        note={name: [int(count) for count in counts] for name, counts in session.experts.tokens.items()},
     )
     borrowed: dict[Key, Observer] = {}
     computed: dict[Key, QParamsDict] = {}
     failure = None
     if activations:
         try:
-            borrowed = _cover(session, synced)
-            computed = _compute(
-                session, {k: o for k, o in {**session.observers, **borrowed}.items() if k[1] != "weight"}
-            )
+            if session.unreached is None:
+                session.unreached = synced.unreached
+            borrowed = _cover(session)
+            computed = _compute(session, {**session.observers, **borrowed}, weights=False)
         except CalibrationError as error:  # of this rank alone: raised on all before weights are searched
             failure = error
 
@@ -78,35 +78,18 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
     searched = [key for key in held.modules if key[0] not in session.skipped]
     collectives = synced.collectives + held.observe(searched, synced.owners, failure, observe)
     if weights:
-        computed |= _compute(session, {k: o for k, o in session.observers.items() if k[1] == "weight"})
-    qparams = {
-        t.name: as_stored(
-            t.module, _kept_qparams(t, weights, activations) | _new_qparams(t, session.observers, computed)
-        )
-        for t in session.plan.targets
-        if t.name not in session.skipped
-    }
-    check_scales(qparams, {f"{name}.{base}_scale" for (name, base), o in session.observers.items() if o.signed})
-    check_heads(session.model, qparams)
-    for target in session.plan.targets:
-        if target.name in qparams:
-            write_qparams(target.module, target.scheme, qparams[target.name])
-        else:  # an earlier calibration's would pass for this one's
-            clear_qparams(target.module)
-    if weights:  # else they may have been trained on since their scale was chosen
-        remember(session.model)
+        computed |= _compute(session, session.observers, weights=True)
+    modules = _write(session, computed, weights, activations)
     return CalibrationResult(
         scheme=session.label,
-        modules=list(qparams),
+        modules=modules,
         observers=len(session.observers),
         batches=session.batches,
         measurements=session.measurements,
         ranks=synced.ranks,
         collectives=collectives if synced.ranks > 1 else 0,
         seconds=time.perf_counter() - session.started,
-        qparams={
-            f"{name}.{key}": v.to("cpu", copy=True) for name, found in qparams.items() for key, v in found.items()
-        },
+        qparams=session.qparams,
         input_ranges=_observed_ranges(session.fed),
         chosen_input_ranges=_chosen_ranges(session.observers),
         skipped=sorted(session.skipped),
@@ -122,11 +105,6 @@ def _hold_weights(session: CalibrationSession, asked: bool) -> tuple[Weights, Ca
     weighted = {(t.name, "weight"): t.module for t in session.plan.targets if asked}
     weighted = {key: module for key, module in weighted.items() if key in session.observers}
     try:
-        refuse(
-            [name for (name, _), module in weighted.items() if module.weight.is_meta],
-            "the weight is not materialized (meta device)",
-            remedy="load it first.",
-        )
         held = Weights(weighted, session.observers, session.collectives)
     except CalibrationError as error:
         return Weights({}, {}, session.collectives), error
@@ -135,37 +113,66 @@ def _hold_weights(session: CalibrationSession, asked: bool) -> tuple[Weights, Ca
     return held, None
 
 
-def _cover(session: CalibrationSession, synced: Synced) -> dict[Key, Observer]:
-    """Find what no data reached on any rank. Returns stand-ins for it; the rest is skipped.
+# ---------------------------------------------------------------------- what no data reached
+
+
+def _cover(session: CalibrationSession) -> dict[Key, Observer]:
+    """Stand-ins for the observers that no data reached on any rank; modules that have none are skipped, if allowed."""
+    borrowed: dict[Key, Observer] = {}
+    if session.unreached and session.options.on_missing == "siblings":
+        join = session.options.join_fused_scales
+        borrowed = borrow_ranges(session.observers, session.experts.containers, session.plan.fused, join)
+    session.skipped = _left_out(session, set(session.unreached or ()) - borrowed.keys())
+    return borrowed
+
+
+def _left_out(session: CalibrationSession, unreached: set[Key]) -> set[str]:
+    """Names of modules to leave in full precision, because no data reached them on any rank, with their fused mates.
 
     Raises:
-        CalibrationError: data are missing, and the options do not allow it.
+        CalibrationError: no observer saw any data, or one saw none and ``on_missing`` is ``"error"``.
     """
-    if session.unreached is None:
-        session.unreached = synced.unreached
-    options, experts = session.options, {name: len(members) for name, members in session.experts.containers.items()}
-    borrowed: dict[Key, Observer] = {}
-    if options.on_missing == "siblings":
-        borrowed = borrow_ranges(session.observers, experts, session.plan.fused, options.join_fused_scales)
-    session.skipped = check_coverage(
-        session.observers,
-        set(session.unreached) - set(borrowed),
-        session.together,
-        options,
-        session.batches,
-        experts=bool(experts),
-    )
-    return borrowed
+    needing = [key for key, observer in session.observers.items() if observer.observes_data]
+    lacking = [key for key in needing if key in unreached]
+    if not lacking:
+        return set()
+    missing = [f"{name} ({base if base != 'weight' else 'inputs for its weight'})" for name, base in lacking]
+    if len(lacking) == len(needing):
+        what, others = "static activations", "a scheme that needs no data (FP8_DYNAMIC, W8A8, W4A16)"
+        if all(base == "weight" for _, base in needing):
+            what = "weights that are observed with their inputs"
+            others = "an observer that needs no inputs (memoryless_mse)"
+        raise CalibrationError(
+            f"{session.label} has {what} and saw no data",
+            where=missing,
+            got=f"{session.batches} batches",
+            expected="calibration batches that run these modules",
+            remedy=f"run the model inside the session (in Lightning: validation batches), or choose {others}.",
+        )
+    # An attention module without scales would be loaded with uninitialized ones: there, nothing can be left out.
+    if session.options.on_missing != "warn" or any(base in ATTENTION for _, base in lacking):
+        for_experts = " For experts there are on_missing='siblings' and calibrate_all_experts=True."
+        raise CalibrationError(
+            f"no data reached {len(lacking)} of {len(needing)} observers",
+            where=missing,
+            remedy="add calibration batches, list them in `ignore`, or set on_missing='warn' to leave them in full "
+            f"precision.{for_experts if session.experts.containers else ''}",
+        )
+    names = {name for name, _ in lacking}
+    mates = {name for group in session.together if names & set(group) for name in group} - names
+    with_them = f"; and, fused with them: {name_list(sorted(mates))}" if mates else ""
+    warn(f"left in full precision, because no data reached them: {name_list(missing)}{with_them}")
+    return names | mates
 
 
 # ---------------------------------------------------------------------- qparams
 
 
-def _compute(session: CalibrationSession, observers: Mapping[Key, Observer]) -> dict[Key, QParamsDict]:
-    """The qparams of each observer whose module is not skipped. An error says which."""
+def _compute(session: CalibrationSession, observers: Mapping[Key, Observer], weights: bool) -> dict[Key, QParamsDict]:
+    """The qparams of weights, or of activations, whose module is not skipped. An error says which."""
     computed: dict[Key, QParamsDict] = {}
     for key, observer in observers.items():
-        if key[0] not in session.skipped:
+        if key[0] not in session.skipped and (key[1] == "weight") == weights:
             try:
                 computed[key] = observer.get_qparams()
             except Exception as error:
@@ -173,42 +180,48 @@ def _compute(session: CalibrationSession, observers: Mapping[Key, Observer]) -> 
     return computed
 
 
-def _new_qparams(
-    target: PlannedModule, observers: Mapping[Key, Observer], computed: Mapping[Key, QParamsDict]
+def _write(
+    session: CalibrationSession, computed: Mapping[Key, QParamsDict], weights: bool, activations: bool
+) -> list[str]:
+    """Check the qparams of all modules, then write them; returns the names of the modules."""
+    targets = [target for target in session.plan.targets if target.name not in session.skipped]
+    qparams = {t.name: as_stored(t.module, _qparams_of(t, computed, weights, activations)) for t in targets}
+    _check_scales(qparams, {f"{name}.{base}_scale" for (name, base), o in session.observers.items() if o.signed})
+    _check_heads(session.model, qparams)
+    for target in session.plan.targets:
+        if target.name in qparams:
+            write_qparams(target.module, target.scheme, qparams[target.name])
+        else:  # an earlier calibration's would pass for this one's
+            clear_qparams(target.module)
+    if weights:  # else they may have been trained on since their scale was chosen
+        remember(session.model)
+    session.note_qparams()
+    return list(qparams)
+
+
+def _qparams_of(
+    target: PlannedModule, computed: Mapping[Key, QParamsDict], weights: bool, activations: bool
 ) -> dict[str, torch.Tensor]:
-    """The qparams of one module that were computed: ``{"weight_scale": ...}``."""
+    """``{"weight_scale": ...}`` of one module; what is not computed anew, as it stands on the module."""
     found: dict[str, torch.Tensor] = {}
-    for base_name in target.args:
-        qparams = computed.get((target.name, base_name))
-        if qparams is None:
-            continue
-        args = observers[target.name, base_name].args
-        global_scale = qparams.get("global_scale")
-        if global_scale is not None:
-            found[f"{base_name}_global_scale"] = global_scale
-        if args.dynamic is False:
-            found[f"{base_name}_scale"] = qparams["scale"]
-            if not args.symmetric:
-                found[f"{base_name}_zero_point"] = qparams["zero_point"]
+    for base_name, args in target.args.items():
+        if not (weights if base_name == "weight" else activations):
+            found |= {k: x for k, x in read_qparams(target.module).items() if k.startswith(f"{base_name}_")}
+        elif qparams := computed.get((target.name, base_name)):
+            global_scale = qparams.get("global_scale")
+            if global_scale is not None:
+                found[f"{base_name}_global_scale"] = global_scale
+            if args.dynamic is False:
+                found[f"{base_name}_scale"] = qparams["scale"]
+                if not args.symmetric:
+                    found[f"{base_name}_zero_point"] = qparams["zero_point"]
     return found
 
 
-def _kept_qparams(target: PlannedModule, weights: bool, activations: bool) -> dict[str, torch.Tensor]:
-    """The qparams that are not computed anew, as they stand on the module."""
-    anew = [base for base in target.args if (weights if base == "weight" else activations)]
-    kept = tuple(f"{base_name}_" for base_name in target.args if base_name not in anew)
-    return {key: value for key, value in read_qparams(target.module).items() if kept and key.startswith(kept)}
+def _check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]], signed: Collection[str]) -> None:
+    """Raise a CalibrationError that names every scale, as stored, that is not finite and positive.
 
-
-# ---------------------------------------------------------------------- what has to hold before anything is written
-
-
-def check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]], signed: Collection[str] = ()) -> None:
-    """Raise a CalibrationError that names every scale (by module and parameter) that is not finite and positive.
-
-    Args:
-        qparams: as they are stored: what is positive in float32 may be zero in float16.
-        signed: names of scales that may be negative.
+    What is positive in float32 may be zero in float16. Scales named in ``signed`` may be negative.
     """
     scales = {f"{n}.{key}": x for n, values in qparams.items() for key, x in values.items() if key.endswith("scale")}
     scales |= {key: scales[key].abs() for key in signed if key in scales}
@@ -218,10 +231,9 @@ def check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]], signed: Coll
         alike.setdefault((scale.device, scale.dtype), []).append(scale.flatten())
     if all(_are_scales(torch.cat(some)) for some in alike.values()):
         return
-    bad = [f"{key} ({str(x.dtype).removeprefix('torch.')})" for key, x in scales.items() if not _are_scales(x)]
     raise CalibrationError(
         "scales are not finite and positive",
-        where=bad,
+        where=[f"{key} ({str(x.dtype).removeprefix('torch.')})" for key, x in scales.items() if not _are_scales(x)],
         remedy="look at the observer's range. Scales are stored in the weight's dtype; where it is too narrow, "
         "load the model in bfloat16 or float32, or list these modules in `ignore`.",
     )
@@ -231,23 +243,21 @@ def _are_scales(value: torch.Tensor) -> bool:
     return bool((torch.isfinite(value) & (value > 0)).all())
 
 
-def check_heads(model: nn.Module, qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+def _check_heads(model: nn.Module, qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     """Raise a CalibrationError where scales per head do not fit the config, by which a checkpoint is loaded."""
-    per_head = [
-        (name, key, value.shape[0])
+    per_head = {
+        (name, key): len(value)
         for name, values in qparams.items()
         for key, value in values.items()
         if key.partition("_")[0] in ATTENTION and value.ndim == 3
-    ]
+    }
     expected = count_heads(model) if per_head else {}
-    bad = [f"{name}.{key} ({heads})" for name, key, heads in per_head if heads != expected[key[0]]]
-    if bad:
-        raise CalibrationError(
-            "attention has other heads than the config says, so the checkpoint would not load",
-            where=bad,
-            expected=", ".join(f"{base} {heads}" for base, heads in expected.items()),
-            remedy="one scale per tensor (kv_cache='FP8').",
-        )
+    refuse(
+        [f"{name}.{key} ({heads})" for (name, key), heads in per_head.items() if heads != expected[key[0]]],
+        "attention has other heads than the config says, so the checkpoint would not load",
+        expected=", ".join(f"{base} {heads}" for base, heads in expected.items()),
+        remedy="one scale per tensor (kv_cache='FP8').",
+    )
 
 
 # ---------------------------------------------------------------------- what a person reads

@@ -36,21 +36,18 @@ _REMEDY = "load the checkpoint of this model, or calibrate again."
 def dump_state(
     plan: Plan, qparams: Mapping[str, torch.Tensor], checksums: Mapping[str, Mapping[str, int]]
 ) -> dict[str, Any]:
-    """Everything a resumed run needs to have the same qparams: tensors, strings and numbers only.
+    """The ``{"layer.weight_scale": tensor}`` of a plan and ``{"layer": {"weight": checksum}}`` of its model."""
+    config = plan.config.model_dump_json()
+    return sealed({"format": _FORMAT, "config": config, "qparams": dict(qparams), "checksums": dict(checksums)})
 
-    Args:
-        plan: what was calibrated.
-        qparams: ``{"layer.weight_scale": tensor, ...}``.
-        checksums: of what was calibrated, ``{"layer": {"weight": ..., "bias": ...}}``.
-    """
-    return sealed(
-        {
-            "format": _FORMAT,
-            "config": plan.config.model_dump_json(),
-            "qparams": {name: value.clone() for name, value in qparams.items()},
-            "checksums": {name: dict(of_module) for name, of_module in checksums.items()},
-        }
-    )
+
+def by_module(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """``{"layer.weight_scale": value}`` as ``{"layer": {"weight_scale": value}}``."""
+    nested: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        name, _, key = str(key).rpartition(".")
+        nested.setdefault(name, {})[key] = value
+    return nested
 
 
 def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,19 +101,14 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
         "the saved calibration has lost a part",
         remedy=_REMEDY,
     )
-    by_module: dict[str, dict[str, Any]] = {}
-    for key, value in state["qparams"].items():
-        name, _, key = str(key).rpartition(".")
-        by_module.setdefault(name, {})[key] = value
-    refuse(
-        sorted(set(by_module) - {target.name for target in plan.targets}),
-        "the saved calibration has modules that this model has not",
-    )
-    refuse(list(_misfits(plan, by_module, state["checksums"])), "the saved calibration does not fit", remedy=_REMEDY)
+    qparams = by_module(state["qparams"])
+    unknown = sorted(qparams.keys() - {target.name for target in plan.targets})
+    refuse(unknown, "the saved calibration has modules that this model has not")
+    refuse(list(_misfits(plan, qparams, state["checksums"])), "the saved calibration does not fit", remedy=_REMEDY)
     with torch.inference_mode(False), torch.no_grad():
         for target in plan.targets:
-            if target.name in by_module:
-                write_qparams(target.module, target.scheme, by_module[target.name])
+            if target.name in qparams:
+                write_qparams(target.module, target.scheme, qparams[target.name])
         with without_wrappers(model), without_adapters(model):
             for name, module in model.named_modules():
                 vars(module)[CHECKSUMS] = dict(state["checksums"].get(name, {}))
@@ -173,12 +165,11 @@ def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, An
     for (name, base_name), observer in observers.items():
         statistics = observer.get_statistics()
         odd = [key for key, value in statistics.items() if not is_plain(value)]
-        if odd:
-            raise CalibrationError(
-                f"{type(observer).__name__} keeps statistics that cannot be saved in a checkpoint",
-                where=[f"{name} ({base_name}): {', '.join(odd)}"],
-                expected="tensors, numbers, strings, and lists and dicts of them",
-            )
+        refuse(
+            [f"{name} ({base_name}): {', '.join(odd)}"] if odd else [],
+            f"{type(observer).__name__} keeps statistics that cannot be saved in a checkpoint",
+            expected="tensors, numbers, strings, and lists and dicts of them",
+        )
         if statistics:
             saved[f"{name}.{base_name}"] = copy.deepcopy(statistics)
     return saved
@@ -242,11 +233,11 @@ def _is_exact(observer: Observer) -> bool:
     return all(n in declared and declared[n].is_exact(value) for n, value in observer.get_statistics().items())
 
 
-def _misfits(plan: Plan, by_module: Mapping[str, dict[str, Any]], checksums: Mapping[str, Any]) -> Iterator[str]:
+def _misfits(plan: Plan, saved: Mapping[str, dict[str, Any]], checksums: Mapping[str, Any]) -> Iterator[str]:
     # Before the first data, no module has qparams of activations. Modules that no data reached have none at all.
-    known = {"weight"} | {key.partition("_")[0] for qparams in by_module.values() for key in qparams}
-    for target in plan.targets if by_module else ():
-        if target.name in by_module:
-            yield from find_misfits(target, by_module[target.name], known)
+    known = {"weight"} | {key.partition("_")[0] for qparams in saved.values() for key in qparams}
+    for target in plan.targets if saved else ():
+        if target.name in saved:
+            yield from find_misfits(target, saved[target.name], known)
             if target.scheme.weights is not None and not checksums.get(target.name):
                 yield f"the checksum of {target.name} is missing"

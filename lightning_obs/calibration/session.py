@@ -7,9 +7,10 @@ everything was checked, and no hook outlives the session.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,12 +22,11 @@ from lightning_obs.calibration.finalize import finalize
 from lightning_obs.calibration.hooks import ObserverHooks
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
-from lightning_obs.calibration.saved_state import dump_state, load_state
+from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
 from lightning_obs.calibration.token_mask import PADDING, require_mask, warn_of_padding
 from lightning_obs.engines import ask_engines
 from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, warn
-from lightning_obs.forward.calls import arguments_of
-from lightning_obs.forward.quantized_forward import is_inside_quantized
+from lightning_obs.forward.quantized_forward import INSIDE
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.checksums import CHECKSUMS, remember
 from lightning_obs.model.kinds import is_transformers_model
@@ -109,17 +109,13 @@ class CalibrationSession:
             self.experts = ExpertWatch(self.model, self.options.calibrate_all_experts)
             #: names of modules that are quantized together or not at all
             self.together = [*self.plan.fused, *self._whole_layers()]
-        self.observers: dict[Key, Observer] = {
-            (target.name, base_name): make_observer(base_name, args)
-            for target in self.plan.targets
-            for base_name, args in target.args.items()
-            if args.dynamic is not True
-        }
+        self.observers: dict[Key, Observer] = {}
         for target in self.plan.targets:
             home = qparams_home(target.module)
-            for base_name in target.args:
-                if home is not None and (target.name, base_name) in self.observers:
-                    self.observers[target.name, base_name].qparams_dtype = home.dtype
+            for base_name, args in target.args.items():
+                if args.dynamic is not True:
+                    self.observers[target.name, base_name] = observer = make_observer(base_name, args)
+                    observer.qparams_dtype = None if home is None else home.dtype
         #: second observers of inputs, for the result, where the first do not keep the smallest and the largest value
         self.extremes: dict[str, Observer] = {
             name: StaticMinMaxObserver("input", QuantizationArgs())
@@ -133,8 +129,13 @@ class CalibrationSession:
                 Observer.fuse(fused, self.options.join_fused_scales)
         #: how to talk to the other ranks; a Trainer knows it only when it has started them
         self.collectives = collectives or Collectives()
-        self.batches = 0
+        #: calls of the model, and how often observers looked at an activation: modules that share one look once
+        self.batches = self.measurements = 0
         self.started = 0.0
+        #: whether it looks away from what the model does, though it is attached
+        self.is_paused = False
+        #: which tokens, ``(batch, tokens)``, or samples count; None: all
+        self.mask: torch.Tensor | None = None
         #: observers that no data reached on any rank; None: the ranks were not reduced yet
         self.unreached: list[Key] | None = None
         #: modules left in full precision, because no data reached them
@@ -142,22 +143,19 @@ class CalibrationSession:
         self.result: CalibrationResult | None = None
         #: what this session has put on the modules; another session of the model may have put its own there since
         self._own: Calibration = {}
-        self._hooks = ObserverHooks(self.model, self.plan, self.observers, self.extremes, self.experts)
         self._token_mask = token_mask
         self._counts_calls = True
         self._padding_is_said = False
-        self._on_model = ExitStack()
+        self._attached: ExitStack | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, made with the model that holds it: it is not attached."""
-        return {**vars(self), "_on_model": ExitStack()}
+        return {**vars(self), "_attached": None}
 
     @property
     def needs_data(self) -> bool:
         """Whether the model has to be run: for static activations, or for a weight's observer that wants inputs."""
-        return self.plan.needs_data or any(
-            observer.needs_inputs for (_, base_name), observer in self.observers.items() if base_name == "weight"
-        )
+        return any(observer.observes_data for observer in self.observers.values())
 
     @property
     def fed(self) -> dict[Key, Observer]:
@@ -179,7 +177,7 @@ class CalibrationSession:
     @property
     def is_attached(self) -> bool:
         """Whether it observes what the model does."""
-        return self._hooks.are_attached
+        return self._attached is not None
 
     def attach(self, count_calls: bool = True) -> None:
         """Forget earlier statistics and start to observe.
@@ -191,35 +189,29 @@ class CalibrationSession:
         self.detach()
         for observer in (*self.observers.values(), *self.extremes.values()):
             observer.reset()
-        self.batches, self.result, self.unreached = 0, None, None
+        self.batches, self.measurements, self.result, self.unreached = 0, 0, None, None
+        self.is_paused, self._counts_calls = False, count_calls
         self.started = time.perf_counter()
-        self._hooks.attach()
-        self._counts_calls = count_calls
-        handle = self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)
-        self._on_model.callback(keep_hook_out(self.model, handle))
+        with ExitStack() as stack:
+            ObserverHooks(self).attach(stack)
+            handle = self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)
+            stack.callback(keep_hook_out(self.model, handle))
+            self._attached = stack.pop_all()
 
     def detach(self) -> None:
         """Remove every hook. Can be called at any time, any number of times."""
-        self._hooks.detach()
-        self._on_model.close()
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether it looks away from what the model does, though it is attached; can be set."""
-        return self._hooks.paused
-
-    @is_paused.setter
-    def is_paused(self, paused: bool) -> None:
-        self._hooks.paused = paused
+        attached, self._attached, self.mask = self._attached, None, None
+        if attached is not None:
+            attached.close()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Run the model inside the ``with`` block without observing."""
-        self._hooks.paused = True
+        self.is_paused = True
         try:
             yield
         finally:
-            self._hooks.paused = False
+            self.is_paused = False
 
     def mask_tokens(self, mask: torch.Tensor | None) -> None:
         """Keep padding out of every observer from the next call of the model on.
@@ -230,25 +222,28 @@ class CalibrationSession:
         Raises:
             CalibrationError: ``mask`` has another shape.
         """
-        self._hooks.mask_tokens(None if mask is None else require_mask(mask, "mask_tokens"))
+        self.mask = None if mask is None else require_mask(mask, "mask_tokens")
 
     def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if is_inside_quantized(module):
+        if INSIDE in vars(module):
             return
         self.batches += self._counts_calls
-        given = arguments_of(module, args, kwargs)
-        if self._token_mask is None:
-            self.say_padding(given.get(PADDING))
-            return
-        mask = given.get(self._token_mask)
-        if mask is None:
+        given = kwargs
+        with suppress(TypeError, ValueError):  # a call that fails, or a forward that is compiled
+            bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+            given = {**bound.arguments, **bound.kwargs}
+        mask = given.get(self._token_mask or PADDING)
+        if self._token_mask is not None and mask is None:
             raise CalibrationError(
                 f"token_mask={self._token_mask!r} was not given to the model",
                 where=[type(module).__name__],
                 got=f"a call with {', '.join(given)}",
                 remedy="pass it in every batch, or leave token_mask out if there is no padding.",
             )
-        self.mask_tokens(mask)
+        if self._token_mask is not None:
+            self.mask_tokens(mask)
+        elif mask is not None:
+            self.say_padding(mask)
 
     def say_padding(self, mask: Any) -> None:
         """Warn, once, if tokens are about to be observed that an ``attention_mask`` takes for padding.
@@ -256,7 +251,8 @@ class CalibrationSession:
         Args:
             mask: of the model or of the batch, if there is one.
         """
-        observed = self.is_attached and not self.is_paused and self.needs_data and not self._hooks.masks_tokens
+        is_masked = self.mask is not None and self.mask.ndim > 1
+        observed = self.is_attached and not self.is_paused and self.needs_data and not is_masked
         self._padding_is_said = self._padding_is_said or (observed and warn_of_padding(mask))
 
     # ------------------------------------------------------------------ finish
@@ -275,8 +271,13 @@ class CalibrationSession:
         self.detach()
         with all_or_nothing(self.model):
             self.result = finalize(self, weights, activations)
-            self.note_qparams()
-        self._say_if_data_was_not_needed()
+        if self.batches and not self.needs_data:
+            text = (
+                f"{self.label} needs no data (its activations are dynamic or in full precision): "
+                f"{self.batches} batches were run and not used."
+            )
+            static = self.label in ("W8A8", "INT8")
+            warn(f"{text} For calibrated INT8 activations use scheme='INT8_STATIC'." if static else text)
         if self.result.fallback:
             warn(
                 f"no token reached these modules; their activations have the range of the layer's other experts: "
@@ -295,11 +296,6 @@ class CalibrationSession:
         return {f"{n}.{key}": value.to("cpu", copy=True) for n, found in own.items() for key, value in found.items()}
 
     @property
-    def measurements(self) -> int:
-        """How often observers looked at an activation; less than they were called, where modules share it."""
-        return self._hooks.measurements
-
-    @property
     def input_counts(self) -> dict[str, Support]:
         """How often each value was read, by module name, where the input's observer counts (``histogram``...)."""
         counted = {name: observer.counted for (name, base), observer in self.observers.items() if base == "input"}
@@ -308,28 +304,17 @@ class CalibrationSession:
     def _whole_layers(self) -> list[list[str]]:
         """The modules of each layer's experts: vLLM runs all of them quantized or none, transformers loads them so."""
         ours = is_transformers_model(self.model)
-        layers = [
-            name
-            for name in self.experts.containers
-            if ours or isinstance(self.model.get_submodule(name), LinearExperts)
-        ]
+        layers = [n for n in self.experts.containers if ours or isinstance(self.model.get_submodule(n), LinearExperts)]
         return [[t.name for t in self.plan.targets if t.name.startswith(f"{layer}.")] for layer in layers]
-
-    def _say_if_data_was_not_needed(self) -> None:
-        if self.batches and not self.needs_data:
-            static = (
-                " For calibrated INT8 activations use scheme='INT8_STATIC'." if self.label in ("W8A8", "INT8") else ""
-            )
-            warn(
-                f"{self.label} needs no data (its activations are dynamic or in full precision): "
-                f"{self.batches} batches were run and not used.{static}"
-            )
 
     # ------------------------------------------------------------------ resume
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to have the same qparams: tensors, strings and numbers only."""
-        return dump_state(self.plan, self.qparams, self._checksums())
+        with without_wrappers(self.model), without_adapters(self.model):
+            own = {name: self._own.get(module, ({}, {}))[0] for name, module in self.model.named_modules()}
+        checksums = {name: dict(plain[CHECKSUMS]) for name, plain in own.items() if plain.get(CHECKSUMS)}
+        return dump_state(self.plan, self.qparams, checksums)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Write the qparams of a :meth:`state_dict` to the modules.
@@ -349,15 +334,11 @@ class CalibrationSession:
             scales: ``{"layer.weight_scale": tensor}``, of the shapes that are there.
             of_present_weights: they belong to the weights as they are now; off: to those that were calibrated.
         """
-        own: dict[str, dict[str, torch.Tensor]] = {}
-        for key, value in scales.items():
-            name, _, key = key.rpartition(".")
-            own.setdefault(name, {})[key] = value
+        own = by_module(scales)
         with torch.inference_mode(False), all_or_nothing(self.model):
-            for name, module, scheme in ((t.name, t.module, t.scheme) for t in self.plan.targets):
-                if get_scheme(module) is None or name not in own:
-                    continue
-                write_qparams(module, scheme, read_qparams(module) | own[name])
+            for target in self.plan.targets:
+                if get_scheme(target.module) is not None and target.name in own:
+                    write_qparams(target.module, target.scheme, read_qparams(target.module) | own[target.name])
             if of_present_weights:
                 remember(self.model)
             self.note_qparams()
@@ -378,8 +359,3 @@ class CalibrationSession:
             yield
         finally:
             put_back(now)
-
-    def _checksums(self) -> dict[str, dict[str, int]]:
-        with without_wrappers(self.model), without_adapters(self.model):
-            own = {name: self._own.get(module, ({}, {}))[0] for name, module in self.model.named_modules()}
-        return {name: plain[CHECKSUMS] for name, plain in own.items() if plain.get(CHECKSUMS)}

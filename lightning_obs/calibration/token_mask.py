@@ -10,7 +10,7 @@ size may have shown it. Where it stays open and something has to be taken out, i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -18,6 +18,10 @@ from lightning_obs.errors import CalibrationError, warn
 
 #: under which transformers' models and tokenizers say which tokens are padding
 PADDING = "attention_mask"
+#: What is known of a value. ``tokens``: nothing; ``heads``: an attention state ``(batch, heads, tokens, head_dim)``;
+#: ``positions``: of a convolution, ``(batch, positions, channels)``; ``flattened``: ``(batch * tokens, channels)``;
+#: ``routed``: it may hold some rows of several samples.
+Layout: TypeAlias = Literal["tokens", "heads", "positions", "flattened", "routed"]
 
 
 class TokenSelection:
@@ -32,16 +36,7 @@ class TokenSelection:
         #: whether all calls of a module so far had one row per sample (matrices), or their samples first (others)
         self._shown: dict[str, bool] = {}
 
-    def of(
-        self,
-        value: torch.Tensor,
-        mask: torch.Tensor,
-        name: str,
-        *,
-        heads: bool = False,
-        routed: bool = False,
-        flattened: bool = False,
-    ) -> torch.Tensor:
+    def of(self, value: torch.Tensor, mask: torch.Tensor, name: str, layout: Layout = "tokens") -> torch.Tensor:
         """The rows of ``value`` that count.
 
         Args:
@@ -49,9 +44,7 @@ class TokenSelection:
                 ``(batch, channels)``, has no padding and is returned as it is.
             mask: ``(batch, tokens)``, nonzero for a token that counts; ``(batch,)`` for whole samples.
             name: of the module.
-            heads: ``value`` is an attention state ``(batch, heads, tokens, head_dim)``.
-            routed: ``value`` may hold some rows of several samples.
-            flattened: ``value`` is known to be ``(batch * tokens, channels)``.
+            layout: what is known of ``value``.
 
         Returns:
             ``(n, ...)``; of an attention state ``(1, heads, n, head_dim)``.
@@ -64,29 +57,33 @@ class TokenSelection:
                 [2.]])
         """
         chosen = mask.to(value.device).bool()
+        fits = value.shape[: chosen.ndim] == chosen.shape
+        if layout == "positions":
+            if fits:
+                return value[chosen]
+            raise _unknown_rows(value, mask, name, layout)
         self._look_at(value, chosen, name)
-        if bool(chosen.all()) and (routed or _may_be_of(value, chosen, heads)):
+        if bool(chosen.all()) and (layout == "routed" or _may_be_of(value, chosen, layout)):
             return value
         if not bool(chosen.any()):
             return value[:0]
-        if heads:
+        if layout == "heads":
             if value.ndim == 4 and chosen.shape in ((len(value),), (len(value), value.shape[2])):
                 states = value.transpose(1, 2)[chosen]
                 return states.flatten(0, -3).transpose(0, 1).unsqueeze(0)
-        elif value.ndim > 2 and value.shape[: chosen.ndim] == chosen.shape:
+        elif layout != "routed" and value.ndim > 2 and fits:
             square = value.ndim == 3 and value.shape[0] == value.shape[1]
-            if not routed and (not square or self._known or self._shown.get(name, False)):
+            if not square or self._known or self._shown.get(name, False):
                 return value[chosen]
-        elif value.ndim == 2 and not routed:
-            kept = self._rows(chosen, len(value), name, flattened)
+        elif layout != "routed" and value.ndim == 2:
+            kept = self._rows(chosen, len(value), name, layout == "flattened")
             if kept is not None:
                 return value[kept]
-        raise _unknown_rows(value, mask, name, heads)
+        raise _unknown_rows(value, mask, name, layout)
 
     def _look_at(self, value: torch.Tensor, chosen: torch.Tensor, name: str) -> None:
-        first = value.ndim > 0 and len(value) == len(chosen)
         if value.ndim == 2:
-            self._shown[name] = first and self._shown.get(name, True)
+            self._shown[name] = len(value) == len(chosen) and self._shown.get(name, True)
         elif value.ndim == 3 and value.shape[0] != value.shape[1]:
             self._shown[name] = value.shape[: chosen.ndim] == chosen.shape and self._shown.get(name, True)
 
@@ -102,50 +99,30 @@ class TokenSelection:
         return None
 
 
-def select_positions(value: torch.Tensor, mask: torch.Tensor, name: str) -> torch.Tensor:
-    """The positions of a convolution's data that count.
-
-    Args:
-        value: ``(batch, positions, channels)``.
-        mask: ``(batch, positions)``, nonzero for a position that counts; ``(batch,)`` for whole samples.
-        name: of the module.
-
-    Returns:
-        ``(n, channels)`` or, of whole samples, ``(n, positions, channels)``.
-
-    Raises:
-        CalibrationError: the mask is of something else.
-    """
-    if value.shape[: mask.ndim] != mask.shape:
-        raise _unknown_rows(value, mask, name, heads=False)
-    return value[mask.to(value.device).bool()]
-
-
-def _may_be_of(value: torch.Tensor, mask: torch.Tensor, heads: bool) -> bool:
+def _may_be_of(value: torch.Tensor, mask: torch.Tensor, layout: Layout) -> bool:
     """Whether a mask that leaves nothing out can be the one of an activation at all."""
     if mask.ndim == 1:
         return True
-    shape = (len(value), value.shape[2]) if heads and value.ndim == 4 else value.shape[:2]
-    return tuple(shape) == mask.shape or (value.ndim == 2 and not heads and len(value) in (len(mask), mask.numel()))
+    if layout == "heads" and value.ndim == 4:
+        return (len(value), value.shape[2]) == mask.shape
+    matrix = value.ndim == 2 and layout != "heads" and len(value) in (len(mask), mask.numel())
+    return matrix or value.shape[:2] == mask.shape
 
 
-def _unknown_rows(value: torch.Tensor, mask: torch.Tensor, name: str, heads: bool) -> CalibrationError:
+def _unknown_rows(value: torch.Tensor, mask: torch.Tensor, name: str, layout: Layout) -> CalibrationError:
+    heads, repeated = layout == "heads", mask.ndim == 1
     shapes = "(batch, heads, tokens, head_dim)" if heads else "(batch, tokens, channels), tokens other than batch"
-    got = f"an activation of shape {tuple(value.shape)}, "
-    if mask.ndim == 1:
-        return CalibrationError(
-            "which rows are of samples that DistributedSampler repeated cannot be told from the shape",
-            where=[name],
-            got=got + f"a batch of {len(mask)} samples",
-            expected=shapes if heads else f"{shapes}, or one row for each sample in every batch",
-            remedy="list the module in `ignore`, or calibrate on a number of samples that the ranks divide.",
-        )
+    of_mask = f"a batch of {len(mask)} samples" if repeated else f"a token mask of shape {tuple(mask.shape)}"
+    others = "or calibrate on a number of samples that the ranks divide"
+    if not repeated:
+        others = "use another batch size, or calibrate without padding"
     return CalibrationError(
-        "which rows are padding cannot be told from the shape",
+        f"which rows are {'of samples that DistributedSampler repeated' if repeated else 'padding'} cannot be told "
+        "from the shape",
         where=[name],
-        got=got + f"a token mask of shape {tuple(mask.shape)}",
-        expected=shapes,
-        remedy="list the module in `ignore`, use another batch size, or calibrate without padding.",
+        got=f"an activation of shape {tuple(value.shape)}, {of_mask}",
+        expected=f"{shapes}, or one row for each sample in every batch" if repeated and not heads else shapes,
+        remedy=f"list the module in `ignore`, {others}.",
     )
 
 
@@ -179,21 +156,16 @@ def find_mask(batch: Any, token_mask: str | Callable[[Any], torch.Tensor]) -> to
     try:
         mask = batch[token_mask] if hasattr(batch, "keys") else getattr(batch, token_mask)
     except (KeyError, AttributeError) as error:
-        keys = ", ".join(map(str, batch.keys())) if hasattr(batch, "keys") else f"a {type(batch).__name__}"
         raise CalibrationError(
             f"the batch has no {token_mask!r}, which token_mask names",
-            got=keys,
+            got=", ".join(map(str, batch.keys())) if hasattr(batch, "keys") else f"a {type(batch).__name__}",
             remedy="give the key that holds the mask, a function of the batch, or leave token_mask out.",
         ) from error
     return require_mask(mask, f"{token_mask} of the batch")
 
 
 def warn_of_padding(mask: Any) -> bool:
-    """Warn that padding is observed, if ``mask`` masks tokens, and return whether it does.
-
-    Args:
-        mask: an ``attention_mask``; what is no ``(batch, tokens)`` is not about padding.
-    """
+    """Warn that padding is observed, if ``mask``, an ``attention_mask``, masks tokens; return whether it does."""
     masked = int((mask == 0).sum()) if isinstance(mask, torch.Tensor) and mask.ndim == 2 else 0
     if masked:
         warn(

@@ -22,14 +22,14 @@ the last of these units stays whole until then. So a rank never holds more than 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TypeAlias
 
 import torch
 from torch import nn
 
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.kinds import kind_of, to_matrix
 from lightning_obs.model.sharding import by_unit, groups_of_shards, rows_of_ranks, unit_of, whole_tensor, whole_unit
 from lightning_obs.model.weight import matrix_shape, rows_here
@@ -59,34 +59,36 @@ def rows_by_rank(observer: Observer, module: nn.Module, collectives: Collectives
     return rows if apart else None
 
 
-@dataclass
 class Weights:
     """The weights of a calibration, as this rank holds them.
 
-    Attributes:
+    Args:
         modules: whose weights are observed.
         observers: of these weights.
         collectives: how to talk to the other ranks.
+
+    Raises:
+        CalibrationError: a weight has no data, or lies on ranks that ``collectives`` does not reach.
     """
 
-    modules: Mapping[Key, nn.Module]
-    observers: Mapping[Key, Observer]
-    collectives: Collectives
-    _rows: dict[Key, list[Rows]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for key, module in self.modules.items():
-            if not groups_of_shards(module):
-                continue
-            if self.collectives.size == 1:
-                raise CalibrationError(
-                    "the weight is sharded over ranks, and the session was not told of them",
-                    where=[key[0]],
-                    remedy="CalibrationSession(..., collectives=Collectives.of_group()), on every rank.",
-                )
-            rows = rows_by_rank(self.observers[key], module, self.collectives)
-            if rows is not None:
-                self._rows[key] = rows
+    def __init__(
+        self, modules: Mapping[Key, nn.Module], observers: Mapping[Key, Observer], collectives: Collectives
+    ) -> None:
+        self.modules, self.observers, self.collectives = modules, observers, collectives
+        refuse(
+            [name for (name, _), module in modules.items() if module.weight.is_meta],
+            "the weight is not materialized (meta device)",
+            remedy="load it first.",
+        )
+        sharded = {key: module for key, module in modules.items() if groups_of_shards(module)}
+        refuse(
+            [name for name, _ in sharded] if collectives.size == 1 else [],
+            "the weight is sharded over ranks, and the session was not told of them",
+            remedy="CalibrationSession(..., collectives=Collectives.of_group()), on every rank.",
+        )
+        rows = {key: rows_by_rank(observers[key], module, collectives) for key, module in sharded.items()}
+        self._rows = {key: of_ranks for key, of_ranks in rows.items() if of_ranks is not None}
+        self._gathered = [key for key, of_ranks in rows.items() if of_ranks is None]
 
     @property
     def sizes(self) -> dict[Key, int]:
@@ -95,11 +97,7 @@ class Weights:
         return {key: 0 if shape is None else shape.numel() for key, shape in shapes.items()}
 
     def observe(
-        self,
-        keys: Sequence[Key],
-        owners: Mapping[Key, int],
-        failure: Exception | None,
-        observe: Observe = lambda key, observer, rows: observer(rows),
+        self, keys: Sequence[Key], owners: Mapping[Key, int], failure: Exception | None, observe: Observe
     ) -> int:
         """Let the observers of ``keys`` observe their weights, shared out over ranks. All end with all ranges.
 
@@ -117,20 +115,18 @@ class Weights:
         """
         whole = {key: self.observers[key] for key in keys if key not in self._rows}
         shards = {key: list(self._shards(key)) for key in keys if key in self._rows}
-        gathered = self._observe_gathered(
-            [key for key in whole if groups_of_shards(self.modules[key])], owners, failure, observe
-        )
+        gathered: dict[Key, Exception | None] = {}
+        if failure is None:  # the same on all ranks by now
+            gathered = self._observe_gathered([key for key in self._gathered if key in whole], owners, observe)
         parts = {shard.key: shard for of_weight in shards.values() for shard in of_weight}
 
         def search(key: Key) -> None:
             if key in parts:
                 self._observe_rows(parts[key], observe)
-            elif key in gathered:
-                problem = gathered[key]
-                if problem is not None:
-                    raise problem
-            else:
+            elif key not in gathered:
                 observe(key, self.observers[key], _matrix(self.modules[key]))
+            elif problem := gathered[key]:
+                raise problem
 
         ranks = {part: shard.rank for part, shard in parts.items()}
         together = {**whole, **{part: shard.observer for part, shard in parts.items()}}
@@ -174,7 +170,7 @@ class Weights:
     # ------------------------------------------------------------------ whole weights of sharded modules
 
     def _observe_gathered(
-        self, keys: Sequence[Key], owners: Mapping[Key, int], failure: Exception | None, observe: Observe
+        self, keys: Sequence[Key], owners: Mapping[Key, int], observe: Observe
     ) -> dict[Key, Exception | None]:
         """Gather these weights, each for its owner, and let it observe. What went wrong there is returned, not raised:
         the other ranks go on gathering.
@@ -182,8 +178,6 @@ class Weights:
         One turn gathers a unit for each rank that is left with any; of FSDP2, a unit is one weight.
         """
         outcome: dict[Key, Exception | None] = {}
-        if failure is not None:  # the same on all ranks by now
-            return outcome
         for turn in zip_longest(*self._queues(keys, owners)):
             *units, last = filter(None, turn)
             mine: list[tuple[Key, torch.Tensor]] = []
@@ -198,16 +192,22 @@ class Weights:
                             outcome[key] = error
             with whole_unit(self.modules[last[0]]):
                 for key, weight in [*mine, *self._mine(last, owners)]:
-                    outcome[key] = self._try(key, weight, observe)
+                    outcome[key] = None
+                    try:
+                        matrix = to_matrix(self.modules[key], weight)
+                        assert matrix is not None  # preflight refused the module otherwise
+                        observe(key, self.observers[key], matrix)
+                    except Exception as error:
+                        outcome[key] = error
         return outcome
 
     def _queues(self, keys: Sequence[Key], owners: Mapping[Key, int]) -> list[list[list[Key]]]:
         """For each rank the weights to gather, by unit. A unit is gathered in the turns of who owns most of it."""
-        by_module = {self.modules[key]: key for key in sorted(keys)}
+        at = {self.modules[key]: key for key in sorted(keys)}
         queues: list[list[list[Key]]] = [[] for _ in range(self.collectives.size)]
         elements = self.sizes
-        for modules in by_unit(by_module):
-            unit = [by_module[module] for module in modules]
+        for modules in by_unit(at):
+            unit = [at[module] for module in modules]
             owned = [0] * self.collectives.size
             for key in unit:
                 owned[owners[key]] += elements[key]
@@ -217,19 +217,12 @@ class Weights:
     def _mine(self, unit: Sequence[Key], owners: Mapping[Key, int]) -> Iterator[tuple[Key, torch.Tensor]]:
         """The whole weights of a unit that this rank owns; every rank must go through all of them."""
         for key in unit:
-            weight = whole_tensor(_weight(self.modules[key]))
+            weight = self.modules[key].weight
+            assert isinstance(weight, torch.Tensor)
+            weight = whole_tensor(weight)
             if owners[key] == self.collectives.rank:
                 yield key, weight
             del weight
-
-    def _try(self, key: Key, weight: torch.Tensor, observe: Observe) -> Exception | None:
-        try:
-            matrix = to_matrix(self.modules[key], weight)
-            assert matrix is not None  # preflight refused the module otherwise
-            observe(key, self.observers[key], matrix)
-        except Exception as error:
-            return error
-        return None
 
 
 @dataclass
@@ -245,11 +238,6 @@ class _Shard:
     @property
     def key(self) -> Key:
         return self.weight[0], f"{self.weight[1]} rows {self.start} to {self.stop - 1}"
-
-
-def _weight(module: nn.Module) -> torch.Tensor:
-    assert isinstance(module.weight, torch.Tensor)
-    return module.weight
 
 
 def _matrix(module: nn.Module) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -64,12 +63,3 @@ def replace_input(
             return (*args[:i], change(value), *args[i + 1 :]), kwargs
     name = next((name for name, value in kwargs.items() if isinstance(value, torch.Tensor)), None)
     return args, kwargs if name is None else {**kwargs, name: change(kwargs[name])}
-
-
-def arguments_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of ``module``, by name; those given by name, where its forward says no names."""
-    try:
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs)
-    except (TypeError, ValueError):  # a call that fails, or a forward that is compiled
-        return kwargs
-    return {**given.arguments, **given.kwargs}

@@ -49,8 +49,8 @@ from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.lora import adapters_of, refuse_unmerged
 from lightning_obs.model.qparams import calibrated_modules, quantized_states, read_qparams
 
-#: holds the thread that runs the module so
-_INSIDE = "inside_quantized"
+#: the attribute of a module in a :func:`quantized` block, which nothing observes; it holds the thread that runs it
+INSIDE = "inside_quantized"
 _claiming = Lock()
 
 # ---------------------------------------------------------------------- entering and leaving
@@ -109,23 +109,18 @@ def _claimed(model: nn.Module) -> Iterator[None]:
     """Mark the modules as run by this thread's :func:`quantized`; those of another thread's are refused."""
     thread = get_ident()
     with _claiming:
-        if any(vars(module).get(_INSIDE, thread) != thread for module in model.modules()):
+        if any(vars(module).get(INSIDE, thread) != thread for module in model.modules()):
             raise CalibrationError(
                 f"another thread runs {type(model).__name__}, or a part of it, quantized",
                 remedy="Enter quantized() once, around all threads that run the model.",
             )
-        undos = [set_attributes(module, **{_INSIDE: thread}) for module in model.modules()]
+        undos = [set_attributes(module, **{INSIDE: thread}) for module in model.modules()]
     try:
         yield
     finally:
         with _claiming:
             for undo in undos:
                 undo()
-
-
-def is_inside_quantized(module: nn.Module) -> bool:
-    """Whether the module is run by a :func:`quantized` block, which nothing observes."""
-    return _INSIDE in vars(module)
 
 
 def quantize_forward(module: nn.Module, *, trainable: bool = True, writer: Writer | None = None) -> Callable[[], None]:
