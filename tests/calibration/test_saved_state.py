@@ -97,7 +97,7 @@ DAMAGES = {
         "other values than were saved",
     ),
     "NaN": (lambda s: s["qparams"]["fc1.weight_scale"][3].fill_(float("nan")), "weight_scale is not finite"),
-    "zero": (lambda s: s["qparams"]["fc1.weight_scale"][3].fill_(0), "weight_scale is not finite and positive"),
+    "zero": (lambda s: s["qparams"]["fc1.weight_scale"][3].fill_(0), "weight_scale is not finite and other than zero"),
     "negative": (lambda s: s["qparams"]["fc1.input_scale"].neg_(), "input_scale is not finite and positive"),
     "broadcast": (
         lambda s: s["qparams"].update({"fc1.weight_scale": torch.ones(1, 1)}),
