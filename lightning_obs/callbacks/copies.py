@@ -7,12 +7,14 @@ copied. A :class:`Copier` copies an object once, so two names of it stay two nam
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import sys
 import types
 import weakref
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,7 +46,6 @@ class Copier:
         found: told of every module that is met; it is shared.
 
     Attributes:
-        memo: ``{id: copy}``, as ``__deepcopy__`` is given it.
         size: of what was copied [bytes], about.
     """
 
@@ -52,27 +53,27 @@ class Copier:
         self, tensor: Callable[[torch.Tensor], torch.Tensor], found: Callable[[nn.Module], Any] = lambda module: None
     ) -> None:
         self._tensor, self._found = tensor, found
-        self.memo: dict[int, Any] = {}
+        self._memo: dict[int, Any] = {}  # as __deepcopy__ is given it
         self.size = 0
         self._originals: list[Any] = []  # kept alive: another object would get the id of one that is gone
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: Any, _: Any = None) -> Any:
         """The copy of a value; the value itself where it cannot be copied."""
         if type(value) in _VALUES:
             self.size += sys.getsizeof(value)
             return value
         if isinstance(value, (*_NAMES, nn.Parameter)):
             return value
-        if id(value) not in self.memo:
+        if id(value) not in self._memo:
             self._originals.append(value)
-            self.memo[id(value)] = value
+            self._memo[id(value)] = value
             try:
-                self.memo[id(value)] = self._copy(value)
+                self._memo[id(value)] = self._copy(value)
             except (MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception:  # a lock, a generator, a file, or a class that refuses in its own way
-                self.memo[id(value)] = value
-        return self.memo[id(value)]
+                self._memo[id(value)] = value
+        return self._memo[id(value)]
 
     def _copy(self, value: Any) -> Any:
         kind = type(value)
@@ -85,51 +86,22 @@ class Copier:
         if isinstance(value, torch.Generator):
             return value.clone_state()
         if isinstance(value, (types.MethodType, types.BuiltinMethodType)):
-            return self._method(value)
+            owner = self(value.__self__)
+            if owner is not value.__self__ and isinstance(value, types.MethodType):
+                return types.MethodType(value.__func__, owner)
+            return value if owner is value.__self__ else getattr(owner, value.__name__)
         if not isinstance(value, _CONTAINERS) and _is_shared(kind):
             return value
         self.size += value.nbytes if isinstance(value, np.ndarray) else sys.getsizeof(value)
         if kind is tuple:
             return tuple(map(self, value))
         if hasattr(kind, "__deepcopy__"):
-            return value.__deepcopy__(self.memo)
+            return value.__deepcopy__(self._memo)
         reduce = copyreg.dispatch_table.get(kind)
         reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
-        return value if isinstance(reduced, str) else self._rebuild(value, *reduced)
-
-    def _method(self, method: Any) -> Any:
-        owner = self(method.__self__)
-        if owner is method.__self__:
-            return method
-        return (
-            types.MethodType(method.__func__, owner) if hasattr(method, "__func__") else getattr(owner, method.__name__)
-        )
-
-    def _rebuild(
-        self, value: Any, make: Any, args: Any, state: Any = None, items: Any = (), pairs: Any = (), put: Any = None
-    ) -> Any:
-        """Follow the protocol of ``object.__reduce__``."""
-        made = self.memo[id(value)] = make(*map(self, args))
-        if state is not None:
-            _set_state(made, self(state), put)
-        for item in items or ():
-            made.append(self(item))
-        for key, held in pairs or ():
-            made[self(key)] = self(held)
-        return made
-
-
-def _set_state(made: Any, state: Any, put: Any) -> None:
-    if put is not None:
-        put(made, state)
-    elif hasattr(made, "__setstate__"):
-        made.__setstate__(state)
-    else:
-        attributes, slots = state if isinstance(state, tuple) else (state, None)
-        if attributes:
-            vars(made).update(attributes)
-        for name, held in (slots or {}).items():
-            object.__setattr__(made, name, held)
+        if isinstance(reduced, str):
+            return value
+        return copy._reconstruct(value, self._memo, *reduced, deepcopy=self)  # type: ignore[attr-defined]
 
 
 def _is_shared(kind: type) -> bool:
@@ -138,11 +110,7 @@ def _is_shared(kind: type) -> bool:
 
 
 class KeptBatches:
-    """The first batches of many, on the CPU, as far as they fit; each can be taken out once.
-
-    Args:
-        limit: of their size [bytes].
-        wanted: of their number.
+    """The first ``wanted`` batches of many, on the CPU, as far as they fit in ``limit`` bytes.
 
     Attributes:
         seen: how many were offered, of those that are wanted.
@@ -157,12 +125,7 @@ class KeptBatches:
         return len(self._kept)
 
     def add(self, batch: Any, note: Any = None) -> None:
-        """Keep a copy of a batch, unless this or an earlier one does not fit.
-
-        Args:
-            batch: whatever a loader gives.
-            note: kept with it, as it is.
-        """
+        """Keep a copy of a batch, and ``note`` as it is, unless this or an earlier batch does not fit."""
         if self.seen >= self._wanted:
             return
         self.seen += 1
@@ -191,8 +154,10 @@ class KeptBatches:
         """Take out ``(batch, note)``, one by one, each batch on the device where it was."""
         while self._kept:
             batch, devices, note = self._kept.popleft()
-            yield batch if _ON_CPU.issuperset(devices.values()) else Copier(_back_to(devices))(batch), note
+            if not _ON_CPU.issuperset(devices.values()):
+                batch = Copier(partial(_back, devices))(batch)
+            yield batch, note
 
 
-def _back_to(devices: dict[int, torch.device]) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: tensor.to(devices.get(id(tensor), tensor.device))
+def _back(devices: dict[int, torch.device], tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(devices.get(id(tensor), tensor.device))

@@ -45,26 +45,15 @@ from lightning_obs.model.checksums import CHECKSUMS
 from lightning_obs.model.qparams import CALIBRATED
 from lightning_obs.model.wrappers import inside
 
-#: appended to the names of what the second pass logs
-SUFFIX = "_quantized"
 #: what ``nn.Module`` keeps itself, and calibration: its modules in attention are there before the first batch
 _LEFT_ALONE = {*vars(nn.Module()), *CALIBRATED, IMPL_ATTR, KV_CACHE_ATTR}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 class QuantizedValidation:
-    """A second pass over the batches of a validation or a test.
+    """A second pass over the first batches of a validation or a test, a ``share`` in (0, 1] of each loader's."""
 
-    Args:
-        trainer: in ``on_validation_start`` or ``on_test_start``.
-        pl_module: the LightningModule.
-        share: of each loader's batches, the first ones, in (0, 1].
-
-    Raises:
-        CalibrationError: a share of a loader that does not know its length.
-    """
-
-    def __init__(self, trainer: Trainer, pl_module: LightningModule, share: float = 1.0) -> None:
+    def __init__(self, trainer: Trainer, pl_module: LightningModule, share: float) -> None:
         self._trainer, self._pl_module = trainer, pl_module
         loop = trainer._active_loop
         assert isinstance(loop, _EvaluationLoop)
@@ -94,9 +83,7 @@ class QuantizedValidation:
         self._kept[dataloader_idx].add(batch, (batch_idx, dataloader_idx, self._random[1]))
 
     def run(self, session: CalibrationSession) -> dict[str, tuple[torch.Tensor, bool]]:
-        """Run the calibrated model quantized. The batches are gone afterwards.
-
-        Every rank must call this.
+        """Run the calibrated model quantized; every rank must. The batches are gone afterwards.
 
         Returns:
             ``{"val_loss_quantized": (value, whether it is shown in the progress bar)}``, reduced over ranks where the
@@ -115,9 +102,10 @@ class QuantizedValidation:
             for hook in ("_on_before_batch_transfer", "_apply_batch_transfer_handler"):
                 vars(self._pl_module)[hook] = _unchanged
             stack.enter_context(quantized(session.model))
-            stack.enter_context(_replaced(trainer, "callbacks", []))
-            stack.enter_context(_replaced(trainer, "_logger_connector", connector))
-            stack.enter_context(_replaced(*loop.place, loop))
+            places = (trainer, "callbacks"), (trainer, "_logger_connector"), loop.place
+            for (owner, name), value in zip(places, ([], connector, loop), strict=True):
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
             loop.run()
         self._start = None
         if not connector.found:
@@ -139,11 +127,7 @@ class QuantizedValidation:
 
 
 def require_batches(pl_module: LightningModule) -> None:
-    """Refuse steps that fetch their batches themselves, which nobody else sees.
-
-    Raises:
-        CalibrationError: a ``validation_step`` or ``test_step`` with the argument ``dataloader_iter``.
-    """
+    """Refuse steps that fetch their batches themselves (``dataloader_iter``), which nobody else sees."""
     for step in ("validation_step", "test_step"):
         if is_param_in_hook_signature(getattr(pl_module, step), "dataloader_iter", explicit=True):
             raise CalibrationError(
@@ -177,30 +161,18 @@ class _Loop(_EvaluationLoop):
         self._random = _collect_rng_states()
 
     @override
-    def setup_data(self) -> None:
-        """No loader is asked."""
-
-    @override
-    def reset(self) -> None:
-        """It runs once."""
-
-    @override
-    def on_run_start(self) -> None:
-        """The state is that after the hooks of the start..."""
-
-    @override
     def _on_evaluation_epoch_end(self) -> None:
         """The module's hook is called with the random numbers that it will have."""
         _set_rng_states(self._random)
         super()._on_evaluation_epoch_end()
 
-    @override
-    def _on_evaluation_model_train(self) -> None:
-        """The first pass is not over, so the model stays in evaluation mode."""
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """No loader is asked, the state is that after the hooks of the start, and the first pass is not over.
 
-    @override
-    def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
-        """The user's ``on_validation_end`` logs nothing, and may write files: it is called once."""
+        The user's ``on_validation_end`` logs nothing, and may write files: it is called once.
+        """
+
+    setup_data = reset = on_run_start = _on_evaluation_model_train = _on_evaluation_end = _nothing
 
 
 class _Replay:
@@ -249,17 +221,7 @@ def _quantized_name(name: str) -> str:
     'val_loss_quantized/dataloader_idx_1'
     """
     name, slash, loader = name.partition("/dataloader_idx_")
-    return f"{name}{SUFFIX}{slash}{loader}"
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+    return f"{name}_quantized{slash}{loader}"
 
 
 # ---------------------------------------------------------------------- the state of the LightningModule
