@@ -3,23 +3,30 @@
 While fit runs, the forward of every planned module is replaced on the instance
 (:mod:`~lightning_obs.forward.quantized_forward`); :mod:`.quantized_fit` says which ranges are in force. Here is what is
 trained through it beside the weights, and by which loss.
+
+A callback has no say in the loss: ``on_before_backward`` gets it and cannot replace it, and a second ``backward`` there
+would count twice under gradient accumulation and miss the loss scale. So ``training_step`` is wrapped while fit runs.
+What it returns is what Lightning scales, accumulates and logs, and the user's code stays as it is.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
+from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_obs.calibration.options import CalibrationOptions
-from lightning_obs.callbacks.distillation import distill_in_training_step
 from lightning_obs.callbacks.quantized_fit import QuantizedFit, require_not_negative
 from lightning_obs.errors import CalibrationError
-from lightning_obs.forward.calls import in_evaluation_mode
+from lightning_obs.forward.calls import in_evaluation_mode, logits_of
+from lightning_obs.model.additions import keep_hook_out, set_attributes
 from lightning_obs.schemes.config import SchemeLike
 
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
@@ -88,18 +95,12 @@ class QuantizationAwareTraining(QuantizedFit):
         if self.distill:
             if self.teacher is not None:
                 self.teacher.to(pl_module.device)
-            undo = distill_in_training_step(
-                pl_module, session.model, self.distill, self._teach, self.mask_of, self.logs(trainer)
-            )
-            self._on_fit.callback(undo)
+            step = self._distilling_step(pl_module, session.model, self.logs(trainer))
+            self._on_fit.callback(set_attributes(pl_module, training_step=step))
 
     @staticmethod
     def require_precision(trainer: Trainer) -> None:
-        """Refuse a Trainer that trains weights in another precision than they were loaded in.
-
-        Raises:
-            CalibrationError: its precision is such a one.
-        """
+        """Refuse a Trainer that trains weights in another precision than they were loaded in."""
         if trainer.precision not in _PRECISIONS:
             raise CalibrationError(
                 "training needs weights in the precision that they were loaded in",
@@ -123,6 +124,42 @@ class QuantizationAwareTraining(QuantizedFit):
         for parameter, grad in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
             parameter.grad = grad.reshape(parameter.shape).clone()
 
+    def _distilling_step(self, pl_module: LightningModule, student: nn.Module, log: bool) -> Callable[..., Any]:
+        """The ``training_step``, with the divergence of each call of ``student`` from the teacher's in its loss."""
+        if not pl_module.automatic_optimization:
+            raise CalibrationError(
+                "distill needs automatic optimization",
+                remedy="add the divergence in your training_step (callbacks.quantization_aware_training.divergence), "
+                "and leave distill=0.",
+            )
+        training_step = pl_module.training_step
+
+        @functools.wraps(training_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            calls: list[tuple[Any, Any, Any]] = []
+            remember = student.register_forward_hook(lambda m, a, k, out: calls.append((a, k, out)), with_kwargs=True)
+            forget = keep_hook_out(student, remember)
+            try:
+                result = training_step(*args, **kwargs)
+            finally:
+                forget()
+            if result is None:  # the user skips this batch
+                return None
+            if not calls:
+                raise CalibrationError(
+                    f"training_step did not call {type(student).__name__}, so there are no logits to distill",
+                    remedy="name the module that it calls: QuantizationAwareTraining(module='...').",
+                )
+            counts = self.mask_of(args[0] if args else kwargs["batch"])
+            terms = [divergence(_logits_of(out), _logits_of(self._teach(*a, **k)), counts) for a, k, out in calls]
+            mean = torch.stack(terms).mean()
+            if log:
+                pl_module.log("quant/distillation", mean.detach())
+            extra = self.distill * mean
+            return {**result, "loss": result["loss"] + extra} if isinstance(result, dict) else result + extra
+
+        return step
+
     def _teach(self, *args: Any, **kwargs: Any) -> Any:
         assert self._training is not None
         model = self.teacher if self.teacher is not None else self._training.session.model
@@ -134,3 +171,33 @@ class QuantizationAwareTraining(QuantizedFit):
         """Give the model its own forward back, and the LightningModule its ``training_step``."""
         super().clean_up()
         self._on_fit.close()
+
+
+def divergence(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Kullback-Leibler divergence of the student's distribution from the teacher's, in nats, mean over tokens.
+
+    Args:
+        student: logits ``(..., classes)``.
+        teacher: logits of the same shape; no gradient goes there.
+        mask: ``(...)``, nonzero for tokens that count.
+
+    Returns:
+        A scalar in float32.
+
+    Reference:
+        Hinton et al., Distilling the Knowledge in a Neural Network, 2015, arXiv:1503.02531, at temperature 1.
+
+    >>> round(divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[100.0, 0.0]])).item(), 4)
+    0.6931
+    """
+    if mask is not None and mask.shape == student.shape[:-1]:
+        chosen = mask.to(student.device).bool()
+        student, teacher = student[chosen], teacher[chosen]
+    log_p, log_q = (F.log_softmax(x.float(), dim=-1).flatten(0, -2) for x in (teacher.detach(), student))
+    return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+
+
+def _logits_of(output: Any) -> torch.Tensor:
+    """As :func:`logits_of`, of a tuple those in its first tensor."""
+    is_tuple = isinstance(output, (tuple, list))
+    return logits_of(next((x for x in output if isinstance(x, torch.Tensor)), None) if is_tuple else output)
