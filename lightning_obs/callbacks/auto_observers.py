@@ -25,65 +25,42 @@ from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.calls import call_on, logits_of
 from lightning_obs.model.additions import keep_hook_out
 
-AUTO = "auto"
 #: batches that candidates observe and are scored on, half of them each
 SCORED = 32
-_CHOSEN, _ASKED = "chosen_config", "asked_config"
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class AutoObservers:
     """The choice of one callback: before it, while inputs are kept, and after it.
 
     Attributes:
-        options: with the observers that were chosen; None before.
+        asked: the callback's options, without observers.
+        options: these with the observers that were chosen; None before.
         choice: what was scored; None before, and after a resume.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, asked: CalibrationOptions, masked: bool) -> None:
+        self.asked, self._masked = asked, masked
         self.options: CalibrationOptions | None = None
         self.choice: ObserverChoice | None = None
-        #: the options that the choice was made for
-        self._asked: CalibrationOptions | None = None
         self._kept = KeptBatches()
         self._remove_hook: Callable[[], None] | None = None
 
-    @classmethod
-    def asked_for(cls, options: dict[str, Any]) -> AutoObservers | None:
-        """Take ``observers="auto"`` out of a callback's options; None if it is not there."""
-        if options.get("observers") != AUTO:
-            return None
-        options["observers"] = None
-        return cls()
-
-    @property
-    def is_keeping(self) -> bool:
-        """Whether inputs are kept now."""
-        return self._remove_hook is not None
-
-    @staticmethod
-    def require_possible(session: CalibrationSession, trainer: Trainer, masked: bool) -> None:
-        """Refuse, before any training, what the choice cannot do.
-
-        Raises:
-            CalibrationError: a module without ``forward``; several devices, or a token mask, which the score ignores.
-        """
+    def require_possible(self, session: CalibrationSession, trainer: Trainer) -> None:
+        """Refuse, before any training, a module without ``forward``, several devices, and a token mask."""
         require_forward(session.model, 'observers="auto"')
-        if trainer.world_size > 1 or masked:
+        if trainer.world_size > 1 or self._masked:
             raise CalibrationError(
                 'observers="auto" chooses on one device, and without a token mask',
-                got=f"{trainer.world_size} devices{', a token mask' if masked else ''}",
+                got=f"{trainer.world_size} devices{', a token mask' if self._masked else ''}",
                 remedy="choose there (callback.choice.config), then calibrate here with that scheme.",
             )
 
-    def start(self, session: CalibrationSession, trainer: Trainer, masked: bool) -> None:
-        """Keep what the model is called with, until :meth:`choose` or :meth:`stop`; nothing after the choice.
-
-        Raises:
-            CalibrationError: see :meth:`require_possible`.
-        """
+    def start(self, session: CalibrationSession, trainer: Trainer) -> None:
+        """Keep what the model is called with, until :meth:`choose` or :meth:`stop`; nothing after the choice."""
         if self.options is not None:
             return
-        self.require_possible(session, trainer, masked)
+        self.require_possible(session, trainer)
         self.stop()
 
         def keep(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -101,13 +78,13 @@ class AutoObservers:
             self._remove_hook()
         self._remove_hook, self._kept = None, KeptBatches()
 
-    def choose(self, session: CalibrationSession, asked: CalibrationOptions) -> CalibrationSession:
-        """Choose, and return an attached session with the chosen observers, which has observed all that was kept.
+    def choose(self, session: CalibrationSession) -> CalibrationSession:
+        """Choose, and return an attached session with the chosen observers that has seen the same batches.
 
-        Args:
-            session: observed the same batches; it is detached.
-            asked: the options without observers.
+        Where nothing is kept there is nothing to choose: the session itself.
         """
+        if self._remove_hook is None:
+            return session
         model, batches = session.model, session.batches
         if not self._kept:
             raise CalibrationError(
@@ -123,8 +100,7 @@ class AutoObservers:
         kept = [inputs for inputs, _ in self._kept.taken()]
         self.stop()
         session.detach()
-        self.choice, self.options = choose_for(model, kept[:SCORED], asked)
-        self._asked = asked
+        self.choice, self.options = choose_for(model, kept[:SCORED], self.asked)
         chosen = CalibrationSession(model, self.options)
         chosen.collectives = session.collectives
         chosen.attach(count_calls=False)
@@ -136,15 +112,17 @@ class AutoObservers:
 
     def state_dict(self) -> dict[str, Any]:
         """The chosen config, and the one that it was chosen for, as strings."""
-        if self.options is None or self._asked is None:
+        if self.options is None:
             return {}
-        return {_CHOSEN: self.options.config.model_dump_json(), _ASKED: self._asked.config.model_dump_json()}
+        configs = {"chosen_config": self.options.config, "asked_config": self.asked.config}
+        return {name: config.model_dump_json() for name, config in configs.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any], asked: CalibrationOptions) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what :meth:`state_dict` gave; the next validation chooses what it lacks, or chose for other options."""
-        self.choice, self._asked = None, self._asked or asked
-        text = state.get(_CHOSEN) if state.get(_ASKED) == self._asked.config.model_dump_json() else None
-        self.options = None if text is None else asked.with_config(QuantizationConfig.model_validate_json(text))
+        text = state.get("chosen_config")
+        same = text is not None and state.get("asked_config") == self.asked.config.model_dump_json()
+        self.options = self.asked.with_config(QuantizationConfig.model_validate_json(text)) if same else None
+        self.choice = None
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,6 +135,3 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             remedy="call it with keyword arguments.",
         )
     return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

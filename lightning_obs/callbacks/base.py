@@ -8,39 +8,30 @@ strictly with or without the callback. Lightning loads callbacks before the mode
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
 from lightning_obs.calibration.options import CalibrationOptions
-from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import changed_options, require_whole
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import PADDING, find_mask
-from lightning_obs.callbacks.export_at_end import ExportAtEnd
-from lightning_obs.callbacks.logged import log_results
+from lightning_obs.callbacks.results import Results
 from lightning_obs.callbacks.strategies import collectives_of, repeated_in_batch, repeated_samples, require_exact
-from lightning_obs.callbacks.which_module import describe, find_module, require_forward
-from lightning_obs.checkpoint.export import export_checkpoint
+from lightning_obs.callbacks.which_module import describe, find_module
 from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, warn
 from lightning_obs.model.lora import refuse_unmerged
 from lightning_obs.model.sharding import in_shards, register_fsdp_units, reshard
-from lightning_obs.numerics.histogram import Support
-from lightning_obs.report.facts import Report, ScaleDrift
-from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
-from lightning_obs.report.layer_rows import aggregates
-from lightning_obs.report.page import write_report
 from lightning_obs.schemes.config import SchemeLike
 
 
-class SessionCallback(Callback):
+class SessionCallback(Results):
     """A callback that calibrates through a :class:`~lightning_obs.CalibrationSession` of its own.
 
     Args:
@@ -75,20 +66,17 @@ class SessionCallback(Callback):
         log: bool | None = None,
         **options: Any,
     ) -> None:
-        self.tells_loggers = log  # `log` itself is what Lightning gives every callback
-        #: scales of this run, calibration by calibration
-        self.drift = ScaleDrift()
+        super().__init__()
         refuse_unknown(options, CalibrationOptions.names(type(self)))
         self.options = CalibrationOptions.of(scheme, **options)
-        #: of the scheme that was asked for: it names the state in checkpoints
         self.label = self.options.label
         self.module, self.sanity_check, self.token_mask = module, sanity_check, token_mask
-        self.at_end = ExportAtEnd(export_folder, export_overwrite)
-        self.session: CalibrationSession | None = None
+        self.tells_loggers, self.export_overwrite = log, export_overwrite
+        self.export_folder = None if export_folder is None else Path(export_folder)
+        if export_overwrite and export_folder is None:
+            raise CalibrationError("export_overwrite without export_folder", remedy="say which folder.")
         #: a state that was loaded and that no session has taken yet
         self._waiting_state: dict[str, Any] | None = None
-        #: the LightningModule of the last session: its tokenizer is exported, its root unit resharded
-        self._owner: LightningModule | None = None
         #: what was said about which module is calibrated
         self._said = ""
 
@@ -98,132 +86,10 @@ class SessionCallback(Callback):
         return list(self.options.config.ignore or [])
 
     @property
-    def result(self) -> CalibrationResult | None:
-        """What the last calibration did; None before it."""
-        return self.session.result if self.session is not None else None
-
-    @property
     @override
     def state_key(self) -> str:
         """Two calibrations in one Trainer keep their states apart."""
         return str(self._generate_state_key(scheme=self.label, module=self.module))
-
-    # ------------------------------------------------------------------ what was found
-
-    def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False) -> Path:
-        """Write the calibrated module as a compressed-tensors checkpoint (:func:`~lightning_obs.export_checkpoint`).
-
-        It has this callback's scheme, also where another callback has calibrated the same model since.
-
-        On several ranks, rank 0 writes. Under DDP the others return at once; where weights are sharded (FSDP) every
-        rank must call this, to gather them. To read the folder on another rank, let ``trainer.strategy.barrier()``
-        come first.
-
-        Args:
-            folder: written whole or not at all.
-            tokenizer: saved beside it; default: the LightningModule's ``tokenizer`` or ``processor``, if it has one.
-            overwrite: replace the checkpoint in ``folder``. What no export wrote is never deleted.
-
-        Raises:
-            CalibrationError: no validation has calibrated the model yet; ``folder`` cannot be written or is taken.
-        """
-        session = self._calibrated_session()
-        if self._owner is not None:
-            reshard(self._owner)
-        if session.collectives.rank != 0 and not any(map(in_shards, session.model.modules())):
-            return Path(folder)
-        found = (getattr(self._owner, name, None) for name in ("tokenizer", "processor"))
-        own = next((one for one in found if hasattr(one, "save_pretrained")), None)
-        with session.in_force():
-            return export_checkpoint(session.model, folder, tokenizer=tokenizer or own, overwrite=overwrite)
-
-    def layer_errors(
-        self,
-        batches: Iterable[Mapping[str, Any] | torch.Tensor] | None = None,
-        counts: dict[str, Support] | None = None,
-    ) -> list[LayerError]:
-        """What each layer loses, the worst first.
-
-        On several ranks every rank must call this.
-
-        Args:
-            batches: what the calibrated module is called with, as keyword arguments or one tensor: it is run on them,
-                and the outputs of its layers compared. A few hundred tokens are enough. None: nothing is run. Then
-                there are the weights, and inputs that an observer counted (``histogram``, ``percentile``).
-            counts: filled with how often each input value was seen, by module name; of the calibration where its
-                observer counted, else of ``batches``.
-
-        Raises:
-            CalibrationError: nothing was calibrated yet; ``batches`` for a module without ``forward``.
-        """
-        session = self._calibrated_session()
-        if batches is not None:
-            require_forward(session.model, "layer_errors(batches)")
-        counted = session.input_counts
-        with session.in_force():
-            if batches is None:
-                errors = known_layer_errors(session.model, counted, session.collectives)
-            else:
-                errors = measure_layer_errors(session.model, batches, collectives=session.collectives, counts=counts)
-        if counts is not None:
-            counts.update(counted)
-        return errors
-
-    def report(
-        self,
-        folder: str | os.PathLike[str],
-        batches: Iterable[Mapping[str, Any] | torch.Tensor] | None = None,
-        **parts: Any,
-    ) -> Path:
-        """Write ``report.html``, ``report.json`` and ``layers.csv``; on several ranks every rank must call this.
-
-        Args:
-            folder: made if it is not there; rank 0 writes.
-            batches: as for :meth:`layer_errors`.
-            **parts: what else the page shows, such as ``metrics={"val_loss": (before, after)}``
-                (:class:`~lightning_obs.report.page.Report`).
-
-        Returns:
-            The path of the page.
-
-        Raises:
-            CalibrationError: nothing was calibrated yet.
-        """
-        refuse_unknown(parts, [one.name for one in fields(Report)])
-        session, counts = self._calibrated_session(), dict[str, Support]()
-        errors = self.layer_errors(batches, counts)
-        if session.collectives.rank != 0:
-            return Path(folder) / "report.html"
-        known = {"title": self.label, "result": session.result, "errors": errors, "counts": counts, "drift": self.drift}
-        return write_report(folder, Report(**{**known, **parts}))
-
-    def log_calibration(
-        self, trainer: Trainer, pl_module: LightningModule, errors: list[LayerError] | None = None
-    ) -> None:
-        """Tell the loggers, in ``on_validation_epoch_end``; nothing without them, or with ``log=False``."""
-        session = self._calibrated_session()
-        self.drift.add(trainer.global_step, session.qparams)
-        if self.logs(trainer):
-            alone = sum(isinstance(callback, SessionCallback) for callback in trainer.callbacks) == 1
-            prefix = "quant" if alone else f"quant/{self.label}"
-            errors = self.layer_errors() if errors is None else errors
-            log_results(trainer, pl_module, prefix, aggregates(session.result, errors) | self.drift.numbers(), errors)
-
-    def logs(self, trainer: Trainer) -> bool:
-        """Whether the Trainer's loggers get the results."""
-        return bool(trainer.loggers) if self.tells_loggers is None else self.tells_loggers
-
-    @property
-    def has_calibrated(self) -> bool:
-        """Whether there are qparams, found by this callback or loaded."""
-        return self.session is not None and self.session.has_written
-
-    def _calibrated_session(self) -> CalibrationSession:
-        if self.session is None or not self.has_calibrated:
-            raise CalibrationError(
-                "nothing was calibrated yet", remedy="run trainer.validate or trainer.fit with this callback first."
-            )
-        return self.session
 
     # ------------------------------------------------------------------ the session
 
@@ -243,7 +109,7 @@ class SessionCallback(Callback):
             if said != self._said:
                 rank_zero_info(self._said)
         require_exact(trainer, self.session)
-        if self.at_end.folder is not None and any(map(in_shards, model.modules())):
+        if self.export_folder is not None and any(map(in_shards, model.modules())):
             refuse_unmerged(model, "export_folder, of sharded weights,")
         self.session.collectives = collectives
         self._owner = pl_module
@@ -361,7 +227,7 @@ class SessionCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before the first batch, an ``export_folder`` that cannot be written in the end."""
-        self.at_end.require_possible(trainer)
+        self.require_export_possible(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -372,7 +238,7 @@ class SessionCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind; write the checkpoint to ``export_folder``. Not called after an exception."""
         self.clean_up()
-        self.at_end.write(trainer, self.export if self.has_calibrated else None)
+        self.export_at_end(trainer)
 
     def clean_up(self) -> None:
         """Take every hook out. Can be called at any time, any number of times."""

@@ -77,8 +77,10 @@ class CalibrationCallback(SessionCallback):
         show: bool = True,
         **options: Any,
     ) -> None:
-        self._auto = AutoObservers.asked_for(options)
+        if is_auto := options.get("observers") == "auto":
+            options["observers"] = None
         super().__init__(scheme, **options)
+        self._auto = AutoObservers(self.options, masked=self.token_mask is not None) if is_auto else None
         if not 0 <= float(evaluate) <= 1:
             raise CalibrationError("evaluate", got=evaluate, expected="True, False, or a share in (0, 1]")
         for name, number in (("every_n_epochs", every_n_epochs), ("max_batches", max_batches)):
@@ -107,7 +109,7 @@ class CalibrationCallback(SessionCallback):
         """Refuse a wrong configuration before hours of training; restore the qparams of a resumed run."""
         session = self.prepare(trainer, pl_module)
         if self._auto is not None:
-            self._auto.require_possible(session, trainer, masked=self.token_mask is not None)
+            self._auto.require_possible(session, trainer)
         if not trainer.enable_validation and not session.has_written:
             warn(
                 f"{self.label}: this Trainer will not validate, so nothing will be calibrated. Give fit a validation "
@@ -126,7 +128,7 @@ class CalibrationCallback(SessionCallback):
         session = self.prepare(trainer, pl_module)
         self.observe_validation(trainer, session)
         if self._auto is not None:
-            self._auto.start(session, trainer, masked=self.token_mask is not None)
+            self._auto.start(session, trainer)
 
     @override
     def on_validation_batch_start(
@@ -150,9 +152,9 @@ class CalibrationCallback(SessionCallback):
         self._measure(pl_module)
 
     def _calibrate(self, session: CalibrationSession, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._auto is not None and self._auto.is_keeping:
+        if self._auto is not None:
             with trainer.precision_plugin.val_step_context():
-                self.session = session = self._auto.choose(session, self.options)
+                self.session = session = self._auto.choose(session)
             self.options = session.options
         self.finish_calibration(session, pl_module)
         shown = self.show and trainer.state.fn == TrainerFn.VALIDATING
@@ -255,5 +257,5 @@ class CalibrationCallback(SessionCallback):
         """Keep the saved qparams until the model is on its device, and the observers that were chosen for them."""
         super().load_state_dict(state_dict)
         if self._auto is not None:
-            self._auto.load_state_dict(state_dict, self.options)
-            self.options = self._auto.options or self.options
+            self._auto.load_state_dict(state_dict)
+            self.options = self._auto.options or self._auto.asked

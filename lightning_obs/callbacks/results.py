@@ -1,0 +1,255 @@
+"""What a calibration gives out: a checkpoint, layer errors, a report, numbers for the user's own loggers.
+
+The checkpoint of ``export_folder`` is written in ``teardown``. Weight averaging has put its weights in by then, the
+last validation of a fit is over, and Lightning does not come here after an error or Ctrl-C. It is the state in which
+``callback.export(folder)`` after ``trainer.fit`` finds the model, so both write the same. Whatever can be known before
+the first batch is refused there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.callbacks.strategies import collectives_of
+from lightning_obs.callbacks.which_module import require_forward
+from lightning_obs.checkpoint.export import export_checkpoint
+from lightning_obs.errors import CalibrationError, refuse_unknown, require_no_failure, sendable
+from lightning_obs.files.write import require_free
+from lightning_obs.model.sharding import in_shards, reshard
+from lightning_obs.numerics.histogram import Support
+from lightning_obs.report.facts import Report, ScaleDrift
+from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
+from lightning_obs.report.layer_rows import aggregates, layer_row, write_csv
+from lightning_obs.report.page import write_report
+from lightning_obs.report.pictures import layers_figure
+
+
+class Results(Callback):
+    """What a callback found, for whoever asks. Its subclass says what the session is."""
+
+    session: CalibrationSession | None = None
+    #: of the scheme that was asked for: it names the state in checkpoints
+    label: str
+    #: the ``log`` of the constructor; what Lightning gives every callback has that name
+    tells_loggers: bool | None
+    export_folder: Path | None
+    #: replace a checkpoint that is in it; after the first run also the one that was written
+    export_overwrite: bool
+    #: the LightningModule of the last session: its tokenizer is exported, its root unit resharded
+    _owner: LightningModule | None = None
+
+    def __init__(self) -> None:
+        #: scales of this run, calibration by calibration
+        self.drift = ScaleDrift()
+
+    @property
+    def result(self) -> CalibrationResult | None:
+        """What the last calibration did; None before it."""
+        return self.session.result if self.session is not None else None
+
+    def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False) -> Path:
+        """Write the calibrated module as a compressed-tensors checkpoint (:func:`~lightning_obs.export_checkpoint`).
+
+        It has this callback's scheme, also where another callback has calibrated the same model since.
+
+        On several ranks, rank 0 writes. Under DDP the others return at once; where weights are sharded (FSDP) every
+        rank must call this, to gather them. To read the folder on another rank, let ``trainer.strategy.barrier()``
+        come first.
+
+        Args:
+            folder: written whole or not at all.
+            tokenizer: saved beside it; default: the LightningModule's ``tokenizer`` or ``processor``, if it has one.
+            overwrite: replace the checkpoint in ``folder``. What no export wrote is never deleted.
+
+        Raises:
+            CalibrationError: no validation has calibrated the model yet; ``folder`` cannot be written or is taken.
+        """
+        session = self._calibrated_session()
+        if self._owner is not None:
+            reshard(self._owner)
+        if session.collectives.rank != 0 and not any(map(in_shards, session.model.modules())):
+            return Path(folder)
+        found = (getattr(self._owner, name, None) for name in ("tokenizer", "processor"))
+        own = next((one for one in found if hasattr(one, "save_pretrained")), None)
+        with session.in_force():
+            return export_checkpoint(session.model, folder, tokenizer=tokenizer or own, overwrite=overwrite)
+
+    def layer_errors(
+        self,
+        batches: Iterable[Mapping[str, Any] | torch.Tensor] | None = None,
+        counts: dict[str, Support] | None = None,
+    ) -> list[LayerError]:
+        """What each layer loses, the worst first.
+
+        On several ranks every rank must call this.
+
+        Args:
+            batches: what the calibrated module is called with, as keyword arguments or one tensor: it is run on them,
+                and the outputs of its layers compared. A few hundred tokens are enough. None: nothing is run. Then
+                there are the weights, and inputs that an observer counted (``histogram``, ``percentile``).
+            counts: filled with how often each input value was seen, by module name; of the calibration where its
+                observer counted, else of ``batches``.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet; ``batches`` for a module without ``forward``.
+        """
+        session = self._calibrated_session()
+        if batches is not None:
+            require_forward(session.model, "layer_errors(batches)")
+        counted = session.input_counts
+        with session.in_force():
+            if batches is None:
+                errors = known_layer_errors(session.model, counted, session.collectives)
+            else:
+                errors = measure_layer_errors(session.model, batches, collectives=session.collectives, counts=counts)
+        if counts is not None:
+            counts.update(counted)
+        return errors
+
+    def report(
+        self,
+        folder: str | os.PathLike[str],
+        batches: Iterable[Mapping[str, Any] | torch.Tensor] | None = None,
+        **parts: Any,
+    ) -> Path:
+        """Write ``report.html``, ``report.json`` and ``layers.csv``; on several ranks every rank must call this.
+
+        Args:
+            folder: made if it is not there; rank 0 writes.
+            batches: as for :meth:`layer_errors`.
+            **parts: what else the page shows, such as ``metrics={"val_loss": (before, after)}``
+                (:class:`~lightning_obs.report.page.Report`).
+
+        Returns:
+            The path of the page.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet.
+        """
+        refuse_unknown(parts, [one.name for one in fields(Report)])
+        session, counts = self._calibrated_session(), dict[str, Support]()
+        errors = self.layer_errors(batches, counts)
+        if session.collectives.rank != 0:
+            return Path(folder) / "report.html"
+        known = {"title": self.label, "result": session.result, "errors": errors, "counts": counts, "drift": self.drift}
+        return write_report(folder, Report(**{**known, **parts}))
+
+    def log_calibration(
+        self, trainer: Trainer, pl_module: LightningModule, errors: list[LayerError] | None = None
+    ) -> None:
+        """Tell the loggers, in ``on_validation_epoch_end``; nothing without them, or with ``log=False``.
+
+        Numbers that a person plots, or monitors, go the way of every metric. The whole table goes to the loggers that
+        take one: a figure and a histogram in TensorBoard, a CSV file beside the CSV logger's own, a table in loggers
+        with ``log_table`` (Weights & Biases).
+        """
+        session = self._calibrated_session()
+        self.drift.add(trainer.global_step, session.qparams)
+        if not self.logs(trainer):
+            return
+        alone = sum(isinstance(callback, Results) for callback in trainer.callbacks) == 1
+        prefix = "quant" if alone else f"quant/{self.label}"
+        errors = self.layer_errors() if errors is None else errors
+        for name, value in (aggregates(session.result, errors) | self.drift.numbers()).items():
+            # The ranks have merged what they saw: the values are equal, except how long each took.
+            pl_module.log(f"{prefix}/{name}", torch.tensor(value), sync_dist=name == "seconds")
+        if trainer.is_global_zero:
+            rows = [layer_row(error) for error in errors]
+            for logger in trainer.loggers:
+                _log_table(logger, prefix, rows, trainer.global_step)
+
+    def logs(self, trainer: Trainer) -> bool:
+        """Whether the Trainer's loggers get the results."""
+        return bool(trainer.loggers) if self.tells_loggers is None else self.tells_loggers
+
+    @property
+    def has_calibrated(self) -> bool:
+        """Whether there are qparams, found by this callback or loaded."""
+        return self.session is not None and self.session.has_written
+
+    def _calibrated_session(self) -> CalibrationSession:
+        if self.session is None or not self.has_calibrated:
+            raise CalibrationError(
+                "nothing was calibrated yet", remedy="run trainer.validate or trainer.fit with this callback first."
+            )
+        return self.session
+
+    # ------------------------------------------------------------------ export_folder
+
+    def _export_due(self, trainer: Trainer) -> Path | None:
+        """Where this run ends with a checkpoint."""
+        if self.export_folder is None or trainer.state.fn not in (TrainerFn.FITTING, TrainerFn.VALIDATING):
+            return None
+        if trainer.fast_dev_run:
+            rank_zero_info(f"fast_dev_run: {self.export_folder} is not written")
+            return None
+        return self.export_folder
+
+    def require_export_possible(self, trainer: Trainer) -> None:
+        """Refuse what is known to be wrong before the first batch, on all ranks alike."""
+        if (folder := self._export_due(trainer)) is None:
+            return
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.enable_validation:
+            raise CalibrationError(
+                "this fit will not validate, so no checkpoint could be written in the end",
+                where=[str(folder)],
+                expected="a validation loader, a validation_step, and limit_val_batches above 0",
+                remedy="give it these, or leave export_folder out.",
+            )
+
+        def check() -> None:
+            if trainer.is_global_zero:
+                require_free(folder, self.export_overwrite)
+
+        _together(trainer, check)
+
+    def export_at_end(self, trainer: Trainer) -> None:
+        """Write it. No rank goes on before it is there; what fails on one fails on all, and the folder is as it was."""
+        if (folder := self._export_due(trainer)) is None:
+            return
+        if not self.has_calibrated:
+            ended = "fit" if trainer.state.fn == TrainerFn.FITTING else "validation"
+            raise CalibrationError(
+                f"the {ended} has ended and nothing was calibrated, so there is no checkpoint to write",
+                where=[str(folder)],
+                expected="a validation with batches",
+            )
+        _together(trainer, lambda: self.export(folder, overwrite=self.export_overwrite))
+        self.export_overwrite = True
+        rank_zero_info(f"wrote {folder}")
+
+
+def _together(trainer: Trainer, step: Callable[[], Any]) -> None:
+    failure = None
+    try:
+        step()
+    except CalibrationError as error:
+        failure = sendable(error)
+    require_no_failure(collectives_of(trainer).gather_object(failure))
+
+
+def _log_table(logger: Logger, prefix: str, rows: list[dict[str, Any]], step: int) -> None:
+    ratios = torch.tensor([row["sqnr"] for row in rows if row["sqnr"] is not None])
+    if isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_figure(f"{prefix}/layers", layers_figure(rows), step)
+        if len(ratios):
+            logger.experiment.add_histogram(f"{prefix}/sqnr", ratios, step)
+    elif isinstance(logger, CSVLogger):
+        folder = Path(logger.log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_csv(folder / f"{prefix.replace('/', '_')}_layers_step{step}.csv", rows)
+    elif hasattr(logger, "log_table") and rows:
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        logger.log_table(f"{prefix}/layers", columns, [[row.get(key) for key in columns] for row in rows], step=step)
