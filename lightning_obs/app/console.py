@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,19 +20,8 @@ def say(text: str) -> None:
 @contextmanager
 def step(text: str) -> Iterator[None]:
     """Show what is going on, with a bar that moves and the time it takes."""
-    if rank_zero_only.rank != 0:
-        yield
-        return
-    with Progress(TextColumn("· {task.description}"), BarColumn(), TimeElapsedColumn()) as progress:
+    columns = TextColumn("· {task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, disable=rank_zero_only.rank != 0) as progress:
         task = progress.add_task(text, total=None)
         yield
         progress.update(task, total=1, completed=1)
-
-
-def quiet_lightning() -> None:
-    """Leave out what Lightning says of devices and workers."""
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*deprecated")  # Lightning 2.6 on torch 2.13
-    warnings.filterwarnings("ignore", message=".*does not have many workers")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,4 +1,4 @@
-"""A composed config, read: options, model, data and Trainers that it describes.
+"""A composed config, read: options, model, data and Trainers that it describes, and the quality of the model.
 
 Hydra's containers become dicts and lists here; nothing below the app knows of Hydra.
 """
@@ -6,7 +6,7 @@ Hydra's containers become dicts and lists here; nothing below the app knows of H
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lightning_obs.app.console import step
-from lightning_obs.app.imports import import_for
+from lightning_obs.app.console import say, step
 from lightning_obs.app.sigterm import EndOnSigterm
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.callbacks.base import SessionCallback
@@ -29,8 +28,24 @@ from lightning_obs.checkpoint.load import load_checkpoint
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.write import require_free
+from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.schemes.config import as_names
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The one number by which a model is judged: what the module's ``test_step`` logs on held-out data.
+
+    Attributes:
+        name: under which ``test_step`` logged it.
+        value: over all held-out batches and ranks.
+        higher_is_better: as the torchmetrics metric of that name says; None where the module has none.
+    """
+
+    name: str
+    value: float
+    higher_is_better: bool | None
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,7 @@ class Job:
     trainer: Trainer
     evaluator: Trainer
 
-    def inputs(self, batch: Any, device: torch.device | None = None) -> Mapping[str, Any]:
+    def inputs(self, batch: Any, device: torch.device | None = None) -> dict[str, Any]:
         """Keyword arguments of ``model`` for a batch: the module's ``model_inputs``, or all of the batch.
 
         Args:
@@ -65,7 +80,24 @@ class Job:
             inputs = of_module(batch)
         else:
             inputs = {**batch, **({"use_cache": False} if is_transformers_model(self.model) else {})}
-        return move_data_to_device(inputs, device or next(self.model.parameters()).device)
+        return dict(move_data_to_device(inputs, device or next(self.model.parameters()).device))
+
+    def quality(self, what: str, as_quantized: bool = True) -> Quality | None:
+        """Quality of the model, which the user is told as ``what``; None where it is not measured."""
+        if not self.config.evaluate:
+            return None
+        say(f"· measuring {what}")
+        with quantized(self.model) if as_quantized else nullcontext():
+            return measure_quality(self.module, self.evaluator, self.data)
+
+    def load_again(self, folder: Path) -> LightningModule:
+        """A new LightningModule with what was exported to ``folder``, loaded as a user loads it."""
+        wanted = self.config.model
+        if is_transformers_model(self.model):
+            return made(wanted, path=str(folder), **({"dtype": "auto"} if "dtype" in wanted else {}))
+        module: LightningModule = made(wanted)
+        load_checkpoint(find_module(module, self.config.module)[1], folder)
+        return module
 
 
 def make_job(config: DictConfig, callback: SessionCallback) -> Job:
@@ -80,8 +112,7 @@ def make_job(config: DictConfig, callback: SessionCallback) -> Job:
     module = load_module(config)
     data = make_data(config, module)
     _, model = find_module(module, config.module)
-    trainer, evaluator = make_trainer(config, callback), make_trainer(config)
-    return Job(config, callback, module, model, data, folder, trainer, evaluator)
+    return Job(config, callback, module, model, data, folder, make_trainer(config, callback), make_trainer(config))
 
 
 def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:
@@ -119,39 +150,47 @@ def make_data(config: DictConfig, module: LightningModule) -> LightningDataModul
     of_module = getattr(module, "for_data", None)
     offered = {"tokenizer": getattr(module, "tokenizer", None)} if of_module is None else of_module()
     asked = inspect.signature(get_object(config.data._target_)).parameters
+    told = {name: value for name, value in offered.items() if name in asked}
     with step("reading the data"):
-        told = {name: value for name, value in offered.items() if name in asked}
         data: LightningDataModule = made(config.data, _convert_="all", **told)
     return data
 
 
-def load_again(job: Job, folder: Path) -> LightningModule:
-    """A new LightningModule with what was exported to ``folder``, loaded as a user loads it."""
-    wanted = job.config.model
-    if is_transformers_model(job.model):
-        as_saved = {"dtype": "auto"} if "dtype" in wanted else {}
-        module: LightningModule = made(wanted, path=str(folder), **as_saved)
-    else:
-        module = made(wanted)
-        load_checkpoint(find_module(module, job.config.module)[1], folder)
-    return module
+def measure_quality(module: LightningModule, trainer: Trainer, data: LightningDataModule) -> Quality | None:
+    """Run ``trainer.test``; None if ``test_step`` logs nothing.
+
+    Of several values ``module.metric`` names the one that counts.
+
+    Raises:
+        CalibrationError: several values, and ``module.metric`` names none of them.
+    """
+    logged = trainer.test(module, datamodule=data, verbose=False)[0]
+    if not logged:
+        return None
+    wanted = getattr(module, "metric", None)
+    name = str(wanted or next(iter(logged)))
+    if name not in logged or (wanted is None and len(logged) > 1):
+        raise CalibrationError(
+            f"which value judges the model: {type(module).__name__}.test_step logs {', '.join(logged)}",
+            got=f"metric = {wanted!r}",
+            remedy=f"name one of them in the class: metric = {next(iter(logged))!r}.",
+        )
+    return Quality(name, float(logged[name]), getattr(getattr(module, name, None), "higher_is_better", None))
 
 
 def make_options(config: DictConfig) -> CalibrationOptions:
     """The options that ``scheme``, ``kv_cache``, ``observer``, ``weight_observer``, ``ignore``... describe."""
     scheme = _in_groups(plain(config.scheme), config.group_size)
     targets = scheme.pop("targets", None)
+    same = ("on_missing", "calibrate_all_experts", "fused_sets", "join_fused_scales")
     return CalibrationOptions(
         scheme.pop("preset", None) or scheme or None,
         targets=targets,
         ignore=[*as_names(plain(config.ignore)), *_ignored_by_report(config.ignore_from)],
         observers={"input": plain(config.observer), "weight": plain(config.weight_observer)},
         kv_cache=plain(config.kv_cache) or None,
-        on_missing=config.on_missing,
         reload=config.export.reload,
-        calibrate_all_experts=config.calibrate_all_experts,
-        fused_sets=plain(config.fused_sets),
-        join_fused_scales=config.join_fused_scales,
+        **{name: plain(config[name]) for name in same},
     )
 
 
@@ -173,16 +212,6 @@ def _in_groups(scheme: dict[str, Any], size: int | None) -> dict[str, Any]:
 def plain(node: Any) -> Any:
     """Hydra's containers as dict and list, interpolations resolved."""
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-
-
-def import_modules(config: DictConfig) -> None:
-    """Import the user's own modules, for the classes that they register.
-
-    Raises:
-        CalibrationError: one that cannot be imported.
-    """
-    for name in as_names(config.imports):
-        import_for("imports", name, "run from the folder that holds it, or set PYTHONPATH.")
 
 
 def _ignored_by_report(path: str | None) -> list[str]:

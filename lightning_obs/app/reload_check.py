@@ -2,8 +2,8 @@
 
 python reload_check.py CHECKPOINT REFERENCE.safetensors [--prompt TEXT] [--dequantize]
 
-Prints one line of JSON: the largest difference of logits (of hidden states, where there are none), the text that was
-generated, the packages that were used.
+The reference holds the inputs by their names, and ``output``. Prints one line of JSON: the largest difference of logits
+(of hidden states, where there are none), the text that was generated, the version of transformers.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+_NEW_TOKENS = 20
 
-def main() -> int:
-    """Return 0 if the outputs are equal, 1 if they differ."""
+
+def main() -> None:
+    """Load, compare, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint")
-    parser.add_argument("reference", help="safetensors file with `output`, and the inputs as `input.<name>`")
-    parser.add_argument("--prompt", default=None)
-    parser.add_argument("--new-tokens", type=int, default=20)
+    parser.add_argument("reference")
+    parser.add_argument("--prompt")
     parser.add_argument("--dequantize", action="store_true")
     options = parser.parse_args()
 
@@ -34,37 +35,23 @@ def main() -> int:
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    arguments = {}
-    if options.dequantize:
-        arguments["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
+    how = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if options.dequantize else {}
     written_by = transformers.AutoConfig.from_pretrained(options.checkpoint).architectures[0]
-    model = getattr(transformers, written_by).from_pretrained(options.checkpoint, **arguments).eval()
+    model = getattr(transformers, written_by).from_pretrained(options.checkpoint, **how).eval()
     if any("Experts" in type(module).__name__ for module in model.modules()):
         model.set_experts_implementation("eager")  # the others add in another order
     align(model)
-    reference = load_file(options.reference)
+    inputs = load_file(options.reference)
+    expected = inputs.pop("output")
     with torch.inference_mode():
-        inputs = {name.removeprefix("input."): value for name, value in reference.items() if name != "output"}
         what, output = first_tensor(model(**inputs))
-    difference = (output.double() - reference["output"].double()).abs().max().item()
-    text = None
+    answer = {"difference": (output.double() - expected.double()).abs().max().item(), "what": what, "text": None}
     if options.prompt is not None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.checkpoint)
-        inputs = tokenizer(options.prompt, return_tensors="pt")
-        output = model.generate(**inputs, max_new_tokens=options.new_tokens, do_sample=False)
-        text = tokenizer.decode(output[0], skip_special_tokens=True)
-    print(
-        json.dumps(
-            {
-                "difference": difference,
-                "what": what,
-                "text": text,
-                "transformers": transformers.__version__,
-                "lightning_obs_imported": "lightning_obs" in sys.modules,
-            }
-        )
-    )
-    return 0 if difference == 0.0 else 1
+        prompt = tokenizer(options.prompt, return_tensors="pt")
+        tokens = model.generate(**prompt, max_new_tokens=_NEW_TOKENS, do_sample=False)[0]
+        answer["text"] = tokenizer.decode(tokens, skip_special_tokens=True)
+    print(json.dumps({**answer, "transformers": transformers.__version__}))
 
 
 def align(model: Any) -> None:
@@ -75,9 +62,7 @@ def align(model: Any) -> None:
     """
     for tensor in [*model.parameters(), *model.buffers()]:
         data = tensor.data
-        if hasattr(data, "to_local"):  # sharded: its memory was allocated
-            continue
-        if data.data_ptr() % 64:
+        if not hasattr(data, "to_local") and data.data_ptr() % 64:  # the memory of a sharded one was allocated
             tensor.data = data.clone()
 
 
@@ -91,4 +76,4 @@ def first_tensor(output: Any) -> tuple[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -16,8 +16,6 @@ from typing import Any, NoReturn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-EXIT_CODE = 128 + signal.SIGTERM
-
 
 class EndOnSigterm(Callback):
     """Part of every Trainer of a run, inside :func:`ended_by_sigterm`."""
@@ -27,25 +25,14 @@ class EndOnSigterm(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remember who launched the other ranks."""
         launcher = trainer.strategy.launcher
         if launcher is not None and launcher not in self.launchers:
             self.launchers.append(launcher)
 
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replace Lightning's handler."""
+    def _replace_handler(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _handle()
 
-    @override
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replace Lightning's handler."""
-        _handle()
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replace Lightning's handler."""
-        _handle()
+    on_validation_start = on_test_start = on_train_start = _replace_handler
 
 
 @contextmanager
@@ -62,15 +49,14 @@ def ended_by_sigterm() -> Iterator[None]:
         raise
     finally:
         EndOnSigterm.launchers.clear()
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
-
-
-def _handle() -> None:
-    if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no handlers
-        signal.signal(signal.SIGTERM, _end)
+        _handle(before)
 
 
 def _end(number: int, frame: Any) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is on its way
-    raise SystemExit(EXIT_CODE)
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def _handle(handler: Any = _end) -> None:
+    if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no handlers
+        signal.signal(signal.SIGTERM, handler)

@@ -4,9 +4,8 @@ import pytest
 
 from lightning_obs import CalibrationError
 from lightning_obs.__main__ import versions
-from lightning_obs.app.job import make_options
+from lightning_obs.app.job import Quality, make_options
 from lightning_obs.app.main import run
-from lightning_obs.app.quality import Quality
 from lightning_obs.app.tasks.finetune import recovered_share
 from lightning_obs.app.tasks.task import make_task
 
@@ -16,7 +15,7 @@ def nothing_is_run(monkeypatch):
     def fail(*args, **kwargs):
         pytest.fail("the model was run")
 
-    monkeypatch.setattr("lightning_obs.app.tasks.calibrate.evaluate", fail)
+    monkeypatch.setattr("lightning_obs.app.job.measure_quality", fail)
     monkeypatch.setattr("lightning_obs.app.models.language.LanguageModel.forward", fail)
 
 

@@ -53,7 +53,7 @@ def load_pretrained(
     name = str(source or folder)
     if not folder.exists():
         settle_dead(Path(os.path.abspath(folder)).parent)
-    if folder.is_dir():
+    if source is not None and folder.is_dir():
         refuse_damage(folder)
     with naming(f"model.path={name}", expected="a folder with config.json and weights, or a name on the hub"):
         config = AutoConfig.from_pretrained(name)

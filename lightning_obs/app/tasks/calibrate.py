@@ -6,18 +6,17 @@ The other tasks that calibrate add one step each: a choice before, training afte
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from typing_extensions import override
 
 from lightning_obs.app.checkpoint import write_checkpoint
 from lightning_obs.app.console import say, step
-from lightning_obs.app.job import Job, make_job, make_options, plain
+from lightning_obs.app.job import Job, Quality, make_job, make_options, plain
 from lightning_obs.app.models.pretrained import DEFAULT_MODEL
-from lightning_obs.app.quality import Quality, evaluate
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
@@ -41,23 +40,21 @@ class Calibrate(Task):
     Attributes:
         full, calibrated, quantized, reloaded: quality on held-out data in full precision, after calibration where
             training follows, of the exported model, and of its checkpoint loaded again; None: not measured.
+        errors: of the layers, worst first.
+        lines: of the report, about the checkpoint.
+        sizes: bytes of the model and of its checkpoint.
     """
 
     job: Job
     result: CalibrationResult
-
-    def __init__(self, config: DictConfig) -> None:
-        super().__init__(config)
-        self.full: Quality | None = None
-        self.calibrated: Quality | None = None
-        self.quantized: Quality | None = None
-        self.reloaded: Quality | None = None
-        self.seconds_trained: float | None = None
-        self.errors: list[LayerError] = []
-        self.lines: list[str] = []
-        self.sizes: tuple[int, int] | None = None
-
-    # ------------------------------------------------------------------ the steps
+    full: Quality | None = None
+    calibrated: Quality | None = None
+    quantized: Quality | None = None
+    reloaded: Quality | None = None
+    seconds_trained: float | None = None
+    errors: Sequence[LayerError] = ()
+    lines: Sequence[str] = ()
+    sizes: tuple[int, int] | None = None
 
     @override
     def check(self) -> None:
@@ -71,16 +68,17 @@ class Calibrate(Task):
         """Every step, one after the other."""
         counts = dict[str, Support]()
         self.say_duration()
-        self.full = evaluate(self.job, "in full precision", as_quantized=False)
+        self.full = self.job.quality("in full precision", as_quantized=False)
         parts = self.choose()  # it may make another job
         self.result = self.calibrate()
         self.train()
         self.errors = self.layer_errors(counts)
-        self.quantized = evaluate(self.job, "quantized")
+        self.quantized = self.job.quality("quantized")
         if self.job.folder is not None:
             self.lines = write_checkpoint(self.job, self.job.folder, self.result)
             self.after_export(self.job.folder)
-        self.report(Report(self.job.callback.label, counts=counts, **parts))
+        if self.job.trainer.is_global_zero:
+            self.report(counts, parts)
 
     def make_callback(self, options: CalibrationOptions) -> SessionCallback:
         """The callback that this task runs."""
@@ -96,7 +94,7 @@ class Calibrate(Task):
         session = callback.prepare(self.job.trainer, module)  # it is used again: the model is the same
         say(f"· {describe(module, find_module(module, self.config.module)[0], session)}")
 
-    def choose(self) -> dict[str, Any]:
+    def choose(self) -> Mapping[str, Any]:
         """Choose what is calibrated; returns fields of the report."""
         return {}
 
@@ -117,7 +115,7 @@ class Calibrate(Task):
     def train(self) -> None:
         """Train the calibrated model."""
 
-    def layer_errors(self, counts: dict[str, Support]) -> list[LayerError]:
+    def layer_errors(self, counts: dict[str, Support]) -> Sequence[LayerError]:
         """Each layer's error on ``report.layer_error_batches`` held-out batches, worst first.
 
         Args:
@@ -126,7 +124,7 @@ class Calibrate(Task):
         """
         job, batches = self.job, self.config.report.layer_error_batches
         if batches < 1:
-            return []
+            return ()
         moved = [job.inputs(batch) for batch, _ in zip(job.data.test_dataloader(), range(batches), strict=False)]
         with step("measuring each layer's error"):
             errors = measure_layer_errors(job.model, moved, counts=counts)
@@ -136,8 +134,6 @@ class Calibrate(Task):
 
     def after_export(self, folder: Path) -> None:
         """Measure what was exported."""
-
-    # ------------------------------------------------------------------ how long it takes
 
     def say_duration(self) -> None:
         """Time the second of two forward passes, and say how long those of the whole run take, unless they are few."""
@@ -159,11 +155,7 @@ class Calibrate(Task):
         )
 
     def passes(self, needs_data: bool) -> int:
-        """About how many batches the whole run forwards.
-
-        Args:
-            needs_data: whether calibration runs any.
-        """
+        """About how many batches the whole run forwards; ``needs_data``: calibration runs some."""
         calibrated = self.batches("batches") if needs_data else 0
         return 2 * self.measured + calibrated + int(self.config.report.layer_error_batches)
 
@@ -176,19 +168,15 @@ class Calibrate(Task):
         """Batches of one measurement of the model's quality."""
         return self.batches("eval_batches") if self.config.evaluate else 0
 
-    # ------------------------------------------------------------------ what was found
-
     @override
     def row(self) -> dict[str, Any]:
         """Quality, size, time, and the layers to try in ``ignore``."""
         quality: dict[str, Any] = {"metric": None}
         if self.full is not None and self.quantized is not None:
             name = self.full.name
-            others = {"calibrated": self.calibrated, "reloaded": self.reloaded}
-            quality = {
-                **quality_row(name, self.full.value, self.quantized.value),
-                **{f"{name}_{when}": None if found is None else found.value for when, found in others.items()},
-            }
+            quality = quality_row(name, self.full.value, self.quantized.value)
+            for when, found in (("calibrated", self.calibrated), ("reloaded", self.reloaded)):
+                quality[f"{name}_{when}"] = None if found is None else found.value
         return {
             "run": self.job.callback.label,
             **quality,
@@ -200,26 +188,22 @@ class Calibrate(Task):
             "ignore": [*self.job.callback.ignore, *poor_layers(self.errors, fused=self.result.fused)],
         }
 
-    def report(self, report: Report) -> None:
-        """Write ``report.html``, ``report.json`` and ``layers.csv``, and print the closing report, on rank 0."""
+    def report(self, counts: Mapping[str, Support], parts: Mapping[str, Any]) -> None:
+        """Write ``report.html``, ``report.json`` and ``layers.csv``, and print the closing report."""
         job, config = self.job, self.config
-        if not job.trainer.is_global_zero:
-            return
         if job.folder is not None:
             tensors = {t.data_ptr(): t.nbytes for t in [*job.model.parameters(), *job.model.buffers()]}
             self.sizes = (sum(tensors.values()), folder_size(job.folder))
-        model = Path(str(config.model.get("path") or DEFAULT_MODEL)).name
-        report.title = f"{job.callback.label} \N{MIDDLE DOT} {model}"
-        report.result, report.errors, report.sizes, report.lines = self.result, self.errors, self.sizes, self.lines
-        report.drift = job.callback.drift
+        known: dict[str, Any] = {"result": self.result, "errors": self.errors, "sizes": self.sizes, "lines": self.lines}
         if self.full is not None and self.quantized is not None:
-            report.metrics = {self.full.name: (self.full.value, self.quantized.value)}
-        report.extra = {**self.row(), "config": plain(config)}
+            known["metrics"] = {self.full.name: (self.full.value, self.quantized.value)}
+        title = f"{job.callback.label} \N{MIDDLE DOT} {Path(str(config.model.get('path') or DEFAULT_MODEL)).name}"
+        extra = {**self.row(), "config": plain(config)}
+        report = Report(title, **known, counts=counts, drift=job.callback.drift, extra=extra, **parts)
         path = write_report(config.output_dir, report)
         hint = "" if not poor_layers(self.errors) else f"  (leave out: ignore_from={path.with_suffix('.json')})"
         advice = better_inputs(job.callback.options.config, self.errors)
-        closing = [*self.lines, *self.closing_lines(), *([advice] if advice else []), f"report {path}{hint}"]
-        report.lines = closing
+        report.lines = [*self.lines, *self.closing_lines(), *([advice] if advice else []), f"report {path}{hint}"]
         print()
         print_report(summary(report, worst=config.report.worst_layers))
 

@@ -1,4 +1,4 @@
-"""What tasks that choose before they calibrate have in common.
+"""Tasks that choose by measurement before they calibrate: a scheme for each layer, an observer for each tensor.
 
 The choice becomes the job's scheme, and is written as a config of the group ``scheme``, so that a later run takes it as
 it takes any other: ``--config-dir <output folder>/configs scheme=plan``.
@@ -6,6 +6,7 @@ it takes any other: ``--config-dir <output folder>/configs scheme=plan``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,23 @@ from compressed_tensors.quantization import QuantizationConfig
 from omegaconf import OmegaConf
 from typing_extensions import override
 
+from lightning_obs.app.console import say, step
 from lightning_obs.app.job import make_trainer, plain
 from lightning_obs.app.tasks.calibrate import Calibrate
+from lightning_obs.app.tasks.finetune import PASSES_OF_A_STEP
 from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.choice.mixed_precision import choose_schemes, frontier, plan_of
+from lightning_obs.choice.observer_choice import choose_for
+from lightning_obs.choice.sensitivity import sensitivity
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.write import write_text
+from lightning_obs.report.page import as_json
+from lightning_obs.report.summary import frontier_table, print_report
 
 
 class ChoosingTask(Calibrate):
-    """Calibrates what it chose by measurement on the calibration batches, on one device."""
+    """Calibrates what it chose on the calibration batches, on one device."""
 
     @property
     def candidates(self) -> dict[str, Any]:
@@ -31,7 +40,6 @@ class ChoosingTask(Calibrate):
 
     @override
     def check_task(self) -> None:
-        """Refuse several devices."""
         if self.job.trainer.world_size > 1:
             raise CalibrationError(
                 f"task={self.config.task.name} runs on one device",
@@ -43,18 +51,99 @@ class ChoosingTask(Calibrate):
         """All of them, as the model takes them."""
         device = self.job.trainer.strategy.root_device
         self.job.module.to(device)
-        return [dict(self.job.inputs(batch, device)) for batch in self.job.data.val_dataloader()]
+        return [self.job.inputs(batch, device) for batch in self.job.data.val_dataloader()]
 
     def calibrate_with(self, options: CalibrationOptions) -> None:
         """Replace the callback by one with these options."""
         callback = self.make_callback(options)
         self.job = replace(self.job, callback=callback, trainer=make_trainer(self.config, callback))
 
-    def write_scheme(self, config: QuantizationConfig, headline: str) -> Path:
-        """Write the choice as a config for a later run; its path."""
-        folder = Path(self.config.output_dir)
-        path = folder / "configs" / "scheme" / "plan.yaml"
+    def write_scheme(self, config: QuantizationConfig, headline: str) -> None:
+        """Write the choice as a config for a later run, and say where."""
+        folder = Path(self.config.output_dir) / "configs"
         scheme = config.model_dump(mode="json", include={"config_groups", "ignore"}, exclude_none=True)
-        head = f"# {headline}\n#   python -m lightning_obs --config-dir {folder / 'configs'} scheme=plan\n"
-        write_text(path, head + OmegaConf.to_yaml(OmegaConf.create(scheme)))
-        return path
+        head = f"# {headline}\n#   python -m lightning_obs --config-dir {folder} scheme=plan\n"
+        write_text(folder / "scheme" / "plan.yaml", head + OmegaConf.to_yaml(OmegaConf.create(scheme)))
+        say(f"wrote {folder / 'scheme' / 'plan.yaml'}  (scheme=plan)")
+
+
+class Observers(ChoosingTask):
+    """Choose the observer of each weight and input: every second calibration batch is observed, the others score."""
+
+    @override
+    def check_task(self) -> None:
+        super().check_task()
+        for base_name, observers in self.candidates.items():
+            for observer in [observers] if isinstance(observers, (str, dict)) else observers:
+                replace(self.job.callback.options, observers={base_name: observer})
+
+    @override
+    def choose(self) -> dict[str, Any]:
+        with step("scoring observers"):
+            choice, options = choose_for(
+                self.job.model, self.calibration_batches(), self.job.callback.options, self.candidates or None
+            )
+        print_report(choice.table())
+        self.write_scheme(choice.config, "Observers chosen by task=observers.")
+        self.calibrate_with(options)
+        return {}
+
+    @override
+    def passes(self, needs_data: bool) -> int:
+        """Observing and scoring, too."""
+        return super().passes(needs_data) + 2 * self.batches("batches")
+
+
+class Plan(ChoosingTask):
+    """Choose a scheme for each layer within a budget, of ``task.candidates``; the group ``scheme`` is not read."""
+
+    @override
+    def check_task(self) -> None:
+        super().check_task()
+        for scheme in self.candidates.values():
+            if scheme is not None:
+                CalibrationSession(self.job.model, CalibrationOptions.of(scheme, **self._of_candidates()))
+
+    @override
+    def check_scheme(self) -> None:
+        """Nothing: the scheme is not known yet."""
+
+    @override
+    def choose(self) -> Mapping[str, Any]:
+        """Measure sensitivities, solve for the budget, print the frontier, write the plan."""
+        config, batches, at_most = self.config, self.calibration_batches(), plain(self.config.task.at_most)
+        with step("measuring each layer's sensitivity"):
+            measured = sensitivity(
+                self.job.model,
+                batches[: config.task.batches],
+                self.candidates,
+                calibration=batches,
+                **self._of_candidates(),
+            )
+        plan = choose_schemes(measured, config.budget, at_most=at_most)
+        if plan.config is None:
+            raise CalibrationError("every module is best left in full precision", got=f"budget {config.budget}")
+        plans = frontier(measured, config.task.frontier, at_most=at_most)
+        rows = [*(p.row() for p in plans), *(plan_of(measured, name).row(name) for name in measured.schemes)]
+        print_report(frontier_table(plans, title=f"estimated {measured.method} against size"))
+        counts = ", ".join(f"{name} {count}" for name, count in plan.counts.items())
+        say(f"chosen: {plan.bits:.3f} bits per weight ({counts} modules), estimated {measured.method} {plan.loss:.4g}")
+        whole = {name: getattr(plan, name) for name in ("bits", "size", "loss", "schemes")}
+        whole |= {name: getattr(measured, name) for name in ("method", "tokens", "layers")}
+        write_text(Path(config.output_dir, "plan.json"), as_json({**whole, "frontier": rows}))
+        self.write_scheme(plan.config, f"{plan.bits:.3f} bits per weight, chosen by task=plan.")
+        self.calibrate_with(self.job.callback.options.with_config(plan.config))
+        worst = {name: max(losses.get(name, 0.0) for losses in measured.layers.values()) for name in plan.schemes}
+        unit = f"{measured.method}, worst candidate" + (", nats" if measured.method == "divergence" else "")
+        return {"sensitivity": worst, "sensitivity_unit": unit, "choices": plan.schemes, "frontier": rows}
+
+    @override
+    def passes(self, needs_data: bool) -> int:
+        """Calibrating the candidates, and a step forward and back for each batch that is measured."""
+        measured = int(self.config.task.batches) * PASSES_OF_A_STEP
+        return super().passes(needs_data) + self.batches("batches") + measured
+
+    def _of_candidates(self) -> dict[str, Any]:
+        options = self.job.callback.options
+        given = {"targets": options.targets, "ignore": options.ignore, "observers": options.observers}
+        return {**given, **options.beside_scheme}

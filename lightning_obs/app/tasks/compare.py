@@ -1,4 +1,4 @@
-"""Put runs side by side, by the ``report.json`` that each has written."""
+"""Put runs side by side: by the ``report.json`` that each has written, or those of a ``--multirun``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
 from typing_extensions import override
 
 from lightning_obs.app.console import say
@@ -27,27 +30,45 @@ class Compare(Task):
 
     @override
     def check(self) -> None:
-        """Read the reports."""
         if not self.config.runs:
             raise CalibrationError("runs", got="none", remedy="task=compare runs=[<folder of a run>,<another>].")
         self.rows = [_row_of(Path(str(path))) for path in as_names(self.config.runs)]
 
     @override
     def run(self) -> None:
-        """Print the table, write the page."""
-        say(f"report {write_comparison(self.config.output_dir, self.rows)}")
+        _write_comparison(self.config.output_dir, self.rows)
 
     @override
     def row(self) -> dict[str, Any]:
-        """All rows, as ``runs``."""
         return {"run": "comparison", "runs": self.rows}
 
 
-def write_comparison(folder: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Print the table of some runs, and write the page that shows it beside quality against size."""
+class ComparisonTable(Callback):
+    """Hydra callback: one row a run of a ``--multirun``, shown when the last has ended."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    @override
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """Keep what :func:`lightning_obs.app.main.run` returned."""
+        overrides = " ".join(str(item) for item in job_return.overrides or [])
+        if job_return.status is JobStatus.COMPLETED and isinstance(job_return.return_value, dict):
+            self.rows.append({**job_return.return_value, "run": overrides or job_return.return_value["run"]})
+        else:
+            self.rows.append({"run": f"{overrides} (failed)"})
+
+    @override
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        if self.rows:
+            _write_comparison(config.hydra.sweep.dir, self.rows)
+
+
+def _write_comparison(folder: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the table, and write the page that shows it beside quality against size."""
     print()
     print_report(comparison_table([dict(row) for row in rows]))
-    return write_report(folder, Report("comparison", runs=[compared(row) for row in rows]))
+    say(f"report {write_report(folder, Report('comparison', runs=[compared(row) for row in rows]))}")
 
 
 def compared(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_obs.app.console import say
-from lightning_obs.app.job import load_module, make_data, make_trainer, plain
+from lightning_obs.app.job import load_module, make_data, make_trainer, measure_quality, plain
 from lightning_obs.app.models.task_module import SIMILARITY
-from lightning_obs.app.quality import measure_quality
 from lightning_obs.app.tasks.compare import compared
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.errors import CalibrationError
@@ -24,7 +23,6 @@ class Evaluate(Task):
 
     @override
     def check(self) -> None:
-        """Load model and data."""
         self.module = load_module(self.config)
         self.data = make_data(self.config, self.module)
 
@@ -45,17 +43,13 @@ class Evaluate(Task):
                 got="test_step logs nothing" if found is None else "only its similarity to an unquantized model",
                 remedy="data.label_field=<the field of the labels>; images: one folder for each class.",
             )
-        size = folder_size(path) if path and Path(path).is_dir() else None
-        self.found = {
-            "run": str(path or "default model"), **quality_row(found.name, None, found.value), "size": size,
-        }  # fmt: skip
+        run, size = str(path or "default model"), folder_size(path) if path and Path(path).is_dir() else None
+        self.found = {"run": run, **quality_row(found.name, None, found.value), "size": size}
         if trainer.is_global_zero:
             say(f"{found.name} {number(found.value, 5)}" + ("" if size is None else f"  size {human_size(size)}"))
-            report = Report(self.found["run"], runs=[compared(self.found)])
-            report.extra = {**self.found, "config": plain(self.config)}
-            say(f"report {write_report(self.config.output_dir, report)}")
+            extra = {**self.found, "config": plain(self.config)}
+            say(f"report {write_report(self.config.output_dir, Report(run, runs=[compared(self.found)], extra=extra))}")
 
     @override
     def row(self) -> dict[str, Any]:
-        """Quality and size."""
         return self.found

@@ -13,8 +13,7 @@ from lightning.pytorch import seed_everything
 from typing_extensions import override
 
 from lightning_obs.app.console import say
-from lightning_obs.app.job import load_again, make_trainer, plain
-from lightning_obs.app.quality import Quality, evaluate, measure_quality
+from lightning_obs.app.job import Quality, make_trainer, measure_quality, plain
 from lightning_obs.app.tasks.calibrate import Calibrate
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.callbacks.base import SessionCallback
@@ -32,13 +31,11 @@ class Finetune(Calibrate):
 
     @override
     def make_callback(self, options: CalibrationOptions) -> SessionCallback:
-        """Fine-tuning; it calibrates too."""
         of_callback = {"module": self.config.module, "token_mask": self.config.token_mask}
         return QuantizationAwareTraining(options, **plain(self.config.task.callback), **of_callback)
 
     @override
     def check_task(self) -> None:
-        """Refuse a precision that cannot be trained, and no batches to train on."""
         assert isinstance(self.job.callback, QuantizationAwareTraining)
         self.job.callback.require_precision(self.job.trainer)
         if not self.batches("train_batches"):
@@ -48,7 +45,7 @@ class Finetune(Calibrate):
     @override
     def train(self) -> None:
         """Fit; the last thing it does is a validation of the result."""
-        self.calibrated = evaluate(self.job, "as calibrated")
+        self.calibrated = self.job.quality("as calibrated")
         config, module = self.config, self.job.module
         say(f"· fine-tuning {self.job.callback.label}")
         started = time.perf_counter()
@@ -73,10 +70,10 @@ class Finetune(Calibrate):
         strategy = self.job.trainer.strategy
         written = Path(strategy.broadcast(str(folder.resolve())))
         if not strategy.reduce_boolean_decision(written.is_dir()):
-            self.lines.append("not loaded again: some ranks cannot read that folder")
+            self.lines = [*self.lines, "not loaded again: some ranks cannot read that folder"]
             return
         say("· measuring the checkpoint, loaded again")
-        self.reloaded = measure_quality(load_again(self.job, written), make_trainer(self.config), self.job.data)
+        self.reloaded = measure_quality(self.job.load_again(written), make_trainer(self.config), self.job.data)
 
     @override
     def passes(self, needs_data: bool) -> int:
@@ -88,12 +85,10 @@ class Finetune(Calibrate):
 
     @override
     def recovered(self) -> float | None:
-        """See :func:`recovered_share`."""
         return recovered_share(self.full, self.calibrated, self.quantized)
 
     @override
     def closing_lines(self) -> list[str]:
-        """The four measurements, and how long training took."""
         lines = []
         if self.calibrated is not None:
             values = {"full precision": self.full, "calibrated": self.calibrated, "fine-tuned": self.quantized}
