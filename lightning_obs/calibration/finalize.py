@@ -56,17 +56,7 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
         failure=failure,
         note={name: [int(count) for count in counts] for name, counts in session.experts.tokens.items()},
     )
-    borrowed: dict[Key, Observer] = {}
-    computed: dict[Key, QParamsDict] = {}
-    failure = None
-    if activations:
-        try:
-            if session.unreached is None:
-                session.unreached = synced.unreached
-            borrowed = _cover(session)
-            computed = _compute(session, {**session.observers, **borrowed}, weights=False)
-        except CalibrationError as error:  # of this rank alone: raised on all before weights are searched
-            failure = error
+    borrowed, computed, failure = _activations(session, synced.unreached) if activations else ({}, {}, None)
 
     def observe(key: Key, observer: Observer, rows: torch.Tensor) -> None:
         # Inputs may be lacking where the options allow it, and where data is not asked for.
@@ -116,14 +106,24 @@ def _hold_weights(session: CalibrationSession, asked: bool) -> tuple[Weights, Ca
 # ---------------------------------------------------------------------- what no data reached
 
 
-def _cover(session: CalibrationSession) -> dict[Key, Observer]:
-    """Stand-ins for the observers that no data reached on any rank; modules that have none are skipped, if allowed."""
+def _activations(
+    session: CalibrationSession, unreached: list[Key]
+) -> tuple[dict[Key, Observer], dict[Key, QParamsDict], CalibrationError | None]:
+    """Stand-ins for the observers that no data reached, which are skipped without one; the qparams of activations.
+
+    What went wrong is returned: it is of this rank alone, and raised on all before weights are searched.
+    """
+    if session.unreached is None:
+        session.unreached = unreached
     borrowed: dict[Key, Observer] = {}
-    if session.unreached and session.options.on_missing == "siblings":
-        join = session.options.join_fused_scales
-        borrowed = borrow_ranges(session.observers, session.experts.containers, session.plan.fused, join)
-    session.skipped = _left_out(session, set(session.unreached or ()) - borrowed.keys())
-    return borrowed
+    try:
+        if session.unreached and session.options.on_missing == "siblings":
+            join = session.options.join_fused_scales
+            borrowed = borrow_ranges(session.observers, session.experts.containers, session.plan.fused, join)
+        session.skipped = _left_out(session, set(session.unreached) - borrowed.keys())
+        return borrowed, _compute(session, {**session.observers, **borrowed}, weights=False), None
+    except CalibrationError as error:
+        return borrowed, {}, error
 
 
 def _left_out(session: CalibrationSession, unreached: set[Key]) -> set[str]:

@@ -31,7 +31,7 @@ from compressed_tensors.quantization.lifecycle import fake_quantize
 
 from lightning_obs.numerics.candidates import improves, visited
 from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.kernels import launch, reductions
+from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.qparams import compute_qparams
 
 BINS = 1 << 16
@@ -256,7 +256,7 @@ def _power_(value: torch.Tensor, norm: float) -> torch.Tensor:
 
 def _count_flat(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Counts ``(65536,)``, smallest and largest of a flat tensor."""
-    counts = reductions.count_values(values) if launch.can_read(values) else _count_plainly(values)
+    counts = launch.count_values(values) if launch.can_read(values) else _count_plainly(values)
     # Reading few values again is faster than looking through the bins.
     if values.dtype != torch.bfloat16 or len(values) <= _TILE:
         return counts, *torch.aminmax(values)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_obs.numerics.kernels import launch, reductions
+from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.reshape import tile_size
 
 _TILE = 1 << 16  # elements in float64 at once on a CPU: 512 KiB
@@ -64,7 +64,7 @@ def channel_squares(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows = value.reshape(-1, value.shape[-1])
     number = torch.tensor([len(rows)], device=value.device)
     if launch.can_read(rows) and rows.stride(1) == 1:
-        return reductions.channel_squares(rows), number
+        return launch.channel_squares(rows), number
     sums = torch.zeros(rows.shape[1], dtype=torch.float64, device=value.device)
     for tile in rows.split(max(1, tile_size(rows.device, _TILE) // max(1, rows.shape[1]))):
         sums += tile.float().square().sum(0)

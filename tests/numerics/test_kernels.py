@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_obs.numerics.checksum import checksum
-from lightning_obs.numerics.kernels import reductions
+from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.moments import channel_squares
 from lightning_obs.numerics.search.ranges import search_range
 
@@ -36,13 +36,13 @@ def views(dtype):
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """Work is shared out over threads."""
-    monkeypatch.setattr(reductions, "_PART", 1 << 9)
+    monkeypatch.setattr(launch, "_PART", 1 << 9)
 
 
 @every_dtype
 def test_extremes_are_those_of_torch_in_every_layout(dtype):
     for view in views(dtype):
-        low, high = reductions.extremes(view)
+        low, high = launch.extremes(view)
         same(low, view.float().amin((2, 3)).to(dtype))
         same(high, view.float().amax((2, 3)).to(dtype))
 
@@ -54,7 +54,7 @@ numbers = st.floats(width=16) | st.sampled_from([0.0, -0.0, float("nan"), -float
 @given(values=st.lists(numbers, min_size=1, max_size=40), dtype=st.sampled_from(DTYPES))
 def test_extremes_of_any_values_are_those_of_torch(values, dtype):
     view = torch.tensor(values).to(dtype).view(1, 1, 1, -1)
-    low, high = reductions.extremes(view)
+    low, high = launch.extremes(view)
     same(low, view.float().amin((2, 3)).to(dtype))
     same(high, view.float().amax((2, 3)).to(dtype))
 
@@ -62,8 +62,8 @@ def test_extremes_of_any_values_are_those_of_torch(values, dtype):
 def test_the_storage_of_what_was_read_can_be_freed():
     """FSDP1 frees gathered weights; ``Tensor.numpy()`` would forbid it for good."""
     value = torch.randn(4, 64)
-    reductions.extremes(value[:, None, None])
-    reductions.count_values(value.flatten())
+    launch.extremes(value[:, None, None])
+    launch.count_values(value.flatten())
     channel_squares(value)
     checksum(value)
     search_range(value[None, :, None], QuantizationArgs(num_bits=4), [1.0, 0.9])
@@ -86,14 +86,14 @@ def test_squares_are_added_up_in_float64(shape, dtype):
 def test_every_pattern_of_a_half_is_counted_once(dtype):
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     if dtype == torch.bfloat16:
-        assert reductions.count_values(patterns).eq(1).all()
+        assert launch.count_values(patterns).eq(1).all()
         return
     finite = patterns[patterns.isfinite() & (patterns.float() == patterns.to(dtype).float())]
-    counts = reductions.count_values(finite.to(dtype))
+    counts = launch.count_values(finite.to(dtype))
     assert counts.sum() == len(finite)
     assert (counts[finite.view(torch.uint16).int()] == 1).all()
 
 
 def test_counts_of_a_large_tensor_are_the_sum_over_its_parts():
     x = torch.randn((1 << 20) + 3)
-    same(reductions.count_values(x), sum(reductions.count_values(part) for part in x.split(70_001)))
+    same(launch.count_values(x), sum(launch.count_values(part) for part in x.split(70_001)))

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.histogram import count_values, support
-from lightning_obs.numerics.kernels import launch, reductions
+from lightning_obs.numerics.kernels import launch
 
 Range = tuple[torch.Tensor, torch.Tensor]
 
@@ -40,9 +40,9 @@ class Rows:
     def observed_range(self) -> Range:
         """Smallest and largest value of every row, ``(R,)`` each."""
         if launch.can_read(self.view):
-            low, high = reductions.extremes(self.view)
+            low, high = launch.extremes(self.view)
         else:
-            # With dimensions, aminmax is ten times slower than the two reductions.
+            # With dimensions, aminmax is ten times slower than the two launch.
             low, high = self.view.amin(-1).amin(-1), self.view.amax(-1).amax(-1)
         return low.reshape(-1).to(self.dtype), high.reshape(-1).to(self.dtype)
 

@@ -1,0 +1,55 @@
+"""How many files of the package one Linear enters on its way from a batch to qparams: a reader has to open them all.
+
+These are ceilings. Lower one where a change makes it possible; raise none.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_obs
+from lightning_obs import CalibrationSession
+
+ROOT = str(Path(lightning_obs.__file__).parent)
+MOST = {"hook": 4, "finalize": 21}
+
+
+def files_entered(function, *args):
+    found = set()
+
+    def see(frame, event, _):
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(ROOT) and frame.f_code.co_name != "<module>":
+            found.add(file.removeprefix(ROOT))
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+@pytest.fixture(scope="module")
+def path():
+    x = torch.randn(4, 16)
+    with CalibrationSession(nn.Linear(16, 8), "INT8_STATIC") as session:  # imports and compiles
+        session.model(x)
+    model = nn.Sequential(nn.Linear(16, 8))
+    session = CalibrationSession(model, "INT8_STATIC")
+    session.attach()
+    model(x)
+    hook = files_entered(model, x)
+    session.detach()
+    return {"hook": hook, "finalize": files_entered(session.finalize)}
+
+
+@pytest.mark.parametrize("step", MOST)
+def test_a_value_passes_few_files(path, step):
+    assert len(path[step]) <= MOST[step], sorted(path[step])
