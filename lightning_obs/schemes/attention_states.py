@@ -8,7 +8,7 @@ when it loads the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from compressed_tensors.quantization import (
@@ -39,7 +39,7 @@ KV_PRESETS: dict[str, QuantizationArgs] = {
 class StatesConfig(QuantizationConfig):
     """A config with separate observers for q, k and v, which share one ``QuantizationArgs`` otherwise."""
 
-    state_observers: dict[str, dict[str, Any]] | None = None
+    state_observers: dict[str, dict[str, Any]]
 
 
 # ---------------------------------------------------------------------- what the user wrote
@@ -90,81 +90,74 @@ def quantizes_states(group: QuantizationScheme) -> bool:
 
 def state_args(config: QuantizationConfig, args: QuantizationArgs, base_name: str) -> QuantizationArgs:
     """``args`` with the observer that ``config`` names for q, k or v."""
-    own = (config.state_observers or {}) if isinstance(config, StatesConfig) else {}
+    own = config.state_observers if isinstance(config, StatesConfig) else {}
     return args.model_copy(deep=True, update=own.get(base_name))
 
 
 # ---------------------------------------------------------------------- over one model
 
 
-def find_states(model: nn.Module, config: QuantizationConfig) -> list[PlannedModule]:
+def find_states(
+    model: nn.Module, config: QuantizationConfig, by_target: Mapping[str, QuantizationScheme]
+) -> list[PlannedModule]:
     """The attention modules whose states ``config`` quantizes, checked without data.
+
+    A group reaches them by compressed-tensors' rule: a pattern that also matches a parent or children
+    (``re:.*self_attn.*``) does not target the attention module.
 
     Raises:
         CalibrationError: the model has none that compressed-tensors can hook, a scheme that they cannot have, or an
             attention function that would fail.
     """
     cached = {name: module for name, module in model.named_modules() if has_kv_cache(module)}
-    groups = dict(_of_groups(model, config, cached))
+    groups: dict[str, QuantizationScheme] = {}
+    for name, module in cached.items():
+        group = next((by_target[target] for target in match_targets(name, module, by_target)), None)
+        ignored = is_match(name, module, config.ignore or ())
+        if group is not None and not ignored and is_narrow_match(model, group.targets, name):
+            groups[name] = group
     kv = config.kv_cache_scheme
     if kv is None and not groups:
         return []
-    _check_transformers(model)
-    if not cached:
-        raise CalibrationError(
-            f"{type(model).__name__} has no attention module whose cache compressed-tensors can quantize",
-            got=f"attention modules {name_list(_attention_names(model)) or 'none'}",
-            expected="a class named ...Attention with k_proj and v_proj (or qkv_proj, kv_b_proj) that is called with "
-            "past_key_values",
-            remedy="leave the kv cache in full precision.",
-        )
+    _check_model(model, cached)
     _check_schemes(kv, groups)
     if groups:
-        _check_all_chosen(model, cached, groups)
-        _check_attention_function(model, cached)
+        _check_q(model, cached, groups)
     else:
-        _warn_ignored(cached, list(config.ignore or []))
+        _warn_ignored(cached, config.ignore or ())
     scheme = next(iter(groups.values()), QuantizationScheme(targets=[*KV_CACHE_TARGETS], input_activations=kv))
     args = scheme.input_activations
     assert args is not None  # _check_schemes
-    _check_args(args, list(cached))
-    _check_head_counts(model, list(cached))
-    bases = ATTENTION if groups else ATTENTION[1:]
-    states = {base: state_args(config, args, base) for base in bases}
+    _check_scales(model, args, list(cached))
+    states = {base: state_args(config, args, base) for base in (ATTENTION if groups else ATTENTION[1:])}
     return [PlannedModule(name, module, groups.get(name, scheme), states) for name, module in cached.items()]
-
-
-def _of_groups(
-    model: nn.Module, config: QuantizationConfig, cached: Mapping[str, nn.Module]
-) -> Iterator[tuple[str, QuantizationScheme]]:
-    """``(name, group)`` of attention modules that a group targets, by compressed-tensors' rule: a pattern that also
-    matches a parent or children (``re:.*self_attn.*``) does not target the attention module."""
-    by_target = {t: g for g in config.config_groups.values() if isinstance(g, QuantizationScheme) for t in g.targets}
-    for name, module in cached.items():
-        matched = match_targets(name, module, list(by_target))
-        if matched and not is_match(name, module, list(config.ignore or [])):
-            group = by_target[matched[0]]
-            if is_narrow_match(model, group.targets, name):
-                yield name, group
 
 
 def _attention_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if "attention" in type(module).__name__.lower()]
 
 
-def _check_transformers(model: nn.Module) -> None:
-    """Refuse models that are not of transformers, and cross-attention."""
+def _check_model(model: nn.Module, cached: Mapping[str, nn.Module]) -> None:
+    """Refuse models that are not of transformers, cross-attention, and attention without a cache."""
+    kind, in_full = type(model).__name__, "leave the kv cache in full precision."
     if not is_transformers_model(model):
         raise CalibrationError(
             "attention states and the kv cache are quantized in transformers models only, through model.config",
-            got=type(model).__name__,
+            got=kind,
             remedy="give the transformers model itself, not a module around it (in Lightning: "
             'CalibrationCallback(module="...")).',
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise CalibrationError(
-            f"{type(model).__name__} has cross-attention, whose cache compressed-tensors does not hook",
-            remedy="leave the kv cache in full precision.",
+            f"{kind} has cross-attention, whose cache compressed-tensors does not hook", remedy=in_full
+        )
+    if not cached:
+        raise CalibrationError(
+            f"{kind} has no attention module whose cache compressed-tensors can quantize",
+            got=f"attention modules {name_list(_attention_names(model)) or 'none'}",
+            expected="a class named ...Attention with k_proj and v_proj (or qkv_proj, kv_b_proj) that is called with "
+            "past_key_values",
+            remedy=in_full,
         )
 
 
@@ -189,37 +182,19 @@ def _check_schemes(kv: QuantizationArgs | None, groups: Mapping[str, Quantizatio
         )
 
 
-def _check_args(args: QuantizationArgs, names: list[str]) -> None:
-    """Refuse scales that are dynamic, or not per tensor or per head."""
-    if args.dynamic is not False:
-        raise CalibrationError(
-            "attention states are quantized with calibrated scales only", where=names, got=f"dynamic={args.dynamic}"
-        )
-    if args.strategy not in (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD):
-        strategy = QuantizationStrategy(args.strategy).value
-        raise CalibrationError(
-            f"strategy {strategy} cannot be applied to attention states", where=names, expected="tensor or attn_head"
-        )
+def _check_q(model: Any, cached: Mapping[str, nn.Module], groups: Mapping[str, QuantizationScheme]) -> None:
+    """Refuse a part of the attention modules, eager attention, and several attention functions.
 
-
-def _check_all_chosen(
-    model: nn.Module, cached: Mapping[str, nn.Module], groups: Mapping[str, QuantizationScheme]
-) -> None:
-    """Refuse a part of the attention modules.
-
-    The attention function is one for the model, and compressed-tensors' fails in a module that it did not hook.
+    compressed-tensors replaces the one attention function of the model, from transformers' registry, and its own fails
+    in a module that it did not hook.
     """
-    innermost = [name for name in _attention_names(model) if hasattr(model.get_submodule(name), "config")]
-    innermost = [name for name in innermost if not any(other.startswith(f"{name}.") for other in innermost)]
+    own_config = [name for name in _attention_names(model) if hasattr(model.get_submodule(name), "config")]
+    innermost = [name for name in own_config if not any(other.startswith(f"{name}.") for other in own_config)]
     refuse(
         [name for name in dict.fromkeys([*cached, *innermost]) if name not in groups],
         "q is quantized in every attention module of a model or in none",
         remedy="target them all, or quantize k and v only (kv_cache=...).",
     )
-
-
-def _check_attention_function(model: Any, cached: Mapping[str, nn.Module]) -> None:
-    """Refuse eager attention and several attention functions: compressed-tensors replaces one, from the registry."""
     configs = [model.config, *(getattr(module, "config", model.config) for module in cached.values())]
     used = sorted({str(config._attn_implementation) for config in configs})
     if used in (["eager"], ["None"]) or len(used) > 1:
@@ -232,8 +207,17 @@ def _check_attention_function(model: Any, cached: Mapping[str, nn.Module]) -> No
         )
 
 
-def _check_head_counts(model: Any, names: list[str]) -> None:
-    """Refuse a config without the number of heads."""
+def _check_scales(model: Any, args: QuantizationArgs, names: list[str]) -> None:
+    """Refuse scales that are dynamic, or not per tensor or per head, and a config without the number of heads."""
+    if args.dynamic is not False:
+        raise CalibrationError(
+            "attention states are quantized with calibrated scales only", where=names, got=f"dynamic={args.dynamic}"
+        )
+    if args.strategy not in (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD):
+        strategy = QuantizationStrategy(args.strategy).value
+        raise CalibrationError(
+            f"strategy {strategy} cannot be applied to attention states", where=names, expected="tensor or attn_head"
+        )
     config = model.config.get_text_config(decoder=True)
     try:
         count_heads(model), get_head_dim(config)
@@ -258,7 +242,7 @@ def count_heads(model: Any) -> dict[str, int]:
     return {"q": get_num_attn_heads(config), "k": kv, "v": kv}
 
 
-def _warn_ignored(cached: Mapping[str, nn.Module], ignore: list[str]) -> None:
+def _warn_ignored(cached: Mapping[str, nn.Module], ignore: Iterable[str]) -> None:
     """Warn where ``ignore`` names attention modules."""
     patterns = [p for p in ignore if _names_attention(p) and any(is_match(n, m, p) for n, m in cached.items())]
     if patterns:

@@ -21,9 +21,9 @@ from lightning_obs.schemes.checks_before_data import (
     check_stacked_experts,
     check_targets,
     warn_cast_buffers,
+    warn_left_in_float,
 )
 from lightning_obs.schemes.config import config_groups
-from lightning_obs.schemes.left_in_float import warn_left_in_float
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, find_fused, require_one_scheme, scheme_identity
 
 
@@ -39,10 +39,10 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
         CalibrationError: see the message; nothing was changed.
     """
     config, ignore = config.model_copy(deep=True), list(config.ignore or [])
-    written = [(target, group) for group in config_groups(config) for target in group.targets]
-    by_target = dict(written)
+    by_target = {target: group for group in config_groups(config) for target in group.targets}
+    written = [target for group in config_groups(config) for target in group.targets]
     refuse(
-        sorted(target for target in by_target if sum(target == other for other, _ in written) > 1),
+        sorted(target for target in by_target if written.count(target) > 1),
         "a target stands in two groups",
         remedy="keep it in one of them.",
     )
@@ -66,7 +66,7 @@ def _choose(
 ) -> list[PlannedModule]:
     """Attention modules with their states, then all others; for an adapted layer, its base layer."""
     adopt_adapters(model)
-    targets = find_states(model, config)
+    targets = find_states(model, config, by_target)
     left_alone = {target.name for target in targets} | inside_adapted(model)
     for name, module in match_named_modules(model, list(by_target), ignore):
         if name not in left_alone:

@@ -1,20 +1,22 @@
-"""Checks before data are read that concern no engine: a function for each kind of problem, naming modules and remedy.
+"""Checks before data are read that concern no engine, each naming modules and a remedy.
 
-A ``check_`` raises a CalibrationError. After a ``warn_`` the calibration goes on: its result is right, but a reload may
-not give the same numbers.
+A ``check_`` raises a CalibrationError. After a ``warn_`` the calibration goes on: its result is right, but perhaps not
+what the user had in mind.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
+from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.utils.match import is_match
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_obs.errors import CalibrationError, name_list, refuse, warn
-from lightning_obs.model.kinds import is_transformers_model, kind_of
+from lightning_obs.model.kinds import holds_parameters, is_transformers_model, kind_of
 from lightning_obs.model.lora import adapters_of, is_adapted
 from lightning_obs.model.qparams import qparams_home
 from lightning_obs.model.sharding import unit_of, whole_shape
@@ -22,6 +24,9 @@ from lightning_obs.model.weight import matrix_shape
 from lightning_obs.moe.experts import fused_experts, hub_names
 from lightning_obs.observers.base import Key, Observer
 from lightning_obs.schemes.planned_modules import PlannedModule
+
+#: share of the parameters' bytes that may stay in full precision without a warning
+_CONSIDERABLE = 0.5
 
 # ---------------------------------------------------------------------- the patterns
 
@@ -32,7 +37,7 @@ def check_patterns(model: nn.Module, targets: list[str], ignore: list[str]) -> N
     def unmatched(patterns: list[str]) -> list[str]:
         return [p for p in patterns if not any(is_match(n, m, p) for n, m in model.named_modules())]
 
-    kinds = sorted({type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None})
+    kinds = sorted({type(m).__name__ for m in model.modules() if holds_parameters(m)})
     refuse(
         unmatched(targets),
         f"a target matches no module of {type(model).__name__}",
@@ -50,7 +55,7 @@ def check_stacked_experts(model: nn.Module, targets: list[str], ignore: list[str
         [
             f"{name} ({type(module).__name__})"
             for name, module in fused_experts(model).items()
-            if not any(is_match(name, module, pattern) for pattern in ignore)
+            if not is_match(name, module, ignore)
             and any(is_match(f"{name}.0.{leaf}", linear, targets, ignore) for leaf in hub_names(module).values())
         ],
         "experts are stacked in 3-D parameters, so no target reaches them and they would stay in full precision",
@@ -62,14 +67,37 @@ def check_stacked_experts(model: nn.Module, targets: list[str], ignore: list[str
 # ---------------------------------------------------------------------- the modules that were chosen
 
 
-def _check_called(model: nn.Module, targets: list[PlannedModule]) -> None:
-    """Refuse a Linear whose weight is read without calling the module."""
+def check_targets(model: nn.Module, targets: list[PlannedModule]) -> None:
+    """Refuse modules that cannot be quantized as their scheme says. The user reads of the first problem."""
     uncalled = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     refuse(
         [t.name for t in targets if id(t.module) in uncalled],
         "nn.MultiheadAttention reads the weight of its out_proj without calling it, so it cannot be quantized",
         remedy="list them in `ignore` (`re:.*out_proj$`).",
     )
+    _check_adapters(model, targets)
+    others = [t for t in targets if not t.states and kind_of(t.module).stored_as is None]
+    refuse(
+        [t.name for t in others if "Attention" in type(t.module).__name__],
+        "attention that compressed-tensors cannot quantize: it finds no kv cache there",
+        expected="a module with k_proj and v_proj that is called with past_key_values",
+        remedy="target the Linear modules.",
+    )
+    refuse(
+        [t.name for t in targets if getattr(t.module, "quantization_status", None) in ("compressed", "decompressed")],
+        "already quantized, its weights are on another grid",
+        expected="a model in full precision",
+        remedy="load the checkpoint that was quantized, or this one with CompressedTensorsConfig(dequantize=True).",
+    )
+    refuse(
+        [t.name for t in targets if kind_of(t.module).reads_indices and t.scheme.input_activations is not None],
+        "an Embedding's input is token indices and cannot be quantized",
+        remedy="give embeddings a weight-only group of their own.",
+    )
+    weighted = [t for t in targets if t.scheme.weights is not None]
+    _check_weights(weighted)
+    _check_shared(model, weighted)
+    _check_group_sizes(targets)
 
 
 def _check_adapters(model: nn.Module, targets: list[PlannedModule]) -> None:
@@ -89,49 +117,10 @@ def _check_adapters(model: nn.Module, targets: list[PlannedModule]) -> None:
     )
 
 
-def _check_attention(targets: list[PlannedModule]) -> None:
-    """Refuse attention in which compressed-tensors finds no kv cache."""
-    refuse(
-        [
-            t.name
-            for t in targets
-            if not t.states and kind_of(t.module).stored_as is None and "Attention" in type(t.module).__name__
-        ],
-        "attention that compressed-tensors cannot quantize: it finds no kv cache there",
-        expected="a module with k_proj and v_proj that is called with past_key_values",
-        remedy="target the Linear modules.",
-    )
-
-
-def _check_full_precision(targets: list[PlannedModule]) -> None:
-    """Refuse a model that was loaded quantized."""
-
-    def status(module: nn.Module) -> str:
-        value = getattr(module, "quantization_status", None)
-        return str(getattr(value, "value", value))
-
-    refuse(
-        [t.name for t in targets if status(t.module) in ("compressed", "decompressed")],
-        "already quantized, its weights are on another grid",
-        expected="a model in full precision",
-        remedy="load the checkpoint that was quantized, or this one with CompressedTensorsConfig(dequantize=True).",
-    )
-
-
-def _check_embeddings(targets: list[PlannedModule]) -> None:
-    """Refuse to quantize token indices."""
-    refuse(
-        [t.name for t in targets if kind_of(t.module).reads_indices and t.scheme.input_activations is not None],
-        "an Embedding's input is token indices and cannot be quantized",
-        remedy="give embeddings a weight-only group of their own.",
-    )
-
-
-def _check_weights(targets: list[PlannedModule]) -> None:
+def _check_weights(weighted: list[PlannedModule]) -> None:
     """Refuse a weight that is not a matrix, is computed at each access, or is not floating point."""
-    weighted = [t for t in targets if t.scheme.weights is not None]
     refuse(
-        [f"{t.name} ({type(t.module).__name__})" for t in weighted if matrix_shape(t.module) is None],
+        [str(t) for t in weighted if matrix_shape(t.module) is None],
         "has no weight matrix to quantize",
         expected="a module with a weight of two or more dimensions",
         remedy="list it in `ignore`, or target its input_activations only.",
@@ -141,17 +130,16 @@ def _check_weights(targets: list[PlannedModule]) -> None:
         "the weight is computed at each access (torch.nn.utils.parametrize), so it cannot be quantized in place",
         remedy="torch.nn.utils.parametrize.remove_parametrizations(module, 'weight') first.",
     )
-    homes = {t.name: qparams_home(t.module) for t in weighted}
     refuse(
-        [name for name, weight in homes.items() if weight is not None and not weight.is_floating_point()],
+        [t.name for t in weighted if (home := qparams_home(t.module)) is not None and not home.is_floating_point()],
         "the weight is not floating point",
         remedy="list it in `ignore`.",
     )
 
 
-def _check_shared(model: nn.Module, targets: list[PlannedModule]) -> None:
+def _check_shared(model: nn.Module, weighted: list[PlannedModule]) -> None:
     """Refuse weights that several modules share (tied)."""
-    planned = {id(t.module) for t in targets if t.scheme.weights is not None}
+    planned = {id(t.module) for t in weighted}
     users: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
@@ -173,8 +161,8 @@ def _check_group_sizes(targets: list[PlannedModule]) -> None:
     for base_name in ("weight", "input"):
         bad: dict[tuple[int, int], list[str]] = {}
         for target in targets:
-            args, shape = target.args.get(base_name), matrix_shape(target.module)
-            size = 0 if args is None or shape is None else args.group_size or 0
+            size = getattr(target.args.get(base_name), "group_size", None) or 0
+            shape = matrix_shape(target.module)
             if shape is not None and size > 0 and shape[1] % size:
                 bad.setdefault((size, shape[1]), []).append(target.name)
         for (size, columns), names in bad.items():
@@ -188,23 +176,11 @@ def _check_group_sizes(targets: list[PlannedModule]) -> None:
             )
 
 
-def check_targets(model: nn.Module, targets: list[PlannedModule]) -> None:
-    """Refuse modules that cannot be quantized as their scheme says. The user reads of the first problem."""
-    _check_called(model, targets)
-    _check_adapters(model, targets)
-    _check_attention(targets)
-    _check_full_precision(targets)
-    _check_embeddings(targets)
-    _check_weights(targets)
-    _check_shared(model, targets)
-    _check_group_sizes(targets)
-
-
 def check_inputs_fit(targets: Sequence[PlannedModule], observers: Mapping[Key, Observer]) -> None:
     """Refuse an observer that needs one input channel per column of the weight where inputs have other channels."""
     refuse(
         [
-            f"{target.name} ({type(target.module).__name__})"
+            str(target)
             for target in targets
             if (target.name, "weight") in observers
             and observers[target.name, "weight"].needs_inputs
@@ -214,6 +190,9 @@ def check_inputs_fit(targets: Sequence[PlannedModule], observers: Mapping[Key, O
         expected="Linear modules",
         remedy="give these modules a group of their own with another observer (memoryless_mse), or ignore them.",
     )
+
+
+# ---------------------------------------------------------------------- warnings
 
 
 def warn_cast_buffers(model: nn.Module) -> None:
@@ -233,3 +212,49 @@ def warn_cast_buffers(model: nn.Module) -> None:
             f"other logits: {name_list(cast)}. Load the model with dtype=torch.bfloat16 instead of casting it "
             f"(model.to, Trainer(precision='bf16-true'))."
         )
+
+
+def warn_left_in_float(
+    model: nn.Module, targets: Sequence[PlannedModule], by_target: dict[str, QuantizationScheme], ignore: list[str]
+) -> None:
+    """Warn if more than half of a model's bytes stay in full precision without the user having asked for it.
+
+    ``ignore`` asks for it, and so do targets other than the default, the class ``Linear``, which matches little of a
+    convolutional net. Embeddings of a transformers model usually stay, and do not count.
+    """
+    weighted = [target for target in targets if target.scheme.weights is not None]
+    if not weighted or by_target.keys() != {"Linear"} or any(unit_of(target.module) for target in weighted):
+        return
+    meant = {id(p) for target in weighted for p in target.module.parameters(recurse=False)}
+    meant |= {id(p) for n, m in model.named_modules() if is_match(n, m, ignore) for p in m.parameters()}
+    if is_transformers_model(model):
+        meant |= {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    left: Counter[str] = Counter()
+    others: dict[str, list[PlannedModule]] = {}
+    for name, module in model.named_modules():
+        size = sum(p.nbytes for p in module.parameters(recurse=False) if id(p) not in meant)
+        if size:
+            left[type(module).__name__] += size
+            others.setdefault(type(module).__name__, []).append(PlannedModule(name, module, by_target["Linear"]))
+    total = sum(p.nbytes for p in model.parameters())
+    if left.total() <= _CONSIDERABLE * total:
+        return
+    takeable = [kind for kind in left if _are_taken(model, others[kind])]
+    sizes = ", ".join(f"{kind} {size:,}" for kind, size in left.most_common(4))
+    more = f"{sum(left[kind] for kind in takeable):,}"
+    remedy = f"Set targets={['Linear', *takeable]} to quantize {more} of them, or list" if takeable else "List"
+    warn(
+        f"{left.total():,} of {total:,} bytes of {type(model).__name__}'s parameters stay in full precision: "
+        f"{sizes}. {remedy} in `ignore` the modules that should stay."
+    )
+
+
+def _are_taken(model: nn.Module, targets: list[PlannedModule]) -> bool:
+    """Whether a plan with these modules, too, would be accepted."""
+    if is_transformers_model(model) and any(kind_of(target.module).stored_as is None for target in targets):
+        return False
+    try:
+        check_targets(model, targets)
+    except CalibrationError:
+        return False
+    return True

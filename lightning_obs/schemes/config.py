@@ -109,7 +109,7 @@ def resolve_config(
         kv_cache_scheme=resolve_kv_cache(kv_cache, base.kv_cache_scheme if base else None),
     )
     if any(observers and observers.get(name) for name in ATTENTION):
-        config = StatesConfig(**dict(config))
+        config = StatesConfig(**dict(config), state_observers={})
     _set_observers(config, observers or {})
     return config
 
@@ -134,29 +134,35 @@ def _with_lists(scheme: Any) -> Any:
 def _groups(
     scheme: SchemeLike | None, targets: list[str] | None
 ) -> tuple[dict[str, QuantizationScheme], QuantizationConfig | None]:
-    if isinstance(scheme, QuantizationConfig) or (isinstance(scheme, Mapping) and "config_groups" in scheme):
-        config = scheme if isinstance(scheme, QuantizationConfig) else QuantizationConfig.model_validate(dict(scheme))
-        _refuse_second_targets(targets, "the QuantizationConfig's groups")
-        return dict(zip(config.config_groups, config_groups(config), strict=True)), config
-    if isinstance(scheme, QuantizationScheme):
-        if scheme.targets:
-            _refuse_second_targets(targets, "the QuantizationScheme")
-        return {"group_0": scheme.model_copy(update={"targets": scheme.targets or targets or [*DEFAULT_TARGETS]})}, None
-    if isinstance(scheme, str):
-        return {"group_0": _preset(scheme, targets or [*DEFAULT_TARGETS])}, None
-    if isinstance(scheme, Mapping) or scheme is None:
-        if not scheme:
-            raise CalibrationError("the scheme is empty", expected="a preset name or at least one group")
-        if set(scheme) & _SCHEME_FIELDS:  # one scheme, perhaps misspelt, rather than groups called "weights"
-            if "targets" in scheme:
-                _refuse_second_targets(targets, "the scheme")
-            given = {key: value for key, value in scheme.items() if key != "targets" or value}
-            return {"group_0": _from_fields("the scheme", given, targets)}, None
-        _refuse_second_targets(targets, "the scheme's groups")
-        return {name: _group(name, value) for name, value in scheme.items()}, None
-    raise CalibrationError(
-        "not a scheme", got=type(scheme).__name__, expected="a preset name, a dict, or a QuantizationConfig"
-    )
+    """The groups by name, and the full config if ``scheme`` is one."""
+    default, config = targets or [*DEFAULT_TARGETS], None
+    if isinstance(scheme, Mapping) and "config_groups" in scheme:
+        scheme = QuantizationConfig.model_validate(dict(scheme))
+    if isinstance(scheme, QuantizationConfig):
+        config, has_targets = scheme, "the QuantizationConfig's groups"
+        groups = dict(zip(config.config_groups, config_groups(config), strict=True))
+    elif isinstance(scheme, QuantizationScheme):
+        has_targets = "the QuantizationScheme" if scheme.targets else ""
+        groups = {"group_0": scheme.model_copy(update={"targets": scheme.targets or default})}
+    elif isinstance(scheme, str):
+        has_targets, groups = "", {"group_0": _preset(scheme, default)}
+    elif scheme is not None and not isinstance(scheme, Mapping):
+        raise CalibrationError(
+            "not a scheme", got=type(scheme).__name__, expected="a preset name, a dict, or a QuantizationConfig"
+        )
+    elif not scheme:
+        raise CalibrationError("the scheme is empty", expected="a preset name or at least one group")
+    elif set(scheme) & _SCHEME_FIELDS:  # one scheme, perhaps misspelt, rather than groups called "weights"
+        has_targets = "the scheme" if "targets" in scheme else ""
+        groups = {"group_0": _from_fields("the scheme", {**scheme, "targets": scheme.get("targets") or default})}
+    else:
+        has_targets = "the scheme's groups"
+        groups = {name: _group(name, value) for name, value in scheme.items()}
+    if has_targets and targets is not None:
+        raise CalibrationError(
+            "targets are given twice", got=f"targets={targets} beside {has_targets}", remedy="say it in one place."
+        )
+    return groups, config
 
 
 def _group(name: str, value: Any) -> QuantizationScheme:
@@ -165,17 +171,17 @@ def _group(name: str, value: Any) -> QuantizationScheme:
     if isinstance(value, QuantizationScheme):
         return value
     if isinstance(value, Mapping):
-        return _from_fields(f"scheme group {name!r}", value, None)
+        return _from_fields(f"scheme group {name!r}", {"targets": [*DEFAULT_TARGETS], **value})
     if isinstance(value, Iterable):
         return _preset(name, [str(target) for target in value])
     raise CalibrationError(f"scheme group {name!r}", got=repr(value), expected="a list of targets or a dict of fields")
 
 
-def _from_fields(what: str, given: Mapping[str, Any], targets: list[str] | None) -> QuantizationScheme:
+def _from_fields(what: str, given: dict[str, Any]) -> QuantizationScheme:
     unknown = ", ".join(sorted(map(str, set(given) - _SCHEME_FIELDS)))
     if unknown:
         raise CalibrationError(f"{what} has no field {unknown}", expected=", ".join(sorted(_SCHEME_FIELDS)))
-    return QuantizationScheme.model_validate({"targets": targets or [*DEFAULT_TARGETS], **given})
+    return QuantizationScheme.model_validate(given)
 
 
 def config_groups(config: QuantizationConfig) -> list[QuantizationScheme]:
@@ -194,38 +200,27 @@ def _preset(name: str, targets: list[str]) -> QuantizationScheme:
     return preset_name_to_scheme(upper, targets)
 
 
-def _refuse_second_targets(targets: list[str] | None, first: str) -> None:
-    if targets is not None:
-        raise CalibrationError(
-            "targets are given twice", got=f"targets={targets} beside {first}", remedy="say it in one place."
-        )
-
-
 def _set_observers(config: QuantizationConfig, observers: Mapping[str, str | Mapping[str, Any] | None]) -> None:
     for base_name, value in observers.items():
         if base_name not in BASE_NAMES:
             raise CalibrationError(f"observers for {base_name!r}", expected=f"one of {', '.join(BASE_NAMES)}")
         kwargs = {"name": value} if isinstance(value, str) else dict(value or {})
         name = kwargs.pop("name", None)
+        if name is None and kwargs:
+            raise CalibrationError(f"observers[{base_name!r}] has hyperparameters but no name", got=repr(kwargs))
         if name is None:
-            if kwargs:
-                raise CalibrationError(f"observers[{base_name!r}] has hyperparameters but no name", got=repr(kwargs))
             continue
         observed = [args for owner, args in _all_args(config) if owner == base_name and args.dynamic is not True]
+        other = "choose a scheme that needs it (INT8_STATIC and FP8 calibrate inputs)."
+        if base_name in ATTENTION:
+            other = "quantize attention states (kv_cache for k and v, an attention group for q, k and v)."
         if not observed:
             raise CalibrationError(
                 f"observer {name!r} is given for {base_name}, but the scheme has nothing static to observe there",
-                remedy="leave it out, or "
-                + (
-                    "quantize attention states (kv_cache for k and v, an attention group for q, k and v)."
-                    if base_name in ATTENTION
-                    else "choose a scheme that needs it (INT8_STATIC and FP8 calibrate inputs)."
-                ),
+                remedy=f"leave it out, or {other}",
             )
-        if base_name in ATTENTION:
-            assert isinstance(config, StatesConfig)  # resolve_config
-            own = {base_name: {"observer": name, "observer_kwargs": kwargs}}
-            config.state_observers = (config.state_observers or {}) | own
+        if isinstance(config, StatesConfig) and base_name in ATTENTION:
+            config.state_observers[base_name] = {"observer": name, "observer_kwargs": kwargs}
             continue
         for args in observed:
             args.observer, args.observer_kwargs = name, kwargs

@@ -124,7 +124,7 @@ def test_a_scheme_has_a_short_name(scheme, expected):
         (
             "FP8",
             {"observers": {"input": {"name": "minmax", "c": 1}}},
-            r"no hyperparameter 'c'. Expected averaging_constant",
+            r"no hyperparameter 'c'. Expected signed, averaging_constant",
         ),
         ("FP8", {"observers": {"input": {"name": "minmax", "averaging_constant": 2}}}, r"averaging_constant. Got 2"),
         ("W8A8", {"observers": {"input": "minmax"}}, r"'minmax' is given for input, but the scheme has nothing static"),
