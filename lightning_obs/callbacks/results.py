@@ -29,10 +29,9 @@ from lightning_obs.errors import CalibrationError, refuse_unknown, require_no_fa
 from lightning_obs.files.write import require_free
 from lightning_obs.model.sharding import in_shards, reshard
 from lightning_obs.numerics.histogram import Support
-from lightning_obs.report.facts import Report, ScaleDrift
+from lightning_obs.report.facts import Report, ScaleDrift, aggregates
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
-from lightning_obs.report.layer_rows import aggregates, layer_row, write_csv
-from lightning_obs.report.page import write_report
+from lightning_obs.report.page import layer_row, write_csv, write_report
 from lightning_obs.report.pictures import layers_figure
 
 
@@ -130,7 +129,7 @@ class Results(Callback):
             folder: made if it is not there; rank 0 writes.
             batches: as for :meth:`layer_errors`.
             **parts: what else the page shows, such as ``metrics={"val_loss": (before, after)}``
-                (:class:`~lightning_obs.report.page.Report`).
+                (:class:`~lightning_obs.report.facts.Report`).
 
         Returns:
             The path of the page.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median_low
+from statistics import median, median_low
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import name_list
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError
-from lightning_obs.report.numbers import change, human_size
+from lightning_obs.report.numbers import human_size, number
 
 #: below this [dB] more than 3 % of a typical token's output energy is quantization noise
 POOR_SQNR = 15.0
@@ -102,20 +103,16 @@ class Report:
 
 
 def facts(report: Report, arrow: str = "->") -> dict[str, str]:
-    """What was done and how well, by name, in the order of a report.
-
-    Args:
-        report: of the run.
-        arrow: between the values before and after.
-    """
+    """What was done and how well, by name, in the order of a report; the arrow stands between before and after."""
     found = {} if report.result is None else report.result.facts()
     for name, (before, after) in report.metrics.items():
         if before is not None and after is not None:
-            found[name] = change(before, after, arrow)
+            percent = f" ({100 * (after / before - 1):+.1f} %)" if before else ""
+            found[name] = f"{number(before)} {arrow} {number(after)}{percent}"
     if report.sizes is not None:
-        found["size"] = f"{human_size(report.sizes[0])} {arrow} {human_size(report.sizes[1])}"
+        found["size"] = f" {arrow} ".join(map(human_size, report.sizes))
     if report.result is not None and any(sum(counts) for counts in report.result.expert_tokens.values()):
-        found["experts"] = expert_line(report.result)
+        found["experts"] = _expert_line(report.result.expert_tokens)
     return found
 
 
@@ -131,14 +128,31 @@ def poor_layers(errors: Sequence[LayerError], fused: Sequence[Sequence[str]] = (
     return list(poor)
 
 
-def expert_line(result: CalibrationResult) -> str:
-    """How many tokens the router sent to the experts, and which got none.
-
-    >>> empty = dict(scheme="FP8", modules=[], observers=0, batches=1, measurements=0, seconds=0.0, qparams={})
-    >>> expert_line(CalibrationResult(**empty, expert_tokens={"mlp.experts": [5, 0, 7]}))
-    'tokens per expert: 0 to 7, median 5; 1 of 3 experts got none: mlp.experts.1'
-    """
-    counts = sorted(count for layer in result.expert_tokens.values() for count in layer)
+def _expert_line(tokens: Mapping[str, Sequence[int]]) -> str:
+    """How many tokens the router sent to the experts, and which got none."""
+    counts = sorted(count for layer in tokens.values() for count in layer)
     line = f"tokens per expert: {counts[0]} to {counts[-1]}, median {median_low(counts)}"
-    none = [f"{name}.{i}" for name, layer in result.expert_tokens.items() for i, count in enumerate(layer) if not count]
+    none = [f"{name}.{i}" for name, layer in tokens.items() for i, count in enumerate(layer) if not count]
     return f"{line}; {len(none)} of {len(counts)} experts got none: {name_list(none)}" if none else line
+
+
+def aggregates(result: CalibrationResult | None, errors: Sequence[LayerError]) -> dict[str, float]:
+    """What a logger plots over time: the least and the median SQNR [dB], the largest clipped share [%] of an input,
+    tokens of the least and of the median expert, and how long calibration took [s].
+
+    >>> aggregates(None, [LayerError("a", 20.0, None, 0.0, 1.0), LayerError("b", 30.0, 0.5, 0.0, 1.0)])
+    {'sqnr_min': 20.0, 'sqnr_median': 25.0, 'clipped_max': 0.5}
+    """
+    found: dict[str, float] = {}
+    ratios = [error.sqnr for error in errors if math.isfinite(error.sqnr)]
+    if ratios:
+        found |= {"sqnr_min": min(ratios), "sqnr_median": median(ratios)}
+    clipped = [error.clipped for error in errors if error.clipped is not None]
+    if clipped:
+        found["clipped_max"] = max(clipped)
+    if result is None:
+        return found
+    tokens = [count for layer in result.expert_tokens.values() for count in layer]
+    if any(tokens):
+        found |= {"expert_tokens_min": float(min(tokens)), "expert_tokens_median": float(median(tokens))}
+    return found | {"seconds": result.seconds}

@@ -20,16 +20,7 @@ from lightning_obs.ranks.collectives import Collectives
 
 @dataclass(frozen=True)
 class TensorError:
-    """What rounding does to one tensor: the numbers of this file. None: not known.
-
-    Attributes:
-        sqnr: signal-to-quantization-noise ratio [dB].
-        mse: mean squared error.
-        cosine: cosine similarity.
-        clipped: share of the values outside of what the scale can represent [%].
-        low, high: smallest and largest value.
-        bits: entropy of the codes [bit].
-    """
+    """What rounding does to one tensor: :data:`NUMBERS`, its smallest and its largest value. None: not known."""
 
     sqnr: float | None
     mse: float | None

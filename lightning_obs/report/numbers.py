@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -18,16 +18,6 @@ def number(value: float, digits: int = 4) -> str:
     return f"{value:#.{digits}g}".rstrip(".")
 
 
-def change(before: float, after: float, arrow: str = "->") -> str:
-    """From one value to another, with the difference in percent.
-
-    >>> change(14.8, 15.19)
-    '14.80 -> 15.19 (+2.6 %)'
-    """
-    percent = f" ({100 * (after / before - 1):+.1f} %)" if before else ""
-    return f"{number(before)} {arrow} {number(after)}{percent}"
-
-
 def quality_row(name: str, before: float | None, after: float | None) -> dict[str, Any]:
     """What a run's ``report.json`` holds of it.
 
@@ -37,15 +27,22 @@ def quality_row(name: str, before: float | None, after: float | None) -> dict[st
     return {"metric": name, name: (before, after)}
 
 
-def quality_of(row: Mapping[str, Any]) -> tuple[str | None, float | None, float | None]:
-    """Name, before, after; None for what a row does not have.
+class Quality(NamedTuple):
+    """A metric by which a model is judged; None for what is not known."""
+
+    name: str | None
+    before: float | None
+    after: float | None
+
+
+def quality_of(row: Mapping[str, Any]) -> Quality:
+    """The metric in the row of a run.
 
     >>> quality_of({"run": "a", "metric": "perplexity", "perplexity": [14.8, 15.2]})
-    ('perplexity', 14.8, 15.2)
+    Quality(name='perplexity', before=14.8, after=15.2)
     """
     name = row.get("metric")
-    before, after = (name and row.get(name)) or (None, None)
-    return name, before, after
+    return Quality(name, *((name and row.get(name)) or (None, None)))
 
 
 def human_size(size: float) -> str:

@@ -7,20 +7,22 @@ opened, from 64 numbers. The same data are written beside it, as ``report.json``
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from lightning_obs.errors import refuse
-from lightning_obs.files.write import write_text
+from lightning_obs.files.write import whole_file, write_text
 from lightning_obs.numerics.histogram import linear_bins
 from lightning_obs.report.facts import POOR_SQNR, Report, facts
-from lightning_obs.report.layer_rows import COLUMNS, layer_row, write_csv
+from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.numbers import finite, human_size, number, quality_of
 from lightning_obs.report.pictures import as_svg, comparison_figure, drift_figure, frontier_figure
 from lightning_obs.schemes.config import as_names
@@ -29,7 +31,38 @@ BINS = 64
 _TEMPLATES = Path(__file__).parent / "templates"
 #: facts that the closing summary alone shows
 _LEFT_OUT = ("observers", "collectives")
-_POINT = ("name", "bits_per_weight", "loss")
+
+
+class Column(NamedTuple):
+    """A column of the page's table.
+
+    Attributes:
+        key: of a layer's row.
+        title: above it.
+        digits: behind the point; None: four significant ones, or a text.
+        is_wide: left out on a phone.
+        smallest_first: how a first click sorts.
+        value: of a layer, for a key that the row does not have otherwise; CSV and JSON get it too.
+    """
+
+    key: str
+    title: str
+    digits: int | None = None
+    is_wide: bool = False
+    smallest_first: bool = True
+    value: Callable[[LayerError], Any] | None = None
+
+
+COLUMNS = [
+    Column("name", "layer"),
+    Column("sqnr", "SQNR [dB]", 1),
+    Column("clipped", "clipped [%]", 2, is_wide=True, smallest_first=False),
+    Column("weight_sqnr", "weight [dB]", 1, is_wide=True),
+    Column("weight_bits", "weight [bit]", 2, is_wide=True),
+    Column("input_sqnr", "input [dB]", 1, is_wide=True),
+    Column("sensitivity", "sensitivity", smallest_first=False),
+    Column("choice", "choice"),
+]
 
 
 def write_report(folder: str | os.PathLike[str], report: Report) -> Path:
@@ -41,13 +74,10 @@ def write_report(folder: str | os.PathLike[str], report: Report) -> Path:
     Raises:
         CalibrationError: a point of the frontier without name, bits per weight or loss; the folder cannot be written.
     """
-    refuse(
-        [f"point {i}" for i, point in enumerate(report.frontier) if not all(key in point for key in _POINT)],
-        "a point of the frontier lacks something",
-        expected=", ".join(_POINT),
-    )
-    folder = Path(folder)
-    data = _data(report)
+    keys = ("name", "bits_per_weight", "loss")
+    lacking = [f"point {at}" for at, point in enumerate(report.frontier) if not all(key in point for key in keys)]
+    refuse(lacking, "a point of the frontier lacks something", expected=", ".join(keys))
+    folder, data = Path(folder), _data(report)
     write_text(folder / "report.html", _page(report, data))
     write_text(folder / "report.json", as_json(data))
     if data["layers"]:
@@ -61,26 +91,45 @@ def as_json(data: Any) -> str:
     return json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
 
 
+def layer_row(error: LayerError) -> dict[str, Any]:
+    """One layer, flat: ``{"name": ..., "sqnr": ..., "weight_sqnr": ..., "input_bits": ...}``; None is not known."""
+    whole = {key: getattr(error, key) for key in ("name", "sqnr", "clipped", "low", "high")}
+    parts = {kind: getattr(error, kind) for kind in ("weight", "input", "output")}
+    flat = {f"{kind}_{key}": value for kind, part in parts.items() if part for key, value in asdict(part).items()}
+    own = {column.key: column.value(error) for column in COLUMNS if column.value is not None}
+    return {key: finite(value) for key, value in (whole | flat | own).items()}
+
+
+def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows under the union of their keys, in the order in which these first appear."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+
+    def text(value: Any) -> Any:  # a spreadsheet would take it for a formula
+        return f"'{value}" if isinstance(value, str) and value[:1] in {*"=+-@\t\r"} else value
+
+    with (
+        whole_file(path) as partial,
+        partial.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file,
+    ):
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows({key: text(value) for key, value in row.items()} for row in rows)
+
+
 def _data(report: Report) -> dict[str, Any]:
     """All that the page shows as numbers, strings, lists and dicts."""
-    known = facts(report, "\N{RIGHTWARDS ARROW}").items()
+    known = {k: v for k, v in facts(report, "\N{RIGHTWARDS ARROW}").items() if k not in _LEFT_OUT}
     return {
         **report.extra,
         "title": report.title,
-        "summary": [  # a percentage is not torn from its sign
-            {"label": name, "value": text.replace(" %)", "\N{NO-BREAK SPACE}%)")}
-            for name, text in known
-            if name not in _LEFT_OUT
-        ],
+        # a percentage is not torn from its sign
+        "summary": [{"label": k, "value": v.replace(" %)", "\N{NO-BREAK SPACE}%)")} for k, v in known.items()],
         "lines": as_names(report.lines),
         "metrics": {name: list(pair) for name, pair in report.metrics.items()},
         "sensitivity_unit": report.sensitivity_unit,
         "layers": list(_layers(report)),
         "frontier": [dict(point) for point in report.frontier],
-        "runs": [
-            {**run, "quality": dict(zip(("name", "before", "after"), quality_of(run), strict=True))}
-            for run in report.runs
-        ],
+        "runs": [{**run, "quality": quality_of(run)._asdict()} for run in report.runs],
         "drift": None if report.drift is None else {"steps": report.drift.steps, "drifts": report.drift.drifts},
     }
 
@@ -94,16 +143,14 @@ def _page(report: Report, data: Mapping[str, Any]) -> str:
     units = {"sensitivity": f" [{report.sensitivity_unit}]"} if report.sensitivity_unit else {}
     columns = [(key, title + units.get(key, ""), *how) for key, title, *how, _ in COLUMNS]
     shown = {"layers": layers, "shown": columns, "poor": POOR_SQNR}
-    return environment.get_template("report.html.j2").render(
-        data=data, pictures=pictures, shown=shown, poor=report.poor_layers, poor_sqnr=POOR_SQNR
-    )
+    template = environment.get_template("report.html.j2")
+    return template.render(data=data, pictures=pictures, shown=shown, poor=report.poor_layers)
 
 
 def _layers(report: Report) -> Iterable[dict[str, Any]]:
     chosen = {} if report.result is None else report.result.chosen_input_ranges
     named = {error.name: layer_row(error) for error in report.errors}
-    others = [name for name in (*report.sensitivity, *report.choices) if name not in named]
-    for name in dict.fromkeys([*named, *others]):
+    for name in dict.fromkeys([*named, *report.sensitivity, *report.choices]):
         row = named.get(name, {"name": name})
         if name in report.sensitivity:
             row["sensitivity"] = report.sensitivity[name]

@@ -73,33 +73,26 @@ def layer_table(errors: Sequence[LayerError]) -> Table:
 
 
 def _cells(error: LayerError) -> list[str]:
+    sqnr, clipped = _known(error.sqnr, ".1f"), _known(error.clipped, ".2f")
     seen = "" if math.isnan(error.low) else f"[{error.low:.4g}, {error.high:.4g}]"
-    sqnr, bits = (None, None) if error.weight is None else (error.weight.sqnr, error.weight.bits)
-    return [
-        error.name,
-        _known(error.sqnr, ".1f"),
-        _known(error.clipped, ".2f"),
-        seen,
-        _known(sqnr, ".1f"),
-        _known(bits, ".2f"),
-    ]
+    weight, bits = (None, None) if error.weight is None else (error.weight.sqnr, error.weight.bits)
+    return [error.name, sqnr, clipped, seen, _known(weight, ".1f"), _known(bits, ".2f")]
 
 
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Several runs side by side. Each row: overrides, its metric (before, after), size, seconds, worst layer."""
-    names = {name for name, _, _ in map(quality_of, rows) if name is not None}
-    metric = next(iter(names)) if len(names) == 1 else "metric"
+    names = {quality_of(row).name for row in rows} - {None}
     cells = []
     for row in rows:
         name, before, after = quality_of(row)
         shown = "" if after is None else number(after, 5)
+        metric = f"{name} {shown}" if shown and len(names) > 1 else shown
         change = f"{100 * (after / before - 1):+.2f}" if before and after is not None else ""
         size = "" if row.get("size") is None else human_size(row["size"])
-        times = [_known(row.get(key), ".1f") for key in ("seconds", "worst_sqnr")]
-        cells.append(
-            [str(row.get("run", "")), shown if len(names) < 2 or not shown else f"{name} {shown}", change, size, *times]
-        )
-    titles = ["run", metric, "change [%]", "size", "calibration [s]", "worst SQNR [dB]"]
+        seconds, worst = (_known(row.get(key), ".1f") for key in ("seconds", "worst_sqnr"))
+        cells.append([str(row.get("run", "")), metric, change, size, seconds, worst])
+    title = str(*names) if len(names) == 1 else "metric"
+    titles = ["run", title, "change [%]", "size", "calibration [s]", "worst SQNR [dB]"]
     return _table(titles, cells, title="comparison", header_style="bold")
 
 

@@ -12,11 +12,9 @@ import pytest
 
 from lightning_obs import CalibrationError
 from lightning_obs.errors import refuse
-from lightning_obs.report import layer_rows
 from lightning_obs.report import page as report_page
-from lightning_obs.report.facts import Report
-from lightning_obs.report.layer_rows import write_csv
-from lightning_obs.report.page import write_report
+from lightning_obs.report.facts import Report, facts
+from lightning_obs.report.page import write_csv, write_report
 from lightning_obs.report.summary import comparison_table, print_report, summary
 from tests.markdown import page
 from tests.report.pages import made_up
@@ -214,7 +212,7 @@ def test_names_are_text_on_the_page_and_steer_no_terminal(tmp_path, capsys):
 
 
 OWN_COLUMN = """\
-from lightning_obs.report.layer_rows import COLUMNS, Column
+from lightning_obs.report.page import COLUMNS, Column
 
 
 def span(error):
@@ -228,8 +226,7 @@ COLUMNS.append(Column("span", "span of the inputs", 2, smallest_first=False, val
 def test_a_column_of_the_page_is_added_in_ten_lines(tmp_path, monkeypatch):
     assert len(OWN_COLUMN.splitlines()) <= 10
     assert OWN_COLUMN in page("CONTRIBUTING.md")
-    monkeypatch.setattr(layer_rows, "COLUMNS", own := list(layer_rows.COLUMNS))
-    monkeypatch.setattr(report_page, "COLUMNS", own)
+    monkeypatch.setattr(report_page, "COLUMNS", list(report_page.COLUMNS))
     exec(OWN_COLUMN, {})
     report = made_up(6)
     text = write_report(tmp_path, report).read_text()
@@ -239,3 +236,10 @@ def test_a_column_of_the_page_is_added_in_ten_lines(tmp_path, monkeypatch):
     assert [layer["span"] for layer in shown["layers"]] == pytest.approx(spans, rel=1e-3)
     with open(tmp_path / "layers.csv") as file:
         assert [float(row["span"]) for row in csv.DictReader(file)] == spans
+
+
+def test_the_experts_that_got_no_token_are_named():
+    report = made_up(1)
+    report.result.expert_tokens = {"mlp.experts": [5, 0, 7]}
+    assert facts(report)["experts"] == "tokens per expert: 0 to 7, median 5; 1 of 3 experts got none: mlp.experts.1"
+    assert facts(report)["perplexity"] == "14.80 -> 33.01 (+123.0 %)"
