@@ -69,3 +69,16 @@ def channel_squares(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for tile in rows.split(max(1, tile_size(rows.device, _TILE) // max(1, rows.shape[1]))):
         sums += tile.float().square().sum(0)
     return sums, number
+
+
+def channel_products(value: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of ``x x^T`` over the rows x of ``(..., C)``, of ``width`` channels each, and the number of rows, ``(1,)``.
+
+    ``(T, width, width)`` in float32; where ``width`` does not divide C, the last of them ends in zeros.
+    """
+    with torch.autocast(value.device.type, enabled=False):  # which would multiply in half precision
+        rows = value.reshape(-1, value.shape[-1]).float()
+        rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % width))
+        parts = rows.unflatten(1, (-1, width)).transpose(0, 1)
+        products = torch.bmm(parts.transpose(1, 2), parts)
+    return products, torch.tensor([len(rows)], device=value.device)

@@ -4,6 +4,7 @@ Importing this package registers the built-in ones. Start reading in ``base.py``
 """
 
 from lightning_obs.observers.base import Key, MinMaxTuple, Observer, QParamsDict
+from lightning_obs.observers.hessian import HessianObserver, LocalHessianObserver
 from lightning_obs.observers.histogram import HistogramObserver
 from lightning_obs.observers.imatrix import IMatrixMSEObserver, NVFP4ExpandedIMatrixObserver
 from lightning_obs.observers.min_max import MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver
@@ -14,9 +15,11 @@ from lightning_obs.observers.percentile import PercentileObserver
 from lightning_obs.observers.statistic import Statistic
 
 __all__ = [
+    "HessianObserver",
     "HistogramObserver",
     "IMatrixMSEObserver",
     "Key",
+    "LocalHessianObserver",
     "MemorylessMSEObserver",
     "MemorylessMinMaxObserver",
     "MinMaxObserver",

@@ -108,19 +108,15 @@ class MemorylessMSEObserver(Observer):
         """Number of consecutive candidates without an improvement that ends the search; None: it visits all."""
         return self.patience
 
-    def _search(
-        self, observed: torch.Tensor, importance: torch.Tensor | None = None, in_blocks: bool = False
-    ) -> Sequence[torch.Tensor]:
+    def _search(self, observed: torch.Tensor, in_blocks: bool = False, **of_inputs: Any) -> Sequence[torch.Tensor]:
         options: dict[str, Any] = {name: getattr(self, name) for name in ("norm", "expand", "signed")}
         options["patience"] = self.idle_limit
         factors = self.candidates()
         if self.stop is not None:
             factors, options["patience"] = factors[: self.stop], None
         options["part"] = self.is_part and self.stop is None
-        if in_blocks:
-            low, high, improved = search_block_range(observed, self.args, factors, **options)
-        else:
-            low, high, improved = search_range(observed, self.args, factors, importance=importance, **options)
+        search = search_block_range if in_blocks else search_range
+        low, high, improved = search(observed, self.args, factors, **options, **of_inputs)
         return (low, high, torch.tensor(improved)) if self.is_part else (low, high)
 
     @override

@@ -30,7 +30,7 @@ STRATEGIES = {
 }
 OBSERVERS = [
     "memoryless_minmax", "static_minmax", "minmax", "memoryless_mse", "mse", "nvfp4_expanded_mse", "imatrix_mse",
-    "normal_observer",
+    "local_hessian", "hessian", "normal_observer",
 ]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ NAMES = sorted(
 )
 ONE_SCALE_ONLY = {"histogram", "percentile"}
 #: observers of weights that want inputs; here they do without
-IMPORTANCE = {"imatrix_mse", "nvfp4_expanded_imatrix"}
+IMPORTANCE = {"imatrix_mse", "nvfp4_expanded_imatrix", "local_hessian", "hessian"}
 NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
 FORMATS = {
     "int8": QuantizationArgs(num_bits=8),
@@ -166,7 +166,9 @@ def test_the_range_covers_what_the_observer_promises(name, data):
         assert lows[0] - rounding <= low <= lows[1] + rounding
         assert highs[0] - rounding <= high <= highs[1] + rounding
     elif name in ("memoryless_mse", "nvfp4_expanded_mse", *IMPORTANCE):  # the last tensor's, times one factor
-        least, most = {"memoryless_mse": (0.8, 1), "imatrix_mse": (0.05, 1)}.get(name, (0.8, 1.8))
+        least, most = {"memoryless_mse": (0.8, 1), "imatrix_mse": (0.05, 1)}.get(
+            name, (0.8 if "nvfp4" in name else 0.36, 1.8)
+        )
         for end, full in ((low, last.min().item()), (high, last.max().item())):
             assert least * abs(full) - rounding <= abs(end) <= most * abs(full) + rounding
             assert end * full >= 0

@@ -52,6 +52,8 @@ def visit(rows: Rows, factors: torch.Tensor, grid: NumberGrid, norm: float, expa
     improved = torch.zeros(len(factors), dtype=torch.bool, device=rows.device)
     index = index_of(rows.count, len(factors), rows.device)
     step = max(1, (tile or tile_size(rows.device, _TILE)) // rows.size)
+    if rows.hessian is not None:
+        step = max(1, step // len(rows.hessian)) * len(rows.hessian)
     for start in range(0, rows.count, step):
         part = slice(start, min(start + step, rows.count))
         lows, highs = candidate_ranges(low[part], high[part], factors)
@@ -73,7 +75,7 @@ def measure(
     rows: Rows, part: slice, lows: torch.Tensor, highs: torch.Tensor, grid: NumberGrid, norm: float, tile: int = 0
 ) -> torch.Tensor:
     """Errors of ranges ``(C, r)`` on consecutive rows, ``(C, r)``; infinite where they are not finite in float32."""
-    tile = tile or tile_size(rows.device, _TILE)
+    tile = max(tile or tile_size(rows.device, _TILE), 0 if rows.hessian is None else rows.view.shape[3])
     scale, zero_point = grid.qparams(lows, highs)
     total = torch.zeros(scale.shape, dtype=torch.float64 if rows.size > tile else torch.float32, device=scale.device)
     for values, importance in rows.pieces(part, tile):
@@ -87,13 +89,36 @@ def measure(
             else:
                 shift = zero_point[some].unsqueeze(-1)
                 torch.mul(grid.round((values / by).add_(shift)).sub_(shift), by, out=error)
-            error.sub_(values).abs_()
+            error.sub_(values)
+            if rows.hessian is not None:
+                total[some] += quadratic_form(error, rows.hessian)
+                continue
+            error.abs_()
             for piece in padded.split(_SERIAL if padded.device.type == "cpu" else len(padded)):
                 piece.pow_(norm)
             if importance is not None:
                 error.mul_(importance)
             total[some] += error.sum(-1)
     return total.masked_fill_(~(total < torch.finfo(torch.float32).max), torch.inf)
+
+
+def quadratic_form(error: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+    """``sum of d^T H d`` over the parts of each row.
+
+    Args:
+        error: ``(C, r, N * G)``: candidates, rows, and G columns N times.
+        hessian: ``(I, T, t, t)``, T * t = G; I divides r.
+
+    Returns:
+        ``(C, r)``.
+    """
+    repeats, parts, width, _ = hessian.shape
+    candidates, rows, size = error.shape
+    apart = error.view(candidates * rows // repeats, repeats, size // (parts * width), parts, width)
+    apart = apart.permute(1, 3, 0, 2, 4).reshape(repeats * parts, -1, width)
+    lost = torch.bmm(apart, hessian.view(-1, width, width)).mul_(apart).sum(-1)
+    lost = lost.view(repeats, parts, candidates * rows // repeats, -1).sum((1, 3))
+    return lost.T.reshape(candidates, rows)
 
 
 def _room_for_power(values: torch.Tensor, candidates: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -65,6 +65,7 @@ def search_range(
     importance: torch.Tensor | None = None,
     part: bool = False,
     signed: bool = False,
+    hessian: torch.Tensor | None = None,
 ) -> Found:
     """The range of least quantization error per scale.
 
@@ -80,6 +81,8 @@ def search_range(
         part: other rows belong to the search too. So it visits all factors, and what they improve decides where the
             search of all rows ends (:func:`~lightning_obs.numerics.candidates.visited`).
         signed: the scale may be negative (:func:`~lightning_obs.numerics.qparams.signed_scale`).
+        hessian: quadratic forms of the columns, which measure the error instead of norm and importance: ``(I, T, t,
+            t)``, T * t = G, in the order of the scales; I divides their number.
 
     Returns:
         The range, ``(*Q,)`` each, in the dtype of ``observed``, and what each factor improved. Where no candidate has
@@ -87,9 +90,9 @@ def search_range(
     """
     if not observed.is_floating_point():
         observed = observed.float()
-    rows = rows_of_counts(observed) if importance is None else None
+    rows = rows_of_counts(observed) if importance is None and hessian is None else None
     if rows is None:
-        rows = rows_of_observed(observed, importance)
+        rows = rows_of_observed(observed, importance, hessian)
     return _search(rows, observed.shape[1:-1], NumberGrid.of(args, signed), factors, patience, norm, expand, part)
 
 
@@ -103,19 +106,21 @@ def search_block_range(
     expand: float = 1.0,
     part: bool = False,
     signed: bool = False,
+    hessian: torch.Tensor | None = None,
 ) -> Found:
     """The range of least quantization error per block of a weight ``(R, C)``, which is not copied.
 
     Args:
         weight: not empty; the height and width of a block divide it.
         args: its ``block_structure`` is the size of a block.
-        factors, patience, norm, expand, part, signed: see :func:`search_range`.
+        factors, patience, norm, expand, part, signed, hessian: see :func:`search_range`.
 
     Returns:
         As :func:`search_range`; ``(R / height, C / width)`` each.
     """
     assert args.block_structure is not None  # QuantizationArgs validated it
-    rows = rows_of_blocks(weight, *args.block_structure)
+    height, width = args.block_structure
+    rows = rows_of_blocks(weight, height, width, hessian)
     return _search(rows, rows.view.shape[:2], NumberGrid.of(args, signed), factors, patience, norm, expand, part)
 
 

@@ -28,12 +28,18 @@ class Rows:
         view: the values.
         importance: weight of each value's error, ``(I, G)``: row r has the weights of r modulo I. None: all 1.
         dtype: of the ranges; None: that of the values.
+        hessian: instead of norm and importance, quadratic forms of T parts of G, ``(I, T, G / T, G / T)``: row r has
+            those of r modulo I.
     """
 
     def __init__(
-        self, view: torch.Tensor, importance: torch.Tensor | None = None, dtype: torch.dtype | None = None
+        self,
+        view: torch.Tensor,
+        importance: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        hessian: torch.Tensor | None = None,
     ) -> None:
-        self.view, self.importance, self.dtype = view, importance, dtype or view.dtype
+        self.view, self.importance, self.dtype, self.hessian = view, importance, dtype or view.dtype, hessian
         self.count, self.size = view.shape[:2].numel(), view.shape[2:].numel()  # rows, values of each
         self.device = view.device
 
@@ -50,7 +56,10 @@ class Rows:
         """Some of the rows, copied."""
         columns = self.view.shape[1]
         importance = None if self.importance is None else self.importance[index % len(self.importance)]
-        return Rows(self.view[index // columns, index % columns].unsqueeze(1), importance, self.dtype)
+        hessian = self.hessian
+        if hessian is not None and len(hessian) > 1:
+            hessian = hessian[index % len(hessian)]
+        return Rows(self.view[index // columns, index % columns].unsqueeze(1), importance, self.dtype, hessian)
 
     def pieces(self, part: slice, tile: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         """Values ``(rows, values)`` in float32 with their importance, in pieces of at most ``tile`` values of a row."""
@@ -77,17 +86,20 @@ class Rows:
         return lines[0] if len(lines) == 1 else torch.cat(lines)
 
 
-def rows_of_observed(observed: torch.Tensor, importance: torch.Tensor | None = None) -> Rows:
+def rows_of_observed(
+    observed: torch.Tensor, importance: torch.Tensor | None = None, hessian: torch.Tensor | None = None
+) -> Rows:
     """``(N, *Q, G)`` as rows, one per scale; a view unless Q cannot be flattened.
 
     Args:
         observed: the values.
         importance: broadcastable to ``(*Q, G)``.
+        hessian: see :class:`Rows`.
     """
     flat = observed.flatten(1, -2)
     if flat.shape[1] == 1 and flat.is_contiguous():  # one piece, not one per observation
-        flat = flat.reshape(1, 1, -1) if importance is None else flat
-    return Rows(flat.transpose(0, 1).unsqueeze(0), _importance_rows(importance, observed.shape[1:]))
+        flat = flat.reshape(1, 1, -1) if importance is None and hessian is None else flat
+    return Rows(flat.transpose(0, 1).unsqueeze(0), _importance_rows(importance, observed.shape[1:]), None, hessian)
 
 
 def rows_of_counts(observed: torch.Tensor) -> Rows | None:
@@ -108,10 +120,11 @@ def rows_of_counts(observed: torch.Tensor) -> Rows | None:
     return Rows(torch.stack(values)[None, :, None], counts, observed.dtype)
 
 
-def rows_of_blocks(weight: torch.Tensor, height: int, width: int) -> Rows:
+def rows_of_blocks(weight: torch.Tensor, height: int, width: int, hessian: torch.Tensor | None = None) -> Rows:
     """Blocks of a weight, which they divide: a view."""
     rows, columns = weight.shape
-    return Rows(weight.view(rows // height, height, columns // width, width).transpose(1, 2))
+    blocks = weight.view(rows // height, height, columns // width, width).transpose(1, 2)
+    return Rows(blocks, hessian=hessian)
 
 
 def _importance_rows(importance: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:

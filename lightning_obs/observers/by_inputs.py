@@ -1,0 +1,112 @@
+"""The base of observers of weights that measure an error by what it does to the inputs of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from typing_extensions import override
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.observers.base import Observer
+from lightning_obs.observers.mse import MemorylessMSEObserver
+
+
+class ByInputsObserver(MemorylessMSEObserver):
+    """A search of a weight's ranges that knows the second moments of the module's inputs, or a part of them.
+
+    A subclass declares a sum over tokens and ``input_count``, how many they were, and writes ``measure_inputs`` and
+    ``_search_by``. Batches and ranks are merged by addition.
+
+    Keyword Args:
+        strict (bool): a weight whose inputs were not seen is an error. Off: all its columns count alike.
+
+    Raises:
+        CalibrationError: observed is not a weight; no inputs, or inputs of another width.
+    """
+
+    hyperparameters: ClassVar[dict[str, Any] | None] = {"strict": True}
+    strict: bool
+    input_count: torch.Tensor
+
+    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
+        super().__init__(base_name, args, **observer_kwargs)
+        if base_name != "weight":
+            raise CalibrationError(
+                f"{type(self).__name__} weighs a weight's columns by the module's inputs",
+                got=f"base name {base_name!r}",
+                expected="weight",
+                remedy="observe activations with mse or histogram.",
+            )
+
+    @property
+    @override
+    def lacks_inputs(self) -> bool:
+        return self.strict and not self._saw_inputs()
+
+    def _saw_inputs(self) -> bool:
+        return hasattr(self, "input_count")
+
+    @override
+    def observe_without_inputs(self, weight: torch.Tensor) -> None:
+        """All columns count alike where no data reached the module, even if ``strict``."""
+        strict, self.strict = self.strict, False
+        try:
+            self(weight)
+        finally:
+            self.strict = strict
+
+    def _moments(self) -> torch.Tensor | None:
+        """The mean of the statistic over tokens, in float32 and relative to the mean of ``E[x ** 2]``; None if no input
+        was seen.
+
+        Raises:
+            CalibrationError: no input was seen, and ``strict`` is on.
+        """
+        if self.lacks_inputs:
+            raise CalibrationError(
+                f"{type(self).__name__} saw no inputs of the module, so it has no importance to weigh its weight with",
+                remedy="run data through the module first, or set strict=False for equal weights.",
+            )
+        if not self._saw_inputs():
+            return None
+        mean = (getattr(self, self.input_statistics[0]) / self.input_count).float()
+        squares = mean if mean.ndim == 1 else mean.diagonal(dim1=-2, dim2=-1)
+        return mean / (squares.mean() + torch.finfo(torch.float32).tiny)
+
+    @override
+    def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
+        if value.numel():
+            with self._observing():
+                moments = self._moments()
+                if moments is None:
+                    return super().forward(value, g_idx)
+                self.combine(self._search_by(moments.to(value.device), value, g_idx))
+        return self
+
+    def _search_by(
+        self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None
+    ) -> Sequence[torch.Tensor]:
+        """The statistics of a weight ``(R, C)``, chosen by the moments of its inputs."""
+        raise NotImplementedError
+
+    def _require_fit(self, channels: int, value: torch.Tensor, fits: bool = True) -> None:
+        if value.ndim != 2 or not fits:
+            raise CalibrationError(
+                f"{type(self).__name__}: inputs and weight do not fit",
+                got=f"inputs of {channels} channels, a weight of shape {tuple(value.shape)}",
+                expected="a weight with one column per input channel (Linear)",
+                remedy="observe this weight with memoryless_mse.",
+            )
+
+    @override
+    def candidates(self) -> list[float]:
+        steps = max(1, int(self.maxshrink * self.grid)) + 1
+        return [1 - step / self.grid for step in range(steps)]
+
+    @property
+    @override
+    def idle_limit(self) -> int | None:
+        return self.patience or None

@@ -1,0 +1,180 @@
+"""Weight ranges by the Hessian of a layer's output: the second moments of its inputs, of groups or of whole rows.
+
+The output of a Linear loses ``E[(d x) ** 2] = d H d^T`` by an error d of a row of its weight, ``H = E[x x^T]``.
+``imatrix_mse`` knows the diagonal of H. Here inputs that go together count together: errors that would cancel are not
+errors. Every integer is still the nearest; only ranges are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization.utils import maybe_pad_tensor_for_block_quant
+from torch.nn.functional import pad
+from typing_extensions import override
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.numerics.formats import NumberGrid, format_of
+from lightning_obs.numerics.moments import channel_products
+from lightning_obs.numerics.reshape import flatten_for_calibration
+from lightning_obs.numerics.search.descent import descend
+from lightning_obs.observers.base import Observer
+from lightning_obs.observers.by_inputs import ByInputsObserver
+from lightning_obs.observers.statistic import Statistic
+
+# Columns of the largest part of a Hessian that ``local_hessian`` gathers.
+_WIDEST = 128
+
+
+@Observer.register("local_hessian")
+class LocalHessianObserver(ByInputsObserver):
+    """The range whose error, ``d H d^T`` with the group's own block H of the inputs' second moments, is least.
+
+    ``argmin over p of d H d^T, d = fake_quantize(w, p * expand * range) - w`` per scale, p = 1, 1 - 1/grid, ..., down
+    to ``1 - maxshrink`` (included). For weights of Linear layers, in any strategy. A scale that covers more than 128
+    columns, or a whole row, is measured in equal parts of at most 128.
+
+    Ranges are ``(*Q,)`` in the units of the weight. ``input_hessian`` is the sum of ``x x^T`` over ``input_count``
+    tokens, ``(T, t, t)`` in float32: T parts of t columns, zeros after the last column.
+
+    Keyword Args:
+        maxshrink (float): how much of the range may be given up, in [0, 1].
+        patience (int): consecutive p without an improvement of any scale that end the search; 0: it visits all.
+        grid (int): steps per unit of p.
+        expand (float | None): factor on the range before the search, at least 1. None: 1.84 in FP4, which has no number
+            between 4 and 6; with signed scales ``2 ** bits / (2 ** bits - 1)``, where the range of positive ones ends;
+            else 1.
+        strict (bool): a weight whose inputs were not seen is an error. Off: all its columns count alike.
+        signed (bool): as of ``memoryless_minmax``.
+        norm (float): 2, the exponent of a quadratic form.
+
+    Raises:
+        CalibrationError: a value outside of these; observed is not a weight; no inputs, or inputs of another width.
+
+    Reference:
+        The local Hessian of NVIDIA's Model-Optimizer (2026).
+    """
+
+    statistics: ClassVar[tuple[Statistic, ...]] = (
+        *ByInputsObserver.statistics,
+        Statistic("input_hessian", "sum", of_inputs=True),
+        Statistic("input_count", "sum", of_inputs=True),
+    )
+    hyperparameters: ClassVar[dict[str, Any] | None] = {
+        "maxshrink": 0.64,
+        "patience": 5,
+        "grid": 36.0,
+        "norm": 2.0,
+        "expand": None,
+    }
+    input_hessian: torch.Tensor
+
+    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
+        super().__init__(base_name, args, **observer_kwargs)
+        if self.norm != 2:
+            raise CalibrationError("norm", got=self.norm, expected="2, the exponent of a quadratic form")
+
+    @override
+    def _set_hyperparameters(self, given: dict[str, Any]) -> None:
+        super()._set_hyperparameters(given)
+        if self.expand is None:
+            number, codes = format_of(self.args), 2**self.args.num_bits
+            self.expand = codes / (codes - 1) if self.signed else 1.84 if number and number.bits == 4 else 1.0
+
+    @override
+    def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return channel_products(value, self._width(value.shape[-1]))
+
+    def _width(self, channels: int) -> int:
+        """Columns of a part: they divide those that a scale covers, unless that are all."""
+        width = _covers(self.args, torch.empty(1, channels, device="meta"))[1]
+        if self.args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
+            return min(channels, _WIDEST)
+        return max(part for part in range(1, min(width, _WIDEST) + 1) if width % part == 0)
+
+    @override
+    def _search_by(
+        self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None
+    ) -> Sequence[torch.Tensor]:
+        parts, part, _ = moments.shape
+        channels = parts * part
+        self._require_fit(channels, value, channels - part < value.shape[-1] <= channels and g_idx is None)
+        width = _covers(self.args, value)[1]
+        if self.args.strategy == QuantizationStrategy.BLOCK:
+            value = _in_whole_blocks(value, self.args)
+            moments = pad(moments, (0, 0, 0, 0, 0, value.shape[1] // part - parts))
+            return self._search(value, True, hessian=moments.view(-1, width // part, part, part))
+        if width < value.shape[1]:
+            observed = flatten_for_calibration(value, "weight", self.args)
+            return self._search(observed, hessian=moments.view(-1, width // part, part, part))
+        # The last part ends in columns without inputs, in which nothing is lost.
+        value = torch.cat([value, value[:, -1:].expand(-1, channels - width)], 1)
+        of_tensor = self.args.strategy == QuantizationStrategy.TENSOR
+        return self._search(value.unsqueeze(1) if of_tensor else value[None, :, None], hessian=moments[None])
+
+
+@Observer.register("hessian")
+class HessianObserver(LocalHessianObserver):
+    """The ranges whose errors, ``d H d^T`` with the inputs' whole second moments H, are least for a row together.
+
+    The candidates of ``local_hessian``, judged one scale after the other given the errors of the row's other scales, in
+    some sweeps over all of them (:mod:`lightning_obs.numerics.search.descent`). Ranges are ``(*Q,)``. ``input_hessian``
+    is ``(C, C)`` in float32, 4 bytes for each pair of input channels.
+
+    Keyword Args:
+        sweeps (int): how often each scale is chosen, at least 1.
+        damping (float): share of the mean of H's diagonal that is added to it, at least 0.
+        maxshrink, grid, expand, strict, signed, norm: as of ``local_hessian``.
+        patience (int): 0, all candidates are visited.
+    """
+
+    statistics: ClassVar[tuple[Statistic, ...]] = LocalHessianObserver.statistics
+    hyperparameters: ClassVar[dict[str, Any] | None] = {"patience": 0, "sweeps": 2, "damping": 0.01}
+    sweeps: int
+    damping: float
+
+    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
+        super().__init__(base_name, args, **observer_kwargs)
+        if self.patience != 0:
+            raise CalibrationError("patience", got=self.patience, expected="0, all candidates are visited")
+        if not isinstance(self.sweeps, int) or self.sweeps < 1:
+            raise CalibrationError("sweeps", got=repr(self.sweeps), expected="a whole number, at least 1")
+        if not 0 <= self.damping < float("inf"):
+            raise CalibrationError("damping", got=repr(self.damping), expected="at least 0")
+
+    @override
+    def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        products, number = channel_products(value, value.shape[-1])
+        return products[0], number
+
+    @override
+    def _search_by(
+        self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None
+    ) -> Sequence[torch.Tensor]:
+        self._require_fit(len(moments), value, value.shape[-1] == len(moments) and g_idx is None)
+        block = _covers(self.args, value)
+        if self.args.strategy == QuantizationStrategy.BLOCK:
+            value = _in_whole_blocks(value, self.args)
+        hessian = pad(moments, (0, value.shape[1] - len(moments)) * 2)
+        hessian.diagonal().add_(self.damping)  # the mean of the diagonal is 1
+        grid = NumberGrid.of(self.args, self.signed)
+        low, high = descend(value, hessian, grid, self.candidates(), block, sweeps=self.sweeps, expand=self.expand)
+        scales = (1,) if self.args.strategy == QuantizationStrategy.TENSOR else low.shape
+        return low.reshape(scales), high.reshape(scales)
+
+
+def _covers(args: QuantizationArgs, weight: torch.Tensor) -> tuple[int, int]:
+    """Rows and columns of a weight that a scale covers."""
+    if args.strategy == QuantizationStrategy.BLOCK:
+        height, width = args.block_structure or (1, 1)
+        return height, width
+    if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
+        return len(weight) if args.strategy == QuantizationStrategy.TENSOR else 1, weight.shape[1]
+    return 1, int(args.group_size or 1)
+
+
+def _in_whole_blocks(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    return maybe_pad_tensor_for_block_quant(weight, tuple(args.block_structure or ())).contiguous()
