@@ -20,7 +20,7 @@ from lightning_obs.calibration.weights import Weights
 from lightning_obs.errors import CalibrationError, name_list, refuse, sendable, warn
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.qparams import as_stored, clear_qparams, read_qparams, write_qparams
-from lightning_obs.model.sharding import reshard
+from lightning_obs.model.weight import reshard
 from lightning_obs.numerics.qparams import QParamsDict
 from lightning_obs.numerics.reshape import ATTENTION
 from lightning_obs.observers import Key, Observer

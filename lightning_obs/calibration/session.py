@@ -30,7 +30,6 @@ from lightning_obs.forward.quantized_forward import INSIDE
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.checksums import CHECKSUMS, remember
 from lightning_obs.model.kinds import is_transformers_model
-from lightning_obs.model.lora import without_adapters
 from lightning_obs.model.qparams import (
     Calibration,
     all_or_nothing,
@@ -42,8 +41,8 @@ from lightning_obs.model.qparams import (
     read_qparams,
     write_qparams,
 )
-from lightning_obs.model.sharding import register_fsdp_units
-from lightning_obs.model.wrappers import unwrapped, without_wrappers
+from lightning_obs.model.weight import register_fsdp_units
+from lightning_obs.model.wrappers import unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import LinearExperts
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.observers import Observer, StaticMinMaxObserver

@@ -30,33 +30,15 @@ import torch
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.model.kinds import kind_of, to_matrix
-from lightning_obs.model.sharding import by_unit, groups_of_shards, rows_of_ranks, unit_of, whole_tensor, whole_unit
-from lightning_obs.model.weight import matrix_shape, rows_here
+from lightning_obs.model.kinds import kind_of
+from lightning_obs.model.weight import by_unit, matrix_shape, place_of, rows_here, unit_of, whole_matrix, whole_unit
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.rows import rows_per_scale
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import share_weights
 
-#: first row and row after the last, on one rank
-Rows: TypeAlias = tuple[int, int]
-#: ``(key, observer, weight or rows of it)``
+#: makes the observer of a key look at its weight, or at rows of it
 Observe: TypeAlias = Callable[[Key, Observer, torch.Tensor], object]
-
-
-def rows_by_rank(observer: Observer, module: nn.Module, collectives: Collectives) -> list[Rows] | None:
-    """The rows that each rank observes by itself; None if the weight has to be seen whole. Alike on all ranks.
-
-    Args:
-        observer: of the module's weight.
-        module: its weight is sharded.
-        collectives: the ranks.
-    """
-    rows = rows_of_ranks(module.weight)
-    if rows is None or kind_of(module).rows or len(rows) != collectives.size:
-        return None
-    apart = all(observer.for_rows(start) is not None for start, stop in rows if start < stop)
-    return rows if apart else None
 
 
 class Weights:
@@ -80,15 +62,22 @@ class Weights:
             "the weight is not materialized (meta device)",
             remedy="load it first.",
         )
-        sharded = {key: module for key, module in modules.items() if groups_of_shards(module)}
+        places = {key: place for key, module in modules.items() if (place := place_of(module)).groups}
         refuse(
-            [name for name, _ in sharded] if collectives.size == 1 else [],
+            [name for name, _ in places] if collectives.size == 1 else [],
             "the weight is sharded over ranks, and the session was not told of them",
             remedy="CalibrationSession(..., collectives=Collectives.of_group()), on every rank.",
         )
-        rows = {key: rows_by_rank(observers[key], module, collectives) for key, module in sharded.items()}
-        self._rows = {key: of_ranks for key, of_ranks in rows.items() if of_ranks is not None}
-        self._gathered = [key for key, of_ranks in rows.items() if of_ranks is None]
+        #: of each weight that ranks observe apart: first row and row after the last of each rank, alike on all ranks
+        self._rows = {
+            key: rows
+            for key, place in places.items()
+            if (rows := place.rows) is not None
+            and len(rows) == collectives.size
+            and not kind_of(modules[key]).rows
+            and all(observers[key].for_rows(start) is not None for start, stop in rows if start < stop)
+        }
+        self._gathered = places.keys() - self._rows.keys()
 
     @property
     def sizes(self) -> dict[Key, int]:
@@ -105,7 +94,7 @@ class Weights:
             keys: the same on every rank.
             owners: for each of :attr:`sizes` the rank that observes it.
             failure: what went wrong before.
-            observe: makes an observer of ``key`` look at the weight, or at rows of it.
+            observe: makes an observer look at a weight.
 
         Returns:
             how many collectives this took, gathered weights not counted.
@@ -115,17 +104,16 @@ class Weights:
         """
         whole = {key: self.observers[key] for key in keys if key not in self._rows}
         shards = {key: list(self._shards(key)) for key in keys if key in self._rows}
-        gathered: dict[Key, Exception | None] = {}
-        if failure is None:  # the same on all ranks by now
-            gathered = self._observe_gathered([key for key in self._gathered if key in whole], owners, observe)
         parts = {shard.key: shard for of_weight in shards.values() for shard in of_weight}
+        apart = [key for key in whole if key in self._gathered]
+        gathered = self._observe_gathered(apart, owners, observe) if failure is None else {}
 
         def search(key: Key) -> None:
             if key in parts:
                 self._observe_rows(parts[key], observe)
             elif key not in gathered:
-                observe(key, self.observers[key], _matrix(self.modules[key]))
-            elif problem := gathered[key]:
+                observe(key, self.observers[key], rows_here(self.modules[key]))
+            elif (problem := gathered[key]) is not None:
                 raise problem
 
         ranks = {part: shard.rank for part, shard in parts.items()}
@@ -153,7 +141,7 @@ class Weights:
                 yield _Shard(key, rank, start, stop, observer)
 
     def _observe_rows(self, shard: _Shard, observe: Observe) -> None:
-        rows = _matrix(self.modules[shard.weight])
+        rows = rows_here(self.modules[shard.weight])
         if len(rows) != shard.stop - shard.start:
             raise CalibrationError(
                 "the weight is sharded in another way than torch.chunk does",
@@ -164,8 +152,7 @@ class Weights:
         height = rows_per_scale(shard.observer.args)
         above = 0 if height is None else shard.start % height
         # Rows of the block that another rank holds are zeros here; a range has to contain zero anyway.
-        rows = nn.functional.pad(rows, (0, 0, above, 0)) if above else rows
-        observe(shard.weight, shard.observer, rows)
+        observe(shard.weight, shard.observer, nn.functional.pad(rows, (0, 0, above, 0)) if above else rows)
 
     # ------------------------------------------------------------------ whole weights of sharded modules
 
@@ -179,50 +166,41 @@ class Weights:
         """
         outcome: dict[Key, Exception | None] = {}
         for turn in zip_longest(*self._queues(keys, owners)):
-            *units, last = filter(None, turn)
-            mine: list[tuple[Key, torch.Tensor]] = []
+            units = [unit for unit in turn if unit is not None]
+            mine: dict[Key, torch.Tensor] = {}
             for unit in units:
+                # A view into an FSDP1 unit would keep it; what FSDP2 gathers is nobody else's.
+                copied = unit is not units[-1] and unit_of(self.modules[unit[0]]) is not None
                 with whole_unit(self.modules[unit[0]]):
-                    # A view into an FSDP1 unit would keep it; what FSDP2 gathers is nobody else's.
-                    flat = unit_of(self.modules[unit[0]]) is not None
-                    for key, weight in self._mine(unit, owners):
+                    for key in unit:
+                        matrix = whole_matrix(self.modules[key])
+                        assert matrix is not None  # a plan has no weight without a matrix
+                        if owners[key] == self.collectives.rank:
+                            try:
+                                mine[key] = matrix.clone() if copied else matrix
+                            except RuntimeError as error:  # no room
+                                outcome[key] = error
+                        del matrix  # before the next is gathered
+                    for key, matrix in mine.items() if unit is units[-1] else ():
                         try:
-                            mine.append((key, weight.clone() if flat else weight))
-                        except RuntimeError as error:  # no room
+                            observe(key, self.observers[key], matrix)
+                            outcome[key] = None
+                        except Exception as error:
                             outcome[key] = error
-            with whole_unit(self.modules[last[0]]):
-                for key, weight in [*mine, *self._mine(last, owners)]:
-                    outcome[key] = None
-                    try:
-                        matrix = to_matrix(self.modules[key], weight)
-                        assert matrix is not None  # preflight refused the module otherwise
-                        observe(key, self.observers[key], matrix)
-                    except Exception as error:
-                        outcome[key] = error
         return outcome
 
     def _queues(self, keys: Sequence[Key], owners: Mapping[Key, int]) -> list[list[list[Key]]]:
         """For each rank the weights to gather, by unit. A unit is gathered in the turns of who owns most of it."""
-        at = {self.modules[key]: key for key in sorted(keys)}
+        by_module = {self.modules[key]: key for key in sorted(keys)}
         queues: list[list[list[Key]]] = [[] for _ in range(self.collectives.size)]
         elements = self.sizes
-        for modules in by_unit(at):
-            unit = [at[module] for module in modules]
+        for modules in by_unit(by_module):
+            unit = [by_module[module] for module in modules]
             owned = [0] * self.collectives.size
             for key in unit:
                 owned[owners[key]] += elements[key]
             queues[owned.index(max(owned))].append(unit)
         return queues
-
-    def _mine(self, unit: Sequence[Key], owners: Mapping[Key, int]) -> Iterator[tuple[Key, torch.Tensor]]:
-        """The whole weights of a unit that this rank owns; every rank must go through all of them."""
-        for key in unit:
-            weight = self.modules[key].weight
-            assert isinstance(weight, torch.Tensor)
-            weight = whole_tensor(weight)
-            if owners[key] == self.collectives.rank:
-                yield key, weight
-            del weight
 
 
 @dataclass
@@ -238,9 +216,3 @@ class _Shard:
     @property
     def key(self) -> Key:
         return self.weight[0], f"{self.weight[1]} rows {self.start} to {self.stop - 1}"
-
-
-def _matrix(module: nn.Module) -> torch.Tensor:
-    matrix = rows_here(module)
-    assert matrix is not None  # preflight refused the module otherwise
-    return matrix

@@ -27,7 +27,7 @@ from lightning_obs.callbacks.which_module import require_forward
 from lightning_obs.checkpoint.export import export_checkpoint
 from lightning_obs.errors import CalibrationError, refuse_unknown, require_no_failure, sendable
 from lightning_obs.files.write import require_free
-from lightning_obs.model.sharding import in_shards, reshard
+from lightning_obs.model.weight import in_shards, reshard
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.facts import Report, ScaleDrift, aggregates
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors

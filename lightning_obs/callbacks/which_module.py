@@ -9,8 +9,7 @@ from torchmetrics import Metric
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.errors import CalibrationError, name_list
 from lightning_obs.model.kinds import is_transformers_model
-from lightning_obs.model.lora import inside_adapted
-from lightning_obs.model.wrappers import unwrapped, without_wrappers
+from lightning_obs.model.wrappers import inside_adapted, unwrapped, without_wrappers
 
 
 def find_module(pl_module: nn.Module, path: str | None = None) -> tuple[str, nn.Module]:

@@ -3,7 +3,7 @@
 The live model is not touched (:mod:`lightning_obs.checkpoint.compress`). The folder appears under its final name only
 when it is complete (:mod:`lightning_obs.files.write`).
 
-``config.json`` says what is quantized and how, ``model.safetensors`` holds the tensors (:mod:`.entries`), also of what
+``config.json`` says what is quantized and how, ``model.safetensors`` holds the tensors (:mod:`.compress`), also of what
 compressed-tensors' own readers do not know (convolutions...), which :func:`~lightning_obs.load_checkpoint` reads.
 """
 
@@ -32,10 +32,9 @@ from lightning_obs.files.write import require_room, whole_folder
 from lightning_obs.forward.attention import marked_as_hooked
 from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model
-from lightning_obs.model.lora import adopt_adapters, refuse_unmerged, without_adapters
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams
-from lightning_obs.model.sharding import in_shards, register_fsdp_units
-from lightning_obs.model.wrappers import unwrapped, without_wrappers
+from lightning_obs.model.weight import in_shards, register_fsdp_units
+from lightning_obs.model.wrappers import adopt_adapters, refuse_unmerged, unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import routers
 from lightning_obs.ranks.collectives import gather_objects
 from lightning_obs.schemes.planned_modules import PlannedModule

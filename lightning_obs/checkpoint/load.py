@@ -15,7 +15,7 @@ from compressed_tensors.utils.match import match_named_modules, match_targets
 from safetensors.torch import load_file
 from torch import nn
 
-from lightning_obs.checkpoint.entries import compress_entries, decompress_entries
+from lightning_obs.checkpoint.compress import compress_entries, decompress_entries
 from lightning_obs.checkpoint.patterns import refuse_slow_patterns
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.contents import refuse_damage

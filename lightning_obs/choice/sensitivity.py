@@ -24,7 +24,7 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.forward.calls import call_on, in_evaluation_mode
 from lightning_obs.forward.quantized_tensors import quantized_weight
 from lightning_obs.model.qparams import calibration_of, put_back
-from lightning_obs.model.sharding import in_shards
+from lightning_obs.model.weight import in_shards
 from lightning_obs.schemes.config import SchemeLike, as_names
 
 Batches: TypeAlias = "Iterable[Mapping[str, Any] | torch.Tensor]"

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.forward.quantized_forward import set_learned_scale
 from lightning_obs.forward.quantized_tensors import LearnedScale
-from lightning_obs.model.lora import adapters_of
-from lightning_obs.model.sharding import in_shards
+from lightning_obs.model.weight import in_shards
+from lightning_obs.model.wrappers import adapters_of
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule
 from lightning_obs.schemes.stored_qparams import scale_shape
 
@@ -163,7 +163,7 @@ class _Scale:
 def _trained_by(target: PlannedModule, held: Sequence[set[int]]) -> set[int]:
     """Which optimizers have parameters of a module, or of the adapters beside it."""
     adapters = adapters_of(target.module)
-    own = {id(p) for p in (target.module if adapters is None else adapters.layer).parameters()}
+    own = {id(p) for p in (target.module if adapters is None else adapters).parameters()}
     return {at for at, of_one in enumerate(held) if own & of_one}
 
 

@@ -46,8 +46,8 @@ from lightning_obs.forward.quantized_tensors import (
 )
 from lightning_obs.model.additions import add, keep_hook_out, set_attributes
 from lightning_obs.model.checksums import changed_since
-from lightning_obs.model.lora import adapters_of, refuse_unmerged
 from lightning_obs.model.qparams import calibrated_modules, quantized_states, read_qparams
+from lightning_obs.model.wrappers import adapters_of, refuse_unmerged
 
 #: the attribute of a module in a :func:`quantized` block, which nothing observes; it holds the thread that runs it
 INSIDE = "inside_quantized"
@@ -158,8 +158,7 @@ def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool
         adapters = adapters_of(module)
         if adapters is not None:
             # Hooks of the base layer see what they would see after merging: the adapters' sum is a part of its weight.
-            adapted = partial(_adapted_forward, adapters.layer)
-            stack.callback(set_attributes(adapters.layer, forward=adapted))
+            stack.callback(set_attributes(adapters, forward=partial(_adapted_forward, adapters)))
         if output:
             stack.callback(keep_hook_out(module, module.register_forward_hook(_quantize_output_by_hook)))
         return stack.pop_all().close

@@ -13,14 +13,10 @@ from typing import TypeAlias
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parameter import is_lazy
 
-from lightning_obs.model.lora import adapters_of
-from lightning_obs.model.sharding import first_element, groups_of_shards, reshard
-from lightning_obs.model.weight import full_weight
-from lightning_obs.model.wrappers import without_wrappers
+from lightning_obs.model.weight import part_here, place_of, reshard
+from lightning_obs.model.wrappers import adapters_of, without_wrappers
 from lightning_obs.numerics.checksum import checksum
 from lightning_obs.ranks.collectives import all_ranks_answer
 
@@ -44,8 +40,8 @@ def checksums(places: Sequence[Place]) -> list[int]:
     parts: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], dict[int, torch.Tensor]] = {}
     for at in tied.values():
         module, name = places[at]
-        part, first = _part(module, name)
-        parts.setdefault((part.device, groups_of_shards(module, name)), {})[at] = checksum(part, first)
+        part, first = part_here(module, name)
+        parts.setdefault((part.device, place_of(module, name).groups), {})[at] = checksum(part, first)
     found: dict[int, int] = {}
     for (_, groups), by_place in parts.items():  # one reduction and one copy to the host for all
         total = torch.stack(list(by_place.values()))
@@ -100,23 +96,3 @@ def _held(module: nn.Module) -> Iterator[str]:
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.is_floating_point() and not buffer.is_meta and name not in module._non_persistent_buffers_set:
             yield name
-
-
-# ---------------------------------------------------------------------- the parts that this rank holds
-
-
-def _part(module: nn.Module, name: str) -> tuple[torch.Tensor, int]:
-    """What this rank holds of a tensor, in the order of the whole, and the place of its first element there."""
-    merged = name == "weight" and adapters_of(module) is not None
-    value = full_weight(module) if merged else getattr(module, name)
-    assert isinstance(value, torch.Tensor)
-    value = value.detach()
-    if not isinstance(value, DTensor):
-        return value, first_element(module, name)
-    local = value.to_local()
-    _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    if local.shape[1:] == value.shape[1:]:
-        return local, start[0] * value.shape[1:].numel() if start else 0
-    whole = local.new_zeros(value.shape)  # columns of a row lie apart
-    whole[tuple(slice(at, at + size) for at, size in zip(start, local.shape, strict=True))] = local
-    return whole, 0

@@ -1,28 +1,50 @@
 """One way to a module's weight: its metadata without its data, and its data for the length of a block.
 
-Where the weight rests is not the caller's business: a parameter, a shard of FSDP1 or FSDP2, the base of LoRA adapters.
-Another resting place (offload, a file) is another case of :func:`held` and :func:`matrix_shape`.
+Where a parameter rests is not the caller's business. It is a row of :data:`PLACES`: whole on this rank, a DTensor
+(FSDP2, tensor parallelism), a piece of a flat shard of FSDP1. A further resting place (offload, a file) is a further
+row. LoRA adapters beside a weight are added to it, wherever it rests.
+
+FSDP1 joins the parameters of a unit (what one wrapper holds, without the wrappers inside it) to one flat tensor and
+cuts that into equal lengths, wherever a weight begins or ends. Outside of a forward a module has a one-dimensional
+piece of its weight, on many ranks an empty one. Neither its shape nor the unit that would gather it can be found from
+there: the wrapper stands above the module, often above the model that is calibrated. So while the outermost wrapper is
+at hand, every module gets its unit (:func:`register_fsdp_units`). Only one unit is made whole at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lightning_obs.errors import CalibrationError
 from lightning_obs.model.kinds import to_matrix
-from lightning_obs.model.lora import adapters_of
-from lightning_obs.model.sharding import whole_shape, whole_tensor, whole_unit
+from lightning_obs.model.wrappers import add_adapters, inside
+from lightning_obs.ranks.collectives import all_ranks_answer
+
+_UNIT = "flat_unit"
+
+# ---------------------------------------------------------------------- metadata and data of a weight
 
 
 def matrix_shape(module: nn.Module) -> torch.Size | None:
     """The shape of the whole weight as a matrix, wherever it rests; None where the module has no such weight."""
-    shape = whole_shape(module, "weight")
+    shape = whole_shape(module)
     matrix = None if shape is None else to_matrix(module, torch.empty(shape, device="meta"))
     return None if matrix is None else matrix.shape
+
+
+def whole_shape(module: nn.Module, name: str = "weight") -> torch.Size | None:
+    """The shape of one of the module's own tensors where all of it is; None without such a tensor."""
+    return place_of(module, name).shape if isinstance(getattr(module, name, None), torch.Tensor) else None
 
 
 @contextmanager
@@ -35,22 +57,225 @@ def held(module: nn.Module) -> Iterator[torch.Tensor | None]:
         The matrix, not to be written to or kept; None where the module has no such weight.
     """
     with whole_unit(module):
-        weight = full_weight(module)
-        yield None if weight is None else to_matrix(module, whole_tensor(weight))
+        yield whole_matrix(module)
 
 
-def rows_here(module: nn.Module) -> torch.Tensor | None:
+def whole_matrix(module: nn.Module) -> torch.Tensor | None:
+    """As :func:`held`, of a module that stands inside :func:`whole_unit`."""
+    weight = full_weight(module)
+    return None if weight is None else to_matrix(module, whole_tensor(weight))
+
+
+def rows_here(module: nn.Module) -> torch.Tensor:
     """The rows of the matrix that this rank holds (FSDP2), without talking to others; all of them if it is whole."""
     weight = full_weight(module)
-    if isinstance(weight, DTensor):
-        weight = weight.to_local()
-    return None if weight is None else to_matrix(module, weight.detach())
+    matrix = None if weight is None else to_matrix(module, weight.to_local() if isinstance(weight, DTensor) else weight)
+    assert matrix is not None  # a plan has no module without a matrix
+    return matrix.detach()
 
 
 def full_weight(module: nn.Module) -> torch.Tensor | None:
     """The weight with the LoRA adapters that stand beside it, with gradients to both; None without a weight."""
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor):
+    return add_adapters(module, weight) if isinstance(weight, torch.Tensor) else None
+
+
+def in_shards(module: nn.Module) -> bool:
+    """Whether this rank holds a part of the module's own parameters only (FSDP2, tensor parallelism, FSDP1)."""
+    return any(place_of(module, name).groups for name, _ in module.named_parameters(recurse=False))
+
+
+def whole_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Gather a sharded DTensor; every rank must call this. Any other tensor is returned as it is."""
+    value = value.detach()
+    if not isinstance(value, DTensor):
+        return value
+    with all_ranks_answer():
+        return value.full_tensor()
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what FSDP2 gathered for a forward (it leaves the outermost module whole, in the compute dtype)."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+# ---------------------------------------------------------------------- where a parameter rests
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one of a module's own parameters or buffers rests; by default whole on this rank.
+
+    Attributes:
+        shape: of the whole.
+        first: which element of the whole is the first of a piece of a flat shard.
+        groups: of ranks over which the parts add up to the whole; none if this rank has it whole.
+        rows: first row, and row after the last, of each rank, where ranks have whole rows in order; else None.
+    """
+
+    shape: torch.Size
+    first: int = 0
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    rows: list[tuple[int, int]] | None = None
+
+
+def _flat(module: nn.Module, name: str) -> Place | None:
+    unit = unit_of(module)
+    return None if unit is None else unit.places[module].get(name)
+
+
+def _distributed(module: nn.Module, name: str) -> Place | None:
+    value = getattr(module, name)
+    if not isinstance(value, DTensor):
         return None
-    adapters = adapters_of(module)
-    return weight if adapters is None else adapters.add_to(weight)
+    mesh, placements, rows = value.device_mesh, value.placements, None
+    ranks = mesh.mesh.flatten().tolist()
+    # A strided shard (tensor parallelism below FSDP) is a subclass and holds other rows.
+    if len(placements) == 1 and type(placements[0]) is Shard and placements[0].dim == 0 and ranks == sorted(ranks):
+        each, count = -(-len(value) // len(ranks)), len(value)
+        rows = [(min(rank * each, count), min((rank + 1) * each, count)) for rank in range(len(ranks))]
+    groups = tuple(mesh.get_group(dim) for dim, placed in enumerate(placements) if not placed.is_replicate())
+    return Place(value.shape, 0, groups, rows)
+
+
+#: the first that is not None counts
+PLACES: list[Callable[[nn.Module, str], Place | None]] = [
+    _flat,
+    _distributed,
+    lambda module, name: Place(getattr(module, name).shape),
+]
+
+
+def place_of(module: nn.Module, name: str = "weight") -> Place:
+    """Where one of the module's own parameters or buffers rests."""
+    return next(place for find in PLACES if (place := find(module, name)) is not None)
+
+
+def part_here(module: nn.Module, name: str) -> tuple[torch.Tensor, int]:
+    """This rank's part of a tensor (of a weight, adapters merged), and the place of its first element in the whole."""
+    value = full_weight(module) if name == "weight" else getattr(module, name)
+    assert isinstance(value, torch.Tensor)
+    value = value.detach()
+    if not isinstance(value, DTensor):
+        return value, place_of(module, name).first
+    local = value.to_local()
+    _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    if local.shape[1:] == value.shape[1:]:
+        return local, start[0] * value.shape[1:].numel() if start else 0
+    whole = local.new_zeros(value.shape)  # columns of a row lie apart
+    whole[tuple(slice(at, at + size) for at, size in zip(start, local.shape, strict=True))] = local
+    return whole, 0
+
+
+# ---------------------------------------------------------------------- units of FSDP1
+
+
+@dataclass(eq=False)
+class FlatUnit:
+    """The parameters that one wrapper of FSDP1 makes whole together.
+
+    Attributes:
+        wrapper: of the unit.
+        places: of the parameters, by module and by name in the module.
+    """
+
+    wrapper: FullyShardedDataParallel
+    places: dict[nn.Module, dict[str, Place]] = field(default_factory=dict)
+
+
+def register_fsdp_units(root: nn.Module) -> None:
+    """Tell every module under ``root`` which unit of FSDP1 its parameters are in. Without FSDP1 this does nothing.
+
+    Args:
+        root: the outermost wrapper, or a module that holds all of them. A model inside of it, once that was called.
+
+    Raises:
+        CalibrationError: parameters that cannot be read (``use_orig_params=False``), that lie on the CPU, or whose
+            unit is not under ``root``.
+    """
+    wrappers = [module for module in root.modules() if isinstance(module, FullyShardedDataParallel)]
+    if any(isinstance(parameter, FlatParameter) for parameter in root.parameters()):
+        raise CalibrationError(
+            "under FSDP1 with use_orig_params=False a module has no weight of its own that could be observed",
+            got=f"{len(wrappers)} units of FSDP1",
+            remedy="FSDPStrategy(use_orig_params=True), which is Lightning's default.",
+        )
+    if any(wrapper.cpu_offload.offload_params for wrapper in wrappers):
+        raise CalibrationError(
+            "calibration under FSDP1 with parameters on the CPU is not supported",
+            got="cpu_offload=True",
+            remedy="FSDPStrategy(cpu_offload=False), or FSDP2: ModelParallelStrategy.",
+        )
+    outermost: nn.Module | None = root
+    while outermost is not None and not isinstance(outermost, FullyShardedDataParallel):
+        outermost = inside(outermost)
+    if outermost is not None:
+        # Else the first unit that is made whole would take itself for the root. Buffers made here are written to later.
+        with torch.inference_mode(False):
+            outermost.check_is_root()
+    for wrapper in wrappers:
+        if _UNIT not in vars(wrapper):
+            vars(wrapper)[_UNIT] = unit = FlatUnit(wrapper)
+            for module, name, place in _flattened(wrapper):
+                vars(module)[_UNIT] = unit
+                if wrapper.sharding_strategy != ShardingStrategy.NO_SHARD:  # else the module keeps it whole
+                    unit.places.setdefault(module, {})[name] = place
+    lost = [
+        name
+        for name, module in root.named_modules()
+        if _UNIT not in vars(module) and any(getattr(p, "_fsdp_flattened", False) for p in module.parameters(False))
+    ]
+    if lost:
+        raise CalibrationError(
+            "these parameters are sharded by a wrapper of FSDP1 that is not in the model",
+            where=lost,
+            remedy="give the outermost FullyShardedDataParallel to CalibrationSession.",
+        )
+
+
+def _flattened(wrapper: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, Place]]:
+    # FSDP has no public word for this; FlatParameter's docstring describes these attributes.
+    flat: Any = wrapper._flat_param
+    if flat is None:
+        return
+    known, group = {}, wrapper.process_group
+    assert isinstance(group, dist.ProcessGroup)
+    for (name, module, _), shape, here in zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True):
+        known[module, name] = Place(shape, here.intra_param_start_idx or 0, (group,))
+        yield module, name, known[module, name]
+    for name, module, _, first_name, first_module, _ in flat._shared_param_infos:
+        yield module, name, known[first_module, first_name]
+
+
+def unit_of(module: nn.Module) -> FlatUnit | None:
+    """The unit that holds the module's own parameters, as :func:`register_fsdp_units` found it."""
+    unit = vars(module).get(_UNIT)
+    return unit if isinstance(unit, FlatUnit) and module in unit.places else None
+
+
+@contextmanager
+def whole_unit(module: nn.Module) -> Iterator[None]:
+    """Make the parameters of the module's unit of FSDP1, if it has one, whole inside the ``with`` block.
+
+    Every rank must enter it.
+    """
+    unit = unit_of(module)
+    with ExitStack() as stack:
+        if unit is not None:
+            # A first forward in inference mode has left a buffer that can be written to there only.
+            buffer = getattr(unit.wrapper._flat_param, "_full_param_padded", None)
+            with torch.inference_mode(buffer is not None and buffer.is_inference()):
+                stack.enter_context(
+                    FullyShardedDataParallel.summon_full_params(unit.wrapper, recurse=False, writeback=False)
+                )
+        yield
+
+
+def by_unit(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """Modules that are made whole together, in the order of their first; without a unit each stands alone."""
+    units: dict[object, list[nn.Module]] = {}
+    for module in modules:
+        units.setdefault(unit_of(module) or module, []).append(module)
+    return list(units.values())

@@ -1,21 +1,32 @@
-"""Modules that stand around another one, and run it: of Fabric, DDP, FSDP1, torch.compile, activation
-checkpointing, and peft's around a module that it trains whole (``modules_to_save``), which runs its copy of the module.
+"""Modules that stand around another one and run it: wrappers, and LoRA layers of peft.
 
-A wrapper is not a part of the model. It stands in names (``layers.0._fsdp_wrapped_module.fc1``,
-``_forward_module.fc1``), so targets would not match and a checkpoint could not be loaded. Whoever reads names, or wants
-a ``state_dict`` that gathers nothing, does it :func:`without_wrappers`.
+Wrappers are those of Fabric, DDP, FSDP1, torch.compile, activation checkpointing, and peft's around a module that it
+trains whole (``modules_to_save``), which runs its copy of the module. A wrapper is not a part of the model. It stands
+in names (``layers.0._fsdp_wrapped_module.fc1``), so targets would not match and a checkpoint could not be loaded.
+Whoever reads names, or wants a ``state_dict`` that gathers nothing, does it :func:`without_wrappers`.
+
+Quantizing the base weight of a LoRA layer and adding the adapters in full precision is not what is shipped:
+``merge_and_unload`` adds them to the weight, and that sum is quantized. So the module that is planned is the base layer
+(it remains after merging, with all that was written on it), and its weight is the sum, computed as peft's ``merge``
+computes it. peft is not imported; its layers are known by their public attributes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from lightning_obs.errors import CalibrationError, refuse
+
 #: where they keep the module that they wrap: FSDP1, activation checkpointing, torch.compile, Fabric
 _INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module")
+#: the plain attribute of a base layer that holds its LoRA layer, so that no module contains another twice
+_ADAPTERS = "lightning_obs_adapters"
 
 
 def inside(module: nn.Module) -> nn.Module | None:
@@ -36,23 +47,113 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module if wrapped is None else unwrapped(wrapped)
 
 
-@contextmanager
-def without_wrappers(model: nn.Module) -> Iterator[None]:
+def without_wrappers(model: nn.Module) -> AbstractContextManager[None]:
     """Take all wrappers out of ``model`` inside the ``with`` block, so that names are those of the model without them.
 
     The model must not run meanwhile.
     """
-    wrapped = [
-        (parent, name, child)
+    return _replaced(model, lambda module: unwrapped(module) if inside(module) is not None else None)
+
+
+def without_adapters(model: nn.Module) -> AbstractContextManager[None]:
+    """As :func:`without_wrappers`: base layers stand in the places of LoRA layers, as in the merged model."""
+    return _replaced(model, lambda module: module.get_submodule("base_layer") if is_adapted(module) else None)
+
+
+@contextmanager
+def _replaced(model: nn.Module, core_of: Callable[[nn.Module], nn.Module | None]) -> Iterator[None]:
+    places = [
+        (parent, name, child, core)
         for parent in model.modules()
-        if inside(parent) is None
+        if core_of(parent) is None
         for name, child in parent._modules.items()
-        if child is not None and unwrapped(child) is not child
+        if child is not None and (core := core_of(child)) is not None
     ]
     try:
-        for parent, name, child in wrapped:
-            parent._modules[name] = unwrapped(child)
+        for parent, name, _, core in places:
+            parent._modules[name] = core
         yield
     finally:
-        for parent, name, child in wrapped:
+        for parent, name, child, _ in places:
             parent._modules[name] = child
+
+
+# ---------------------------------------------------------------------- LoRA
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether the module is a LoRA layer around a Linear."""
+    return isinstance(getattr(module, "base_layer", None), nn.Linear) and all(
+        hasattr(module, name) for name in ("get_delta_weight", "active_adapters", "merged", "lora_A")
+    )
+
+
+def adopt_adapters(model: nn.Module) -> list[str]:
+    """Let every base layer know its LoRA layer, so that the adapters count as a part of its weight.
+
+    Returns:
+        Names of the LoRA layers whose adapters are no sum with the weight, and why; these are left alone.
+    """
+    refused = []
+    for name, layer in model.named_modules():
+        if is_adapted(layer):
+            if wrong := _not_a_sum(layer):
+                refused.append(f"{name} ({wrong})")
+            else:
+                vars(layer.base_layer)[_ADAPTERS] = layer
+    return refused
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """The base layer of a LoRA layer; any other module itself.
+
+    Raises:
+        CalibrationError: the adapters cannot be merged into a weight as they are trained.
+    """
+    if not is_adapted(module):
+        return module
+    has_dropout = any(getattr(p, "p", 0) > 0 for p in getattr(module, "lora_dropout", nn.ModuleDict()).values())
+    wrong = "dropout (set lora_dropout=0)" if has_dropout else _not_a_sum(module)
+    if wrong:
+        raise CalibrationError(f"adapters with {wrong} cannot be trained as a part of the quantized weight")
+    assert isinstance(module.base_layer, nn.Linear)
+    return module.base_layer
+
+
+def _not_a_sum(layer: nn.Module) -> str | None:
+    if getattr(layer, "lora_variant", None):
+        return "a variant of LoRA (DoRA...)"
+    return "lora_bias" if any(getattr(layer, "lora_bias", {}).values()) else None
+
+
+def adapters_of(module: nn.Module) -> Any:
+    """The LoRA layer around a base layer whose adapters still stand beside the weight, or None."""
+    layer = vars(module).get(_ADAPTERS)
+    return None if layer is None or layer.merged else layer
+
+
+def add_adapters(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    """A base layer's weight with all active adapters added, with gradients; itself where none is to be added."""
+    layer = adapters_of(module)
+    if layer is None or getattr(layer, "disable_adapters", False):
+        return weight
+    with torch.autocast(weight.device.type, enabled=False):  # merging happens outside of autocast
+        for name in layer.active_adapters:
+            if name in layer.lora_A:
+                weight = (weight + layer.get_delta_weight(name)).to(weight.dtype)
+    return weight
+
+
+def inside_adapted(model: nn.Module) -> set[str]:
+    """Names of the modules that LoRA layers are made of; they are not modules of the merged model."""
+    adapted = [(name, module) for name, module in model.named_modules() if is_adapted(module)]
+    return {inner for name, module in adapted for inner, m in module.named_modules(prefix=name) if m is not module}
+
+
+def refuse_unmerged(model: nn.Module, what: str) -> None:
+    """Raise a CalibrationError if adapters still stand beside weights of the model."""
+    refuse(
+        [name for name, module in model.named_modules() if adapters_of(module) is not None],
+        f"{what} needs adapters merged into their weights",
+        remedy="model.merge_and_unload() of peft first; the quantization parameters stay on the merged layers.",
+    )

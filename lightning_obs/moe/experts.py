@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.sharding import whole_shape
+from lightning_obs.model.weight import whole_shape
 
 _USUAL = "gate_proj", "up_proj", "down_proj"
 #: the names of gate, up and down in checkpoints on the hub, by the ``model_type`` of the config

@@ -28,9 +28,9 @@ from lightning_obs.files.write import whole_file
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.kinds import from_matrix, kind_of, to_matrix
-from lightning_obs.model.lora import refuse_unmerged
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
-from lightning_obs.model.sharding import in_shards
+from lightning_obs.model.weight import in_shards
+from lightning_obs.model.wrappers import refuse_unmerged
 
 #: the first with integers of 4 bits and scales of groups
 _OPSET = 21

@@ -25,8 +25,7 @@ from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import tokens_of
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
-from lightning_obs.model.sharding import in_shards, reshard
-from lightning_obs.model.weight import held
+from lightning_obs.model.weight import held, in_shards, reshard
 from lightning_obs.numerics.histogram import Support, join_supports, support_of
 from lightning_obs.numerics.quantization_error import counted_error, difference_error, grid_error, only_range
 from lightning_obs.ranks.collectives import Collectives

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.kinds import holds_parameters
-from lightning_obs.model.lora import adopt_adapters, base_of, inside_adapted
+from lightning_obs.model.wrappers import adopt_adapters, base_of, inside_adapted
 from lightning_obs.schemes.attention_states import find_states
 from lightning_obs.schemes.checks_before_data import (
     check_patterns,

@@ -17,10 +17,9 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_obs.errors import CalibrationError, name_list, refuse, warn
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model, kind_of
-from lightning_obs.model.lora import adapters_of, is_adapted
 from lightning_obs.model.qparams import qparams_home
-from lightning_obs.model.sharding import unit_of, whole_shape
-from lightning_obs.model.weight import matrix_shape
+from lightning_obs.model.weight import matrix_shape, unit_of, whole_shape
+from lightning_obs.model.wrappers import adapters_of, is_adapted
 from lightning_obs.moe.experts import fused_experts, hub_names
 from lightning_obs.observers.base import Key, Observer
 from lightning_obs.schemes.planned_modules import PlannedModule
@@ -184,7 +183,7 @@ def check_inputs_fit(targets: Sequence[PlannedModule], observers: Mapping[Key, O
             for target in targets
             if (target.name, "weight") in observers
             and observers[target.name, "weight"].needs_inputs
-            and (kind_of(target.module).reads_indices or len(whole_shape(target.module, "weight") or ()) != 2)
+            and (kind_of(target.module).reads_indices or len(whole_shape(target.module) or ()) != 2)
         ],
         "the observer of the weight needs inputs with one channel per column of the weight",
         expected="Linear modules",

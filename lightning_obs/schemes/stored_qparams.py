@@ -13,8 +13,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization.utils import calculate_range
 
-from lightning_obs.model.sharding import whole_shape
-from lightning_obs.model.weight import matrix_shape
+from lightning_obs.model.weight import matrix_shape, whole_shape
 from lightning_obs.numerics.qparams import can_be_signed
 from lightning_obs.numerics.reshape import ATTENTION, flatten_for_calibration
 from lightning_obs.schemes.attention_states import count_heads
@@ -87,6 +86,6 @@ def scale_shape(target: PlannedModule, base_name: str, args: QuantizationArgs) -
         return tuple(flatten_for_calibration(torch.empty(matrix, device="meta"), "weight", args).shape[1:-1])
     if args.strategy not in _GROUPED:
         return (1,)
-    if matrix is None or len(whole_shape(target.module, "weight") or ()) != 2:
+    if matrix is None or len(whole_shape(target.module) or ()) != 2:
         return None
     return (matrix[1 if base_name == "input" else 0] // int(args.group_size or 1),)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 from lightning_obs import CalibrationError, load_checkpoint
-from lightning_obs.model.sharding import whole_tensor
+from lightning_obs.model.weight import whole_tensor
 from tests.callbacks.qat_modules import from_step
 from tests.callbacks.test_qat_ranks import (
     INT8,

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
-from lightning_obs.checkpoint.compressed_rows import compress_rows, compressor_of, gather_rows, rows_per_scale
+from lightning_obs.checkpoint.compress import compress_rows, compressor_of, gather_rows, is_compressed_by_rows
 from lightning_obs.model.qparams import get_scheme, read_qparams
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.config import preset_names
@@ -62,14 +62,14 @@ def on_compressing(rank, ranks, schemes, dtype):
         for name, layer in whole.named_children():
             sharded = model.get_submodule(name)
             sharded.reshard()
-            if rows_per_scale(sharded) is None:
+            if not is_compressed_by_rows(sharded):
                 found[scheme, name] = None
                 continue
             entries = compress_rows(sharded)
             held = sum(entry.to_local().nbytes if hasattr(entry, "to_local") else 0 for entry in entries.values())
             rows = {key: plain(gather_rows(entry)) for key, entry in entries.items()}
             own = {"weight": layer.weight.detach().clone()} | read_qparams(layer)
-            compressed = compressor_of(get_scheme(layer).format).compress(own, get_scheme(layer))
+            compressed = compressor_of(get_scheme(layer)).compress(own, get_scheme(layer))
             found[scheme, name] = rows, {key: plain(v) for key, v in compressed.items() if v is not None}, held
     dist.barrier()
     return found

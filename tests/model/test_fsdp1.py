@@ -15,15 +15,15 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, linearize_experts, quantized
 from lightning_obs.model.checksums import changed_since, checksums
-from lightning_obs.model.sharding import (
+from lightning_obs.model.weight import (
     by_unit,
     in_shards,
+    matrix_shape,
     register_fsdp_units,
     unit_of,
     whole_shape,
     whole_unit,
 )
-from lightning_obs.model.weight import matrix_shape
 from lightning_obs.model.wrappers import unwrapped, without_wrappers
 from lightning_obs.moe.experts import LinearExperts
 from lightning_obs.ranks.collectives import Collectives
