@@ -17,8 +17,7 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError, name_list, refuse
 from lightning_obs.files.read import naming
-from lightning_obs.model.checksums import CHECKSUMS
-from lightning_obs.model.qparams import write_qparams
+from lightning_obs.model.qparams import CHECKSUMS, write_qparams
 from lightning_obs.model.wrappers import without_adapters, without_wrappers
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key

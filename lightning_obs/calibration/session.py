@@ -28,9 +28,10 @@ from lightning_obs.engines import ask_engines
 from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, warn
 from lightning_obs.forward.quantized_forward import INSIDE
 from lightning_obs.model.additions import keep_hook_out
-from lightning_obs.model.checksums import CHECKSUMS, remember
+from lightning_obs.model.checksums import remember
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.qparams import (
+    CHECKSUMS,
     Calibration,
     all_or_nothing,
     calibration_of,

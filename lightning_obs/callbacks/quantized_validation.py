@@ -41,8 +41,7 @@ from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.copies import KEPT_BYTES, Copier, KeptBatches
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.quantized_forward import quantized
-from lightning_obs.model.checksums import CHECKSUMS
-from lightning_obs.model.qparams import CALIBRATED
+from lightning_obs.model.qparams import CALIBRATED, CHECKSUMS
 from lightning_obs.model.wrappers import inside
 
 #: what ``nn.Module`` keeps itself, and calibration: its modules in attention are there before the first batch

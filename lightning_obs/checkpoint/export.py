@@ -10,31 +10,31 @@ compressed-tensors' own readers do not know (convolutions...), which :func:`~lig
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping, Set
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from compressed_tensors import ModelCompressor
-from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
-from compressed_tensors.utils.match import match_named_modules
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
+from compressed_tensors.utils.match import is_match, match_named_modules
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import distributed as dist
 from torch import nn
 
 from lightning_obs.checkpoint.compress import compressed_state_dict
-from lightning_obs.checkpoint.engine_names import add_stored_names
 from lightning_obs.checkpoint.load import WEIGHTS_FILE
+from lightning_obs.engines.engine import ENGINES
 from lightning_obs.errors import CalibrationError, refuse, require_no_failure, warn
 from lightning_obs.files.write import require_room, whole_folder
 from lightning_obs.forward.attention import marked_as_hooked
-from lightning_obs.model.checksums import changed_since
+from lightning_obs.model.checksums import require_ready
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.weight import in_shards, register_fsdp_units
-from lightning_obs.model.wrappers import adopt_adapters, refuse_unmerged, unwrapped, without_adapters, without_wrappers
+from lightning_obs.model.wrappers import adopt_adapters, unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import routers
 from lightning_obs.ranks.collectives import gather_objects
 from lightning_obs.schemes.planned_modules import PlannedModule
@@ -74,11 +74,6 @@ def export_checkpoint(
 
 
 def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> Path:
-    if next(calibrated_modules(model), None) is None:
-        raise CalibrationError(
-            f"{type(model).__name__} was not calibrated, there is nothing to export",
-            remedy="run CalibrationSession or CalibrationCallback on it first.",
-        )
     refuse(
         [n for n, m in calibrated_modules(model) if "weight" in vars(m)],  # a plain attribute, no parameter
         "the weight is computed from others (pruning, weight_norm) and cannot be stored",
@@ -89,40 +84,18 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> 
         "these adapters cannot be merged into a weight here",
         remedy="model.merge_and_unload() of peft first; the quantization parameters stay on the merged layers.",
     )
-    stale = changed_since(model)
-    refuse(
-        stale,
-        f"{len(stale)} parameters and buffers have changed since the model was calibrated",
-        remedy="calibrate the model as it is now (trainer.validate with the callback), then export.",
-    )
     sharded = any(map(in_shards, model.modules()))
-    if sharded:
-        refuse_unmerged(model, "a checkpoint of sharded weights")
+    require_ready(model, merged_for="a checkpoint of sharded weights" if sharded else None)
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
         stack.enter_context(without_adapters(model))
         partial = _open(stack, model, folder, overwrite, sharded)
         tensors = compressed_state_dict(model, partial is not None)
         if partial is not None:
-            _warn_if_not_smaller(model, tensors, sharded)
+            if not sharded:
+                _warn_if_not_smaller(model, tensors)
             require_room(partial, sum(value.nbytes for value in tensors.values()))
             _write(model, partial, tensors, tokenizer)
     return folder
-
-
-def _warn_if_not_smaller(model: nn.Module, tensors: Mapping[str, torch.Tensor], sharded: bool) -> None:
-    weights = [scheme for _, m in calibrated_modules(model) if (scheme := get_scheme(m)) is not None and scheme.weights]
-    stored, plain = _distinct_bytes(tensors), _distinct_bytes(model.state_dict())
-    if weights and not sharded and stored >= plain:
-        warn(
-            f"the checkpoint is not smaller than the model: {stored:,} bytes, {plain:,} in full precision. "
-            "Quantize more of it (`targets`), or with fewer scales (a larger group size)."
-        )
-
-
-def _distinct_bytes(tensors: Mapping[str, Any]) -> int:
-    """Tied tensors are stored once."""
-    places = {t.data_ptr() or name: t.nbytes for name, t in tensors.items() if isinstance(t, torch.Tensor)}
-    return sum(places.values())
 
 
 def _open(stack: ExitStack, model: nn.Module, folder: Path, overwrite: bool, sharded: bool) -> Path | None:
@@ -147,46 +120,85 @@ def _open(stack: ExitStack, model: nn.Module, folder: Path, overwrite: bool, sha
     return partial
 
 
+def _warn_if_not_smaller(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    # Tied tensors are stored once.
+    stored, plain = (
+        sum({value.data_ptr() or name: value.nbytes for name, value in held.items()}.values())
+        for held in (tensors, {n: v for n, v in model.state_dict().items() if isinstance(v, torch.Tensor)})
+    )
+    weighted = any((scheme := get_scheme(m)) is not None and scheme.weights for _, m in calibrated_modules(model))
+    if weighted and stored >= plain:
+        warn(
+            f"the checkpoint is not smaller than the model: {stored:,} bytes, {plain:,} in full precision. "
+            "Quantize more of it (`targets`), or with fewer scales (a larger group size)."
+        )
+
+
+# ---------------------------------------------------------------------- tensors and config
+
+
 def _write(model: nn.Module, folder: Path, tensors: dict[str, torch.Tensor], tokenizer: Any) -> None:
-    compressor = _model_compressor(model)
+    queries = [module for _, module in calibrated_modules(model) if "q" in quantized_states(module)]
+    with marked_as_hooked(model, queries) if queries else nullcontext():
+        compressor = ModelCompressor.from_pretrained_model(model)
+    config = compressor.quantization_config
+    config.quantization_status = QuantizationStatus.COMPRESSED
     if is_transformers_model(model):
         _save_pretrained(model, folder, tensors)
     else:
         save_file(_unshared(tensors), folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    add_stored_names(compressor.quantization_config, model, _tensor_names(folder))
+    _name_modules(config, model, {name for file in folder.glob("*.safetensors") for name in _tensor_names(file)})
     compressor.update_config(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
 
 
-def _tensor_names(folder: Path) -> list[str]:
-    names: list[str] = []
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            names += tensors.keys()
-    return names
+def _tensor_names(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())
 
 
-def _model_compressor(model: nn.Module) -> ModelCompressor:
-    with marked_as_hooked(model, [m for _, m in calibrated_modules(model) if "q" in quantized_states(m)]):
-        compressor = ModelCompressor.from_pretrained_model(model)
-    compressor.quantization_config.quantization_status = QuantizationStatus.COMPRESSED
-    compressor.quantization_config.ignore = _ignored(model, compressor.quantization_config)
-    return compressor
+def _name_modules(config: QuantizationConfig, model: nn.Module, tensors: Set[str]) -> None:
+    """Let ``ignore`` and ``targets`` hold the names by which each reader of the checkpoint finds its modules.
 
+    transformers looks up the names and classes of its own modules. Another engine may look up other names, and have
+    other classes. vLLM looks up the names of the stored tensors, which differ in two places: transformers renames
+    modules on loading (Mixtral's experts are ``mlp.experts`` there, ``block_sparse_moe.experts`` in the file), and
+    experts in one 3-D parameter are stored one by one. vLLM silently reads a module that it does not find in ``ignore``
+    as quantized.
 
-def _ignored(model: nn.Module, config: QuantizationConfig) -> list[str]:
-    """compressed-tensors' list, and what it leaves out although a reader would look for scales there."""
-    ignored = list(config.ignore or [])
+    Args:
+        config: compressed-tensors' own; its groups are replaced, not changed, since modules hold them.
+        model: that is exported.
+        tensors: names of the stored tensors.
+    """
+    engines = ENGINES.values() if is_transformers_model(model) else ()
+    own, calibrated = dict(model.named_modules()), dict(calibrated_modules(model))
     targets = [target for group in config.config_groups.values() for target in getattr(group, "targets", [])]
-    # It lists by class, of which it knows some quantized module; readers match by inheritance and by patterns, too.
+    # compressed-tensors lists by class, of which it knows some quantized module; readers match by inheritance and by
+    # patterns, too.
     left = [
         name
-        for name, module in match_named_modules(model, targets, ignored)
-        if get_scheme(module) is None and holds_parameters(module)
+        for name, module in match_named_modules(model, targets, config.ignore or [])
+        if name not in calibrated and holds_parameters(module)
     ]
+    modules = {name.removesuffix(".weight") for name in tensors if name.endswith(".weight")} - own.keys()
+    unknown = [m for m in sorted(modules) if not {f"{m}.weight_packed", f"{m}.weight_scale"} & tensors]
     # Here a router may be a bare parameter; vLLM has a Linear there.
-    return list(dict.fromkeys([*ignored, *left, *routers(model)]))
+    ignore = dict.fromkeys([*(config.ignore or []), *left, *routers(model), *unknown])
+    ignored = [name for name in ignore if name in own]
+    for engine in engines:
+        ignore |= dict.fromkeys(engine.config_names(model, ignored).values())
+    config.ignore = list(ignore)
+    for key, group in config.config_groups.items():
+        assert isinstance(group, QuantizationScheme)
+        members, named = [name for name, m in calibrated.items() if get_scheme(m) == group], list(group.targets)
+        for engine in engines:
+            for name, stored in engine.config_names(model, members).items():
+                found = is_match(stored, own[name], named) and engine.matches_class(model, own[name])
+                if not found and not is_match(stored, nn.Identity(), named):  # by name or pattern, not by class
+                    named.append(stored)
+        config.config_groups[key] = group.model_copy(update={"targets": named})
 
 
 def _save_pretrained(model: Any, folder: Path, tensors: dict[str, torch.Tensor]) -> None:

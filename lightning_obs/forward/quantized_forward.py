@@ -30,7 +30,7 @@ from compressed_tensors.quantization import set_forward_quantized
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_obs.errors import CalibrationError, name_list, warn
+from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.attention import find_owner, hooked_attention, register_state_change
 from lightning_obs.forward.calls import replace_input
 from lightning_obs.forward.compile_stance import run_eagerly
@@ -45,7 +45,7 @@ from lightning_obs.forward.quantized_tensors import (
     weight_in_use,
 )
 from lightning_obs.model.additions import add, keep_hook_out, set_attributes
-from lightning_obs.model.checksums import changed_since
+from lightning_obs.model.checksums import not_ready
 from lightning_obs.model.qparams import calibrated_modules, quantized_states, read_qparams
 from lightning_obs.model.wrappers import adapters_of, refuse_unmerged
 
@@ -83,13 +83,9 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
         ...     _ = model(torch.ones(1, 4))
     """
     refuse_unmerged(model, "quantized()")
-    if next(calibrated_modules(model), None) is None:
-        warn(f"quantized() runs {type(model).__name__} in full precision: it was not calibrated")
-    elif changed := changed_since(model):
-        warn(
-            f"quantized() runs {type(model).__name__} with scales that are older than {len(changed)} of its parameters "
-            f"and buffers: {name_list(changed)}. Calibrate the model as it is now."
-        )
+    problem = not_ready(model)
+    if problem is not None:
+        warn(f"quantized() gives other numbers than a checkpoint would: {problem}")
     with _claimed(model), ExitStack() as stack:
         attention: dict[nn.Module, dict[nn.Module, tuple[str, ...]]] = {}
         for _, module in list(calibrated_modules(model)):

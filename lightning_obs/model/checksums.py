@@ -1,4 +1,4 @@
-"""Whether parameters are still the ones that were calibrated: checksums of them, on their modules.
+"""Whether a model is as it was calibrated, by checksums of its parameters on their modules.
 
 A module keeps those of its own parameters and buffers, so they survive whatever renames or replaces modules around it.
 The parts that ranks hold add up to the checksum of the whole, whatever shards it
@@ -15,15 +15,46 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_obs.errors import CalibrationError
+from lightning_obs.model.qparams import CHECKSUMS, calibrated_modules
 from lightning_obs.model.weight import part_here, place_of, reshard
-from lightning_obs.model.wrappers import adapters_of, without_wrappers
+from lightning_obs.model.wrappers import adapters_of, refuse_unmerged, without_wrappers
 from lightning_obs.numerics.checksum import checksum
 from lightning_obs.ranks.collectives import all_ranks_answer
 
 #: a module and the name of one of its own parameters or buffers
 Place: TypeAlias = tuple[nn.Module, str]
-#: the attribute of a module that holds those of its own parameters and buffers
-CHECKSUMS = "calibrated_checksums"
+
+
+def require_ready(model: nn.Module, merged_for: str | None = None) -> None:
+    """Refuse a model that is not as it was calibrated (:func:`not_ready`).
+
+    Args:
+        model: where its parameters are sharded, all ranks must call this.
+        merged_for: the use that needs LoRA adapters merged into their weights.
+    """
+    if merged_for is not None:
+        refuse_unmerged(model, merged_for)
+    problem = not_ready(model)
+    if problem is not None:
+        raise problem
+
+
+def not_ready(model: nn.Module) -> CalibrationError | None:
+    """Why the model is not as it was calibrated: it was not, or has changed since; else None."""
+    if next(calibrated_modules(model), None) is None:
+        return CalibrationError(
+            f"{type(model).__name__} was not calibrated, it is in full precision",
+            remedy="run CalibrationSession or CalibrationCallback on it first.",
+        )
+    changed = changed_since(model)
+    if not changed:
+        return None
+    return CalibrationError(
+        f"{len(changed)} parameters and buffers have changed since the model was calibrated",
+        where=changed,
+        remedy="calibrate the model as it is now (trainer.validate with the callback).",
+    )
 
 
 def checksums(places: Sequence[Place]) -> list[int]:

@@ -28,11 +28,12 @@ from compressed_tensors.quantization import (
 )
 from torch import nn
 
-from lightning_obs.model.checksums import CHECKSUMS
 from lightning_obs.model.kinds import has_kv_cache, kind_of
 from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.numerics.reshape import ATTENTION
 
+#: the attribute of a module that holds the checksums of its own parameters and buffers
+CHECKSUMS = "calibrated_checksums"
 SUFFIXES = ("scale", "zero_point", "global_scale")
 _ARGS = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
 _QPARAMS = tuple(f"{base}_{suffix}" for base in (*_ARGS, *ATTENTION) for suffix in SUFFIXES)

@@ -26,11 +26,10 @@ from torch import nn
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.write import whole_file
 from lightning_obs.forward.quantized_forward import quantize_forward
-from lightning_obs.model.checksums import changed_since
+from lightning_obs.model.checksums import require_ready
 from lightning_obs.model.kinds import from_matrix, kind_of, to_matrix
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
 from lightning_obs.model.weight import in_shards
-from lightning_obs.model.wrappers import refuse_unmerged
 
 #: the first with integers of 4 bits and scales of groups
 _OPSET = 21
@@ -91,17 +90,8 @@ def export_onnx(
 
 
 def _check_model(model: nn.Module) -> None:
+    require_ready(model, merged_for="an ONNX file")
     calibrated = dict(calibrated_modules(model))
-    if not calibrated:
-        raise CalibrationError(
-            f"{type(model).__name__} was not calibrated", remedy="run CalibrationSession or CalibrationCallback first."
-        )
-    refuse_unmerged(model, "an ONNX file")
-    refuse(
-        changed_since(model),
-        "parameters and buffers have changed since the model was calibrated",
-        remedy="calibrate the model as it is now, then export.",
-    )
     if model.training:
         raise CalibrationError(f"{type(model).__name__} is in training mode", remedy="model.eval() first.")
     refuse(
