@@ -20,7 +20,7 @@ from lightning_obs.checkpoint.patterns import refuse_slow_patterns
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.contents import refuse_damage
 from lightning_obs.files.read import naming, read_json
-from lightning_obs.files.staging import settle_dead
+from lightning_obs.files.write import settle_dead
 from lightning_obs.forward.quantized_forward import quantize_for_good
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.qparams import write_qparams

@@ -48,11 +48,9 @@ def foreign(folder: Path) -> list[str]:
         own = _contents(folder)
     except CalibrationError:
         own = {}
-    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
-    if own:
-        del found[CONTENTS_FILE]
-    added = sorted(found.keys() - own.keys())
-    changed = [name for name in sorted(found.keys() & own.keys()) if own[name] != _checksum(found[name])]
+    found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+    added = [name for name in found if name not in own and not (own and name == CONTENTS_FILE)]
+    changed = [name for name in found if name in own and own[name] != _checksum(folder / name)]
     return [*added, *(f"{name} (changed since)" for name in changed)]
 
 

@@ -193,7 +193,7 @@ def test_whatever_ends_it_at_a_rename_one_whole_checkpoint_is_there(
 
     monkeypatch.setattr(os, "rename", interrupted)
     if not can_exchange:
-        monkeypatch.setattr("lightning_obs.files.staging._exchange", lambda one, other: False)
+        monkeypatch.setattr("lightning_obs.files.write._exchange", lambda one, other: False)
     with suppress(KeyboardInterrupt, CalibrationError):
         export_checkpoint(model, out, overwrite=True)
     assert loads(out)

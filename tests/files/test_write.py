@@ -9,8 +9,7 @@ import pytest
 
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from lightning_obs.files.contents import CONTENTS_FILE, write_contents
-from lightning_obs.files.staging import Staging, settle_dead
-from lightning_obs.files.write import whole_file, write_text
+from lightning_obs.files.write import Staging, settle_dead, whole_file, write_text
 
 
 def hidden(folder):
@@ -73,7 +72,7 @@ def test_missing_parents_are_made_and_lone_surrogates_escaped(tmp_path):
 def killed(folder, *lines):
     """Run lines in a process that is then killed, with a writer of the name `out` in hand."""
     code = [
-        "import os; from pathlib import Path; from lightning_obs.files.staging import Staging",
+        "import os; from pathlib import Path; from lightning_obs.files.write import Staging",
         f"writer = Staging(Path({str(folder / 'out')!r}))",
         *lines,
         "os.kill(os.getpid(), 9)",
