@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.kinds import count_tokens, from_matrix, to_matrix
-from lightning_obs.model.qparams import get_scheme, scheme_args
+from lightning_obs.model.qparams import args_of
 from lightning_obs.model.weight import full_weight
 from lightning_obs.numerics.fake_quantize import fake_quantize as fake_quantize_with
 from lightning_obs.numerics.fake_quantize import fake_quantize_dynamic, learned_scale
@@ -120,7 +120,7 @@ def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> tor
         for it, its range is not known yet, it is switched off, or it is a weight that is on the grid already.
     """
     quantization = getattr(module, STATE, DEFAULT)
-    args = _args(module, base_name) if _is_on(module, quantization.switch, base_name) else None
+    args = args_of(module, base_name) if _is_on(module, quantization.switch, base_name) else None
     if args is None or not has_range(module, base_name, args):
         return value
     if quantization.switch.writer is not None:
@@ -144,13 +144,6 @@ def _is_on(module: nn.Module, switch: Switch, base_name: str) -> bool:
         return switch.activations
     on_the_grid = getattr(module, "quantization_status", None) in _ON_THE_GRID
     return switch.weights and (switch.writer is not None or not on_the_grid)
-
-
-def _args(module: nn.Module, base_name: str) -> QuantizationArgs | None:
-    scheme = get_scheme(module)
-    if scheme is None or base_name in ATTENTION:
-        return None if scheme is None else scheme.input_activations
-    return dict(scheme_args(scheme)).get(base_name)
 
 
 def has_range(module: nn.Module, base_name: str, args: QuantizationArgs) -> bool:

@@ -53,6 +53,12 @@ def scheme_args(scheme: QuantizationScheme) -> Iterator[tuple[str, QuantizationA
             yield base_name, args
 
 
+def args_of(module: nn.Module, base_name: str) -> QuantizationArgs | None:
+    """What a calibrated module's scheme says of one of its tensors; ``input_activations`` stands for attention's."""
+    scheme = get_scheme(module)
+    return None if scheme is None else getattr(scheme, _ARGS.get(base_name, "input_activations"))
+
+
 def get_scheme(module: nn.Module) -> QuantizationScheme | None:
     """The scheme that a module was calibrated with, or None."""
     return getattr(module, "quantization_scheme", None)
@@ -87,7 +93,13 @@ def write_qparams(module: nn.Module, scheme: QuantizationScheme, qparams: dict[s
         qparams: ``{"weight_scale": ..., "input_scale": ...}``, of an attention module ``{"k_scale": ...}``. They are
             copied, see :func:`as_stored`.
     """
-    scheme = _copy(scheme)
+    # A copy of its own; pydantic's deep copy takes longer than the rest of calibrating a module.
+    own = {
+        field: args.model_copy(update={"observer_kwargs": copy(args.observer_kwargs)})
+        for field in _ARGS.values()
+        if (args := getattr(scheme, field)) is not None
+    }
+    scheme = scheme.model_copy(update={**own, "targets": copy(scheme.targets)})
     qparams = as_stored(module, qparams)
     _clear(module)
     for name, value in qparams.items():
@@ -117,34 +129,19 @@ def storage_format(kind: type[nn.Module], scheme: QuantizationScheme) -> str:
     return str(infer_module_format(kind, scheme).value)
 
 
-def _copy(scheme: QuantizationScheme) -> QuantizationScheme:
-    """A scheme of the module's own; pydantic's deep copy of it takes longer than the rest of calibrating a module."""
-    own = {
-        field: args.model_copy(update={"observer_kwargs": copy(args.observer_kwargs)})
-        for field in _ARGS.values()
-        if (args := getattr(scheme, field)) is not None
-    }
-    return scheme.model_copy(update={**own, "targets": copy(scheme.targets)})
-
-
 def as_stored(module: nn.Module, qparams: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies of quantization parameters as the module will hold them.
 
     They are on its weight's device (attention: its first parameter's). Scales are in the weight's dtype, as
     compressed-tensors stores them, global scales in float32.
     """
-    home = qparams_home(module)
-    return {name: _stored(name, value, home) for name, value in qparams.items()}
-
-
-def _stored(name: str, value: torch.Tensor, home: torch.Tensor | None) -> torch.Tensor:
-    value = value.detach()
-    if home is None:
-        return value.clone()
-    dtype = home.dtype if name.endswith("_scale") and not name.endswith("_global_scale") else value.dtype
-    if not dtype.is_floating_point and name.endswith("_scale"):
-        dtype = value.dtype
-    return value.to(device=home.device, dtype=dtype, copy=True)
+    home, stored = qparams_home(module), {}
+    for name, value in qparams.items():
+        in_weights_dtype = name.endswith("_scale") and not name.endswith("_global_scale")
+        dtype = home.dtype if home is not None and home.is_floating_point() and in_weights_dtype else value.dtype
+        device = value.device if home is None else home.device
+        stored[name] = value.detach().to(device=device, dtype=dtype, copy=True)
+    return stored
 
 
 def read_qparams(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -176,8 +173,7 @@ def _clear(module: nn.Module) -> None:
         if name in known or name not in module._parameters:  # a parameter of another name would be the model's own
             delattr(module, name)
     for name in _SCHEME:
-        if name in vars(module):
-            delattr(module, name)
+        vars(module).pop(name, None)
 
 
 def calibration_of(model: nn.Module, only: Collection[nn.Module] | None = None) -> Calibration:
@@ -198,8 +194,7 @@ def calibration_of(model: nn.Module, only: Collection[nn.Module] | None = None) 
 def qparams_of(calibration: Calibration, module: nn.Module) -> dict[str, torch.Tensor]:
     """The quantization parameters of one module in a :func:`calibration_of`; none if it is not in it."""
     plain, buffers = calibration.get(module, ({}, {}))
-    own = {**plain, **buffers}
-    return {name: own[name] for name in _QPARAMS if isinstance(own.get(name), torch.Tensor)}
+    return {n: v for n, v in {**plain, **buffers}.items() if n in _QPARAMS and isinstance(v, torch.Tensor)}
 
 
 def put_back(calibration: Calibration) -> None:
