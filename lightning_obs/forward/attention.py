@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,27 +48,21 @@ def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[st
     Raises:
         CalibrationError: q of two models with different attention functions at one time.
     """
+    cache, query = (KV_CACHE_ATTR, initialize_hooked_kv_cache), (IMPL_ATTR, initialize_hooked_attention)
     with ExitStack() as stack:
         if any("q" in states for states in modules.values()):
-            stack.enter_context(_shared(_functions, model, partial(_attention_function, model)))
+            stack.enter_context(_shared(_FUNCTION, model, _attention_function(model)))
         for module, states in modules.items():
-            stack.enter_context(_shared(_caches, module, partial(_hooked_cache, model, module)))
-            if "q" in states:
-                stack.enter_context(_shared(_queries, module, partial(_hooked_query, model, module)))
+            for name, initialize in (cache, query) if "q" in states else (cache,):
+                stack.enter_context(_shared(name, module, _hooked(model, module, name, initialize)))
             stack.enter_context(_switched_off(module))
         yield
 
 
 def register_state_hook(module: nn.Module, base_name: str, hook: Callable[[torch.Tensor], None]) -> Callable[[], None]:
-    """Call ``hook`` with q, k (both after rotary embedding) or v, ``(batch, heads, tokens, head_dim)``.
+    """Call ``hook`` with q, k (both after rotary embedding) or v, ``(batch, heads, tokens, head_dim)``, unquantized.
 
-    Args:
-        module: inside :func:`hooked_attention`.
-        base_name: q, k or v.
-        hook: sees it before it is quantized, and cannot change it.
-
-    Returns:
-        Removes the hook.
+    The module is inside :func:`hooked_attention`. Returns what removes the hook.
     """
 
     def observe(_: nn.Module, value: torch.Tensor) -> None:
@@ -85,15 +78,9 @@ def register_state_hook(module: nn.Module, base_name: str, hook: Callable[[torch
 def register_state_change(
     module: nn.Module, base_name: str, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[], None]:
-    """Let ``change`` replace q, k or v where it is read, after every hook of :func:`register_state_hook` has seen it.
+    """Let ``change`` replace q, k or v where it is read, after every :func:`register_state_hook` has seen it.
 
-    Args:
-        module: inside :func:`hooked_attention`.
-        base_name: q, k or v.
-        change: not called if the module's quantization was switched off before.
-
-    Returns:
-        Removes the hook.
+    It is not called if the module's quantization was switched off before. Returns what removes the hook.
     """
 
     def replace(_: nn.Module, value: torch.Tensor) -> torch.Tensor:
@@ -140,41 +127,45 @@ def find_owner(root: nn.Module, module: nn.Module) -> nn.Module:
 
 # ---------------------------------------------------------------------- entered by the first, left by the last
 
-_Open = weakref.WeakKeyDictionary[nn.Module, tuple[int, ExitStack]]
-_caches: _Open = weakref.WeakKeyDictionary()
-_queries: _Open = weakref.WeakKeyDictionary()
-_functions: _Open = weakref.WeakKeyDictionary()
+_FUNCTION = "attention function"
+#: what is entered -> module -> (how many blocks it is in, what the last one to leave closes)
+_open: dict[str, weakref.WeakKeyDictionary[nn.Module, tuple[int, ExitStack]]] = {
+    name: weakref.WeakKeyDictionary() for name in (KV_CACHE_ATTR, IMPL_ATTR, _FUNCTION)
+}
 #: module -> (how many blocks it is in, what ``quantization_enabled`` was)
 _users: weakref.WeakKeyDictionary[nn.Module, tuple[int, Any]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
-def _shared(opened: _Open, key: nn.Module, make: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    count, stack = opened.get(key) or (0, ExitStack())
+def _shared(name: str, key: nn.Module, block: AbstractContextManager[None]) -> Iterator[None]:
+    count, stack = _open[name].get(key) or (0, ExitStack())
     if count == 0:
-        stack.enter_context(make())
-    opened[key] = (count + 1, stack)
+        stack.enter_context(block)
+    _open[name][key] = (count + 1, stack)
     try:
         yield
     finally:
-        count, stack = opened[key]
-        opened[key] = (count - 1, stack)
-        if count == 1:
-            del opened[key]
+        count, stack = _open[name].pop(key)
+        if count > 1:
+            _open[name][key] = (count - 1, stack)
+        else:
             stack.close()
 
 
 @contextmanager
-def _hooked_cache(model: nn.Module, module: nn.Module) -> Iterator[None]:
-    if hasattr(module, KV_CACHE_ATTR):  # loaded from a quantized checkpoint: not ours to take out
+def _hooked(
+    model: nn.Module, module: nn.Module, name: str, initialize: Callable[[nn.Module, nn.Module], None]
+) -> Iterator[None]:
+    """compressed-tensors' module under ``name`` in an attention module."""
+    if hasattr(module, name):  # loaded from a quantized checkpoint: not ours to take out
         yield
         return
     before = set(module._forward_pre_hooks)
-    initialize_hooked_kv_cache(model, module)
+    initialize(model, module)
     hooks = module._forward_pre_hooks.keys() - before  # compressed-tensors drops their handles
 
     def take_out(own: dict[str, Any]) -> None:
-        own["_modules"].pop(KV_CACHE_ATTR, None)
+        own["_modules"].pop(name, None)
         for hook in hooks:
             own["_forward_pre_hooks"].pop(hook, None)
             own["_forward_pre_hooks_with_kwargs"].pop(hook, None)
@@ -187,37 +178,33 @@ def _hooked_cache(model: nn.Module, module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _hooked_query(model: nn.Module, module: nn.Module) -> Iterator[None]:
-    if hasattr(module, IMPL_ATTR):
-        yield
-        return
-    initialize_hooked_attention(model, module)
-    undo = add(module, lambda own: own["_modules"].pop(IMPL_ATTR, None))
-    try:
-        yield
-    finally:
-        undo()
-
-
-@contextmanager
 def _attention_function(model: Any) -> Iterator[None]:
     """compressed-tensors sets the function of the whole model, and remembers the original one in one place for all."""
-    used = model.config._attn_implementation
-    others = [other for other in _functions if other is not model]
-    if others and QuantizedAttentionImpl._original_impl != used:
+    used, original = model.config._attn_implementation, QuantizedAttentionImpl._original_impl
+    others = [other for other in _open[_FUNCTION] if other is not model]
+    if others and original != used:
         raise CalibrationError(
             "q is observed or quantized in two models with different attention functions at one time",
             where=[type(other).__name__ for other in others],
-            got=f"{QuantizedAttentionImpl._original_impl} and {used}",
+            got=f"{original} and {used}",
             remedy="do one after the other, or load both with the same attn_implementation.",
         )
-    original = QuantizedAttentionImpl._original_impl
     configs = [(config, config._attn_implementation) for config in _configs(model)]
-    plain = _PlainConfigs(configs)
+    plain = {id(config): copy(config) for config, _ in configs}
+
+    def put_plain(own: dict[str, Any]) -> None:
+        """Let copies of the modules that share the configs have them with the attention function of before."""
+        for config, _ in configs:
+            vars(plain[id(config)]).update(vars(config))
+        for held in (own, *(config.__dict__ for config in plain.values())):
+            held.update({name: plain[id(value)] for name, value in held.items() if id(value) in plain})
+        for config, implementation in configs:
+            plain[id(config)]._attn_implementation = implementation
+
     with ExitStack() as stack:
         for module in model.modules():
             if hasattr(module, "config"):
-                stack.callback(add(module, plain, lambda: None))
+                stack.callback(add(module, put_plain, lambda: None))
         try:
             yield
         finally:
@@ -226,36 +213,16 @@ def _attention_function(model: Any) -> Iterator[None]:
             QuantizedAttentionImpl._original_impl = original
 
 
-class _PlainConfigs:
-    """Configs with the attention function that they had, for copies of the modules that share them."""
-
-    def __init__(self, configs: list[tuple[Any, str]]) -> None:
-        self.configs = configs
-        self.plain = {id(config): copy(config) for config, _ in configs}
-
-    def __call__(self, own: dict[str, Any]) -> None:
-        """Put them into a module's ``__dict__``."""
-        for config, _ in self.configs:
-            vars(self.plain[id(config)]).update(vars(config))
-        for held in (own, *(config.__dict__ for config in self.plain.values())):
-            held.update({name: self.plain[id(value)] for name, value in held.items() if id(value) in self.plain})
-        for config, implementation in self.configs:
-            self.plain[id(config)]._attn_implementation = implementation
-
-
 def _configs(model: Any) -> list[Any]:
     """The configs of a model and of the models in it, parents first."""
-    visited: dict[int, Any] = {}
-
-    def visit(config: Any) -> None:
-        if config is not None and id(config) not in visited and hasattr(config, "_attn_implementation"):
-            visited[id(config)] = config
-            for name in getattr(config, "sub_configs", {}):
-                visit(getattr(config, name, None))
-
-    for module in model.modules():
-        visit(getattr(module, "config", None))
-    return list(visited.values())
+    found: dict[int, Any] = {}
+    waiting = [getattr(module, "config", None) for module in model.modules()]
+    while waiting:
+        config = waiting.pop(0)
+        if hasattr(config, "_attn_implementation") and id(config) not in found:
+            found[id(config)] = config
+            waiting = [*(getattr(config, name, None) for name in getattr(config, "sub_configs", {})), *waiting]
+    return list(found.values())
 
 
 @contextmanager
