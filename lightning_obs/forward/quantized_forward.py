@@ -62,9 +62,8 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
 
     Weights and activations of calibrated modules are quantized and dequantized at each forward, to the numbers of
     compressed-tensors' own functions, so what comes out is what the exported checkpoint gives. Weights are not changed.
-    Blocks nest; the forward of every module is back as it was afterwards, also after an exception. No calibration
-    observes what runs inside, so ``validation_step`` can log a metric of the quantized model. A copy that is made
-    inside has the scales and runs in full precision, until it is run in a block of its own.
+    Blocks nest. No calibration observes what runs inside, so ``validation_step`` can log a metric of the quantized
+    model. A copy that is made inside has the scales and runs in full precision, until it is run in a block of its own.
 
     A :class:`CalibrationWarning` says that nothing was calibrated, so that the model runs in full precision, or which
     parameters have changed since, so that these are not the numbers of a checkpoint. Where weights are sharded, all
@@ -154,9 +153,10 @@ def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool
         adapters = adapters_of(module)
         if adapters is not None:
             # Hooks of the base layer see what they would see after merging: the adapters' sum is a part of its weight.
-            stack.callback(set_attributes(adapters, forward=partial(_adapted_forward, adapters)))
+            stack.callback(set_attributes(adapters, forward=module.__call__))
         if output:
-            stack.callback(keep_hook_out(module, module.register_forward_hook(_quantize_output_by_hook)))
+            hook = module.register_forward_hook(lambda module, args, output: _quantize_output(module, output))
+            stack.callback(keep_hook_out(module, hook))
         return stack.pop_all().close
 
 
@@ -178,8 +178,7 @@ def fake_quantized_states(
             mine = Quantization(switch)
             stack.callback(set_attributes(module, **{STATE: mine}))
             for name in names:
-                change = partial(_fake_quantize_state, module, name, mine)
-                stack.callback(register_state_change(module, name, change))
+                stack.callback(register_state_change(module, name, partial(_fake_quantize_state, module, name, mine)))
         yield
 
 
@@ -193,9 +192,13 @@ def _quantized_attributes(
 ) -> dict[str, Any]:
     """The attributes with which an instance runs quantized."""
     outer = getattr(module, STATE, None)  # of a block around this one: quantizing twice is not the same
-    before = _own_forward(module) if outer is None else outer.before
-    if outer is not None:
-        output_by_hook, trainable = output_by_hook or outer.output_by_hook, trainable and outer.trainable
+    if outer is None:
+        before = vars(module).get("forward")
+        if getattr(before, "__code__", before) in set_forward_quantized.__code__.co_consts:
+            before = None  # compressed-tensors' quantized forward stands for the class's
+    else:
+        before, trainable = outer.before, trainable and outer.trainable
+        output_by_hook = output_by_hook or outer.output_by_hook
     quantization = Quantization(switch, before, output_by_hook, trainable)
     plain_linear = before is None and type(module).forward is nn.Linear.forward
     function: Callable[..., Any] = _linear_forward if plain_linear else _forward
@@ -204,17 +207,11 @@ def _quantized_attributes(
     return {STATE: quantization, "forward": forward}
 
 
-def _own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The instance's own forward, if it has one; compressed-tensors' quantized one stands for the class's."""
-    forward = vars(module).get("forward")
-    code = getattr(forward, "__code__", None)
-    return None if code is not None and code in set_forward_quantized.__code__.co_consts else forward
-
-
 def _move_qparams(module: nn.Module) -> None:
+    """To the device of its weight."""
     with torch.inference_mode(False):
         for name, value in read_qparams(module).items():
-            setattr(module, name, value)  # on the module's device
+            setattr(module, name, value)
 
 
 def _register_qparams(module: nn.Module) -> list[str]:
@@ -268,14 +265,6 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if masked is not None:
             own["weight"] = masked
     return output if quantization.output_by_hook else _quantize_output(self, output)
-
-
-def _adapted_forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return self.base_layer(x, *args, **kwargs)  # type: ignore[operator]
-
-
-def _quantize_output_by_hook(module: nn.Module, args: Any, output: Any) -> Any:
-    return _quantize_output(module, output)
 
 
 def _quantize_output(module: nn.Module, output: Any) -> Any:
