@@ -107,25 +107,16 @@ def _decompressed(target: PlannedModule, state: dict[str, torch.Tensor], folder:
     """Put the dequantized weight into ``state``, in place of the compressed entries, and return the qparams."""
     module, scheme, prefix = target.module, target.scheme, f"{target.name}." if target.name else ""
     own = {key: value for key, value in module.state_dict().items() if "." not in key}
-    local = {key[len(prefix) :]: state[key] for key in state if key.rpartition(".")[0] == target.name}
-    _require_entries(target, own, local, folder)
+    keys = [key for key in state if key.rpartition(".")[0] == target.name]
+    local = {key[len(prefix) :]: state.pop(key) for key in keys}
+    # Of other names, shapes or formats than the module itself, compressed, would have.
+    expected = compress_entries(module, own | _any_qparams(target), scheme)
+    _refuse_other(
+        {prefix + k: _form(v) for k, v in local.items()}, {prefix + k: _form(v) for k, v in expected.items()}, folder
+    )
     local = decompress_entries(module, local, scheme)
-    for key in [key for key in state if key.rpartition(".")[0] == target.name]:
-        del state[key]
     state.update({prefix + key: local[key].to(own[key].dtype) for key in own.keys() & local.keys()})
     return {key: value for key, value in local.items() if key not in own and key.endswith(("scale", "zero_point"))}
-
-
-def _require_entries(target: PlannedModule, own: _Tensors, local: _Tensors, folder: Path) -> None:
-    """Refuse entries of other names, shapes or formats than those that the module itself, compressed, would have."""
-    expected = compress_entries(target.module, own | _any_qparams(target), target.scheme)
-    prefix = f"{target.name}." if target.name else ""
-    misfits = []
-    for name in sorted(expected.keys() | local.keys()):
-        here, there = (None if one is None else _form(one) for one in (local.get(name), expected.get(name)))
-        if here != there:
-            misfits.append(f"{prefix}{name} is {here or 'missing'} instead of {there or 'absent'}")
-    _refuse_misfits(misfits, folder)
 
 
 def _any_qparams(target: PlannedModule) -> dict[str, torch.Tensor]:
@@ -149,25 +140,22 @@ def _require_fit(
 ) -> None:
     """Refuse what is missing, left over, of other shapes, or no quantization parameter."""
     _refuse_misfits([m for target in targets for m in find_misfits(target, stored[target.name])], folder)
-    whole = model.state_dict()
-    _add_tied(model, state)
-    misfits = []
-    for name in sorted(whole.keys() | state.keys()):
-        here, there = (tuple(one[name].shape) if name in one else None for one in (state, whole))
-        if here != there:
-            misfits.append(f"{name} is {here or 'missing'} instead of {there or 'absent'}")
-    _refuse_misfits(misfits, folder)
-
-
-def _add_tied(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """transformers stores tied weights once."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    for tied in names.values():
+    for tied in names.values():  # transformers stores tied weights once
         first = next((name for name in tied if name in state), None)
         if first is not None:
             state.update({name: state[first] for name in tied if name not in state})
+    here, there = ({n: str(tuple(value.shape)) for n, value in one.items()} for one in (state, model.state_dict()))
+    _refuse_other(here, there, folder)
+
+
+def _refuse_other(here: dict[str, str], there: dict[str, str], folder: Path) -> None:
+    names = [name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]
+    _refuse_misfits(
+        [f"{name} is {here.get(name, 'missing')} instead of {there.get(name, 'absent')}" for name in names], folder
+    )
 
 
 def _refuse_misfits(misfits: list[str], folder: Path) -> None:
