@@ -15,7 +15,6 @@ from typing import Any
 
 from lightning_obs.errors import CalibrationError
 
-_PREFIX = "re:"  # of compressed-tensors
 #: for all patterns of a config together
 SECONDS = 10.0
 _MATCH = """
@@ -29,15 +28,9 @@ for pattern in patterns:
 
 
 def refuse_slow_patterns(config: Any, names: Sequence[str], file: Path) -> None:
-    """Refuse a quantization config with a pattern that takes too long.
+    """Refuse a quantization config, as it was read from ``file``, with a pattern that takes too long for these names.
 
-    Args:
-        config: as it was read; of any form.
-        names: of the model's modules, which its patterns will be matched with.
-        file: that holds it.
-
-    Raises:
-        CalibrationError: the pattern that did not end in time. What is no pattern at all, its reader refuses.
+    What is no pattern at all, its reader refuses.
     """
     patterns = sorted(set(_patterns(config)))
     if not patterns:
@@ -61,8 +54,8 @@ def refuse_slow_patterns(config: Any, names: Sequence[str], file: Path) -> None:
 
 
 def _patterns(config: Any) -> Iterator[str]:
-    if isinstance(config, str) and config.startswith(_PREFIX):
-        yield config.removeprefix(_PREFIX)
+    if isinstance(config, str) and config.startswith("re:"):
+        yield config.removeprefix("re:")
     elif isinstance(config, (dict, list)):
         for value in [*config, *config.values()] if isinstance(config, dict) else config:
             yield from _patterns(value)

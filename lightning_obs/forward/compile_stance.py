@@ -2,7 +2,7 @@
 
 torch has one stance for the whole process, and its own block restores the stance that it found. Of two blocks that do
 not end in reverse order (a session that is detached inside ``quantized``), the last to end would restore the other's.
-So all blocks share one object beside torch's stance: the first block of it sets the stance, the last restores it.
+So all blocks share one object beside torch's stance: the first block sets the stance, the last restores it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,7 @@ import torch
 
 
 class EagerBlocks:
-    """Blocks that let no compiled graph run. They may end in any order, and run in several threads.
-
-    >>> blocks = EagerBlocks()
-    >>> one, other = blocks.run_eagerly(), blocks.run_eagerly()
-    >>> for block in (one, other):
-    ...     block.__enter__()
-    >>> for block in (one, other):
-    ...     _ = block.__exit__(None, None, None)
-    >>> torch._dynamo.eval_frame._stance.stance
-    'default'
-    """
+    """Blocks that let no compiled graph run. They may end in any order, and run in several threads."""
 
     def __init__(self) -> None:
         self.running = 0  # blocks that have begun and not ended

@@ -11,8 +11,7 @@ more than the original's. The alternative, hooks that do nothing on a copy, woul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import copy
 from functools import partial
 from typing import Any, TypeAlias
@@ -75,9 +74,8 @@ class _Attributes:
     def undo(self, own: dict[str, Any], later: list[TakeOut]) -> None:
         """Restore what was there; an attribute that was set again since is restored by the next who set it."""
         for name in self.names:
-            heirs = (other for other in later if isinstance(other, _Attributes) and name in other.names)
-            heir = next(heirs, None)
-            held = own if heir is None else heir.before
+            heirs = (other.before for other in later if isinstance(other, _Attributes) and name in other.names)
+            held = next(heirs, own)
             held.pop(name, None)
             if name in self.before:
                 held[name] = self.before[name]
@@ -103,40 +101,29 @@ class _Additions:
 
         return remove
 
-    def reduce(self, protocol: Any) -> Any:
-        """The instance's ``__reduce_ex__``."""
-        with self._taken_out():
-            return type(self.module).__reduce_ex__(self.module, protocol)
-
-    def deepcopy(self, memo: Any) -> Any:
-        """The instance's ``__deepcopy__``, where the class has one."""
-        kind: Any = type(self.module)
-        with self._taken_out():
-            return kind.__deepcopy__(self.module, memo)
-
-    @contextmanager
-    def _taken_out(self) -> Iterator[None]:
+    def copied_by(self, name: str, argument: Any) -> Any:
+        """What the class's ``__reduce_ex__`` or ``__deepcopy__`` gives of the module without additions."""
         everything = vars(self.module)
-        own = everything | {name: copy(everything[name]) for name in _TABLES}
+        own = everything | {table: copy(everything[table]) for table in _TABLES}
         for take_out in reversed(self.all):
             take_out(own)
-        for name in _COPYING:
-            own.pop(name, None)
+        for copying in _COPYING:
+            own.pop(copying, None)
         # A shallow copy shares the tables, as ever.
-        own |= {name: everything[name] for name in _TABLES if len(own[name]) == len(everything[name])}
+        own |= {table: everything[table] for table in _TABLES if len(own[table]) == len(everything[table])}
         object.__setattr__(self.module, "__dict__", own)
         try:
-            yield
+            return getattr(type(self.module), name)(self.module, argument)
         finally:
             object.__setattr__(self.module, "__dict__", everything)
 
 
 def _of(module: nn.Module) -> _Additions:
-    found = getattr(vars(module).get("__reduce_ex__"), "__self__", None)
+    found = getattr(getattr(vars(module).get("__reduce_ex__"), "func", None), "__self__", None)
     if isinstance(found, _Additions):
         return found
     additions = _Additions(module)
-    vars(module)["__reduce_ex__"] = additions.reduce
-    if hasattr(type(module), "__deepcopy__"):
-        vars(module)["__deepcopy__"] = additions.deepcopy
+    for name in _COPYING:
+        if hasattr(type(module), name):
+            vars(module)[name] = partial(additions.copied_by, name)
     return additions
