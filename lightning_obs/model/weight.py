@@ -8,14 +8,14 @@ FSDP1 joins the parameters of a unit (what one wrapper holds, without the wrappe
 cuts that into equal lengths, wherever a weight begins or ends. Outside of a forward a module has a one-dimensional
 piece of its weight, on many ranks an empty one. Neither its shape nor the unit that would gather it can be found from
 there: the wrapper stands above the module, often above the model that is calibrated. So while the outermost wrapper is
-at hand, every module gets its unit (:func:`register_fsdp_units`). Only one unit is made whole at a time.
+at hand, every module is told (:func:`register_fsdp_units`). Only one unit is made whole at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,12 +25,13 @@ from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataPa
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.kinds import to_matrix
 from lightning_obs.model.wrappers import add_adapters, inside
 from lightning_obs.ranks.collectives import all_ranks_answer
 
-_UNIT = "flat_unit"
+#: the attribute of a module that holds the places of those of its parameters that FSDP1 shards, by name
+_FLAT = "flat_places"
 
 # ---------------------------------------------------------------------- metadata and data of a weight
 
@@ -113,17 +114,14 @@ class Place:
         first: which element of the whole is the first of a piece of a flat shard.
         groups: of ranks over which the parts add up to the whole; none if this rank has it whole.
         rows: first row, and row after the last, of each rank, where ranks have whole rows in order; else None.
+        unit: the wrapper of FSDP1 that makes it whole.
     """
 
     shape: torch.Size
     first: int = 0
     groups: tuple[dist.ProcessGroup, ...] = ()
     rows: list[tuple[int, int]] | None = None
-
-
-def _flat(module: nn.Module, name: str) -> Place | None:
-    unit = unit_of(module)
-    return None if unit is None else unit.places[module].get(name)
+    unit: FullyShardedDataParallel | None = None
 
 
 def _distributed(module: nn.Module, name: str) -> Place | None:
@@ -142,7 +140,7 @@ def _distributed(module: nn.Module, name: str) -> Place | None:
 
 #: the first that is not None counts
 PLACES: list[Callable[[nn.Module, str], Place | None]] = [
-    _flat,
+    lambda module, name: vars(module).get(_FLAT, {}).get(name),
     _distributed,
     lambda module, name: Place(getattr(module, name).shape),
 ]
@@ -172,21 +170,8 @@ def part_here(module: nn.Module, name: str) -> tuple[torch.Tensor, int]:
 # ---------------------------------------------------------------------- units of FSDP1
 
 
-@dataclass(eq=False)
-class FlatUnit:
-    """The parameters that one wrapper of FSDP1 makes whole together.
-
-    Attributes:
-        wrapper: of the unit.
-        places: of the parameters, by module and by name in the module.
-    """
-
-    wrapper: FullyShardedDataParallel
-    places: dict[nn.Module, dict[str, Place]] = field(default_factory=dict)
-
-
 def register_fsdp_units(root: nn.Module) -> None:
-    """Tell every module under ``root`` which unit of FSDP1 its parameters are in. Without FSDP1 this does nothing.
+    """Tell every module under ``root`` where FSDP1 has put its parameters. Without FSDP1 this does nothing.
 
     Args:
         root: the outermost wrapper, or a module that holds all of them. A model inside of it, once that was called.
@@ -216,23 +201,21 @@ def register_fsdp_units(root: nn.Module) -> None:
         with torch.inference_mode(False):
             outermost.check_is_root()
     for wrapper in wrappers:
-        if _UNIT not in vars(wrapper):
-            vars(wrapper)[_UNIT] = unit = FlatUnit(wrapper)
+        if _FLAT not in vars(wrapper):
+            vars(wrapper)[_FLAT] = {}
             for module, name, place in _flattened(wrapper):
-                vars(module)[_UNIT] = unit
+                places = vars(module).setdefault(_FLAT, {})
                 if wrapper.sharding_strategy != ShardingStrategy.NO_SHARD:  # else the module keeps it whole
-                    unit.places.setdefault(module, {})[name] = place
-    lost = [
-        name
-        for name, module in root.named_modules()
-        if _UNIT not in vars(module) and any(getattr(p, "_fsdp_flattened", False) for p in module.parameters(False))
-    ]
-    if lost:
-        raise CalibrationError(
-            "these parameters are sharded by a wrapper of FSDP1 that is not in the model",
-            where=lost,
-            remedy="give the outermost FullyShardedDataParallel to CalibrationSession.",
-        )
+                    places[name] = place
+    refuse(
+        [
+            name
+            for name, module in root.named_modules()
+            if _FLAT not in vars(module) and any(getattr(p, "_fsdp_flattened", False) for p in module.parameters(False))
+        ],
+        "these parameters are sharded by a wrapper of FSDP1 that is not in the model",
+        remedy="give the outermost FullyShardedDataParallel to CalibrationSession.",
+    )
 
 
 def _flattened(wrapper: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, Place]]:
@@ -243,16 +226,15 @@ def _flattened(wrapper: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, s
     known, group = {}, wrapper.process_group
     assert isinstance(group, dist.ProcessGroup)
     for (name, module, _), shape, here in zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True):
-        known[module, name] = Place(shape, here.intra_param_start_idx or 0, (group,))
+        known[module, name] = Place(shape, here.intra_param_start_idx or 0, (group,), unit=wrapper)
         yield module, name, known[module, name]
     for name, module, _, first_name, first_module, _ in flat._shared_param_infos:
         yield module, name, known[first_module, first_name]
 
 
-def unit_of(module: nn.Module) -> FlatUnit | None:
-    """The unit that holds the module's own parameters, as :func:`register_fsdp_units` found it."""
-    unit = vars(module).get(_UNIT)
-    return unit if isinstance(unit, FlatUnit) and module in unit.places else None
+def unit_of(module: nn.Module) -> FullyShardedDataParallel | None:
+    """The wrapper of FSDP1 that makes the module's own parameters whole, as :func:`register_fsdp_units` found it."""
+    return next((place.unit for place in vars(module).get(_FLAT, {}).values()), None)
 
 
 @contextmanager
@@ -265,11 +247,9 @@ def whole_unit(module: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         if unit is not None:
             # A first forward in inference mode has left a buffer that can be written to there only.
-            buffer = getattr(unit.wrapper._flat_param, "_full_param_padded", None)
+            buffer = getattr(unit._flat_param, "_full_param_padded", None)
             with torch.inference_mode(buffer is not None and buffer.is_inference()):
-                stack.enter_context(
-                    FullyShardedDataParallel.summon_full_params(unit.wrapper, recurse=False, writeback=False)
-                )
+                stack.enter_context(unit.summon_full_params(unit, recurse=False, writeback=False))
         yield
 
 
