@@ -118,22 +118,24 @@ def _claimed(model: nn.Module) -> Iterator[None]:
                 undo()
 
 
-def quantize_forward(module: nn.Module, *, trainable: bool = True, writer: Writer | None = None) -> Callable[[], None]:
+def quantize_forward(module: nn.Module, *, writer: Writer | None = None) -> Callable[[], None]:
     """Let a calibrated module run quantized, its parameters as buffers, and return what undoes it.
 
     Args:
         module: copies of it run in full precision.
-        trainable: off: a gradient for its weight is an error.
         writer: quantizes and dequantizes by operations of its own, also a weight that is on the grid already.
     """
     with ExitStack() as stack:
         stack.callback(_lend_qparams(module))
-        stack.callback(set_attributes(module, **_quantized_attributes(module, Switch(writer=writer), trainable)))
+        stack.callback(set_attributes(module, **_quantized_attributes(module, Switch(writer=writer))))
         return stack.pop_all().close
 
 
 def quantize_for_good(module: nn.Module, *, trainable: bool) -> None:
-    """As :func:`quantize_forward`, never undone: copies and pickles of the module run quantized too."""
+    """As :func:`quantize_forward`, never undone: copies and pickles of the module run quantized too.
+
+    Not trainable: a gradient for its weight is an error.
+    """
     _register_qparams(module)
     vars(module).update(_quantized_attributes(module, Switch(), trainable))
 

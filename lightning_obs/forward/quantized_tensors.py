@@ -33,22 +33,17 @@ _ON_THE_GRID = (QuantizationStatus.COMPRESSED, QuantizationStatus.DECOMPRESSED)
 
 @dataclass
 class Switch:
-    """What is quantized now; one for all modules of a model.
-
-    Attributes:
-        weights: weights.
-        activations: inputs and outputs.
-        writer: quantizes and dequantizes in numerics' place.
-    """
+    """What is quantized now; one for all modules of a model."""
 
     weights: bool = True
     activations: bool = True
+    #: quantizes and dequantizes in numerics' place
     writer: Writer | None = None
 
 
 @dataclass
 class LearnedScale:
-    """A scale that is trained: the one that was found, and the logarithm of what it is multiplied by."""
+    """A scale that is trained: the calibrated one, and the logarithm of the factor it is multiplied by."""
 
     calibrated: torch.Tensor
     log_factor: nn.Parameter
@@ -120,8 +115,8 @@ def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> tor
         for it, its range is not known yet, it is switched off, or it is a weight that is on the grid already.
     """
     quantization = getattr(module, STATE, DEFAULT)
-    args = args_of(module, base_name) if _is_on(module, quantization.switch, base_name) else None
-    if args is None or not has_range(module, base_name, args):
+    args = args_of(module, base_name)
+    if args is None or not _is_on(module, quantization.switch, base_name) or not has_range(module, base_name, args):
         return value
     if quantization.switch.writer is not None:
         return quantization.switch.writer(value, base_name)
@@ -136,9 +131,8 @@ def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> tor
 
 
 def _is_on(module: nn.Module, switch: Switch, base_name: str) -> bool:
-    if base_name in ATTENTION:  # compressed-tensors' own switch is off there while states are hooked
-        return switch.activations
-    if not getattr(module, "quantization_enabled", True):
+    # While states are hooked, compressed-tensors' own switch is off for attention.
+    if base_name not in ATTENTION and not getattr(module, "quantization_enabled", True):
         return False
     if base_name != "weight":
         return switch.activations
