@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession, QuantizationAwareTraining, export_checkpoint
-from lightning_obs.app.data.text import TextData
+from lightning_obs.app.data.module import TextData
 from lightning_obs.app.models.language import CausalLM, load_causal_lm
 from lightning_obs.app.models.pretrained import default_model_folder
 from lightning_obs.engines import Verdict

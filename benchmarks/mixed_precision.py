@@ -30,7 +30,7 @@ from torchmetrics.text import Perplexity
 from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession, quantized, sensitivity
-from lightning_obs.app.data.text import TextData
+from lightning_obs.app.data.module import TextData
 from lightning_obs.app.models.language import load_causal_lm
 from lightning_obs.choice.mixed_precision import MixedPlan, choose_schemes, frontier, plan_of
 from lightning_obs.choice.sensitivity import Sensitivity

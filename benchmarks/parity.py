@@ -46,7 +46,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTo
 from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession
-from lightning_obs.app.data.text import TextData
+from lightning_obs.app.data.module import TextData
 from lightning_obs.app.models.language import load_causal_lm
 from lightning_obs.app.models.pretrained import default_model_folder
 from lightning_obs.model.qparams import SUFFIXES, calibrated_modules, read_qparams

@@ -32,7 +32,7 @@ from torchmetrics.text import Perplexity
 from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession, quantized
-from lightning_obs.app.data.text import TextData
+from lightning_obs.app.data.module import TextData
 from lightning_obs.app.models.language import load_causal_lm
 
 IGNORE = ["lm_head"]

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import QuantizationAwareTraining
-from lightning_obs.app.data.text import TextData
+from lightning_obs.app.data.module import TextData
 from lightning_obs.app.models.language import load_causal_lm
 
 parser = argparse.ArgumentParser()

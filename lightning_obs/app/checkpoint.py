@@ -26,14 +26,7 @@ _CHECK_TOKENS = 128
 
 
 def write_checkpoint(job: Job, folder: Path, result: CalibrationResult) -> list[str]:
-    """Export, and on rank 0 verify where transformers loads it; every rank calls it.
-
-    Returns:
-        Lines for the report; none on other ranks.
-
-    Raises:
-        CalibrationError: the checkpoint cannot be loaded, or gives other logits than the calibrated model.
-    """
+    """Export, and on rank 0 verify where transformers loads it; every rank calls it. Returns lines for the report."""
     wanted, engines = job.config.export, result.engines
     with step("writing the checkpoint"):
         job.callback.export(folder, overwrite=wanted.overwrite)

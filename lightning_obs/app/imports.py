@@ -9,17 +9,12 @@ from lightning_obs.errors import CalibrationError
 
 
 def import_for(what: str, name: str, remedy: str | None = None) -> Any:
-    """Import what ``what`` needs.
-
-    Raises:
-        CalibrationError: it cannot be imported.
-    """
+    """Import a module; an error says that ``what`` needs it."""
     try:
         return importlib.import_module(name)
     except (ImportError, RuntimeError) as error:  # the latter from a torchvision that is built for another torch
-        package = name.partition(".")[0]
         raise CalibrationError(
-            f"{what} needs the package {package}, which cannot be imported",
+            f"{what} needs the package {name}, which cannot be imported",
             got=str(error),
-            remedy=remedy or f"pip install {package}",
+            remedy=remedy or f"pip install {name}",
         ) from error

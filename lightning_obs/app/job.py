@@ -69,15 +69,9 @@ class Job:
     evaluator: Trainer
 
     def inputs(self, batch: Any, device: torch.device | None = None) -> dict[str, Any]:
-        """Keyword arguments of ``model`` for a batch: the module's ``model_inputs``, or all of the batch.
-
-        Args:
-            batch: from one of the DataLoaders.
-            device: to run on; None: where the model is.
-        """
-        of_module = getattr(self.module, "model_inputs", None)
-        if of_module is not None:
-            inputs = of_module(batch)
+        """Keyword arguments of ``model`` for a batch (``model_inputs``, or all of it), on a device or the model's."""
+        if hasattr(self.module, "model_inputs"):
+            inputs = self.module.model_inputs(batch)
         else:
             inputs = {**batch, **({"use_cache": False} if is_transformers_model(self.model) else {})}
         return dict(move_data_to_device(inputs, device or next(self.model.parameters()).device))
@@ -101,11 +95,7 @@ class Job:
 
 
 def make_job(config: DictConfig, callback: SessionCallback) -> Job:
-    """Load what the config describes, for a callback that was made of its options.
-
-    Raises:
-        CalibrationError: the checkpoint's folder is there; whatever is wrong with model or data.
-    """
+    """Load what the config describes, for a callback that was made of its options."""
     folder = Path(config.export.folder) if config.export.folder else None
     if folder is not None:
         require_free(folder, config.export.overwrite)
@@ -122,11 +112,7 @@ def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:
 
 
 def made(node: Any, **given: Any) -> Any:
-    """What a config describes, with arguments that it does not hold.
-
-    Raises:
-        CalibrationError: what the constructor raised, not wrapped in Hydra's own error.
-    """
+    """What a config describes. A CalibrationError of its constructor is not wrapped in Hydra's own error."""
     try:
         return instantiate(node, **given)
     except InstantiationException as error:
@@ -143,12 +129,10 @@ def load_module(config: DictConfig) -> LightningModule:
 
 
 def make_data(config: DictConfig, module: LightningModule) -> LightningDataModule:
-    """The data that ``data`` describes, told of the module what its constructor asks for.
-
-    That is whatever the module's ``for_data()`` returns, or its ``tokenizer``.
-    """
-    of_module = getattr(module, "for_data", None)
-    offered = {"tokenizer": getattr(module, "tokenizer", None)} if of_module is None else of_module()
+    """The data that ``data`` describes; its constructor gets, of the module's ``for_data()``, what it asks for."""
+    offered: dict[str, Any] = {"tokenizer": getattr(module, "tokenizer", None)}
+    if hasattr(module, "for_data"):
+        offered = module.for_data()
     asked = inspect.signature(get_object(config.data._target_)).parameters
     told = {name: value for name, value in offered.items() if name in asked}
     with step("reading the data"):
@@ -157,13 +141,7 @@ def make_data(config: DictConfig, module: LightningModule) -> LightningDataModul
 
 
 def measure_quality(module: LightningModule, trainer: Trainer, data: LightningDataModule) -> Quality | None:
-    """Run ``trainer.test``; None if ``test_step`` logs nothing.
-
-    Of several values ``module.metric`` names the one that counts.
-
-    Raises:
-        CalibrationError: several values, and ``module.metric`` names none of them.
-    """
+    """Run ``trainer.test``. None if ``test_step`` logs nothing; of several values, ``module.metric`` names one."""
     logged = trainer.test(module, datamodule=data, verbose=False)[0]
     if not logged:
         return None

@@ -17,12 +17,7 @@ from lightning_obs.schemes.config import as_names
 
 
 def run(config: DictConfig) -> dict[str, Any]:
-    """Run the task of a composed config and return what a comparison shows of it.
-
-    Raises:
-        CalibrationError: whatever is wrong with config, model, scheme or data; the exported checkpoint does not give
-            the calibrated model's logits.
-    """
+    """Run the task of a composed config and return what a comparison shows of it."""
     _quiet_lightning()
     for name in as_names(config.imports):
         import_for("imports", name, "run from the folder that holds it, or set PYTHONPATH.")

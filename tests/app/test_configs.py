@@ -11,7 +11,7 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from lightning_obs.__main__ import config_dir
-from lightning_obs.app.data.splits import DataOptions
+from lightning_obs.app.data.module import DataOptions
 from lightning_obs.app.job import make_options
 
 FILES = sorted(path.relative_to(config_dir()) for path in config_dir().rglob("*.yaml"))

@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from lightning_obs import CalibrationError
-from lightning_obs.app.data.text import DocumentData
+from lightning_obs.app.data.module import DocumentData
 from lightning_obs.app.main import run
 from tests.tiny_model import save_tiny_bert, save_tiny_t5, tiny_tokenizer
 

@@ -8,7 +8,7 @@ import torch
 
 from lightning_obs import CalibrationError
 from lightning_obs.app.data.files import read_documents
-from lightning_obs.app.data.text import TextData
+from lightning_obs.app.data.module import TextData
 
 
 class Letters:

@@ -25,11 +25,7 @@ Row = tuple[str, Any]
 def read_documents(
     path: str | os.PathLike[str] | None, text_field: str = "text", option: str = "data.path"
 ) -> list[str]:
-    """The texts of what :func:`read_rows` reads.
-
-    Raises:
-        CalibrationError: see :func:`read_rows`; a row without text in ``text_field``.
-    """
+    """The texts of what :func:`read_rows` reads."""
     return [text_of(*row, text_field) for row in read_rows(path, text_field, option)]
 
 
@@ -75,11 +71,7 @@ def read_rows(
 
 
 def text_of(place: str, row: Any, field: str, option: str = "data.text_field") -> str:
-    """The text in a field of a row.
-
-    Raises:
-        CalibrationError: there is none; ``option`` names the field.
-    """
+    """The text in a field of a row, which ``option`` names; an error if there is none."""
     value = row.get(field) if isinstance(row, dict) else None
     if not isinstance(value, str):
         raise CalibrationError(

@@ -134,5 +134,5 @@ class Encoder(OneOutputPerSample):
 def load_causal_lm(
     path: str | os.PathLike[str] | None = None, dtype: str = "auto", attn_implementation: str | None = None
 ) -> tuple[Any, Any]:
-    """Model and tokenizer; see :func:`~lightning_obs.app.models.pretrained.load_pretrained`."""
+    """Model and tokenizer: :func:`~lightning_obs.app.models.pretrained.load_pretrained` of a causal language model."""
     return load_pretrained(path, AutoModelForCausalLM, dtype, attn_implementation)

@@ -70,13 +70,7 @@ def load_pretrained(
 
 
 def default_model_folder() -> Path:
-    """The default model as a transformers folder, converted on first use.
-
-    Kept in ``$LIGHTNING_OBS_CACHE``, or ``lightning_obs`` in ``$XDG_CACHE_HOME`` (``~/.cache``).
-
-    Raises:
-        CalibrationError: the package that holds it is not installed.
-    """
+    """The default model as a transformers folder, converted on first use."""
     folder = cache_folder() / DEFAULT_MODEL
     if not (folder / "config.json").is_file():
         _convert_gguf(folder)
@@ -84,7 +78,7 @@ def default_model_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept."""
+    """``$LIGHTNING_OBS_CACHE``, or ``lightning_obs`` in ``$XDG_CACHE_HOME`` (``~/.cache``)."""
     own = os.environ.get("LIGHTNING_OBS_CACHE")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_obs"
 

@@ -40,8 +40,6 @@ class Calibrate(Task):
     Attributes:
         full, calibrated, quantized, reloaded: quality on held-out data in full precision, after calibration where
             training follows, of the exported model, and of its checkpoint loaded again; None: not measured.
-        errors: of the layers, worst first.
-        lines: of the report, about the checkpoint.
         sizes: bytes of the model and of its checkpoint.
     """
 
@@ -65,7 +63,6 @@ class Calibrate(Task):
 
     @override
     def run(self) -> None:
-        """Every step, one after the other."""
         counts = dict[str, Support]()
         self.say_duration()
         self.full = self.job.quality("in full precision", as_quantized=False)

@@ -28,11 +28,6 @@ class Evaluate(Task):
 
     @override
     def run(self) -> None:
-        """Measure, print, write the page.
-
-        Raises:
-            CalibrationError: nothing can be measured of this model on these data.
-        """
         path = self.config.model.get("path")
         say(f"· measuring {path or 'the default model'}")
         trainer = make_trainer(self.config)

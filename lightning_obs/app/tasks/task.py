@@ -12,22 +12,14 @@ from lightning_obs.errors import CalibrationError
 
 
 class Task(ABC):
-    """Does one thing with a composed config. On several ranks all of them run it; only rank 0 prints and writes.
-
-    Args:
-        config: of the run; ``config.task`` holds the task's own keys.
-    """
+    """Does one thing with a composed config, whose ``task`` holds keys of its own. All ranks run it; rank 0 writes."""
 
     def __init__(self, config: DictConfig) -> None:
         self.config = config
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse, before the model is run, what can be known to be wrong.
-
-        Raises:
-            CalibrationError: what that is.
-        """
+        """Refuse, before the model is run, what can be known to be wrong."""
 
     @abstractmethod
     def run(self) -> None:
@@ -39,19 +31,14 @@ class Task(ABC):
 
 
 def make_task(config: DictConfig) -> Task:
-    """The task that ``task._target_`` names.
-
-    Raises:
-        CalibrationError: it names no class of tasks.
-    """
+    """The task that ``task._target_`` names."""
     target = config.task.get("_target_")
     try:
         kind: Any = get_class(str(target))
     except (ImportError, ValueError) as error:
         raise CalibrationError(f"task._target_={target} is not a class", got=str(error).splitlines()[0]) from error
     if not issubclass(kind, Task):
-        raise CalibrationError(
-            f"task._target_={target} is not a task", expected=f"a subclass of {Task.__module__}.Task"
-        )
+        expected = f"a subclass of {Task.__module__}.Task"
+        raise CalibrationError(f"task._target_={target} is not a task", expected=expected)
     task: Task = kind(config)
     return task

@@ -1,0 +1,299 @@
+"""Samples to calibrate, to train and to measure on: blocks of tokens, texts, or images of a folder.
+
+The default text is Python's own documentation of its topics (``pydoc_data.topics``, in the standard library): about
+113,000 tokens of English.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, default_collate
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
+from typing_extensions import override
+
+from lightning_obs.app.console import say
+from lightning_obs.app.data.files import Row, read_documents, read_rows, text_of
+from lightning_obs.app.imports import import_for
+from lightning_obs.app.models.task_module import LABELS
+from lightning_obs.errors import CalibrationError, name_list
+
+#: words that make a paragraph of the default text a sample
+_SENTENCE = 8
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What to read, and how much of it; the keys that every config of the group ``data`` has.
+
+    Attributes:
+        path: of the samples; None: the default text.
+        batches, eval_batches, train_batches: to calibrate on, to measure on, to train on; no sample is in two of them.
+        tokens: of a sample; images have none.
+        eval_path: of the samples to measure on; None: every second sample of ``path`` is held out for that.
+    """
+
+    path: str | os.PathLike[str] | None = None
+    batches: int = 16
+    batch_size: int = 1
+    tokens: int = 512
+    eval_batches: int = 16
+    eval_path: str | os.PathLike[str] | None = None
+    train_batches: int = 0
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batches", "batch_size", "tokens", "eval_batches"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise CalibrationError(f"data.{name}", got=repr(value), expected="a positive whole number")
+
+
+class CalibrationData(LightningDataModule, ABC):
+    """Samples to calibrate on (``val_dataloader``), to train on, and held out (``test_dataloader``); subclasses read.
+
+    Args:
+        collate: makes a batch of samples; None: PyTorch's own.
+        **options: of :class:`DataOptions`.
+
+    Raises:
+        CalibrationError: numbers that are not positive; what cannot be read; fewer samples than asked for.
+    """
+
+    #: a kind of sample, in the plural
+    unit: ClassVar[str]
+
+    def __init__(self, collate: Callable[[list[Any]], Any] | None = None, **options: Any) -> None:
+        super().__init__()
+        asked = self.options = DataOptions(**options)
+        self.collate = collate
+        seen = self.read(asked.path, "data.path")
+        if asked.eval_path is None:
+            seen, held_out = seen[0::2], seen[1::2]
+        else:
+            held_out = self.read(asked.eval_path, "data.eval_path")
+        samples = self._samples(seen, asked.batches + asked.train_batches, "calibration", "batches")
+        calibrated = asked.batches * asked.batch_size
+        self.calibration, self.training = samples[:calibrated], samples[calibrated:]
+        self.held_out = self._samples(held_out, asked.eval_batches, "held-out", "eval_batches")
+
+    @abstractmethod
+    def read(self, path: Any, option: str) -> list[Any]:
+        """The documents, rows or images that lie at ``path``, which errors call ``option``."""
+
+    @abstractmethod
+    def samples(self, found: list[Any], count: int) -> list[Any]:
+        """Make ``count`` samples of what was read, or as many as it gives."""
+
+    def _samples(self, found: list[Any], batches: int, what: str, option: str) -> list[Any]:
+        count = batches * self.options.batch_size
+        samples = self.samples(found, count)
+        if len(samples) < count:
+            raise CalibrationError(
+                f"too few {what} {self.unit} (half of the data is held out, unless data.eval_path is given)",
+                got=str(len(samples)),
+                expected=str(count),
+                remedy=f"more data, or a smaller data.{option}, data.batch_size or data.tokens.",
+            )
+        return samples
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.training, shuffle=True)
+
+    @override
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.calibration)
+
+    @override
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.held_out)
+
+    def _loader(self, samples: Any, shuffle: bool = False) -> DataLoader[Any]:
+        size, workers = self.options.batch_size, self.options.num_workers
+        return DataLoader(samples, size, shuffle, num_workers=workers, collate_fn=self.collate)
+
+
+class TextData(CalibrationData):
+    """Blocks of tokens, as language models are calibrated on them: batches ``{"input_ids": (batch_size, tokens)}``.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        path: see :func:`~lightning_obs.app.data.files.read_rows`; a single document is cut in two halves.
+        text_field: the field or column that holds the text.
+        **options: of :class:`DataOptions`.
+    """
+
+    unit = "blocks of text"
+
+    def __init__(
+        self, tokenizer: Any, path: str | os.PathLike[str] | None = None, text_field: str = "text", **options: Any
+    ) -> None:
+        self._tokenizer, self._text_field = tokenizer, text_field
+        super().__init__(path=path, **options)
+
+    @override
+    def read(self, path: Any, option: str) -> list[str]:
+        documents = read_documents(path, self._text_field, option)
+        if len(documents) > 1 or self.options.eval_path is not None:
+            return documents
+        return [text[part] for text in documents for part in (slice(len(text) // 2), slice(len(text) // 2, None))]
+
+    @override
+    def samples(self, found: list[str], count: int) -> list[dict[str, torch.Tensor]]:
+        tokens = self.options.tokens
+        ids = torch.tensor(self._tokenizer("\n\n".join(found), verbose=False).input_ids, dtype=torch.long)
+        return [{"input_ids": block} for block in ids[: count * tokens].split(tokens) if len(block) == tokens]
+
+
+class DocumentData(CalibrationData):
+    """One sample for each text, cut at ``tokens`` and padded to the longest of its batch.
+
+    Batches have ``input_ids`` and ``attention_mask`` ``(batch_size, tokens)``. With ``label_field`` they have
+    ``labels`` ``(batch_size,)``; with ``targets``, ``labels`` ``(batch_size, target tokens)``, padded with -100.
+    Without a ``path``, samples are paragraphs of the default text.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        text_field: the field or column that holds the text.
+        label_field: that of the label: a number, or a name that ``label2id`` has. None: no labels.
+        target_field: that of the text that ``targets`` asks for; None: the text's own second half.
+        label2id: numbers of the labels' names.
+        targets: samples have a target text.
+        **options: of :class:`DataOptions`.
+
+    Raises:
+        CalibrationError: an unknown label.
+    """
+
+    unit = "texts"
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        text_field: str = "text",
+        label_field: str | None = None,
+        target_field: str | None = None,
+        label2id: Mapping[str, int] | None = None,
+        targets: bool = False,
+        **options: Any,
+    ) -> None:
+        self._tokenizer, self._label2id, self._targets = tokenizer, label2id or {}, targets
+        self._text_field, self._label_field, self._target_field = text_field, label_field, target_field
+        pad = (DataCollatorForSeq2Seq if targets else DataCollatorWithPadding)(tokenizer)
+        super().__init__(partial(_padded, pad), **options)
+
+    @override
+    def read(self, path: Any, option: str) -> list[Row]:
+        rows = list(read_rows(path, self._text_field, option))
+        if path is not None:
+            return rows
+        paragraphs = ((place, text.strip()) for place, row in rows for text in row[self._text_field].split("\n\n"))
+        # headings are no samples
+        return [(place, {self._text_field: text}) for place, text in paragraphs if len(text.split()) >= _SENTENCE]
+
+    @override
+    def samples(self, found: list[Row], count: int) -> list[dict[str, Any]]:
+        return [self._sample(*row) for row in found[:count]]
+
+    def _sample(self, place: str, row: Any) -> dict[str, Any]:
+        text = text_of(place, row, self._text_field)
+        if self._targets:
+            if self._target_field is None:
+                words = text.split()
+                half = max(1, min(len(words) // 2, self.options.tokens))
+                text, target = " ".join(words[:half]), " ".join(words[half:])
+            else:
+                target = text_of(place, row, self._target_field, "data.target_field")
+            return {**self._encoded(text=text), "labels": self._encoded(text_target=target)["input_ids"]}
+        sample = self._encoded(text=text)
+        return sample if self._label_field is None else {**sample, "labels": self._label(place, row)}
+
+    def _encoded(self, **text: str) -> dict[str, Any]:
+        return dict(self._tokenizer(**text, truncation=True, max_length=self.options.tokens))
+
+    def _label(self, place: str, row: Mapping[str, Any]) -> int | float:
+        value = row.get(self._label_field or "")
+        if value is None:
+            raise CalibrationError(
+                f"{place} has no field {self._label_field!r}",
+                got=f"the fields {name_list(list(row))}",
+                remedy="name the field of the labels: data.label_field=...",
+            )
+        if isinstance(value, str) and value in self._label2id:
+            return self._label2id[value]
+        try:
+            return int(value) if float(value) == int(float(value)) else float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            known = ", ".join(f"{name!r} ({number})" for name, number in self._label2id.items())
+            raise CalibrationError(
+                f"{place}: the model does not know the label in the field {self._label_field!r}",
+                got=repr(value),
+                expected=f"a class by its number or its name; the model knows {known or 'no names'}",
+                remedy="write the classes as numbers, or put their names into the model's config.json: "
+                f'"label2id": {{{json.dumps(str(value))}: 0, ...}}.',
+            ) from error
+
+
+def _padded(pad: Callable[[Any], Mapping[str, Any]], samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """A function, not a lambda: processes that are spawned get the data pickled."""
+    return dict(pad(samples))
+
+
+class ImageData(CalibrationData):
+    """Images of a folder, at any depth: batches ``{"images": (batch_size, channels, height, width)}``.
+
+    One folder for each class, as many as the model has classes, are ``labels`` ``(batch_size,)``, in the order of their
+    names. Otherwise images have no labels.
+
+    Args:
+        data_config: ``timm.data.resolve_model_data_config`` of the model.
+        classes: how many the model knows.
+        **options: of :class:`DataOptions`.
+    """
+
+    unit = "images"
+
+    def __init__(self, data_config: Mapping[str, Any], classes: int = 0, **options: Any) -> None:
+        self._data_config = data_config
+        self._classes: list[dict[str, int]] = []
+        self._generator = torch.Generator().manual_seed(0)
+        super().__init__(**options)
+        first, last = self._classes[0], self._classes[-1]
+        labelled = first == last and len(first) == classes
+        self.collate = partial(_batch, labelled)
+        if not labelled:
+            counts = f"{len(first)}/{len(last)} folders to calibrate/measure on"
+            say(f"\N{MIDDLE DOT} images without labels: {counts}, {classes} classes")
+
+    @override
+    def read(self, path: Any, option: str) -> list[Any]:
+        timm = import_for("model=timm", "timm")
+        if not Path(path).is_dir():
+            raise CalibrationError(f"{option}={path} is not a folder")
+        try:
+            images = timm.data.ImageDataset(str(path), transform=timm.data.create_transform(**self._data_config))
+        except RuntimeError as error:
+            raise CalibrationError(f"{option}={path} holds no images", got=str(error).splitlines()[0]) from error
+        self._classes.append(images.reader.class_to_idx)
+        return [(images, index) for index in range(len(images))]
+
+    @override
+    def samples(self, found: list[Any], count: int) -> list[Any]:
+        order = torch.randperm(len(found), generator=self._generator)  # a folder is sorted by class
+        return [found[index] for index in order[:count].tolist()]
+
+
+def _batch(labelled: bool, samples: list[tuple[Any, int]]) -> dict[str, torch.Tensor]:
+    """Load the images of a batch, in the process that collates it."""
+    images, labels = default_collate([folder[index] for folder, index in samples])
+    return {"images": images, **({LABELS: labels} if labelled else {})}
