@@ -44,9 +44,12 @@ def main() -> None:
         if trace:
             raise
         cause = error.__cause__  # Hydra wraps what the class that it instantiates raises
-        if isinstance(error, CalibrationError) or isinstance(cause, CalibrationError):
-            _stop(f"CalibrationError: {cause if isinstance(cause, CalibrationError) else error}")
-        _stop(f"{error}{'' if cause is None else f'{chr(10)}{cause}'}{_valid_options(str(error))}")
+        told = next((one for one in (cause, error) if isinstance(one, CalibrationError)), None)
+        if told is not None:
+            message = f"CalibrationError: {told}"
+        else:
+            message = f"{error}{'' if cause is None else f'{chr(10)}{cause}'}{_valid_options(str(error))}"
+        sys.exit(f"{message}\n(HYDRA_FULL_ERROR=1 shows where it was raised)")
 
 
 def versions() -> str:
@@ -54,12 +57,6 @@ def versions() -> str:
     names = ("torch", "lightning", "transformers", "compressed-tensors")
     others = ", ".join(f"{name} {version(name)}" for name in names)
     return f"lightning_obs {version('lightning-obs')} ({others})"
-
-
-def _stop(message: str) -> None:
-    print(message, file=sys.stderr)
-    print("(HYDRA_FULL_ERROR=1 shows where it was raised)", file=sys.stderr)
-    sys.exit(1)
 
 
 def _valid_options(message: str) -> str:

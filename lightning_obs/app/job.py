@@ -32,6 +32,9 @@ from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.schemes.config import as_names
 
+#: a loss by calibration below this share of the quality is noise, and so is any share of it
+_LOST = 1e-3
+
 
 @dataclass(frozen=True)
 class Quality:
@@ -154,6 +157,19 @@ def measure_quality(module: LightningModule, trainer: Trainer, data: LightningDa
             remedy=f"name one of them in the class: metric = {next(iter(logged))!r}.",
         )
     return Quality(name, float(logged[name]), getattr(getattr(module, name, None), "higher_is_better", None))
+
+
+def recovered_share(full: Quality | None, calibrated: Quality | None, tuned: Quality | None) -> float | None:
+    """How much fine-tuning brought back of what calibration lost, from 0 (nothing, or less) to 1 (all, or more).
+
+    None where calibration lost next to nothing, and where the metric does not say which direction is better.
+    """
+    if full is None or calibrated is None or tuned is None or full.higher_is_better is None:
+        return None
+    sign = -1 if full.higher_is_better else 1
+    lost = sign * (calibrated.value - full.value)
+    back = sign * (calibrated.value - tuned.value)
+    return None if lost < _LOST * abs(full.value) or not lost else min(1.0, max(0.0, back / lost))
 
 
 def make_options(config: DictConfig) -> CalibrationOptions:

@@ -4,9 +4,8 @@ import pytest
 
 from lightning_obs import CalibrationError
 from lightning_obs.__main__ import versions
-from lightning_obs.app.job import Quality, make_options
+from lightning_obs.app.job import Quality, make_options, recovered_share
 from lightning_obs.app.main import run
-from lightning_obs.app.tasks.finetune import recovered_share
 from lightning_obs.app.tasks.task import make_task
 
 

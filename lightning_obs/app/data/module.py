@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_obs.app.console import say
 from lightning_obs.app.data.files import Row, read_documents, read_rows, text_of
 from lightning_obs.app.imports import import_for
-from lightning_obs.app.models.task_module import LABELS
+from lightning_obs.app.models.language import LABELS
 from lightning_obs.errors import CalibrationError, name_list
 
 #: words that make a paragraph of the default text a sample
@@ -144,9 +144,10 @@ class TextData(CalibrationData):
     @override
     def read(self, path: Any, option: str) -> list[str]:
         documents = read_documents(path, self._text_field, option)
-        if len(documents) > 1 or self.options.eval_path is not None:
-            return documents
-        return [text[part] for text in documents for part in (slice(len(text) // 2), slice(len(text) // 2, None))]
+        if len(documents) == 1 and self.options.eval_path is None:
+            half = len(documents[0]) // 2
+            return [documents[0][:half], documents[0][half:]]
+        return documents
 
     @override
     def samples(self, found: list[str], count: int) -> list[dict[str, torch.Tensor]]:

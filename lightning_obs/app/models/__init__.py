@@ -1,1 +1,1 @@
-"""Models as LightningModules: causal, encoder and decoder, encoder, timm; one of your own needs none of this."""
+"""Models as LightningModules: of language, with one output for each sample; one of your own needs none of this."""

@@ -1,22 +1,75 @@
-"""Models of transformers as LightningModules: causal, encoder and decoder, encoder."""
+"""The command line's models as LightningModules: what all have in common, and language models of transformers.
+
+A module of one's own (``model._target_``) needs none of this. What the command line asks of it: ``validation_step``
+runs the model, ``test_step`` logs a value (see :class:`lightning_obs.app.job.Quality`), and the model inside takes a
+batch as its keyword arguments, or what ``model_inputs(batch)`` returns.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule
 from torchmetrics.text import Perplexity
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from typing_extensions import override
 
 from lightning_obs.app.models.pretrained import load_pretrained
-from lightning_obs.app.models.task_module import LABELS, OneOutputPerSample, TaskModule
 from lightning_obs.moe.experts import linearize_experts as _linearize
 
+#: the key of a batch that holds the labels
+LABELS = "labels"
 #: what transformers' losses leave out
 _PADDING = -100
+
+
+class TaskModule(LightningModule):
+    """Runs ``self.model`` in validation, trains it with AdamW.
+
+    Args:
+        model: of any package.
+        learning_rate: of AdamW, after a warm-up over a tenth of the steps, and down to zero along a cosine.
+    """
+
+    def __init__(self, model: Any, learning_rate: float) -> None:
+        super().__init__()
+        self.model, self.learning_rate = model, learning_rate
+
+    def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Keyword arguments of ``self.model``."""
+        raise NotImplementedError
+
+    def for_data(self) -> dict[str, Any]:
+        """What a LightningDataModule may want to know of the model: its constructor gets those that it takes."""
+        raise NotImplementedError
+
+    @override
+    def forward(self, **batch: torch.Tensor) -> Any:
+        return self.model(**self.model_inputs(batch))
+
+    @override
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        self(**batch)  # calibration observes it
+
+    @override
+    def configure_optimizers(self) -> Any:
+        """AdamW without weight decay: a few hundred steps from a trained model."""
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=self.learning_rate, weight_decay=0.0)
+        steps = int(self.trainer.estimated_stepping_batches)
+        warm_up = max(1, steps // 10)
+
+        def factor(step: int) -> float:
+            if step < warm_up:
+                return (step + 1) / warm_up
+            return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class LanguageModel(TaskModule):
@@ -27,7 +80,7 @@ class LanguageModel(TaskModule):
         dtype: auto, float32, bfloat16, float16.
         attn_implementation: as in transformers.
         linearize_experts: give every expert Linear modules of its own, so that they can be quantized.
-        learning_rate: of AdamW, see :class:`~lightning_obs.app.models.task_module.TaskModule`.
+        learning_rate: of AdamW, see :class:`TaskModule`.
     """
 
     auto_class: ClassVar[Any]
@@ -87,48 +140,6 @@ class Seq2Seq(LanguageModel):
     """
 
     auto_class = AutoModelForSeq2SeqLM
-
-
-class Encoder(OneOutputPerSample):
-    """An encoder of texts: a classifier, or what makes an embedding of a text.
-
-    Batches are ``{"input_ids": (batch, tokens), "attention_mask": (batch, tokens)}``, ``labels`` ``(batch,)`` if there
-    are any. A sample's output is its logits; of a model without a head for sequences, the mean over its tokens.
-
-    Args:
-        path: folder or hub name; the model is of the class that wrote it.
-        dtype, attn_implementation, learning_rate: see :class:`LanguageModel`.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        dtype: str = "auto",
-        attn_implementation: str | None = None,
-        learning_rate: float = 2e-5,
-    ) -> None:
-        model, tokenizer = load_pretrained(path, None, dtype, attn_implementation)
-        classifies = type(model).__name__.endswith("ForSequenceClassification")
-        super().__init__(model, model.config.num_labels if classifies else None, learning_rate)
-        self.tokenizer = tokenizer
-
-    @override
-    def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        return {key: value for key, value in batch.items() if key != LABELS}
-
-    @override
-    def for_data(self) -> dict[str, Any]:
-        return {"tokenizer": self.tokenizer, "label2id": self.model.config.label2id}
-
-    @override
-    def output(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Logits ``(batch, classes)``, or the mean over tokens ``(batch, features)``."""
-        output = self(**batch)
-        values: torch.Tensor = output.logits if "logits" in output else output.last_hidden_state
-        if values.ndim == 2:
-            return values
-        counts = batch["attention_mask"].unsqueeze(-1).to(values.dtype)
-        return (values * counts).sum(1) / counts.sum(1)
 
 
 def load_causal_lm(

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_obs.app.checkpoint import write_checkpoint
 from lightning_obs.app.console import say, step
-from lightning_obs.app.job import Job, Quality, make_job, make_options, plain
+from lightning_obs.app.job import Job, Quality, make_job, make_options, plain, recovered_share
 from lightning_obs.app.models.pretrained import DEFAULT_MODEL
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.calibration.options import CalibrationOptions
@@ -177,7 +177,7 @@ class Calibrate(Task):
         return {
             "run": self.job.callback.label,
             **quality,
-            "recovered": self.recovered(),
+            "recovered": recovered_share(self.full, self.calibrated, self.quantized),
             "seconds_trained": self.seconds_trained,
             "size": self.sizes[1] if self.sizes else None,
             "seconds": self.result.seconds,
@@ -203,10 +203,6 @@ class Calibrate(Task):
         report.lines = [*self.lines, *self.closing_lines(), *([advice] if advice else []), f"report {path}{hint}"]
         print()
         print_report(summary(report, worst=config.report.worst_layers))
-
-    def recovered(self) -> float | None:
-        """The share of calibration's loss that training brought back; None without training."""
-        return None
 
     def closing_lines(self) -> list[str]:
         """Further lines of the closing report."""

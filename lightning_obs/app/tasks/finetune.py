@@ -13,15 +13,13 @@ from lightning.pytorch import seed_everything
 from typing_extensions import override
 
 from lightning_obs.app.console import say
-from lightning_obs.app.job import Quality, make_trainer, measure_quality, plain
+from lightning_obs.app.job import make_trainer, measure_quality, plain, recovered_share
 from lightning_obs.app.tasks.calibrate import Calibrate
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
 from lightning_obs.errors import CalibrationError
 
-#: a loss by calibration below this share of the quality is noise, and so is any share of it
-_LOST = 1e-3
 #: a step of training in forward passes: one there, about two back
 PASSES_OF_A_STEP = 3
 
@@ -84,10 +82,6 @@ class Finetune(Calibrate):
         return super().passes(needs_data) + trained + self.batches("batches") + 2 * self.measured
 
     @override
-    def recovered(self) -> float | None:
-        return recovered_share(self.full, self.calibrated, self.quantized)
-
-    @override
     def closing_lines(self) -> list[str]:
         lines = []
         if self.calibrated is not None:
@@ -96,20 +90,7 @@ class Finetune(Calibrate):
             text = ", ".join(f"{when} {found.value:.3f}" for when, found in measured if found is not None)
             lines.append(f"{self.calibrated.name} on held-out data: {text}")
         if self.seconds_trained is not None:
-            share = self.recovered()
+            share = recovered_share(self.full, self.calibrated, self.quantized)
             brought = "" if share is None else f", and brought back {share:.0%} of what calibration lost"
             lines.append(f"fine-tuning took {self.seconds_trained / 60:.1f} minutes{brought}")
         return lines
-
-
-def recovered_share(full: Quality | None, calibrated: Quality | None, tuned: Quality | None) -> float | None:
-    """How much fine-tuning brought back of what calibration lost, from 0 (nothing, or less) to 1 (all, or more).
-
-    None where calibration lost next to nothing, and where the metric does not say which direction is better.
-    """
-    if full is None or calibrated is None or tuned is None or full.higher_is_better is None:
-        return None
-    sign = -1 if full.higher_is_better else 1
-    lost = sign * (calibrated.value - full.value)
-    back = sign * (calibrated.value - tuned.value)
-    return None if lost < _LOST * abs(full.value) or not lost else min(1.0, max(0.0, back / lost))
