@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -72,9 +73,8 @@ def divergences(
             tokens += logits[..., 0].numel()
             for scheme in dict.fromkeys(scheme for scheme, _ in changes):
                 for group in groups:
-                    squares[scheme, group] += _square(
-                        [changes[scheme, name] for name in group if (scheme, name) in changes]
-                    )
+                    members = [changes[scheme, name] for name in group if (scheme, name) in changes]
+                    squares[scheme, group] += _square(members)
             changes.clear()
     return {key: total / (2 * max(1, tokens)) for key, total in squares.items()}, tokens
 
@@ -102,17 +102,15 @@ def _tap(name: str, twins: Mapping[str, nn.Module], changes: _Changes) -> Callab
 
 
 def _square(members: list[list[torch.Tensor]]) -> float:
-    """The squares of what the modules of a group change, added up over calls."""
+    """The squares of sums over :data:`BLOCK` neighbouring positions of a sequence, of all calls of some modules."""
     if len({tuple(call.shape for call in calls) for calls in members}) == 1:  # fused: what they do to a token adds up
         members = [[torch.stack(calls).sum(0) for calls in zip(*members, strict=True)]]
-    return sum(float(_squared(call)) for calls in members for call in calls)
-
-
-def _squared(changes: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of sums over :data:`BLOCK` neighbouring positions of a sequence."""
-    rows = changes.flatten(0, -2) if changes.ndim > 1 else changes[:, None]
-    padded = nn.functional.pad(rows, (0, -rows.shape[-1] % BLOCK))
-    return padded.unflatten(-1, (-1, BLOCK)).sum(-1).double().square().sum()
+    total = 0.0
+    for changes in chain.from_iterable(members):
+        rows = changes.flatten(0, -2) if changes.ndim > 1 else changes[:, None]
+        padded = nn.functional.pad(rows, (0, -rows.shape[-1] % BLOCK))
+        total += float(padded.unflatten(-1, (-1, BLOCK)).sum(-1).double().square().sum())
+    return total
 
 
 def _probe(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

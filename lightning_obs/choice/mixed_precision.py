@@ -125,25 +125,18 @@ def choose_schemes(
     Raises:
         CalibrationError: nothing fits the budget; an unknown scheme in ``at_most``, or a share outside [0, 1].
     """
-    names, shares = measured.candidates, dict(at_most or {})
+    names, shares = measured.candidates, {name: float(share) for name, share in (at_most or {}).items()}
     refuse(sorted(set(shares) - set(names)), "at_most names no candidate", expected=", ".join(names))
-    wrong = [f"{name} ({float(share):g})" for name, share in shares.items() if not 0 <= share <= 1]
+    wrong = [f"{name} ({share:g})" for name, share in shares.items() if not 0 <= share <= 1]
     refuse(wrong, "at_most takes shares of the weights, 0 to 1")
-    refuse(
-        [
-            f"{group.names[0]} ({name})"
-            for group in measured.groups
-            for name in names
-            if not isfinite(group.losses[name])
-        ],
-        "estimated losses are not finite",
-        remedy="leave these modules out, or these candidates: the quantized layer overflows.",
-    )
+    lost = [f"{g.names[0]} ({name})" for g in measured.groups for name in names if not isfinite(g.losses[name])]
+    remedy = "leave these modules out, or these candidates: the quantized layer overflows."
+    refuse(lost, "estimated losses are not finite", remedy=remedy)
     plan = _solve(measured, None if budget is None else budget_in_bytes(budget, measured.weights), shares)
     if plan is None:
         raise CalibrationError(
             "no choice of schemes fits the budget",
-            got=f"budget {budget}" + (f", at_most {shares}" if shares else ""),
+            got=f"budget {budget}" + (f", at_most {dict(at_most)}" if at_most else ""),
             expected=f"at least {8 * measured.least / measured.weights:.4g} bits per weight, {measured.least} bytes",
             remedy="a larger budget, or a smaller scheme among the candidates.",
         )
@@ -192,9 +185,8 @@ def budget_in_bytes(budget: float | str, weights: int) -> int:
     """
     found = re.fullmatch(rf"(\d+\.?\d*|\.\d+)\s*({'|'.join(_UNITS)})?", str(budget).strip(), re.IGNORECASE)
     if found is None or float(found[1]) <= 0:
-        raise CalibrationError(
-            "budget", got=repr(budget), expected="bits per weight (4.5), or bytes ('90 MB', '80 MiB')"
-        )
+        expected = "bits per weight (4.5), or bytes ('90 MB', '80 MiB')"
+        raise CalibrationError("budget", got=repr(budget), expected=expected)
     value, unit = float(found[1]), found[2]
     return int(value * _UNITS[unit.upper()]) if unit else int(value * weights / 8)
 

@@ -136,10 +136,7 @@ def choose_observers(
 
 
 def choose_for(
-    model: nn.Module,
-    batches: Batches,
-    options: CalibrationOptions,
-    candidates: Candidates | None = None,
+    model: nn.Module, batches: Batches, options: CalibrationOptions, candidates: Candidates | None = None
 ) -> tuple[ObserverChoice, CalibrationOptions]:
     """:func:`choose_observers` for the scheme of some options, and the options with what was chosen.
 

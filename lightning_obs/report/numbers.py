@@ -63,14 +63,16 @@ def folder_size(folder: str | os.PathLike[str]) -> int:
     return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
-def finite(value: Any) -> Any:
-    """Numbers that are NaN or infinite as None, in dicts and lists too.
+def finite(value: Any, digits: int = 17) -> Any:
+    """Floats with this many significant digits, NaN and infinity as None, in dicts and lists too.
 
     >>> finite({"loss": [1.0, math.nan]})
     {'loss': [1.0, None]}
     """
     if isinstance(value, Mapping):
-        return {key: finite(each) for key, each in value.items()}
+        return {key: finite(each, digits) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [finite(each, digits) for each in value]
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+    return value

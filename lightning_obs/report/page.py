@@ -138,11 +138,10 @@ def _page(report: Report, data: Mapping[str, Any]) -> str:
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"human_size": human_size, "number": number}
     pictures = [(title, as_svg(figure, title)) for title, figure in _figures(report)]
-    # The page needs no more digits than it shows.
-    layers = [finite({key: _short(value) for key, value in row.items()}) for row in data["layers"]]
     units = {"sensitivity": f" [{report.sensitivity_unit}]"} if report.sensitivity_unit else {}
     columns = [(key, title + units.get(key, ""), *how) for key, title, *how, _ in COLUMNS]
-    shown = {"layers": layers, "shown": columns, "poor": POOR_SQNR}
+    # The page needs no more digits than it shows.
+    shown = {"layers": finite(data["layers"], digits=4), "shown": columns, "poor": POOR_SQNR}
     template = environment.get_template("report.html.j2")
     return template.render(data=data, pictures=pictures, shown=shown, poor=report.poor_layers)
 
@@ -177,9 +176,3 @@ def _figures(report: Report) -> Iterable[tuple[str, Any]]:
             by_metric.setdefault(name, []).append((run["run"], run["size"], after))
     for metric, runs in by_metric.items():
         yield f"Runs: {metric} against size", comparison_figure(runs, metric)
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    return {key: _short(part) for key, part in value.items()} if isinstance(value, dict) else value

@@ -108,8 +108,7 @@ def as_svg(figure: Figure, label: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     for colour, name in _COLOURS.items():
         svg = svg.replace(colour, name)
-    svg = re.sub(r'<svg ([^>]*?)width="[^"]*"', r"<svg \1", svg, count=1)
-    svg = re.sub(r'<svg ([^>]*?)height="[^"]*"', r"<svg \1", svg, count=1)
+    svg = re.sub(r'(?:width|height)="[^"]*pt"', "", svg, count=2)
     return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(label)}" ', 1)
 
 
