@@ -110,8 +110,7 @@ def make_job(config: DictConfig, callback: SessionCallback) -> Job:
 
 def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:
     """The Trainer that ``trainer`` describes, with these callbacks."""
-    trainer: Trainer = instantiate(config.trainer, callbacks=[*callbacks, EndOnSigterm()])
-    return trainer
+    return instantiate(config.trainer, callbacks=[*callbacks, EndOnSigterm()])
 
 
 def made(node: Any, **given: Any) -> Any:
@@ -127,8 +126,7 @@ def made(node: Any, **given: Any) -> Any:
 def load_module(config: DictConfig) -> LightningModule:
     """The LightningModule that ``model`` describes."""
     with step("loading the model"):
-        module: LightningModule = made(config.model)
-    return module
+        return made(config.model)
 
 
 def make_data(config: DictConfig, module: LightningModule) -> LightningDataModule:
@@ -139,8 +137,7 @@ def make_data(config: DictConfig, module: LightningModule) -> LightningDataModul
     asked = inspect.signature(get_object(config.data._target_)).parameters
     told = {name: value for name, value in offered.items() if name in asked}
     with step("reading the data"):
-        data: LightningDataModule = made(config.data, _convert_="all", **told)
-    return data
+        return made(config.data, _convert_="all", **told)
 
 
 def measure_quality(module: LightningModule, trainer: Trainer, data: LightningDataModule) -> Quality | None:

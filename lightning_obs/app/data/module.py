@@ -119,8 +119,9 @@ class CalibrationData(LightningDataModule, ABC):
         return self._loader(self.held_out)
 
     def _loader(self, samples: Any, shuffle: bool = False) -> DataLoader[Any]:
-        size, workers = self.options.batch_size, self.options.num_workers
-        return DataLoader(samples, size, shuffle, num_workers=workers, collate_fn=self.collate)
+        # all by name: Lightning makes it again with a sampler of its own
+        sizes: dict[str, Any] = {"batch_size": self.options.batch_size, "num_workers": self.options.num_workers}
+        return DataLoader(samples, shuffle=shuffle, collate_fn=self.collate, **sizes)
 
 
 class TextData(CalibrationData):

@@ -110,8 +110,7 @@ class LanguageModel(TaskModule):
 
     @override
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self(**{LABELS: batch["input_ids"], **batch}).loss
-        return loss
+        return self(**{LABELS: batch["input_ids"], **batch}).loss
 
     @override
     def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:

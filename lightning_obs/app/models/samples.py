@@ -194,5 +194,4 @@ class TimmModel(OneOutputPerSample):
 
     @override
     def output(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        output: torch.Tensor = self(**batch)
-        return output.flatten(1)
+        return self(**batch).flatten(1)
