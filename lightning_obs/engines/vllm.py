@@ -22,7 +22,7 @@ from lightning_obs.engines.engine import Engine, FusedSets, Hardware
 from lightning_obs.errors import CalibrationError, name_list, refuse
 from lightning_obs.model.kinds import is_transformers_model, kind_of
 from lightning_obs.moe.experts import expert_containers, modules_beside, split_experts
-from lightning_obs.schemes.config import describe, number_format
+from lightning_obs.schemes.config import describe, describe_scheme, number_format
 from lightning_obs.schemes.planned_modules import PlannedModule, find_fused
 
 _VLLM = "vLLM 0.32"
@@ -162,7 +162,7 @@ class VLLM(Engine):
             raise CalibrationError(
                 f"{_VLLM} has nothing that loads {'experts' if is_expert else 'modules'} in this scheme",
                 where=[target.name],
-                got=_describe(target.scheme),
+                got=describe_scheme(target.scheme),
                 remedy=_REMEDY,
             )
         weights = target.scheme.weights
@@ -170,7 +170,7 @@ class VLLM(Engine):
             raise CalibrationError(
                 f"{_VLLM} does not read the negative scales of a weight whose inputs are quantized, too",
                 where=[target.name],
-                got=f"an observer with signed=True, {_describe(target.scheme)}",
+                got=f"an observer with signed=True, {describe_scheme(target.scheme)}",
                 remedy="leave out signed=True, or leave the inputs in full precision (W4A16).",
             )
         return Hardware(family.experts) if is_expert else family.linear
@@ -274,8 +274,3 @@ def _quantized_gates(model: nn.Module, planned: Container[str]) -> list[str]:
         for other, module in modules_beside(model, name)
         if isinstance(module, nn.Linear) and other in planned and module.out_features in (1, len(experts))
     ]
-
-
-def _describe(scheme: QuantizationScheme) -> str:
-    parts = {"weights": scheme.weights, "inputs": scheme.input_activations, "outputs": scheme.output_activations}
-    return ", ".join(f"{describe(args)} {name}" for name, args in parts.items() if args is not None)

@@ -56,16 +56,15 @@ def resolve_kv_cache(kv_cache: KVCacheLike, in_config: QuantizationArgs | None) 
     Raises:
         CalibrationError: an unknown name or field, or both are given.
     """
-    if kv_cache is None:
-        return None if in_config is None else in_config.model_copy(deep=True)
-    if in_config is not None:
+    if kv_cache is not None and in_config is not None:
         raise CalibrationError(
             "the kv cache is given twice", got="kv_cache beside kv_cache_scheme", remedy="say it in one place."
         )
-    if isinstance(kv_cache, QuantizationArgs):
-        return kv_cache.model_copy(deep=True)
-    if isinstance(kv_cache, str) and kv_cache.upper() in KV_PRESETS:
-        return KV_PRESETS[kv_cache.upper()].model_copy(deep=True)
+    given = in_config if kv_cache is None else kv_cache
+    if isinstance(given, str):
+        given = KV_PRESETS.get(given.upper(), given)
+    if given is None or isinstance(given, QuantizationArgs):
+        return None if given is None else given.model_copy(deep=True)
     if isinstance(kv_cache, Mapping):
         try:
             return QuantizationArgs.model_validate(dict(kv_cache))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils.match import match_named_modules, match_targets
 from torch import nn
 
@@ -24,7 +24,7 @@ from lightning_obs.schemes.checks_before_data import (
     warn_left_in_float,
 )
 from lightning_obs.schemes.config import config_groups
-from lightning_obs.schemes.planned_modules import Plan, PlannedModule, find_fused, require_one_scheme, scheme_identity
+from lightning_obs.schemes.planned_modules import Plan, PlannedModule, find_fused, scheme_identity
 
 
 def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequence[Sequence[str]] = ()) -> Plan:
@@ -47,7 +47,14 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
         remedy="keep it in one of them.",
     )
     check_patterns(model, list(by_target), ignore)
-    targets = _choose(model, config, by_target, ignore)
+    adopt_adapters(model)
+    targets = find_states(model, config, by_target)
+    left_alone = {target.name for target in targets} | inside_adapted(model)
+    for name, module in match_named_modules(model, by_target, ignore):
+        if name not in left_alone:
+            pattern, module = match_targets(name, module, by_target)[0], base_of(module)
+            if is_meant(pattern, module):
+                targets.append(PlannedModule(name, module, by_target[pattern]))
     check_stacked_experts(model, list(by_target), ignore)
     if not targets:
         raise CalibrationError(
@@ -55,25 +62,16 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
         )
     check_targets(model, targets)
     fused = find_fused((t.name for t in targets), fused_sets)
-    require_one_scheme({t.name: scheme_identity(t.scheme) for t in targets}, fused)
+    schemes = {t.name: scheme_identity(t.scheme) for t in targets}
+    refuse(
+        [name for members in fused if len({schemes[name] for name in members}) > 1 for name in members],
+        "modules that are fused at inference have different schemes",
+        expected="one scheme for all members of a fused set (q, k, v; gate, up; your fused_sets)",
+        remedy="target or ignore them together.",
+    )
     warn_cast_buffers(model)
     warn_left_in_float(model, targets, by_target, ignore)
     return Plan(config, targets, fused)
-
-
-def _choose(
-    model: nn.Module, config: QuantizationConfig, by_target: dict[str, QuantizationScheme], ignore: list[str]
-) -> list[PlannedModule]:
-    """Attention modules with their states, then all others; for an adapted layer, its base layer."""
-    adopt_adapters(model)
-    targets = find_states(model, config, by_target)
-    left_alone = {target.name for target in targets} | inside_adapted(model)
-    for name, module in match_named_modules(model, list(by_target), ignore):
-        if name not in left_alone:
-            pattern, module = match_targets(name, module, list(by_target))[0], base_of(module)
-            if is_meant(pattern, module):
-                targets.append(PlannedModule(name, module, by_target[pattern]))
-    return targets
 
 
 def is_meant(target: str, module: nn.Module) -> bool:

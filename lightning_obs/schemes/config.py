@@ -15,7 +15,6 @@ from compressed_tensors.quantization import (
     QuantizationScheme,
     QuantizationStrategy,
     QuantizationType,
-    is_preset_scheme,
     preset_name_to_scheme,
 )
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
@@ -78,11 +77,8 @@ def resolve_config(
             ``input_activations`` / ``output_activations``; a dict of groups (``{"FP8": ["re:.*mlp.*_proj"],
             "W4A16": ["Linear"]}`` or ``{"group": {"targets": [...], "weights": {...}}}``); a full
             ``{"config_groups": ...}``; or the compressed-tensors object. None with ``kv_cache``, for the cache alone.
-        targets: modules to quantize, if the scheme names none: class names, module names, ``re:`` patterns.
-        ignore: modules to leave in full precision, written the same way.
-        observers: observer per base name (weight, input, output; q, k, v of attention states): a name, or a dict of
-            ``name`` and hyperparameters. Replaces the one that the scheme names.
-        kv_cache: quantization of the kv cache, see :func:`~lightning_obs.schemes.attention_states.resolve_kv_cache`.
+        targets, ignore, kv_cache: see :class:`~lightning_obs.CalibrationOptions`.
+        observers: see there; they replace those that the scheme names.
 
     Raises:
         CalibrationError: an unknown preset, field, base name or observer; targets given twice; a scheme that
@@ -193,11 +189,10 @@ def config_groups(config: QuantizationConfig) -> list[QuantizationScheme]:
 
 def _preset(name: str, targets: list[str]) -> QuantizationScheme:
     upper = name.upper()
-    if upper in OWN_PRESETS:
-        return QuantizationScheme(targets=targets, **OWN_PRESETS[upper])
-    if not is_preset_scheme(upper) or upper == "UNQUANTIZED":
+    if upper not in preset_names():
         raise CalibrationError(f"unknown scheme {name!r}", expected=f"one of {', '.join(preset_names())}")
-    return preset_name_to_scheme(upper, targets)
+    own = OWN_PRESETS.get(upper)
+    return QuantizationScheme(targets=targets, **own) if own else preset_name_to_scheme(upper, targets)
 
 
 def _set_observers(config: QuantizationConfig, observers: Mapping[str, str | Mapping[str, Any] | None]) -> None:
@@ -253,20 +248,20 @@ def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
     >>> label(scheme, resolve_config(scheme))
     'int4 group 64 weights'
     """
-    cache = [] if config.kv_cache_scheme is None else [f"{describe(config.kv_cache_scheme)} kv cache"]
-    if isinstance(scheme, str):
-        return " + ".join([scheme.upper(), *cache])
-    if isinstance(scheme, Mapping) and set(map(str.upper, scheme)) <= set(preset_names()):
-        return " + ".join([*map(str.upper, scheme), *cache])
-    kinds = {"weight": "weights", "input": "inputs", "output": "outputs"}
-    groups = [
-        ", ".join(
-            f"{describe(args)} {'attention states' if quantizes_states(group) else kinds[base_name]}"
-            for base_name, args in scheme_args(group)
-        )
-        for group in config_groups(config)
-    ]
-    return " + ".join(dict.fromkeys([*groups, *cache]))
+    presets = [scheme] if isinstance(scheme, str) else list(scheme) if isinstance(scheme, Mapping) else []
+    parts = [name.upper() for name in presets]
+    if not set(parts) <= set(preset_names()) or not parts:
+        parts = list(dict.fromkeys(map(describe_scheme, config_groups(config))))
+    if config.kv_cache_scheme is not None:
+        parts.append(f"{describe(config.kv_cache_scheme)} kv cache")
+    return " + ".join(parts)
+
+
+def describe_scheme(scheme: QuantizationScheme) -> str:
+    """A scheme in a few words: ``"int8 channel weights, int8 tensor inputs"``."""
+    inputs = "attention states" if quantizes_states(scheme) else "inputs"
+    words = {"weight": "weights", "input": inputs, "output": "outputs"}
+    return ", ".join(f"{describe(args)} {words[base_name]}" for base_name, args in scheme_args(scheme))
 
 
 def describe(args: QuantizationArgs) -> str:

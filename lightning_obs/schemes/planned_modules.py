@@ -101,13 +101,3 @@ def find_fused(names: Iterable[str], sets: Sequence[Sequence[str]]) -> list[list
             index, place = rank[leaf]
             found.setdefault((parent, index), []).append((place, name))
     return [[name for _, name in sorted(members)] for members in found.values() if len(members) > 1]
-
-
-def require_one_scheme(schemes: Mapping[str, object], fused: Sequence[Sequence[str]]) -> None:
-    """Refuse fused modules with different schemes."""
-    refuse(
-        [name for members in fused if len({repr(schemes[name]) for name in members}) > 1 for name in members],
-        "modules that are fused at inference have different schemes",
-        expected="one scheme for all members of a fused set (q, k, v; gate, up; your fused_sets)",
-        remedy="target or ignore them together.",
-    )

@@ -6,7 +6,7 @@ from torch import nn
 from lightning_obs import CalibrationSession
 from lightning_obs.engines.engine import FUSED_SETS
 from lightning_obs.errors import CalibrationError
-from lightning_obs.schemes.planned_modules import check_own_sets, find_fused, require_one_scheme
+from lightning_obs.schemes.planned_modules import check_own_sets, find_fused
 
 
 @pytest.mark.parametrize(
@@ -42,18 +42,6 @@ def test_modules_of_one_parent_are_fused(names, groups):
 
 def test_sets_of_one_s_own_replace_the_known_ones():
     assert find_fused(["a.q_proj", "a.k_proj", "a.x", "a.y"], [("x", "y")]) == [["a.x", "a.y"]]
-
-
-def test_a_fused_set_with_two_schemes_is_refused():
-    schemes = {"a.q_proj": "FP8", "a.k_proj": "W4A16", "b.gate_proj": "FP8", "b.up_proj": "FP8"}
-    with pytest.raises(
-        CalibrationError, match=r"different schemes: a.q_proj, a.k_proj\. .*Remedy: target or ignore them"
-    ):
-        require_one_scheme(schemes, find_fused(schemes, FUSED_SETS))
-
-
-def test_a_fused_set_with_one_scheme_is_fine():
-    require_one_scheme({"a.q_proj": "FP8", "a.k_proj": "FP8", "o": "W4A16"}, [["a.q_proj", "a.k_proj"]])
 
 
 def test_sets_of_one_s_own_are_added_to_the_known_ones():
