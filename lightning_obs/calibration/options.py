@@ -16,7 +16,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from lightning_obs.engines.engine import Engine, engine_of
 from lightning_obs.errors import CalibrationError, refuse_unknown
 from lightning_obs.schemes.attention_states import KVCacheLike
-from lightning_obs.schemes.config import ObserversLike, SchemeLike, as_names, label, resolve_config
+from lightning_obs.schemes.config import ObserversLike, SchemeLike, label, resolve_config
 from lightning_obs.schemes.planned_modules import check_own_sets
 
 OnMissing: TypeAlias = Literal["error", "warn", "siblings"]
@@ -81,12 +81,10 @@ class CalibrationOptions:
     config: QuantizationConfig = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if one.init:
-                object.__setattr__(self, one.name, _plain(getattr(self, one.name)))
-        for name in ("targets", "ignore"):
-            if isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, as_names(getattr(self, name)))
+        for name in self.names():
+            value = _plain(getattr(self, name))
+            is_one = name in ("targets", "ignore") and isinstance(value, str)
+            object.__setattr__(self, name, [value] if is_one else value)
         if self.on_missing not in (choices := get_args(OnMissing)):
             raise CalibrationError("on_missing", got=repr(self.on_missing), expected=", ".join(map(repr, choices)))
         engine_of(self.reload)
@@ -98,11 +96,7 @@ class CalibrationOptions:
 
     @classmethod
     def of(cls, scheme: SchemeLike | CalibrationOptions | None, **changes: Any) -> CalibrationOptions:
-        """These options, from a scheme and fields, or from options and the fields that differ.
-
-        Raises:
-            CalibrationError: a field that there is not; what the constructor raises.
-        """
+        """These options, from a scheme and fields, or from options and the fields that differ."""
         refuse_unknown(changes, cls.names())
         return replace(scheme, **changes) if isinstance(scheme, CalibrationOptions) else cls(scheme, **changes)
 

@@ -203,15 +203,7 @@ class SessionCallback(Results):
         return None if self.token_mask is None else find_mask(batch, self.token_mask)
 
     @override
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, *_: Any) -> None:
         """Count the batch, if it was observed."""
         if self.session is not None and self.session.is_attached and not self.session.is_paused:
             self.session.batches += 1

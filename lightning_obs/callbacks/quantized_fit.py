@@ -148,9 +148,7 @@ class QuantizedFit(SessionCallback):
             training.session.mask_tokens(self.mask_of(batch))
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:
         """Write the ranges after the last of the observed batches."""
         if self._training is not None and self._training.phase is Phase.OBSERVING:
             self._training.count_batch()

@@ -21,39 +21,18 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Observer
-from lightning_obs.ranks.collectives import Collectives, Op, all_ranks_answer
+from lightning_obs.ranks.collectives import Collectives, Op, all_ranks_answer, gather_objects
 
 
 def collectives_of(trainer: Trainer) -> Collectives:
     """How to talk to the other ranks, through the Trainer's strategy.
 
     Raises:
-        CalibrationError: a strategy whose ranks do not hold the whole model.
+        CalibrationError: a strategy whose ranks do not hold the whole model, or end with the run.
     """
     strategy = trainer.strategy
     if trainer.world_size == 1 or isinstance(strategy, SingleDeviceStrategy):
         return Collectives()
-    _require_known(trainer)
-    if not dist.is_initialized():  # the Trainer has not started its ranks yet, so there is nobody to talk to
-        return Collectives()
-
-    def reduce(tensor: torch.Tensor, op: Op) -> torch.Tensor:
-        with all_ranks_answer():
-            reduced = strategy.reduce(tensor, None, op)
-        assert isinstance(reduced, torch.Tensor)
-        return reduced
-
-    def gather_object(thing: Any) -> list[Any]:
-        things: list[Any] = [None] * trainer.world_size
-        with all_ranks_answer():
-            dist.all_gather_object(things, thing)
-        return things
-
-    return Collectives(reduce, gather_object, trainer.global_rank, strategy.root_device, trainer.world_size)
-
-
-def _require_known(trainer: Trainer) -> None:
-    strategy = trainer.strategy
     if getattr(strategy, "_start_method", "popen") != "popen":
         raise CalibrationError(
             "what processes that end with the run (ddp_spawn, ddp_fork, ddp_notebook) calibrate is lost with them",
@@ -69,6 +48,16 @@ def _require_known(trainer: Trainer) -> None:
             expected="strategy 'ddp', FSDPStrategy, ModelParallelStrategy (FSDP2), or one device",
             remedy="calibrate with Trainer(strategy='ddp') or Trainer(devices=1).",
         )
+    if not dist.is_initialized():  # the Trainer has not started its ranks yet, so there is nobody to talk to
+        return Collectives()
+
+    def reduce(tensor: torch.Tensor, op: Op) -> torch.Tensor:
+        with all_ranks_answer():
+            reduced = strategy.reduce(tensor, None, op)
+        assert isinstance(reduced, torch.Tensor)
+        return reduced
+
+    return Collectives(reduce, gather_objects, trainer.global_rank, strategy.root_device, trainer.world_size)
 
 
 def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
@@ -76,10 +65,6 @@ def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
 
     Under tensor parallelism, a smallest or largest value over all ranks is that of the whole tensor, however ranks
     share it. A sum counts what ranks share more than once, and what they split only if it is a sum over features too.
-
-    Raises:
-        CalibrationError: tensor parallelism, and an observer of activations or inputs that is not an extreme of the
-            whole tensor.
     """
     strategy = trainer.strategy
     mesh = strategy.device_mesh if isinstance(strategy, ModelParallelStrategy) and trainer.world_size > 1 else None

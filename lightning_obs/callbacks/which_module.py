@@ -20,9 +20,6 @@ def find_module(pl_module: nn.Module, path: str | None = None) -> tuple[str, nn.
         path: attribute path, ``""`` for the LightningModule itself. None: the one transformers model that it holds (of
             several, those nearest to it; none inside torchmetrics' metrics). Without one, and where the LightningModule
             has no ``forward`` of its own, its only child with weights. Else the LightningModule itself.
-
-    Raises:
-        CalibrationError: no such attribute, or several transformers models to choose from.
     """
     if path is not None:
         try:
@@ -53,15 +50,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def require_forward(module: nn.Module, why: str) -> None:
-    """Refuse to call a module without ``forward``.
-
-    Args:
-        module: that is calibrated.
-        why: what calls it.
-
-    Raises:
-        CalibrationError: it has none.
-    """
+    """Refuse to call a module without ``forward``; ``why`` names the caller."""
     if not has_forward(module):
         children = list(_weighted_children(module))
         raise CalibrationError(
@@ -96,25 +85,15 @@ def _nearest_models(pl_module: nn.Module) -> dict[str, nn.Module]:
 
 
 def describe(pl_module: nn.Module, path: str, session: CalibrationSession) -> str:
-    """Which module a session calibrates, how many of its layers, and which layers of these kinds it leaves out.
-
-    Args:
-        pl_module: the LightningModule.
-        path: of the module inside of it.
-        session: of that module.
-    """
+    """Which module a session calibrates, how many of its layers, and which layers of these kinds it leaves out."""
     planned = {target.module for target in session.plan.targets}
     kinds = {type(module) for module in planned}
+    everything = set(session.model.modules())
+    beside = [name for name, module in pl_module.named_modules() if type(module) in kinds and module not in everything]
     with without_wrappers(session.model):
         adapters = inside_adapted(session.model)
-        within = {
-            module: name
-            for name, module in session.model.named_modules()
-            if module in planned or (type(module) in kinds and name not in adapters)
-        }
-    everything = set(session.model.modules())
-    inside = [name for module, name in within.items() if module not in planned]
-    beside = [name for name, module in pl_module.named_modules() if type(module) in kinds and module not in everything]
+        others = [(name, module) for name, module in session.model.named_modules() if module not in planned]
+    inside = [name for name, module in others if type(module) in kinds and name not in adapters]
     names = "/".join(sorted(kind.__name__ for kind in kinds))
     where = f"`{path}`" if path else "the LightningModule itself"
     text = (

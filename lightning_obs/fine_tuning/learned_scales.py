@@ -8,7 +8,7 @@ optimizer's state is restored by position), and travel in the callback's state.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,19 +56,18 @@ class LearnedScales:
                 remedy="set learn_scales=False; every validation observes the ranges anew.",
             )
 
+        #: whether no range of an activation is left to data
+        self.covers_activations = all(
+            f"{target.name}.{base_name}" in self._scales
+            for target in plan.targets
+            for base_name, args in target.args.items()
+            if base_name != "weight" and args.dynamic is not True
+        )
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The log factors, in the plan's order."""
         return [scale.factor for scale in self._scales.values()]
-
-    def covers(self, plan: Plan, base_names: Collection[str]) -> bool:
-        """Whether every static scale of these base names is learned."""
-        return all(
-            f"{target.name}.{base_name}" in self._scales
-            for target in plan.targets
-            for base_name, args in target.args.items()
-            if base_name in base_names and args.dynamic is not True
-        )
 
     def join(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Add each factor, once, to the first group of the optimizer that trains its module."""

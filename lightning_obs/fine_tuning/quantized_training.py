@@ -31,7 +31,6 @@ from lightning_obs.forward.quantized_forward import fake_quantized_states, quant
 from lightning_obs.forward.quantized_tensors import Switch, has_range
 from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.qparams import get_scheme
-from lightning_obs.numerics.reshape import ATTENTION
 
 
 class Phase(Enum):
@@ -141,9 +140,7 @@ class QuantizedTraining:
     @property
     def can_refresh(self) -> bool:
         """Whether data would change the range of an activation that is known."""
-        activations = ("input", "output", *ATTENTION)
-        learned = self.learned is not None and self.learned.covers(self.session.plan, activations)
-        return self.session.needs_data and not learned
+        return self.session.needs_data and (self.learned is None or not self.learned.covers_activations)
 
     # ------------------------------------------------------------------ transitions
 
