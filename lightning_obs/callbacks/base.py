@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from lightning_obs.calibration.token_mask import PADDING, find_mask
 from lightning_obs.callbacks.results import Results
 from lightning_obs.callbacks.strategies import collectives_of, repeated_in_batch, repeated_samples, require_exact
 from lightning_obs.callbacks.which_module import describe, find_module
-from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, warn
+from lightning_obs.errors import name_list, refuse_unknown, warn
 from lightning_obs.model.weight import in_shards, register_fsdp_units, reshard
 from lightning_obs.model.wrappers import refuse_unmerged
 from lightning_obs.schemes.config import SchemeLike
@@ -66,15 +65,11 @@ class SessionCallback(Results):
         log: bool | None = None,
         **options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(export_folder, export_overwrite, log)
         refuse_unknown(options, CalibrationOptions.names(type(self)))
         self.options = CalibrationOptions.of(scheme, **options)
         self.label = self.options.label
         self.module, self.sanity_check, self.token_mask = module, sanity_check, token_mask
-        self.tells_loggers, self.export_overwrite = log, export_overwrite
-        self.export_folder = None if export_folder is None else Path(export_folder)
-        if export_overwrite and export_folder is None:
-            raise CalibrationError("export_overwrite without export_folder", remedy="say which folder.")
         #: a state that was loaded and that no session has taken yet
         self._waiting_state: dict[str, Any] | None = None
         #: what was said about which module is calibrated

@@ -149,7 +149,7 @@ class CalibrationCallback(SessionCallback):
         """Compute and write the quantization parameters; ModelCheckpoint, which runs later, saves them."""
         if self.session is not None and self.session.is_attached:
             self._calibrate(self.session, trainer, pl_module)
-        self._measure(pl_module)
+        self.on_test_epoch_end(trainer, pl_module)
 
     def _calibrate(self, session: CalibrationSession, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._auto is not None:
@@ -162,12 +162,6 @@ class CalibrationCallback(SessionCallback):
         self.log_calibration(trainer, pl_module, errors)
         if shown and errors and trainer.is_global_zero:
             print_report(layer_table(errors[:5]))
-
-    def _measure(self, pl_module: LightningModule) -> None:
-        """Run the second pass, and log what it logs."""
-        if self._second_pass is not None:
-            for name, (value, in_bar) in self._second_pass.run(self._calibrated_session()).items():
-                pl_module.log(name, value, prog_bar=in_bar, add_dataloader_idx=False)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -232,17 +226,17 @@ class CalibrationCallback(SessionCallback):
         self._second_pass = QuantizedValidation(trainer, pl_module, self.evaluate)
 
     @override
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_test_batch_start(self, trainer: Trainer, pl_module: LightningModule, *seen: Any) -> None:
         """Keep the batch for the second pass."""
         if self._second_pass is not None:
-            self._second_pass.see(batch, batch_idx, dataloader_idx)
+            self._second_pass.see(*seen)
 
     @override
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure the quantized model on what was tested."""
-        self._measure(pl_module)
+        """Run the second pass of a test or a validation, and log what it logs."""
+        if self._second_pass is not None:
+            for name, (value, in_bar) in self._second_pass.run(self._calibrated_session()).items():
+                pl_module.log(name, value, prog_bar=in_bar, add_dataloader_idx=False)
 
     @override
     def state_of(self, session: CalibrationSession) -> dict[str, Any]:

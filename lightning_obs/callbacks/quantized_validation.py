@@ -71,7 +71,7 @@ class QuantizedValidation:
         self._start: _State | None = None
         self._random: tuple[bytes, dict[str, Any]] = b"", {}
 
-    def see(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+    def see(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Keep a batch that the first pass is about to run; before the first one, copy the LightningModule's state."""
         if self._start is None:
             self._start = _State(self._pl_module)

@@ -38,20 +38,21 @@ from lightning_obs.report.pictures import layers_figure
 class Results(Callback):
     """What a callback found, for whoever asks. Its subclass says what the session is."""
 
-    session: CalibrationSession | None = None
     #: of the scheme that was asked for: it names the state in checkpoints
     label: str
-    #: the ``log`` of the constructor; what Lightning gives every callback has that name
-    tells_loggers: bool | None
-    export_folder: Path | None
-    #: replace a checkpoint that is in it; after the first run also the one that was written
-    export_overwrite: bool
-    #: the LightningModule of the last session: its tokenizer is exported, its root unit resharded
-    _owner: LightningModule | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, export_folder: str | os.PathLike[str] | None, export_overwrite: bool, log: bool | None) -> None:
+        if export_overwrite and export_folder is None:
+            raise CalibrationError("export_overwrite without export_folder", remedy="say which folder.")
+        self.export_folder = None if export_folder is None else Path(export_folder)
+        #: replace a checkpoint that is in it; after the first run also the one that was written
+        self.export_overwrite = export_overwrite
+        self.tells_loggers = log  # `log` itself is what Lightning gives every callback
         #: scales of this run, calibration by calibration
         self.drift = ScaleDrift()
+        self.session: CalibrationSession | None = None
+        #: the LightningModule of the last session: its tokenizer is exported, its root unit resharded
+        self._owner: LightningModule | None = None
 
     @property
     def result(self) -> CalibrationResult | None:
