@@ -147,11 +147,7 @@ class SessionCallback(Results):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the saved state until the model is on its device (Lightning loads callbacks before that).
-
-        Raises:
-            CalibrationError: the state is damaged.
-        """
+        """Keep the saved state, if it is whole, until the model is on its device (Lightning loads callbacks before)."""
         if state_dict:
             require_whole(state_dict)
         self._waiting_state = state_dict or None

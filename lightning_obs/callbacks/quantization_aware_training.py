@@ -176,16 +176,8 @@ class QuantizationAwareTraining(QuantizedFit):
 def divergence(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Kullback-Leibler divergence of the student's distribution from the teacher's, in nats, mean over tokens.
 
-    Args:
-        student: logits ``(..., classes)``.
-        teacher: logits of the same shape; no gradient goes there.
-        mask: ``(...)``, nonzero for tokens that count.
-
-    Returns:
-        A scalar in float32.
-
-    Reference:
-        Hinton et al., Distilling the Knowledge in a Neural Network, 2015, arXiv:1503.02531, at temperature 1.
+    Logits are ``(..., classes)``; ``mask`` is ``(...)``, nonzero for tokens that count. The teacher gets no gradient.
+    Hinton et al., Distilling the Knowledge in a Neural Network, 2015, arXiv:1503.02531, at temperature 1.
 
     >>> round(divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[100.0, 0.0]])).item(), 4)
     0.6931

@@ -9,7 +9,8 @@ the first batch is refused there.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -208,12 +209,9 @@ class Results(Callback):
                 expected="a validation loader, a validation_step, and limit_val_batches above 0",
                 remedy="give it these, or leave export_folder out.",
             )
-
-        def check() -> None:
+        with _on_all_ranks(trainer):
             if trainer.is_global_zero:
                 require_free(folder, self.export_overwrite)
-
-        _together(trainer, check)
 
     def export_at_end(self, trainer: Trainer) -> None:
         """Write it. No rank goes on before it is there; what fails on one fails on all, and the folder is as it was."""
@@ -226,15 +224,18 @@ class Results(Callback):
                 where=[str(folder)],
                 expected="a validation with batches",
             )
-        _together(trainer, lambda: self.export(folder, overwrite=self.export_overwrite))
+        with _on_all_ranks(trainer):
+            self.export(folder, overwrite=self.export_overwrite)
         self.export_overwrite = True
         rank_zero_info(f"wrote {folder}")
 
 
-def _together(trainer: Trainer, step: Callable[[], Any]) -> None:
+@contextmanager
+def _on_all_ranks(trainer: Trainer) -> Iterator[None]:
+    """What fails on one rank in the ``with`` block fails on all behind it."""
     failure = None
     try:
-        step()
+        yield
     except CalibrationError as error:
         failure = sendable(error)
     require_no_failure(collectives_of(trainer).gather_object(failure))

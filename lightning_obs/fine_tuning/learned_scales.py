@@ -55,7 +55,6 @@ class LearnedScales:
                 expected="static scales that the checkpoint stores as they are (W4A16, INT8_STATIC, FP8)",
                 remedy="set learn_scales=False; every validation observes the ranges anew.",
             )
-
         #: whether no range of an activation is left to data
         self.covers_activations = all(
             f"{target.name}.{base_name}" in self._scales
@@ -79,7 +78,7 @@ class LearnedScales:
         some = set().union(*trained_by.values())
         places = {name: found or some for name, found in trained_by.items()}
         refuse(
-            sorted({self._scales[name].target.name for name in places if len(places[name]) != 1 < len(optimizers)}),
+            sorted({self._scales[n].target.name for n in places if len(optimizers) > 1 and len(places[n]) != 1}),
             "no single optimizer trains these modules, so it is open which one trains their scales",
             got=f"{len(optimizers)} optimizers",
             expected="the parameters of each module in one of them",
