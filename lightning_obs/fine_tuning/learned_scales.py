@@ -108,12 +108,6 @@ class LearnedScales:
             if scale.calibrated is not None
         }
 
-    def follow(self, plan: Plan) -> None:
-        """The same modules were planned anew."""
-        targets = {target.name: target for target in plan.targets}
-        for scale in self._scales.values():
-            scale.target = targets[scale.target.name]
-
     def state_dict(self) -> dict[str, Any]:
         """Calibrated scales and factors, by name."""
         scales = self._scales.items()
@@ -149,7 +143,7 @@ class _Scale:
         self.calibrated: torch.Tensor | None = None
         with torch.inference_mode(False):
             self.factor = nn.Parameter(torch.zeros(shape))
-        self.follow()
+            self.follow()
 
     def follow(self) -> None:
         """Go to the device where the module is now."""

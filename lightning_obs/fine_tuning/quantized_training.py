@@ -69,8 +69,6 @@ class QuantizedTraining:
         """Go on with another session of the same model and scheme."""
         self.session.detach()
         self.session = session
-        if self.learned is not None:
-            self.learned.follow(session.plan)
 
     # ------------------------------------------------------------------ the forward
 
