@@ -30,7 +30,6 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -150,12 +149,9 @@ class _Loop(_EvaluationLoop):
         self._combined_loader = outer._combined_loader  # is asked how many loaders there are
         self._max_batches = [len(batches) for batches in kept]
         self._data_fetcher: Any = _Replay(kept)
+        places = ((trainer.fit_loop.epoch_loop, "val_loop"), (trainer, "validate_loop"), (trainer, "test_loop"))
         #: the attribute of which object Lightning finds its loop in
-        self.place: tuple[Any, str] = {
-            TrainerFn.FITTING: (trainer.fit_loop.epoch_loop, "val_loop"),
-            TrainerFn.VALIDATING: (trainer, "validate_loop"),
-            TrainerFn.TESTING: (trainer, "test_loop"),
-        }[trainer.state.fn]
+        self.place: tuple[Any, str] = next(place for place in places if getattr(*place) is outer)
         self.step = "test_step" if trainer.testing else "validation_step"
         self._random = _collect_rng_states()
 
