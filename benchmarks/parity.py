@@ -157,7 +157,7 @@ def calibrate_both(
         CalibrationSession(model, own, ignore=IGNORE, kv_cache=kv_cache, reload="unchecked") as session,
         torch.no_grad(),
     ):
-        for batch in batches if session.plan.needs_data else ():
+        for batch in batches if session.needs_data else ():
             model(**batch, use_cache=False)
     ours = {f"{name}.{key}": v for name, module in calibrated_modules(model) for key, v in read_qparams(module).items()}
     return theirs, ours

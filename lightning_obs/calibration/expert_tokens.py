@@ -34,14 +34,10 @@ if TYPE_CHECKING:
 
 
 class ExpertWatch:
-    """The experts of a model while it is calibrated.
+    """The experts of a model while it is calibrated; with ``all_experts``, every expert observes all tokens.
 
-    Experts are those of :func:`~lightning_obs.moe.experts.expert_containers`. What a :class:`LinearExperts` reads
-    are its own inputs; a ``ModuleList`` is never called, so what its parent reads is taken.
-
-    Args:
-        model: the model.
-        all_experts: let every expert observe all tokens.
+    What a :class:`LinearExperts` reads are its own inputs; a ``ModuleList`` is never called, so what its parent reads
+    is taken.
     """
 
     def __init__(self, model: nn.Module, all_experts: bool = False) -> None:
@@ -189,15 +185,14 @@ def borrow_ranges(
     """Stand-ins for the observers of experts that no data reached.
 
     Args:
-        observers: ``{(module name, base name): observer}``.
+        observers: of all modules.
         containers: the experts, by their container's name.
         fused: modules that share a global scale; they borrow together.
         join_ranges: let them share the range of a whole tensor too (:meth:`Observer.fuse`).
 
     Returns:
-        For every activation of every module that borrows: an observer whose range is the union of those of the same
-        projection in the siblings that data reached. A module whose siblings saw nothing either is not in it. A weight
-        whose observer lacks inputs is in it as it is.
+        for an activation an observer with the union of the ranges of the same projection in the siblings that data
+        reached; for a weight whose observer lacks inputs that observer; nothing where no sibling was reached.
     """
     needing = [key for key, observer in observers.items() if observer.observes_data]
     unreached = {name for name, base in needing if not observers[name, base].is_reached}

@@ -36,21 +36,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Read:
-    """The tensor that was read last.
-
-    Attributes:
-        tensor: a weak reference to it.
-        stamp: changes with it.
-        mask: which of its tokens count.
-        tokens: those that count; None: not selected yet.
-        measured: what observers found in them, by kind.
-    """
+    """The tensor that was read last, the tokens of it that count under ``mask``, and what observers found in them."""
 
     tensor: Callable[[], torch.Tensor | None]
-    stamp: Hashable
+    stamp: Hashable  # changes with the tensor
     mask: torch.Tensor | None
-    tokens: torch.Tensor | None = None
-    measured: dict[Hashable, Any] = field(default_factory=dict)
+    tokens: torch.Tensor | None = None  # not selected yet
+    measured: dict[Hashable, Any] = field(default_factory=dict)  # by the observers' kind
 
 
 class ObserverHooks:

@@ -55,11 +55,7 @@ def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_whole(state: Mapping[str, Any]) -> None:
-    """Refuse a state that is not as it was :func:`sealed`.
-
-    Raises:
-        CalibrationError: something was changed, lost or added.
-    """
+    """Raise a CalibrationError if anything of a state was changed, lost or added since it was :func:`sealed`."""
     with naming("the saved calibration", remedy=_REMEDY):
         if state.get(_SEAL) != sealed(state)[_SEAL]:
             raise CalibrationError("the saved calibration has other values than were saved", remedy=_REMEDY)
@@ -113,11 +109,7 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
 
 
 def changed_options(state: Mapping[str, Any], config: QuantizationConfig) -> list[str]:
-    """The fields of a config that differ from the config of a saved calibration.
-
-    Returns:
-        ``["ignore: now with 'lm_head'", "weights.num_bits: 8 -> 4"]``.
-    """
+    """How a config differs from that of a saved calibration: ``["weights.num_bits: 8 -> 4", ...]``."""
     try:
         saved = dict(_fields(json.loads(state["config"])))
     except (KeyError, TypeError, ValueError):
@@ -147,8 +139,7 @@ def _fields(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def _change(saved: Any, now: Any) -> str:
     if isinstance(saved, list) and isinstance(now, list):  # names of modules, perhaps hundreds
         gone, new = ([repr(one) for one in a if one not in b] for a, b in ((saved, now), (now, saved)))
-        lists = {"without": gone, "with": new}
-        parts = [f"{word} {name_list(names, 3)}" for word, names in lists.items() if names]
+        parts = [f"{word} {name_list(names, 3)}" for word, names in (("without", gone), ("with", new)) if names]
         return "now " + (" and ".join(parts) or "in another order")
     return f"{saved!r} -> {now!r}"
 

@@ -23,7 +23,7 @@ from lightning_obs.calibration.hooks import ObserverHooks
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
-from lightning_obs.calibration.token_mask import PADDING, require_mask, warn_of_padding
+from lightning_obs.calibration.token_mask import PADDING, require_mask
 from lightning_obs.engines import ask_engines
 from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, warn
 from lightning_obs.forward.quantized_forward import INSIDE
@@ -252,8 +252,15 @@ class CalibrationSession:
             mask: of the model or of the batch, if there is one.
         """
         is_masked = self.mask is not None and self.mask.ndim > 1
-        observed = self.is_attached and not self.is_paused and self.needs_data and not is_masked
-        self._padding_is_said = self._padding_is_said or (observed and warn_of_padding(mask))
+        if self._padding_is_said or is_masked or self.is_paused or not self.is_attached or not self.needs_data:
+            return
+        masked = int((mask == 0).sum()) if isinstance(mask, torch.Tensor) and mask.ndim == 2 else 0
+        if masked:
+            self._padding_is_said = True
+            warn(
+                f"padding is observed: {PADDING} masks {masked} of {mask.numel()} tokens, and no token_mask is set. "
+                f"token_mask={PADDING!r} keeps them out."
+            )
 
     # ------------------------------------------------------------------ finish
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.errors import CalibrationError
 
 #: under which transformers' models and tokenizers say which tokens are padding
 PADDING = "attention_mask"
@@ -127,11 +127,7 @@ def _unknown_rows(value: torch.Tensor, mask: torch.Tensor, name: str, layout: La
 
 
 def require_mask(mask: object, where: str) -> torch.Tensor:
-    """Return ``mask`` if it is one.
-
-    Raises:
-        CalibrationError: it is not a tensor of shape ``(batch, tokens)`` or ``(batch,)``.
-    """
+    """Return ``mask`` if it is a tensor ``(batch, tokens)`` or ``(batch,)``, else raise a CalibrationError."""
     if not isinstance(mask, torch.Tensor) or mask.ndim not in (1, 2):
         raise CalibrationError(
             f"{where} is not a token mask",
@@ -142,14 +138,10 @@ def require_mask(mask: object, where: str) -> torch.Tensor:
 
 
 def find_mask(batch: Any, token_mask: str | Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    """The token mask of a batch.
-
-    Args:
-        batch: what the DataLoader gives.
-        token_mask: a key of the batch, or a function that returns the mask.
+    """The token mask of a batch of the DataLoader, by a key of the batch, or by a function of it.
 
     Raises:
-        CalibrationError: the batch has no such key.
+        CalibrationError: the batch has no such key, or something else under it.
     """
     if not isinstance(token_mask, str):
         return token_mask(batch)
@@ -162,14 +154,3 @@ def find_mask(batch: Any, token_mask: str | Callable[[Any], torch.Tensor]) -> to
             remedy="give the key that holds the mask, a function of the batch, or leave token_mask out.",
         ) from error
     return require_mask(mask, f"{token_mask} of the batch")
-
-
-def warn_of_padding(mask: Any) -> bool:
-    """Warn that padding is observed, if ``mask``, an ``attention_mask``, masks tokens; return whether it does."""
-    masked = int((mask == 0).sum()) if isinstance(mask, torch.Tensor) and mask.ndim == 2 else 0
-    if masked:
-        warn(
-            f"padding is observed: {PADDING} masks {masked} of {mask.numel()} tokens, and no token_mask is set. "
-            f"token_mask={PADDING!r} keeps them out."
-        )
-    return masked > 0

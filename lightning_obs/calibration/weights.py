@@ -42,12 +42,7 @@ Observe: TypeAlias = Callable[[Key, Observer, torch.Tensor], object]
 
 
 class Weights:
-    """The weights of a calibration, as this rank holds them.
-
-    Args:
-        modules: whose weights are observed.
-        observers: of these weights.
-        collectives: how to talk to the other ranks.
+    """The weights of ``modules``, as this rank holds them, and their observers.
 
     Raises:
         CalibrationError: a weight has no data, or lies on ranks that ``collectives`` does not reach.
@@ -93,14 +88,11 @@ class Weights:
         Args:
             keys: the same on every rank.
             owners: for each of :attr:`sizes` the rank that observes it.
-            failure: what went wrong before.
+            failure: what went wrong before; :func:`~lightning_obs.ranks.sync.share_weights` raises it on all ranks.
             observe: makes an observer look at a weight.
 
         Returns:
             how many collectives this took, gathered weights not counted.
-
-        Raises:
-            CalibrationError: on every rank alike, see :func:`~lightning_obs.ranks.sync.share_weights`.
         """
         whole = {key: self.observers[key] for key in keys if key not in self._rows}
         shards = {key: list(self._shards(key)) for key in keys if key in self._rows}

@@ -61,19 +61,12 @@ class Form(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """One statistic to reduce, of the observers that hold it on the same ranks.
-
-    Attributes:
-        form: of one observer's.
-        keys: the observers, in the same order on every rank.
-        ranks: that hold it; the others send its identity.
-        blocks: for each observer which blocks are not empty, or None if empty ones are sent too.
-    """
+    """One statistic to reduce, of the observers that hold it on the same ranks."""
 
     form: Form
-    keys: list[Key]
-    ranks: list[int]
-    blocks: Sequence[torch.Tensor | None]
+    keys: list[Key]  # the observers, in the same order on every rank
+    ranks: list[int]  # that hold it; the others send its identity
+    blocks: Sequence[torch.Tensor | None]  # of each observer those that are not empty; None: empty ones are sent too
 
 
 #: a statistic of many observers, and what this rank has of it: all of them, or None

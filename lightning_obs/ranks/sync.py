@@ -58,21 +58,13 @@ _REMEDY = "declare SUM, AVG, MIN or MAX of a tensor in _act_sync_dict."
 
 @dataclass(frozen=True)
 class Synced:
-    """What the ranks agreed on; the same on every rank.
+    """What the ranks agreed on; the same on every rank."""
 
-    Attributes:
-        unreached: observers, of any rank, of which no rank has statistics; ordered.
-        owners: for each weight the rank that searches its range, see :func:`partition`.
-        collectives: how many this took.
-        ranks: how many ranks there are.
-        notes: of each rank, see :func:`sync_statistics`.
-    """
-
-    unreached: list[Key]
-    owners: dict[Key, int]
-    collectives: int
-    ranks: int
-    notes: list[Any]
+    unreached: list[Key]  # observers, of any rank, of which no rank has statistics; ordered
+    owners: dict[Key, int]  # for each weight the rank that searches its range, see :func:`partition`
+    collectives: int  # how many this took
+    ranks: int  # how many there are
+    notes: list[Any]  # of each rank, see :func:`sync_statistics`
 
 
 def sync_statistics(
@@ -200,45 +192,25 @@ def _sync(
 
 @dataclass
 class _Description:
-    """What one rank tells: a few hundred bytes, some ten for each observer, and the statistics without a reduction.
-
-    Attributes:
-        failure: what went wrong on this rank.
-        weights: number of elements of the weights that it holds.
-        note: anything else that the others shall know.
-        held: observers that it holds, and the forms of their statistics that are reduced.
-        unreached: those of them that no data reached.
-        kept: statistics without a reduction, without their tensors.
-        packed: these tensors, see :func:`~lightning_obs.ranks.reduction.pack_tensors`.
-        not_finite: what of an observer is NaN or infinite.
-        occupied: which blocks of a sum of integers are not empty.
-    """
+    """What one rank tells: a few hundred bytes, some ten for each observer, and the statistics without a reduction."""
 
     failure: CalibrationError | None = None
-    weights: dict[Key, int] = field(default_factory=dict)
+    weights: dict[Key, int] = field(default_factory=dict)  # elements of those that it holds
     note: Any = None
-    held: dict[Key, tuple[Form, ...]] = field(default_factory=dict)
-    unreached: set[Key] = field(default_factory=set)
-    kept: dict[Key, dict[str, Any]] = field(default_factory=dict)
-    packed: bytes = b""
-    not_finite: dict[Key, str] = field(default_factory=dict)
-    occupied: dict[tuple[Key, str], bytes] = field(default_factory=dict)
+    held: dict[Key, tuple[Form, ...]] = field(default_factory=dict)  # observers, and their statistics that are reduced
+    unreached: set[Key] = field(default_factory=set)  # observers that no data reached
+    kept: dict[Key, dict[str, Any]] = field(default_factory=dict)  # statistics without a reduction, but their tensors
+    packed: bytes = b""  # these tensors
+    not_finite: dict[Key, str] = field(default_factory=dict)  # what is NaN or infinite
+    occupied: dict[tuple[Key, str], bytes] = field(default_factory=dict)  # blocks of a sum of integers
 
 
 def _describe(
     mine: _Description, observers: Mapping[Key, Observer], counted: set[Key], reduced: bool, alone: bool
 ) -> None:
-    """Describe what this rank holds, and of ``counted`` also the statistics.
+    """Fill in what this rank holds, and of ``counted`` the statistics: to reduce as declared, or to keep them all.
 
-    Args:
-        mine: is filled in.
-        observers: of this rank.
-        counted: those whose statistics count.
-        reduced: reduce as the observer declares; otherwise keep everything.
-        alone: there are no other ranks, to which anything would be sent.
-
-    Raises:
-        CalibrationError: a declared reduction that cannot be made; a statistic that cannot be sent.
+    An error is a declared reduction that cannot be made, or a statistic that cannot be sent.
     """
     mine.held, mine.unreached = dict.fromkeys(observers, ()), observers.keys() - counted
     statistics = {key: observer.get_statistics() for key, observer in observers.items() if key in counted}

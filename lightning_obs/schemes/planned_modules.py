@@ -55,15 +55,6 @@ class Plan:
     targets: list[PlannedModule]
     fused: list[list[str]] = field(default_factory=list)
 
-    @property
-    def needs_data(self) -> bool:
-        """Whether any activation has to be observed."""
-        return any(
-            base_name != "weight" and args.dynamic is not True
-            for target in self.targets
-            for base_name, args in target.args.items()
-        )
-
 
 def scheme_identity(scheme: QuantizationScheme) -> str:
     """A text that is equal for schemes that quantize alike, whatever they target."""

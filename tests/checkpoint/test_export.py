@@ -37,7 +37,7 @@ DEQUANTIZED = ["W4A16_ASYM", "W4A16", "W8A16"]
 
 def calibrated(model, scheme, batches, **kwargs):
     with CalibrationSession(model, scheme, **kwargs) as session:
-        for batch in batches if session.plan.needs_data else ():
+        for batch in batches if session.needs_data else ():
             model(**batch)
     return model
 
@@ -212,7 +212,7 @@ def test_a_plain_module_is_loaded_with_the_same_outputs(name, dtype, tmp_path):
     model = Everything().to(dtype).eval()
     ids = [torch.randint(0, 50, (3, 5)) for _ in range(3)]
     with CalibrationSession(model, scheme) as session:
-        for batch in ids if session.plan.needs_data else ():
+        for batch in ids if session.needs_data else ():
             model(batch)
     with torch.no_grad(), quantized(model):
         expected = model(ids[0])
@@ -301,7 +301,7 @@ def test_every_module_with_a_weight_matrix_is_stored_small_and_loaded_with_the_s
     (make, shape), (scheme, most) = OTHERS[kind], STORED_BYTES[scheme]
     model, x = nn.Sequential(make()), torch.randn(shape)
     with CalibrationSession(model, scheme, targets="0") as session:
-        for batch in [x] if session.plan.needs_data else ():
+        for batch in [x] if session.needs_data else ():
             model(batch)
     with torch.no_grad(), quantized(model):
         expected = model(x)

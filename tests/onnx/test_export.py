@@ -72,7 +72,7 @@ def calibrated(build, x, scheme):
         CalibrationSession(model, {"group": scheme} if isinstance(scheme, dict) else scheme) as session,
         torch.no_grad(),
     ):
-        for batch in [x] if session.plan.needs_data else ():
+        for batch in [x] if session.needs_data else ():
             model(batch)
     return model
 

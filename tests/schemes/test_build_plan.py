@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_obs import CalibrationSession
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from tests.schemes.plans import FP8_WEIGHTS, names, plan
 
@@ -18,7 +19,7 @@ LLAMA_LINEARS = 2 * 7
 )
 def test_data_is_needed_for_static_activations_only(scheme, needed):
     model = nn.Sequential(nn.Linear(128, 16, dtype=torch.bfloat16))
-    assert plan(model, scheme).needs_data is needed
+    assert CalibrationSession(model, scheme).needs_data is needed
 
 
 @pytest.mark.parametrize(
