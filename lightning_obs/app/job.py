@@ -6,8 +6,8 @@ Hydra's containers become dicts and lists here; nothing below the app knows of H
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from lightning_obs.app.console import say, step
 from lightning_obs.app.sigterm import EndOnSigterm
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.callbacks.base import SessionCallback
+from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.checkpoint.load import load_checkpoint
 from lightning_obs.errors import CalibrationError
@@ -30,6 +31,7 @@ from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.write import require_free
 from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.report.predictions import Moved, Predictions
 from lightning_obs.schemes.config import as_names
 
 #: a loss by calibration below this share of the quality is noise, and so is any share of it
@@ -44,11 +46,13 @@ class Quality:
         name: under which ``test_step`` logged it.
         value: over all held-out batches and ranks.
         higher_is_better: as the torchmetrics metric of that name says; None where the module has none.
+        moved: the predictions, held against the original's; None: of the original, or without logits.
     """
 
     name: str
     value: float
     higher_is_better: bool | None
+    moved: Moved | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Job:
         folder: of the checkpoint; None: none is written.
         trainer: runs the callback.
         evaluator: runs without it, to measure.
+        predictions: the original's on held-out data.
     """
 
     config: DictConfig
@@ -70,6 +75,7 @@ class Job:
     folder: Path | None
     trainer: Trainer
     evaluator: Trainer
+    predictions: Predictions = field(default_factory=Predictions)
 
     def inputs(self, batch: Any, device: torch.device | None = None) -> dict[str, Any]:
         """Keyword arguments of ``model`` for a batch (``model_inputs``, or all of it), on a device or the model's."""
@@ -79,13 +85,27 @@ class Job:
             inputs = {**batch, **({"use_cache": False} if is_transformers_model(self.model) else {})}
         return dict(move_data_to_device(inputs, device or next(self.model.parameters()).device))
 
-    def quality(self, what: str, as_quantized: bool = True) -> Quality | None:
-        """Quality of the model, which the user is told as ``what``; None where it is not measured."""
+    def quality(self, what: str, as_quantized: bool = True, again: LightningModule | None = None) -> Quality | None:
+        """Quality of the model, which the user is told as ``what``; None where it is not measured.
+
+        Args:
+            what: is measured.
+            as_quantized: off: this is the original, whose predictions are kept to compare later ones with.
+            again: measure this module, of a checkpoint that was loaded again, in the model's place.
+        """
         if not self.config.evaluate:
             return None
         say(f"· measuring {what}")
-        with quantized(self.model) if as_quantized else nullcontext():
-            return measure_quality(self.module, self.evaluator, self.data)
+        model = self.model if again is None else find_module(again, self.config.module)[1]
+        with ExitStack() as stack:
+            if not as_quantized:
+                stack.enter_context(self.predictions.kept(model))
+                return measure_quality(self.module, self.evaluator, self.data)
+            if again is None:
+                stack.enter_context(quantized(model))
+            comparison = stack.enter_context(self.predictions.compared(model))
+            found = measure_quality(again or self.module, self.evaluator, self.data)
+        return found and replace(found, moved=comparison.reduced(collectives_of(self.evaluator)))
 
     def load_again(self, folder: Path) -> LightningModule:
         """A new LightningModule with what was exported to ``folder``, loaded as a user loads it."""

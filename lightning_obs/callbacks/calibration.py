@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -21,6 +22,7 @@ from lightning_obs.callbacks.auto_observers import AutoObservers
 from lightning_obs.callbacks.base import SessionCallback, validation_loaders
 from lightning_obs.callbacks.quantized_validation import QuantizedValidation, require_batches
 from lightning_obs.callbacks.strategies import collectives_of
+from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.choice.observer_choice import ObserverChoice
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.report.summary import layer_table, print_report
@@ -40,7 +42,10 @@ class CalibrationCallback(SessionCallback):
         evaluate: run each validation once more, through the quantized model. What ``validation_step`` and
             ``on_validation_epoch_end`` log for the epoch then appears a second time, as ``<name>_quantized``, in time
             for ``ModelCheckpoint(monitor="val_loss_quantized")`` and ``EarlyStopping``. ``trainer.test`` of a
-            calibrated model does the same. A number in (0, 1): with that share of the batches.
+            calibrated model does the same. A number in (0, 1): with that share of the batches. Of a model whose output
+            has ``logits`` also ``quant/divergence``, the mean Kullback-Leibler divergence from the unquantized model's
+            predictions [nats], and ``quant/agreement``, the share of positions at which both have the same most likely
+            class (``callback.moved``); on as many batches as have their logits in 2 GiB on each rank.
 
             Loaders are not asked again: batches are kept on the CPU until the validation ends, as many as fit in 2 GiB
             on each rank (a warning says how many did not). Your metrics, lists and random generators are not touched:
@@ -121,7 +126,8 @@ class CalibrationCallback(SessionCallback):
         """Attach the observers; make ready for a second pass."""
         is_due = self._is_due(trainer)
         if self.evaluate and not trainer.sanity_checking and (is_due or self.has_calibrated):
-            self._second_pass = QuantizedValidation(trainer, pl_module, self.evaluate)
+            model = find_module(pl_module, self.module)[1]
+            self._second_pass = QuantizedValidation(trainer, pl_module, model, self.evaluate)
         if not is_due:
             return
         self._require_loaders(trainer)
@@ -188,6 +194,8 @@ class CalibrationCallback(SessionCallback):
     def clean_up(self) -> None:
         """Take every hook out. Can be called at any time, any number of times."""
         super().clean_up()
+        if self._second_pass is not None:
+            self._second_pass.close()
         self._second_pass = None
         if self._auto is not None:
             self._auto.stop()
@@ -223,7 +231,7 @@ class CalibrationCallback(SessionCallback):
             warn(f"{self.label}: nothing was calibrated, so evaluate has nothing to measure in this test.")
             return
         self.session.collectives = collectives_of(trainer)
-        self._second_pass = QuantizedValidation(trainer, pl_module, self.evaluate)
+        self._second_pass = QuantizedValidation(trainer, pl_module, self.session.model, self.evaluate)
 
     @override
     def on_test_batch_start(self, trainer: Trainer, pl_module: LightningModule, *seen: Any) -> None:
@@ -237,6 +245,9 @@ class CalibrationCallback(SessionCallback):
         if self._second_pass is not None:
             for name, (value, in_bar) in self._second_pass.run(self._calibrated_session()).items():
                 pl_module.log(name, value, prog_bar=in_bar, add_dataloader_idx=False)
+            self.moved = self._second_pass.moved
+            for name in () if self.moved is None else ("divergence", "agreement"):
+                pl_module.log(f"{self.prefix(trainer)}/{name}", torch.tensor(getattr(self.moved, name)))
 
     @override
     def state_of(self, session: CalibrationSession) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.model.qparams import CALIBRATED, CHECKSUMS
 from lightning_obs.model.wrappers import inside
+from lightning_obs.report.predictions import Moved, Predictions
 
 #: what ``nn.Module`` keeps itself, and calibration: its modules in attention are there before the first batch
 _LEFT_ALONE = {*vars(nn.Module()), *CALIBRATED, IMPL_ATTR, KV_CACHE_ATTR}
@@ -51,7 +52,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 class QuantizedValidation:
     """A second pass over the first batches of a validation or a test, a ``share`` in (0, 1] of each loader's."""
 
-    def __init__(self, trainer: Trainer, pl_module: LightningModule, share: float) -> None:
+    def __init__(self, trainer: Trainer, pl_module: LightningModule, model: nn.Module, share: float) -> None:
         self._trainer, self._pl_module = trainer, pl_module
         loop = trainer._active_loop
         assert isinstance(loop, _EvaluationLoop)
@@ -69,6 +70,10 @@ class QuantizedValidation:
         ]
         self._start: _State | None = None
         self._random: tuple[bytes, dict[str, Any]] = b"", {}
+        self.moved: Moved | None = None
+        self._predictions = Predictions()
+        self._first_pass = ExitStack()
+        self._first_pass.enter_context(self._predictions.kept(model))
 
     def see(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Keep a batch that the first pass is about to run; before the first one, copy the LightningModule's state."""
@@ -78,7 +83,12 @@ class QuantizedValidation:
         bits = pickle.dumps(apply_to_collection(random, torch.Tensor, torch.Tensor.numpy))
         if bits != self._random[0]:  # most validations draw none: their states are kept once
             self._random = bits, random
+        self._predictions.batch = batch_idx, dataloader_idx
         self._kept[dataloader_idx].add(batch, (batch_idx, dataloader_idx, self._random[1]))
+
+    def close(self) -> None:
+        """Look at the first pass no more."""
+        self._first_pass.close()
 
     def run(self, session: CalibrationSession) -> dict[str, tuple[torch.Tensor, bool]]:
         """Run the calibrated model quantized; every rank must. The batches are gone afterwards.
@@ -87,11 +97,12 @@ class QuantizedValidation:
             ``{"val_loss_quantized": (value, whether it is shown in the progress bar)}``, reduced over ranks where the
             user's own ``self.log`` is.
         """
+        self.close()
         trainer = self._trainer
         self._agree(session)
         if self._start is None or not any(map(len, self._kept)):
             return {}
-        loop, connector = _Loop(trainer, self._kept), _Connector(trainer)
+        loop, connector = _Loop(trainer, self._kept, self._predictions), _Connector(trainer)
         with ExitStack() as stack:
             stack.enter_context(isolate_rng())
             stack.enter_context(session.in_force())
@@ -100,12 +111,14 @@ class QuantizedValidation:
             for hook in ("_on_before_batch_transfer", "_apply_batch_transfer_handler"):
                 vars(self._pl_module)[hook] = _unchanged
             stack.enter_context(quantized(session.model))
+            comparison = stack.enter_context(self._predictions.compared(session.model))
             places = (trainer, "callbacks"), (trainer, "_logger_connector"), loop.place
             for (owner, name), value in zip(places, ([], connector, loop), strict=True):
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, value)
             loop.run()
         self._start = None
+        self.moved = comparison.reduced(session.collectives)
         if not connector.found:
             warn(f"evaluate: {loop.step} logs nothing for a whole epoch, so nothing of the quantized model is known.")
         return {_quantized_name(name): (value, name in connector.in_bar) for name, value in connector.found.items()}
@@ -142,13 +155,13 @@ def _unchanged(batch: Any, *_: Any, **__: Any) -> Any:
 class _Loop(_EvaluationLoop):
     """Lightning's evaluation loop over kept batches, from the first batch to ``on_validation_epoch_end``."""
 
-    def __init__(self, trainer: Trainer, kept: list[KeptBatches]) -> None:
+    def __init__(self, trainer: Trainer, kept: list[KeptBatches], predictions: Predictions) -> None:
         outer = trainer._active_loop
         assert isinstance(outer, _EvaluationLoop)
         super().__init__(trainer, outer._trainer_fn, outer._stage, False, outer.inference_mode)
         self._combined_loader = outer._combined_loader  # is asked how many loaders there are
         self._max_batches = [len(batches) for batches in kept]
-        self._data_fetcher: Any = _Replay(kept)
+        self._data_fetcher: Any = _Replay(kept, predictions)
         places = ((trainer.fit_loop.epoch_loop, "val_loop"), (trainer, "validate_loop"), (trainer, "test_loop"))
         #: the attribute of which object Lightning finds its loop in
         self.place: tuple[Any, str] = next(place for place in places if getattr(*place) is outer)
@@ -173,8 +186,8 @@ class _Loop(_EvaluationLoop):
 class _Replay:
     """What the loop fetches its batches from."""
 
-    def __init__(self, kept: list[KeptBatches]) -> None:
-        self._kept = kept
+    def __init__(self, kept: list[KeptBatches], predictions: Predictions) -> None:
+        self._kept, self._predictions = kept, predictions
         self._batches = (batch for batches in kept for batch in batches.taken())
 
     @property
@@ -184,6 +197,7 @@ class _Replay:
 
     def __next__(self) -> tuple[Any, int, int]:
         batch, (batch_idx, dataloader_idx, random) = next(self._batches)
+        self._predictions.batch = batch_idx, dataloader_idx
         _set_rng_states(random)
         return batch, batch_idx, dataloader_idx
 

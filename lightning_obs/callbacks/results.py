@@ -34,6 +34,7 @@ from lightning_obs.report.facts import Report, ScaleDrift, aggregates
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
 from lightning_obs.report.page import layer_row, write_csv, write_report
 from lightning_obs.report.pictures import layers_figure
+from lightning_obs.report.predictions import Moved
 
 
 class Results(Callback):
@@ -54,6 +55,8 @@ class Results(Callback):
         self.session: CalibrationSession | None = None
         #: the LightningModule of the last session: its tokenizer is exported, its root unit resharded
         self._owner: LightningModule | None = None
+        #: how far the last validation's quantized predictions are from the unquantized ones; None: not measured
+        self.moved: Moved | None = None
 
     @property
     def result(self) -> CalibrationResult | None:
@@ -144,7 +147,8 @@ class Results(Callback):
         errors = self.layer_errors(batches, counts)
         if session.collectives.rank != 0:
             return Path(folder) / "report.html"
-        known = {"title": self.label, "result": session.result, "errors": errors, "counts": counts, "drift": self.drift}
+        known: dict[str, Any] = {"title": self.label, "result": session.result, "errors": errors, "counts": counts}
+        known |= {"drift": self.drift, "moved": self.moved}
         return write_report(folder, Report(**{**known, **parts}))
 
     def log_calibration(
@@ -160,8 +164,7 @@ class Results(Callback):
         self.drift.add(trainer.global_step, session.qparams)
         if not self.logs(trainer):
             return
-        alone = sum(isinstance(callback, Results) for callback in trainer.callbacks) == 1
-        prefix = "quant" if alone else f"quant/{self.label}"
+        prefix = self.prefix(trainer)
         errors = self.layer_errors() if errors is None else errors
         for name, value in (aggregates(session.result, errors) | self.drift.numbers()).items():
             # The ranks have merged what they saw: the values are equal, except how long each took.
@@ -170,6 +173,11 @@ class Results(Callback):
             rows = [layer_row(error) for error in errors]
             for logger in trainer.loggers:
                 _log_table(logger, prefix, rows, trainer.global_step)
+
+    def prefix(self, trainer: Trainer) -> str:
+        """Of the names that are logged, by which two callbacks tell theirs apart."""
+        alone = sum(isinstance(callback, Results) for callback in trainer.callbacks) == 1
+        return "quant" if alone else f"quant/{self.label}"
 
     def logs(self, trainer: Trainer) -> bool:
         """Whether the Trainer's loggers get the results."""

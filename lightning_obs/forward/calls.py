@@ -36,9 +36,7 @@ def logits_of(output: Any) -> torch.Tensor:
     Raises:
         CalibrationError: there are none.
     """
-    found = getattr(output, "logits", None)
-    if found is None:
-        found = output.get("logits") if isinstance(output, Mapping) else output
+    found = output if isinstance(output, torch.Tensor) else named_logits(output)
     if not isinstance(found, torch.Tensor) or found.ndim < 2 or not found.is_floating_point():
         raise CalibrationError(
             "the divergence of predictions is measured on logits",
@@ -47,6 +45,12 @@ def logits_of(output: Any) -> torch.Tensor:
             remedy="wrap the model in a module that returns its logits.",
         )
     return found
+
+
+def named_logits(output: Any) -> Any:
+    """What an output has by the name of ``logits``; None where it has nothing."""
+    found = getattr(output, "logits", None)
+    return output.get("logits") if found is None and isinstance(output, Mapping) else found
 
 
 def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

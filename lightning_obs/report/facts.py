@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median, median_low
 from typing import Any
 
@@ -14,7 +14,8 @@ from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import name_list
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError
-from lightning_obs.report.numbers import human_size, number
+from lightning_obs.report.numbers import human_size, moved_texts, number
+from lightning_obs.report.predictions import Moved
 
 #: below this [dB] more than 3 % of a typical token's output energy is quantization noise
 POOR_SQNR = 15.0
@@ -70,6 +71,7 @@ class Report:
         result: of the calibration.
         errors: of the layers, worst first.
         metrics: by name, before and after, ``{"perplexity": (14.80, 15.19)}``.
+        moved: how far the predictions are from the original's.
         sizes: bytes before and after.
         counts: how often each input value was seen, by module name.
         drift: how scales have moved.
@@ -85,6 +87,7 @@ class Report:
     result: CalibrationResult | None = None
     errors: Sequence[LayerError] = ()
     metrics: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    moved: Moved | None = None
     sizes: tuple[int, int] | None = None
     counts: Mapping[str, Support] = field(default_factory=dict)
     drift: ScaleDrift | None = None
@@ -109,6 +112,8 @@ def facts(report: Report, arrow: str = "->") -> dict[str, str]:
         if before is not None and after is not None:
             percent = f" ({100 * (after / before - 1):+.1f} %)" if before else ""
             found[name] = f"{number(before)} {arrow} {number(after)}{percent}"
+    if report.moved is not None:
+        found |= moved_texts(asdict(report.moved))
     if report.sizes is not None:
         found["size"] = f" {arrow} ".join(map(human_size, report.sizes))
     if report.result is not None and any(sum(counts) for counts in report.result.expert_tokens.values()):

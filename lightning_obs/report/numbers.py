@@ -45,6 +45,19 @@ def quality_of(row: Mapping[str, Any]) -> Quality:
     return Quality(name, *((name and row.get(name)) or (None, None)))
 
 
+def moved_texts(row: Mapping[str, Any]) -> dict[str, str]:
+    """How far a run's predictions are from the original's, by title; of what the run's row has.
+
+    >>> moved_texts({"run": "a", "divergence": 0.03125, "agreement": 0.93})
+    {'KL [nats]': '0.03125', 'same top-1 [%]': '93.00'}
+    """
+    shown = {
+        "KL [nats]": ("divergence", number),
+        "same top-1 [%]": ("agreement", lambda share: f"{100 * share:.2f}"),
+    }
+    return {title: text(row[key]) for title, (key, text) in shown.items() if row.get(key) is not None}
+
+
 def human_size(size: float) -> str:
     """Bytes for a person to read.
 

@@ -23,7 +23,7 @@ from lightning_obs.files.write import whole_file, write_text
 from lightning_obs.numerics.histogram import linear_bins
 from lightning_obs.report.facts import POOR_SQNR, Report, facts
 from lightning_obs.report.layer_errors import LayerError
-from lightning_obs.report.numbers import finite, human_size, number, quality_of
+from lightning_obs.report.numbers import finite, human_size, moved_texts, number, quality_of
 from lightning_obs.report.pictures import as_svg, comparison_figure, drift_figure, frontier_figure
 from lightning_obs.schemes.config import as_names
 
@@ -125,11 +125,12 @@ def _data(report: Report) -> dict[str, Any]:
         # a percentage is not torn from its sign
         "summary": [{"label": k, "value": v.replace(" %)", "\N{NO-BREAK SPACE}%)")} for k, v in known.items()],
         "lines": as_names(report.lines),
+        **({} if report.moved is None else asdict(report.moved)),
         "metrics": {name: list(pair) for name, pair in report.metrics.items()},
         "sensitivity_unit": report.sensitivity_unit,
         "layers": list(_layers(report)),
         "frontier": [dict(point) for point in report.frontier],
-        "runs": [{**run, "quality": quality_of(run)._asdict()} for run in report.runs],
+        "runs": [{**run, "quality": quality_of(run)._asdict(), "moved": moved_texts(run)} for run in report.runs],
         "drift": None if report.drift is None else {"steps": report.drift.steps, "drifts": report.drift.drifts},
     }
 

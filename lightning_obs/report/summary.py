@@ -17,7 +17,7 @@ from lightning_obs.choice.mixed_precision import MixedPlan
 from lightning_obs.errors import name_list, printable
 from lightning_obs.report.facts import POOR_SQNR, Report, facts, poor_layers
 from lightning_obs.report.layer_errors import LayerError
-from lightning_obs.report.numbers import human_size, number, quality_of
+from lightning_obs.report.numbers import human_size, moved_texts, number, quality_of
 from lightning_obs.schemes.config import as_names
 
 
@@ -80,8 +80,10 @@ def _cells(error: LayerError) -> list[str]:
 
 
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Several runs side by side. Each row: overrides, its metric (before, after), size, seconds, worst layer."""
+    """Several runs side by side. Each row: overrides, its metric (before, after), how far its predictions are from the
+    original's where a run knows that, size, seconds, worst layer."""
     names = {quality_of(row).name for row in rows} - {None}
+    moved = dict.fromkeys(title for row in rows for title in moved_texts(row))
     cells = []
     for row in rows:
         name, before, after = quality_of(row)
@@ -90,9 +92,10 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
         change = f"{100 * (after / before - 1):+.2f}" if before and after is not None else ""
         size = "" if row.get("size") is None else human_size(row["size"])
         seconds, worst = (_known(row.get(key), ".1f") for key in ("seconds", "worst_sqnr"))
-        cells.append([str(row.get("run", "")), metric, change, size, seconds, worst])
+        further = [moved_texts(row).get(title, "") for title in moved]
+        cells.append([str(row.get("run", "")), metric, change, *further, size, seconds, worst])
     title = str(*names) if len(names) == 1 else "metric"
-    titles = ["run", title, "change [%]", "size", "calibration [s]", "worst SQNR [dB]"]
+    titles = ["run", title, "change [%]", *moved, "size", "calibration [s]", "worst SQNR [dB]"]
     return _table(titles, cells, title="comparison", header_style="bold")
 
 

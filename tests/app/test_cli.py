@@ -86,6 +86,8 @@ def test_two_ranks_of_ddp_fine_tune_and_measure_the_reloaded_checkpoint(command_
     assert done.stdout.count("wrote two") == 1
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["perplexity_reloaded"] == report["perplexity"][1] != report["perplexity_calibrated"]
+    assert report["divergence_reloaded"] == report["divergence"] != report["divergence_calibrated"]
+    assert report["positions"] == 2 * 32  # of both ranks
 
 
 @pytest.mark.slow

@@ -28,6 +28,10 @@ def test_a_run_calibrates_exports_verifies_and_reports(composed, tmp_path, capsy
     before, after = row["perplexity"]
     assert before != after
     report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert 0 < report["divergence"] < 1
+    assert 0.5 < report["agreement"] < 1
+    assert report["positions"] == 2 * 32
+    assert re.search(r"KL \[nats\] 0\.\d+  same top-1 \[%\] \d\d\.\d\d", output)
     assert report["perplexity"] == [before, after]
     assert report["config"]["data"]["batches"] == 2
     assert len(report["layers"]) == 14
@@ -155,7 +159,9 @@ def test_a_checkpoint_is_evaluated_to_the_perplexity_of_the_run_that_wrote_it(
     )
     rows = run(compare)["runs"]
     assert [one["run"] for one in rows] == ["INT8_STATIC (run)", f"{folder} (again)"]
-    assert "comparison" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "comparison" in output
+    assert "KL [nats]" in output
     page = (tmp_path / "c" / "report.html").read_text()
     assert "Runs: perplexity against size" in page
     assert page.count("INT8_STATIC (run)") >= 2  # in the picture and in the table

@@ -70,7 +70,7 @@ class Language(L.LightningModule):
         super().__init__()
         self.model = model
 
-    def validation_step(self, batch, batch_idx):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.log("val_loss", self.model(**batch, labels=batch["input_ids"]).loss)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +173,11 @@ class Calibrate(Task):
         if self.full is not None and self.quantized is not None:
             name = self.full.name
             quality = quality_row(name, self.full.value, self.quantized.value)
+            quality |= {} if self.quantized.moved is None else asdict(self.quantized.moved)
             for when, found in (("calibrated", self.calibrated), ("reloaded", self.reloaded)):
                 quality[f"{name}_{when}"] = None if found is None else found.value
+                if found is not None and found.moved is not None:
+                    quality[f"divergence_{when}"] = found.moved.divergence
         return {
             "run": self.job.callback.label,
             **quality,
@@ -194,6 +198,7 @@ class Calibrate(Task):
         known: dict[str, Any] = {"result": self.result, "errors": self.errors, "sizes": self.sizes, "lines": self.lines}
         if self.full is not None and self.quantized is not None:
             known["metrics"] = {self.full.name: (self.full.value, self.quantized.value)}
+            known["moved"] = self.quantized.moved
         title = f"{job.callback.label} \N{MIDDLE DOT} {Path(str(config.model.get('path') or DEFAULT_MODEL)).name}"
         extra = {**self.row(), "config": plain(config)}
         report = Report(title, **known, counts=counts, drift=job.callback.drift, extra=extra, **parts)

@@ -24,7 +24,7 @@ from lightning_obs.report.summary import comparison_table, print_report
 from lightning_obs.schemes.config import as_names
 
 #: what a comparison shows of a run, beside its metric
-_COMPARED = ("run", "size", "seconds", "worst_sqnr")
+_COMPARED = ("run", "size", "seconds", "worst_sqnr", "divergence", "agreement")
 
 
 class Evaluate(Task):

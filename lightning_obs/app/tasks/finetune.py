@@ -13,7 +13,7 @@ from lightning.pytorch import seed_everything
 from typing_extensions import override
 
 from lightning_obs.app.console import say
-from lightning_obs.app.job import make_trainer, measure_quality, plain, recovered_share
+from lightning_obs.app.job import make_trainer, plain, recovered_share
 from lightning_obs.app.tasks.calibrate import Calibrate
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.callbacks.base import SessionCallback
@@ -70,8 +70,8 @@ class Finetune(Calibrate):
         if not strategy.reduce_boolean_decision(written.is_dir()):
             self.lines = [*self.lines, "not loaded again: some ranks cannot read that folder"]
             return
-        say("· measuring the checkpoint, loaded again")
-        self.reloaded = measure_quality(self.job.load_again(written), make_trainer(self.config), self.job.data)
+        loaded = self.job.load_again(written)
+        self.reloaded = self.job.quality("the checkpoint, loaded again", again=loaded)
 
     @override
     def passes(self, needs_data: bool) -> int:
@@ -89,6 +89,10 @@ class Finetune(Calibrate):
             measured = {**values, "reloaded": self.reloaded}.items()
             text = ", ".join(f"{when} {found.value:.3f}" for when, found in measured if found is not None)
             lines.append(f"{self.calibrated.name} on held-out data: {text}")
+            moved = {when: found.moved.divergence for when, found in measured if found is not None and found.moved}
+            if moved:
+                text = ", ".join(f"{when} {divergence:.4f}" for when, divergence in moved.items())
+                lines.append(f"KL divergence from the original [nats]: {text}")
         if self.seconds_trained is not None:
             share = recovered_share(self.full, self.calibrated, self.quantized)
             brought = "" if share is None else f", and brought back {share:.0%} of what calibration lost"

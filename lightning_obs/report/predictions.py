@@ -1,0 +1,143 @@
+"""How far quantization moves a model's predictions: divergence, and how often the most likely class stays the same.
+
+A metric of the text may improve by chance, or because a model was fine-tuned on similar text; predictions that are held
+against the original's at the same positions cannot. So one pass keeps the original's logits on the CPU, as many as fit,
+and later passes over the same batches compare theirs with them, call by call. No further forward is run, and a
+fine-tuned model is compared with the one that it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_obs.calibration.token_mask import PADDING
+from lightning_obs.forward.calls import named_logits
+from lightning_obs.forward.compile_stance import run_eagerly
+from lightning_obs.model.additions import keep_hook_out
+from lightning_obs.ranks.collectives import Collectives
+
+#: memory for the original's logits, on each rank [bytes]
+KEPT_BYTES = 2 * 2**30
+#: positions that are compared at a time: a block of their logits stays in the cache
+_ROWS = 16
+#: of a class whose probability is 0: with minus infinity a divergence is NaN
+_LEAST = -1e4
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What quantization did to the predictions.
+
+    Attributes:
+        divergence: Kullback-Leibler divergence from the original's predictions [nats], mean over positions.
+        agreement: share of the positions at which both have the same most likely class.
+        positions: how many were compared.
+    """
+
+    divergence: float
+    agreement: float
+    positions: int
+
+
+class Predictions:
+    """The original's logits of one pass, for later passes over the same batches to be compared with.
+
+    Logits are ``(..., classes)`` in an output's ``logits``; of other outputs nothing is known. Positions that the
+    call's ``attention_mask`` leaves out do not count.
+
+    Args:
+        limit: of the memory for them [bytes].
+
+    Attributes:
+        batch: what runs now. Calls are matched by their order within it.
+
+    Examples:
+        >>> class Head(nn.Linear):
+        ...     def forward(self, x):
+        ...         return {"logits": super().forward(x)}
+        >>> model, original = Head(2, 2, bias=False), Predictions()
+        >>> _ = nn.init.eye_(model.weight)
+        >>> with original.kept(model):
+        ...     _ = model(torch.eye(2))
+        >>> with original.compared(model) as comparison:
+        ...     _ = model(-torch.eye(2))
+        >>> comparison.reduced(Collectives())
+        Moved(divergence=0.46211..., agreement=0.0, positions=2)
+    """
+
+    def __init__(self, limit: float = KEPT_BYTES) -> None:
+        self.batch: Hashable = None
+        self._left = limit
+        self._calls: dict[Hashable, list[torch.Tensor]] = {}
+
+    @contextmanager
+    def kept(self, model: nn.Module) -> Iterator[None]:
+        """Keep the logits of each call of ``model`` inside the ``with`` block, up to the first that does not fit."""
+
+        def keep(logits: torch.Tensor) -> None:
+            self._left -= logits.nbytes
+            if self._left >= 0:
+                with torch.inference_mode(False):
+                    self._calls.setdefault(self.batch, []).append(logits.detach().to("cpu", copy=True))
+
+        with _each_call(model, keep):
+            yield
+
+    @contextmanager
+    def compared(self, model: nn.Module) -> Iterator[Comparison]:
+        """Compare the logits of each call of ``model`` inside the ``with`` block with those that were kept."""
+        comparison = Comparison()
+        waiting = {batch: iter(calls) for batch, calls in self._calls.items()}
+
+        def compare(logits: torch.Tensor) -> None:
+            original = next(waiting.get(self.batch, iter(())), None)
+            if original is not None and original.shape == logits.shape:
+                comparison.add(original, logits)
+
+        with _each_call(model, compare):
+            yield comparison
+
+
+class Comparison:
+    """Sums over the positions that were compared."""
+
+    def __init__(self) -> None:
+        #: divergence, positions at which the most likely class is the same, positions
+        self._sums = torch.zeros(3, dtype=torch.float64)
+
+    @torch.no_grad()
+    def add(self, original: torch.Tensor, quantized: torch.Tensor) -> None:
+        """Add the positions of two tensors of logits, ``(positions, classes)``."""
+        sums = torch.zeros(2, dtype=torch.float64, device=quantized.device)
+        for before, after in zip(original.to(quantized.device).split(_ROWS), quantized.split(_ROWS), strict=True):
+            p, q = (logits.float().log_softmax(-1).clamp_min(_LEAST) for logits in (before, after))
+            sums += torch.stack([(p.exp() * (p - q)).sum(), (before.argmax(-1) == after.argmax(-1)).sum()])
+        self._sums += torch.tensor([*sums.tolist(), len(original)], dtype=torch.float64)
+
+    def reduced(self, collectives: Collectives) -> Moved | None:
+        """What all ranks have found, None if nothing; every rank must call this."""
+        divergence, agreeing, positions = collectives.reduce(self._sums.to(collectives.device), "sum").tolist()
+        return Moved(divergence / positions, agreeing / positions, int(positions)) if positions else None
+
+
+@contextmanager
+def _each_call(model: nn.Module, see: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Show ``see`` the logits ``(positions, classes)`` of each call that has some."""
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        logits = named_logits(output)
+        if isinstance(logits, torch.Tensor) and logits.ndim > 1 and logits.shape[-1] > 1:
+            mask = kwargs.get(PADDING)
+            counts = isinstance(mask, torch.Tensor) and mask.shape == logits.shape[:-1]
+            see(logits[mask.bool()] if counts else logits.flatten(0, -2))
+
+    with ExitStack() as stack:
+        stack.enter_context(run_eagerly())
+        stack.callback(keep_hook_out(model, model.register_forward_hook(hook, with_kwargs=True)))
+        yield
