@@ -168,7 +168,7 @@ def frontier(measured: Sensitivity, points: int = 16, *, at_most: Mapping[str, f
 
     Args:
         measured: losses and sizes.
-        points: how many budgets are tried, evenly spaced in bits per weight. Plans that come out twice are left out.
+        points: budgets to try, evenly spaced in bits per weight. A plan that is the best for several stands once.
         at_most: as in :func:`mixed_precision`.
     """
     largest = max(choose_schemes(measured, at_most=at_most).size, measured.least)
@@ -250,11 +250,9 @@ def _plan(measured: Sensitivity, chosen: Sequence[str]) -> MixedPlan:
 def config_of(
     modules: Mapping[str, tuple[str, QuantizationScheme | None]], ignore: Sequence[str]
 ) -> QuantizationConfig | None:
-    """One group for each thing that is done to modules, targeting them by name; None if nothing is done to any.
+    """A config with a group for each label and scheme that ``modules`` have; None if none of them has a scheme.
 
-    Args:
-        modules: for each module a name for its group, and its scheme; None leaves it in full precision.
-        ignore: what the config ignores besides.
+    A module whose scheme is None stays in full precision, as does what ``ignore`` matches.
     """
     groups: dict[tuple[str, str], QuantizationScheme] = {}
     for module, (name, scheme) in modules.items():

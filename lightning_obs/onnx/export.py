@@ -27,9 +27,16 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.write import whole_file
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.checksums import require_ready
-from lightning_obs.model.kinds import from_matrix, kind_of, to_matrix
-from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
-from lightning_obs.model.weight import in_shards
+from lightning_obs.model.kinds import from_matrix, kind_of
+from lightning_obs.model.qparams import (
+    args_of,
+    calibrated_modules,
+    get_scheme,
+    quantized_states,
+    read_qparams,
+    scheme_args,
+)
+from lightning_obs.model.weight import in_shards, whole_matrix, whole_shape
 
 #: the first with integers of 4 bits and scales of groups
 _OPSET = 21
@@ -80,11 +87,8 @@ def export_onnx(
     program = _traced(model, example, dynamic_shapes)
     from lightning_obs.onnx.graph import finish
 
-    schemes = {name: get_scheme(module) for name, module in calibrated_modules(model)}
-    narrow = [
-        name for name, s in schemes.items() if s is not None and s.weights is not None and s.weights.num_bits <= 4
-    ]
-    finish(program.model, {f"{name}.weight_codes".lstrip(".") for name in narrow})
+    bits = {name: args.num_bits for name, module in calibrated_modules(model) if (args := args_of(module, "weight"))}
+    finish(program.model, {f"{name}.weight_codes".lstrip(".") for name, number in bits.items() if number <= 4})
     _save(program, file, overwrite)
     return file
 
@@ -160,12 +164,11 @@ class _Linear:
             zero = qparams.get(f"{base}_zero_point", torch.zeros_like(scale)).to(torch.int8)
             grouped, self.attributes[base] = args.strategy == QuantizationStrategy.GROUP, {}
             if base == "weight":
-                weight = module.weight
-                assert isinstance(weight, torch.Tensor)
-                matrix = to_matrix(module, weight.detach())
+                matrix, whole = whole_matrix(module), whole_shape(module)
                 assert matrix is not None
+                assert whole is not None
                 codes = quantize(matrix, scale, zero, args, dtype=torch.int8)
-                self.buffers["weight_codes"] = from_matrix(module, codes, weight.shape).contiguous()
+                self.buffers["weight_codes"] = from_matrix(module, codes, whole).contiguous()
                 self.attributes[base]["axis"] = 1 if grouped else kind_of(module).rows
                 if grouped:
                     self.attributes[base]["block_size"] = int(args.group_size or 1)

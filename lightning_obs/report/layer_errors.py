@@ -11,12 +11,13 @@ to its output needs a pass: :func:`measure_layer_errors`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
 from lightning_obs.forward.calls import call_on, first_input
@@ -24,7 +25,7 @@ from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import tokens_of
-from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams, scheme_args
+from lightning_obs.model.qparams import args_of, calibrated_modules, quantized_states, read_qparams
 from lightning_obs.model.weight import held, in_shards, reshard
 from lightning_obs.numerics.histogram import Support, join_supports, support_of
 from lightning_obs.numerics.quantization_error import counted_error, difference_error, grid_error, only_range
@@ -79,8 +80,8 @@ def measure_layer_errors(
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad(), run_eagerly():
         inputs, outputs = LayerSums(list(layers)), LayerSums(list(layers))
         for name, module in layers.items():
-            probe = _Probe(name, inputs, outputs, counts)
-            stack.callback(keep_hook_out(module, module.register_forward_hook(probe, with_kwargs=True)))
+            hook = module.register_forward_hook(_probe(name, inputs, outputs, counts), with_kwargs=True)
+            stack.callback(keep_hook_out(module, hook))
         for batch in batches if layers else ():
             call_on(model, batch)
     # Outputs are compared as they come out: they have no grid, and nothing of them is clipped here.
@@ -119,11 +120,10 @@ def _weight_errors(
 ) -> dict[str, TensorError]:
     """The error of every quantized weight, by module name. Every rank must call this; each measures its share."""
     collectives = collectives or Collectives()
-    quantized = {name: module for name, module in layers.items() if _grid_of(module, "weight") is not None}
     reshard(model)
     with torch.inference_mode(False), torch.no_grad():
-        sums = LayerSums(list(quantized))
-        for turn, (name, module) in enumerate(quantized.items()):
+        sums = LayerSums(list(layers))
+        for turn, (name, module) in enumerate(layers.items()):
             mine = turn % collectives.size == collectives.rank
             if not mine and not in_shards(module):
                 continue
@@ -131,36 +131,32 @@ def _weight_errors(
                 grid = _grid_of(module, "weight")
                 if mine and matrix is not None and grid is not None:
                     sums.update(name, grid_error(matrix, *grid, "weight"))
-        if quantized and collectives.size > 1:
+        if layers and collectives.size > 1:
             sums.reduce_ranks(collectives)
     return sums.errors()
 
 
-def _grid_of(module: nn.Module, base_name: str) -> tuple[torch.Tensor, torch.Tensor | None, Any] | None:
+def _grid_of(module: nn.Module, base_name: str) -> tuple[torch.Tensor, torch.Tensor | None, QuantizationArgs] | None:
     """Scale (a global one divided out), zero point and arguments of a tensor with a static grid; else None."""
-    scheme = get_scheme(module)
-    args = dict(scheme_args(scheme)).get(base_name) if scheme is not None else None
-    qparams = read_qparams(module)
-    scale = qparams.get(f"{base_name}_scale")
+    args, qparams = args_of(module, base_name), read_qparams(module)
+    scale, global_scale = (qparams.get(f"{base_name}_{name}") for name in ("scale", "global_scale"))
     if args is None or scale is None or args.dynamic is not False:
         return None
-    global_scale = qparams.get(f"{base_name}_global_scale")
     scale = scale.float() if global_scale is None else scale.float() / global_scale.float()
     return scale, qparams.get(f"{base_name}_zero_point"), args
 
 
-class _Probe:
+def _probe(
+    name: str, inputs: LayerSums, outputs: LayerSums, counts: dict[str, Support] | None
+) -> Callable[[nn.Module, Any, Any, Any], None]:
     """A forward hook that compares one layer with its quantized form."""
 
-    def __init__(self, name: str, inputs: LayerSums, outputs: LayerSums, counts: dict[str, Support] | None) -> None:
-        self.name, self.inputs, self.outputs, self.counts = name, inputs, outputs, counts
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def probe(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         value = first_input(args, kwargs)
         if value is None or not isinstance(output, torch.Tensor) or value.numel() == 0 or output.ndim == 0:
             return
         rounded, plain = (tokens_of(module, value) for value in (_run_quantized(module, args, kwargs), output))
-        self.outputs.update(self.name, difference_error(rounded, plain))
+        outputs.update(name, difference_error(rounded, plain))
         if not value.is_floating_point():
             return
         grid = _grid_of(module, "input")
@@ -169,10 +165,12 @@ class _Probe:
         else:  # of groups, the last dimension is what compressed-tensors groups
             value = tokens_of(module, value) if grid[0].numel() == 1 else value
             error = grid_error(value, *grid, "input", by_token=True)
-        self.inputs.update(self.name, error)
-        if self.counts is not None:
+        inputs.update(name, error)
+        if counts is not None:
             seen = support_of(value)
-            self.counts[self.name] = join_supports(self.counts[self.name], seen) if self.name in self.counts else seen
+            counts[name] = join_supports(counts[name], seen) if name in counts else seen
+
+    return probe
 
 
 def _run_quantized(module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
@@ -183,15 +181,11 @@ def _run_quantized(module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
     return result
 
 
-def _joined(
-    layers: Iterable[str],
-    weights: Mapping[str, TensorError],
-    inputs: Mapping[str, TensorError],
-    outputs: Mapping[str, TensorError],
-) -> list[LayerError]:
+def _joined(layers: Iterable[str], *tensors: Mapping[str, TensorError]) -> list[LayerError]:
+    """The errors of layers from those of weights, inputs and outputs, the worst first."""
     found = []
     for name in layers:
-        weight, read, written = (errors.get(name) for errors in (weights, inputs, outputs))
+        weight, read, written = (errors.get(name) for errors in tensors)
         own = [e.sqnr for e in ([written] if written is not None else [weight, read]) if e is not None]
         sqnr = min((ratio for ratio in own if ratio is not None), default=math.nan)
         clipped = None if read is None or read.sqnr is None else read.clipped

@@ -34,9 +34,6 @@ class TensorError:
 class LayerSums:
     """Sums of the errors of many layers, and the numbers that follow from them.
 
-    Args:
-        names: of the layers.
-
     Attributes:
         sums: ``(layers, 7)`` in float64, see :data:`~lightning_obs.numerics.quantization_error.SUMS`.
         codes: how often each code was taken, ``(layers, 256)`` in int64.

@@ -94,12 +94,7 @@ def comparison_figure(runs: Sequence[tuple[str, int, float]], metric: str) -> Fi
 
 
 def as_svg(figure: Figure, label: str) -> str:
-    """The figure as an ``<svg>`` for a page: text stays text, colours are the page's, as wide as there is room.
-
-    Args:
-        figure: of this file.
-        label: what it shows, for who cannot see it.
-    """
+    """The figure as an ``<svg>`` with a label: text stays text, colours are the page's, as wide as there is room."""
     out, label = StringIO(), printable(label)
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})

@@ -22,12 +22,7 @@ from lightning_obs.schemes.config import as_names
 
 
 def summary(report: Report, worst: int = 5) -> RenderableType:
-    """The closing report of a run, for :func:`print_report`.
-
-    Args:
-        report: of a calibration.
-        worst: how many layers to show.
-    """
+    """The closing report of a calibration with so many of its ``worst`` layers, for :func:`print_report`."""
     result = report.result
     assert result is not None
     known = facts(report)
@@ -56,9 +51,9 @@ def better_inputs(config: QuantizationConfig, errors: Sequence[LayerError]) -> s
     'int8 inputs with a zero point, their range found by `histogram`, may lose less: scheme=int8_static_asym'
     >>> better_inputs(resolve_config("INT8_STATIC_ASYM"), [poor])
     """
-    inputs = [scheme.input_activations for scheme in config.config_groups.values()]
-    static = [args for args in inputs if args is not None and args.type == "int" and args.dynamic is False]
-    if not poor_layers(errors) or not any(args.num_bits == 8 and args.symmetric for args in static):
+    inputs = [args for scheme in config.config_groups.values() if (args := scheme.input_activations) is not None]
+    static = [args for args in inputs if args.type == "int" and args.num_bits == 8 and args.dynamic is False]
+    if not poor_layers(errors) or not any(args.symmetric for args in static):
         return None
     return "int8 inputs with a zero point, their range found by `histogram`, may lose less: scheme=int8_static_asym"
 
