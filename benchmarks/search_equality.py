@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_obs.numerics.candidates import shrink_factors
+from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.reshape import flatten_for_calibration
 from lightning_obs.numerics.search.ranges import Found, search_block_range, search_range
@@ -117,15 +118,15 @@ def draw_search(name: str, dtype: torch.dtype, generator: torch.Generator) -> tu
     expand, maxshrink = one_of((1.0, 0.2), (1.0, 0.2), (1.0, 0.8), (1.8, 1 - 0.8 / 1.8))
     options: dict[str, Any] = {"expand": expand, "norm": one_of(2.4, 2.4, 2.0, 1.0, 3.0)}
     options |= {"patience": one_of(5, 5, 1, None), "part": one_of(False, False, True)}
-    options["signed"] = name.endswith("signed")
+    grid = NumberGrid.of(args, name.endswith("signed"))
     factors = shrink_factors(maxshrink, one_of(100.0, 20.0))
     what = f"{args.strategy}, {rows}x{columns}, {kind}, {options}, {len(factors)} candidates"
     if args.strategy == "block":
-        return lambda: search_block_range(value, args, factors, **options), options["part"], what
+        return lambda: search_block_range(value, grid, factors, **options), options["part"], what
     observed = flatten_for_calibration(value, "weight", args)
     if one_of(True, False, False):
         options["importance"] = torch.rand(observed.shape[-1], generator=generator) ** 3
-    return lambda: search_range(observed, args, factors, **options), options["part"], what
+    return lambda: search_range(observed, grid, factors, **options), options["part"], what
 
 
 def normal(rows: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

@@ -93,8 +93,8 @@ class NumberGrid(NamedTuple):
     """The numbers of a format, in units of the scale; the zero point is not subtracted.
 
     ``low`` and ``high`` are the smallest and the largest; ``number`` tells where those between them lie (None: they are
-    the integers). ``args`` tell how a range becomes a scale, and ``signed`` whether that may be negative
-    (:func:`~lightning_obs.numerics.qparams.signed_scale`).
+    the integers). ``args`` tell how a range becomes a scale, ``signed`` whether that may be negative
+    (:func:`~lightning_obs.numerics.qparams.signed_scale`), ``global_scale`` how that of a tensor_group is rounded.
 
     >>> NumberGrid.of(QuantizationArgs(num_bits=4)).round(torch.tensor([-9.0, 0.5, 1.5, 6.6]))
     tensor([-8.,  0.,  2.,  7.])
@@ -105,15 +105,16 @@ class NumberGrid(NamedTuple):
     high: float
     number: NumberFormat | None
     signed: bool = False
+    global_scale: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, args: QuantizationArgs, signed: bool = False) -> NumberGrid:
+    def of(cls, args: QuantizationArgs, signed: bool = False, global_scale: torch.Tensor | None = None) -> NumberGrid:
         """The grid of a format."""
         number = format_of(args)
         if number is not None:
-            return cls(args, -number.last, number.last, number)
+            return cls(args, -number.last, number.last, number, signed, global_scale)
         half = 2.0 ** (args.num_bits - 1)
-        return cls(args, -half, half - 1, None, signed)
+        return cls(args, -half, half - 1, None, signed, global_scale)
 
     @property
     def symmetric(self) -> bool:
@@ -142,6 +143,10 @@ class NumberGrid(NamedTuple):
         args = self.args
         if self.signed:
             return signed_scale(low, high, args).float(), None
+        if self.global_scale is not None:
+            return calculate_qparams(low, high, args, global_scale=self.global_scale)[
+                0
+            ].float() / self.global_scale, None
         if args.scale_dtype != self.scale_dtype:
             args = args.model_copy(update={"scale_dtype": None})
         scale, zero_point = calculate_qparams(low, high, args)

@@ -43,6 +43,11 @@ def compute_global_scale(
     return generate_gparam(-absmax, absmax)
 
 
+def power_of_two(global_scale: torch.Tensor) -> torch.Tensor:
+    """The largest power of two that is not larger."""
+    return torch.exp2(torch.log2(global_scale).floor())
+
+
 def compute_qparams(
     min_vals: torch.Tensor,
     max_vals: torch.Tensor,

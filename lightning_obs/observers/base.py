@@ -22,7 +22,13 @@ from torch import distributed as dist
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.histogram import Support
-from lightning_obs.numerics.qparams import QParamsDict, can_be_signed, compute_global_scale, compute_qparams
+from lightning_obs.numerics.qparams import (
+    QParamsDict,
+    can_be_signed,
+    compute_global_scale,
+    compute_qparams,
+    power_of_two,
+)
 from lightning_obs.numerics.reshape import BASE_NAMES, flatten_for_calibration
 from lightning_obs.observers.registry import Registry
 from lightning_obs.observers.rows import join_rows, rows_per_scale
@@ -71,6 +77,9 @@ class Observer(Statistics, Registry):
 
     #: whether the range of a whole tensor is the widest of its fused set's, see :meth:`fuse`
     _joins_ranges: bool = False
+
+    #: whether the global scale of its fused group is a power of two: scales are then rounded alike whatever it is
+    _rounds_global_scale: ClassVar[bool] = False
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         if base_name not in BASE_NAMES:
@@ -205,7 +214,9 @@ class Observer(Statistics, Registry):
 
     def get_global_scale(self) -> torch.Tensor | None:
         """Global scale ``(1,)`` shared by the fused set; None unless the strategy is tensor_group."""
-        return compute_global_scale((member.get_min_max() for member in (self, *self._fused_observers)), self.args)
+        members = (self, *self._fused_observers)
+        scale = compute_global_scale((member.get_min_max() for member in members), self.args)
+        return power_of_two(scale) if scale is not None and any(m._rounds_global_scale for m in members) else scale
 
     def get_qparams(self) -> QParamsDict:
         """Compute scale, zero point and global scale. Changes nothing: a second call returns the same.

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.formats import NumberGrid, format_of
 from lightning_obs.numerics.moments import channel_products
+from lightning_obs.numerics.qparams import compute_global_scale, power_of_two
 from lightning_obs.numerics.reshape import flatten_for_calibration
 from lightning_obs.numerics.search.descent import descend
 from lightning_obs.observers.base import Observer
@@ -45,10 +46,9 @@ class LocalHessianObserver(ByInputsObserver):
         patience (int): consecutive p without an improvement of any scale that end the search; 0: it visits all.
         grid (int): steps per unit of p.
         expand (float | None): factor on the range before the search, at least 1. None: 1.84 in FP4, which has no number
-            between 4 and 6; with signed scales ``2 ** bits / (2 ** bits - 1)``, where the range of positive ones ends;
-            else 1.
+            between 4 and 6, else 1.
         strict (bool): a weight whose inputs were not seen is an error. Off: all its columns count alike.
-        signed (bool): as of ``memoryless_minmax``.
+        signed (bool): as of ``memoryless_mse``.
         norm (float): 2, the exponent of a quadratic form.
 
     Raises:
@@ -70,6 +70,7 @@ class LocalHessianObserver(ByInputsObserver):
         "norm": 2.0,
         "expand": None,
     }
+    _rounds_global_scale: ClassVar[bool] = True
     input_hessian: torch.Tensor
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
@@ -81,8 +82,15 @@ class LocalHessianObserver(ByInputsObserver):
     def _set_hyperparameters(self, given: dict[str, Any]) -> None:
         super()._set_hyperparameters(given)
         if self.expand is None:
-            number, codes = format_of(self.args), 2**self.args.num_bits
-            self.expand = codes / (codes - 1) if self.signed else 1.84 if number and number.bits == 4 else 1.0
+            number = format_of(self.args)
+            self.expand = 1.84 if number is not None and number.bits == 4 else 1.0
+
+    @override
+    def _grid(self, observed: torch.Tensor) -> NumberGrid:
+        """With scales of a tensor_group rounded as they will be stored, whatever power of two the global scale is."""
+        widest = observed.abs().amax().float().reshape(1) * self.widest
+        global_scale = compute_global_scale([(-widest, widest)], self.args)
+        return NumberGrid.of(self.args, self.signed, None if global_scale is None else power_of_two(global_scale))
 
     @override
     def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,8 +168,9 @@ class HessianObserver(LocalHessianObserver):
             value = _in_whole_blocks(value, self.args)
         hessian = pad(moments, (0, value.shape[1] - len(moments)) * 2)
         hessian.diagonal().add_(self.damping)  # the mean of the diagonal is 1
-        grid = NumberGrid.of(self.args, self.signed)
-        low, high = descend(value, hessian, grid, self.candidates(), block, sweeps=self.sweeps, expand=self.expand)
+        low, high = descend(
+            *(value, hessian, self._grid(value), self.candidates(), block), sweeps=self.sweeps, expand=self.widest
+        )
         scales = (1,) if self.args.strategy == QuantizationStrategy.TENSOR else low.shape
         return low.reshape(scales), high.reshape(scales)
 

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.candidates import shrink_factors, visited
+from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.search.ranges import search_block_range, search_range
 from lightning_obs.observers.base import Observer
 from lightning_obs.observers.moving_average import MovingAverageObserver
@@ -34,7 +35,8 @@ class MemorylessMSEObserver(Observer):
         grid (int): steps per unit of p.
         norm (float): exponent of the error; 2 is the mean squared error, more fears large errors more.
         expand (float): factor on the range before the search, at least 1.
-        signed (bool): as of ``memoryless_minmax``; candidates are those of the range, with its sign.
+        signed (bool): as of ``memoryless_minmax``. Candidates begin where those of positive scales do, at
+            ``2 ** bits / (2 ** bits - 1)`` times the range.
 
     Raises:
         CalibrationError: a value outside of these.
@@ -108,15 +110,23 @@ class MemorylessMSEObserver(Observer):
         """Number of consecutive candidates without an improvement that ends the search; None: it visits all."""
         return self.patience
 
+    @property
+    def widest(self) -> float:
+        """The widest candidate over the observed range."""
+        codes = 2**self.args.num_bits
+        return self.expand * codes / (codes - 1) if self.signed else self.expand
+
+    def _grid(self, observed: torch.Tensor) -> NumberGrid:
+        return NumberGrid.of(self.args, self.signed)
+
     def _search(self, observed: torch.Tensor, in_blocks: bool = False, **of_inputs: Any) -> Sequence[torch.Tensor]:
-        options: dict[str, Any] = {name: getattr(self, name) for name in ("norm", "expand", "signed")}
-        options["patience"] = self.idle_limit
+        options: dict[str, Any] = {"norm": self.norm, "expand": self.widest, "patience": self.idle_limit}
         factors = self.candidates()
         if self.stop is not None:
             factors, options["patience"] = factors[: self.stop], None
         options["part"] = self.is_part and self.stop is None
         search = search_block_range if in_blocks else search_range
-        low, high, improved = search(observed, self.args, factors, **options, **of_inputs)
+        low, high, improved = search(observed, self._grid(observed), factors, **options, **of_inputs)
         return (low, high, torch.tensor(improved)) if self.is_part else (low, high)
 
     @override

@@ -202,6 +202,23 @@ def test_a_weight_whose_observer_wants_inputs_goes_without_them(x, own_registry)
     torch.testing.assert_close(weight.weight_scale.flatten(), weight.weight.abs().amax(1) / 127.5)
 
 
+@pytest.mark.parametrize("name", ["local_hessian", "hessian"])
+def test_the_hessian_of_an_expert_is_of_the_tokens_that_it_gets(x, name):
+    block = linear_block()
+    scheme = {"weights": {"num_bits": 4, "strategy": "channel", "observer": name}}
+    with (
+        pytest.warns(CalibrationWarning, match="no token reached"),
+        CalibrationSession(block, scheme, on_missing="siblings") as session,
+    ):
+        block(x, INDEX)
+    for expert in (0, 1, 2):
+        observer = session.observers[f"experts.{expert}.up_proj", "weight"]
+        seen = x.flatten(0, 1)[routed(INDEX, expert)]
+        torch.testing.assert_close(observer.input_hessian.reshape(HIDDEN, HIDDEN), seen.T @ seen)
+        assert observer.input_count.item() == len(seen)
+    assert session.result.fallback == [f"experts.3.{p}_proj" for p in ("down", "gate", "up")]
+
+
 def test_borrowing_does_not_outlast_the_calibration(x):
     block = linear_block()
     session = CalibrationSession(block, "INT8_STATIC", on_missing="siblings")

@@ -67,6 +67,7 @@ OPTIONS = [
     {"input": "histogram", "weight": "memoryless_mse"},
     {"input": "static_minmax", "weight": "imatrix_mse"},
     {"input": "static_minmax", "weight": "memoryless_minmax"},
+    {"input": "static_minmax", "weight": "local_hessian"},
 ]
 
 

@@ -36,6 +36,12 @@ OPTIONS = {
     "learned weights": {"scheme": W4, "learn_scales": True},
     "learned asymmetric": {"scheme": ASYMMETRIC, "learn_scales": True},
     "imatrix": {"scheme": W4, "calibration_batches": 2, "observers": {"weight": "imatrix_mse"}},
+    "hessian": {
+        "scheme": W4,
+        "calibration_batches": 2,
+        "learn_scales": True,
+        "observers": {"weight": {"name": "hessian", "signed": True}},
+    },
     "distilled": {"scheme": W4, "distill": 1.0},
 }
 

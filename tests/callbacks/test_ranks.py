@@ -19,7 +19,12 @@ from lightning_obs.observers.mse import MemorylessMSEObserver
 from tests.lightning_ranks import Module, Net, calibration, like_torchrun, loader, samples, trainer
 from tests.rank_processes import run_ranks
 
-EXACT = [("static_minmax", "memoryless_minmax"), ("histogram", "memoryless_mse"), ("static_minmax", "imatrix_mse")]
+EXACT = [
+    ("static_minmax", "memoryless_minmax"),
+    ("histogram", "memoryless_mse"),
+    ("static_minmax", "imatrix_mse"),
+    ("static_minmax", "hessian"),
+]
 
 
 EVERY = samples(24, experts=(0, 1, 2))

@@ -132,7 +132,7 @@ def test_a_local_range_has_the_least_error_of_all_candidates(args, signed, weigh
     width = {"group": 16, "block": 32}.get(str(getattr(args.strategy, "value", args.strategy)), 128)
     local = torch.block_diag(*(part.T @ part for part in x.split(width, 1)))
     found = observe("local_hessian", args, weight, inputs, signed=signed, patience=0, expand=1.1)
-    candidates = [(1 - i / 36) * 1.1 for i in range(24)]
+    candidates = [(1 - i / 36) * 1.1 * (16 / 15 if signed else 1) for i in range(24)]
     _, errors = brute_force(args, weight, local, candidates, signed)
     qparams = found.get_qparams()
     d = (fake_quantize(weight, qparams["scale"], qparams["zero_point"], args) - weight).double()

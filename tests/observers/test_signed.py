@@ -69,6 +69,7 @@ def test_the_search_has_the_least_error_of_all_candidates(dtype):
         return (((weight / scale).round().clamp(-8, 7) * scale - weight) ** 2).sum(-1, keepdim=True)
 
     low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+    low, high = low * (16 / 15), high * (16 / 15)  # where candidates of positive scales begin
     every = [lost((low * (1 - i / 100)).to(dtype), (high * (1 - i / 100)).to(dtype)) for i in range(20)]
     torch.testing.assert_close(lost(*found.get_min_max()), torch.stack(every).amin(0), rtol=1e-5, atol=0)
 

@@ -56,7 +56,7 @@ def observed_range(observed: torch.Tensor) -> Range:
 
 def search_range(
     observed: torch.Tensor,
-    args: QuantizationArgs,
+    args: QuantizationArgs | NumberGrid,
     factors: Sequence[float],
     *,
     patience: int | None = 5,
@@ -64,15 +64,14 @@ def search_range(
     expand: float = 1.0,
     importance: torch.Tensor | None = None,
     part: bool = False,
-    signed: bool = False,
     hessian: torch.Tensor | None = None,
 ) -> Found:
     """The range of least quantization error per scale.
 
     Args:
         observed: ``(N, *Q, G)``, not empty: N observations, Q the shape of the scales, G values per scale.
-        args: number format and symmetry. A tensor_group is searched without rounding its scales, and without the
-            global scale, which is only known afterwards.
+        args: number format and symmetry, or the grid that they are of. A tensor_group is searched without rounding its
+            scales unless the grid has the global scale, which is only known afterwards.
         factors: candidates, in the order of the search; the first wins a tie.
         patience: number of consecutive factors without an improvement that ends the search; None: it visits all.
         norm: exponent of the error.
@@ -80,7 +79,6 @@ def search_range(
         importance: weight of each value's error, broadcastable to ``(*Q, G)``, not negative.
         part: other rows belong to the search too. So it visits all factors, and what they improve decides where the
             search of all rows ends (:func:`~lightning_obs.numerics.candidates.visited`).
-        signed: the scale may be negative (:func:`~lightning_obs.numerics.qparams.signed_scale`).
         hessian: quadratic forms of the columns, which measure the error instead of norm and importance: ``(I, T, t,
             t)``, T * t = G, in the order of the scales; I divides their number.
 
@@ -93,35 +91,39 @@ def search_range(
     rows = rows_of_counts(observed) if importance is None and hessian is None else None
     if rows is None:
         rows = rows_of_observed(observed, importance, hessian)
-    return _search(rows, observed.shape[1:-1], NumberGrid.of(args, signed), factors, patience, norm, expand, part)
+    return _search(rows, observed.shape[1:-1], _grid(args), factors, patience, norm, expand, part)
 
 
 def search_block_range(
     weight: torch.Tensor,
-    args: QuantizationArgs,
+    args: QuantizationArgs | NumberGrid,
     factors: Sequence[float],
     *,
     patience: int | None = 5,
     norm: float = 2.4,
     expand: float = 1.0,
     part: bool = False,
-    signed: bool = False,
     hessian: torch.Tensor | None = None,
 ) -> Found:
     """The range of least quantization error per block of a weight ``(R, C)``, which is not copied.
 
     Args:
         weight: not empty; the height and width of a block divide it.
-        args: its ``block_structure`` is the size of a block.
-        factors, patience, norm, expand, part, signed, hessian: see :func:`search_range`.
+        args: as for :func:`search_range`; their ``block_structure`` is the size of a block.
+        factors, patience, norm, expand, part, hessian: see :func:`search_range`.
 
     Returns:
         As :func:`search_range`; ``(R / height, C / width)`` each.
     """
-    assert args.block_structure is not None  # QuantizationArgs validated it
-    height, width = args.block_structure
+    grid = _grid(args)
+    assert grid.args.block_structure is not None  # QuantizationArgs validated it
+    height, width = grid.args.block_structure
     rows = rows_of_blocks(weight, height, width, hessian)
-    return _search(rows, rows.view.shape[:2], NumberGrid.of(args, signed), factors, patience, norm, expand, part)
+    return _search(rows, rows.view.shape[:2], grid, factors, patience, norm, expand, part)
+
+
+def _grid(args: QuantizationArgs | NumberGrid) -> NumberGrid:
+    return args if isinstance(args, NumberGrid) else NumberGrid.of(args)
 
 
 def _search(
