@@ -34,23 +34,14 @@ _LEFT_OUT = ("observers", "collectives")
 
 
 class Column(NamedTuple):
-    """A column of the page's table.
+    """A column of the page's table."""
 
-    Attributes:
-        key: of a layer's row.
-        title: above it.
-        digits: behind the point; None: four significant ones, or a text.
-        is_wide: left out on a phone.
-        smallest_first: how a first click sorts.
-        value: of a layer, for a key that the row does not have otherwise; CSV and JSON get it too.
-    """
-
-    key: str
-    title: str
-    digits: int | None = None
-    is_wide: bool = False
-    smallest_first: bool = True
-    value: Callable[[LayerError], Any] | None = None
+    key: str  # of a layer's row
+    title: str  # above it
+    digits: int | None = None  # behind the point; None: four significant ones, or a text
+    is_wide: bool = False  # left out on a phone
+    smallest_first: bool = True  # how a first click sorts
+    value: Callable[[LayerError], Any] | None = None  # for a key that no row has otherwise; CSV and JSON get it too
 
 
 COLUMNS = [
