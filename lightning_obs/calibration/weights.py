@@ -6,17 +6,15 @@ scale that several ranks found (a whole tensor, a block across the edge of two s
 maximum, where the observer is an extreme. Whether it can be so is asked of the observer (``for_rows``, ``join``).
 
 A search for the least error stops when some candidates in a row improved no scale *of the whole tensor*. A shard cannot
-know that, so it visits all candidates, and sends beside the ranges which of them improved any of its rows. From all
-shards' notes each rank derives where one device would have stopped; if a later candidate was better for some scale, the
-shards search once more, that far. So the range found is one device's (``agree``).
+know that, so it visits all candidates and sends beside the ranges which of them improved any of its rows. From these
+notes each rank derives where one device would have stopped; if a later candidate was better for some scale, the shards
+search once more, that far (``agree``).
 
 What cannot be decided row by row (a search over a whole tensor or over a block across two shards, a histogram, an
-observer of the user's) sees the whole weight, on one rank: weights are gathered one at a time, in an order that is the
-same on all ranks, one for each rank before they all search. A rank never holds more than two whole weights.
-
-The flat shards of FSDP1 end anywhere in a row, so all of them are gathered, a unit at a time. In one turn as many units
-as there are ranks are gathered one after the other; each rank copies the weights that it is to search, all search, and
-the last of these units stays whole until then. So a rank never holds more than one unit and its share of the others.
+observer of the user's) sees the whole weight, on one rank. Weights are gathered one at a time, in the same order on all
+ranks, one for each rank before they all search: a rank never holds more than two. The flat shards of FSDP1 end anywhere
+in a row, so all of them are gathered, a unit for each rank in one turn; each rank copies the weights that it is to
+search, and the last unit stays whole meanwhile: a rank never holds more than one unit and its share of the others.
 """
 
 from __future__ import annotations

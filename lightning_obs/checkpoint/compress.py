@@ -81,7 +81,7 @@ def compressed_state_dict(model: nn.Module, keep: bool = True) -> dict[str, torc
 
 @torch.no_grad()
 def compressed_bytes(module: nn.Module) -> int:
-    """How many bytes the weight of a calibrated module and its quantization parameters take in a checkpoint."""
+    """How many bytes a module's weight and quantization parameters take in a checkpoint."""
     own = {"weight": _value(module, "weight")}
     return sum(value.nbytes for value in (_compressed(module, own) if _is_compressible(module) else own).values())
 
@@ -119,20 +119,15 @@ def _whole(value: torch.Tensor, sharded: bool, keep: bool, tied: dict[int, torch
 
 
 def _compressed(module: nn.Module, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    scheme = get_scheme(module)
-    assert scheme is not None
-    return compress_entries(module, own | read_qparams(module), scheme)
+    return compress_entries(module, own | read_qparams(module), module.quantization_scheme)
 
 
 def compress_entries(
     module: nn.Module, own: Mapping[str, torch.Tensor], scheme: QuantizationScheme
 ) -> dict[str, torch.Tensor]:
-    """A module's own entries as they are stored.
+    """A module's own entries (weight, bias, quantization parameters, by their names there) as they are stored.
 
-    Args:
-        module: says what its weight is as a matrix; nothing else of it is read.
-        own: weight, bias and quantization parameters, by their names on the module.
-        scheme: with its format.
+    The module says what its weight is as a matrix; nothing else of it is read.
     """
     entries = dict(own)
     if scheme.weights is not None:
@@ -192,20 +187,19 @@ def is_compressed_by_rows(module: nn.Module) -> bool:
     scheme = get_scheme(module)
     if scheme is None or scheme.weights is None or kind_of(module).stored_as is None:
         return False
-    rows, height = place_of(module).rows, rows_per_scale(scheme.weights) or 1
-    packs_columns = scheme.format == CompressionFormat.pack_quantized.value and not scheme.weights.symmetric
-    return rows is not None and not packs_columns and not any(start % height for start, stop in rows if start < stop)
+    rows, packs = place_of(module).rows, scheme.format == CompressionFormat.pack_quantized.value
+    if rows is None or (packs and not scheme.weights.symmetric):
+        return False
+    height = rows_per_scale(scheme.weights) or 1
+    return not any(start % height for start, stop in rows if start < stop)
 
 
 def compress_rows(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Compress this rank's rows; talks to nobody.
-
-    Args:
-        module: calibrated, with :func:`is_compressed_by_rows`.
+    """Compress this rank's rows of a weight that :func:`is_compressed_by_rows`; talks to nobody.
 
     Returns:
-        The entries of the module's weight and its quantization parameters in a checkpoint, under their names there:
-        what has rows as a DTensor ``Shard(0)``, the rest whole.
+        The entries of weight and quantization parameters in a checkpoint, under their names there: what has rows as a
+        DTensor ``Shard(0)``, the rest whole.
     """
     scheme, weight, every = get_scheme(module), module.weight, place_of(module).rows
     assert isinstance(weight, DTensor)

@@ -130,7 +130,7 @@ def _any_qparams(target: PlannedModule) -> dict[str, torch.Tensor]:
 
 
 def _form(value: torch.Tensor) -> str:
-    """Dtype and shape; weights in full precision may have another dtype than the model's."""
+    # Weights in full precision may have another dtype than the model's.
     dtype = "float" if value.is_floating_point() and value.itemsize > 1 else str(value.dtype).removeprefix("torch.")
     return f"{dtype} {tuple(value.shape)}"
 

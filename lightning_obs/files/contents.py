@@ -21,11 +21,7 @@ def write_contents(folder: Path) -> None:
 
 
 def refuse_damage(folder: Path) -> None:
-    """Refuse a folder whose files are not as they were written, if it says what they were.
-
-    Raises:
-        CalibrationError: a file is missing, or its bytes have changed.
-    """
+    """Refuse a folder in which a file is missing or has other bytes than were written, if it says what they were."""
     if not (folder / CONTENTS_FILE).exists():
         return
     written = _contents(folder)
@@ -55,12 +51,7 @@ def foreign(folder: Path) -> list[str]:
 
 
 def refuse_foreign(folder: Path, name: Path | None = None) -> None:
-    """Refuse to delete what no export wrote.
-
-    Args:
-        folder: that is to be replaced.
-        name: of the folder, where it lies elsewhere for the moment.
-    """
+    """Refuse to replace a folder that holds what no export wrote; ``name``: its own, where it lies elsewhere now."""
     refuse(
         foreign(folder),
         f"{name or folder} holds what no export wrote, and overwrite=True would delete it",

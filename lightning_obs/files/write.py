@@ -43,8 +43,8 @@ def require_free(folder: Path, overwrite: bool) -> None:
     """Refuse a folder that cannot be written, or only by deleting what is no checkpoint.
 
     Raises:
-        CalibrationError: something is there and ``overwrite`` is off; with it, something that no export wrote; the
-            folder is the working folder or a mount point, which cannot be renamed.
+        CalibrationError: something is there and ``overwrite`` is off, or it is nothing that an export wrote; the folder
+            is the working folder or a mount point, which cannot be renamed.
     """
     with _writing(folder) as target:
         settle_dead(target.parent)
@@ -52,12 +52,11 @@ def require_free(folder: Path, overwrite: bool) -> None:
             target.lstat()  # exists() hides that a name is too long
         except FileNotFoundError:
             return
-        whole = {"the working folder": Path.cwd().is_relative_to(target), "a mount point": os.path.ismount(target)}
-        for kind, is_so in whole.items():
-            if is_so:
-                raise CalibrationError(
-                    f"{folder} is {kind}, which cannot be replaced whole", remedy="choose a folder inside it."
-                )
+        fixed = {"the working folder": Path.cwd().is_relative_to(target), "a mount point": os.path.ismount(target)}
+        for kind in (kind for kind, is_so in fixed.items() if is_so):
+            raise CalibrationError(
+                f"{folder} is {kind}, which cannot be replaced whole", remedy="choose a folder inside it."
+            )
         if not target.is_dir():
             raise CalibrationError(f"{folder} is already there, and no folder", remedy="choose another folder.")
         if any(target.iterdir()) and not overwrite:
@@ -66,7 +65,15 @@ def require_free(folder: Path, overwrite: bool) -> None:
                 remedy="choose another folder, or set overwrite=True, which replaces a checkpoint (a callback's "
                 "export_overwrite=True; export.overwrite=true on the command line).",
             )
-        _refuse_foreign(target, folder)
+        while True:
+            found = target.stat()
+            try:
+                refuse_foreign(target, folder)
+                return
+            except (CalibrationError, OSError):
+                now = target.stat()
+                if (found.st_ino, found.st_ctime_ns) == (now.st_ino, now.st_ctime_ns):
+                    raise  # otherwise another export has replaced it meanwhile
 
 
 @contextmanager
@@ -122,21 +129,8 @@ def write_text(file: str | os.PathLike[str], text: str) -> None:
 
 def require_room(partial: Path, size: int) -> None:
     """Refuse to start writing ``size`` bytes to a disk with less free space."""
-    free = shutil.disk_usage(partial).free
-    if free < size:
+    if (free := shutil.disk_usage(partial).free) < size:
         raise OSError(errno.ENOSPC, f"{free:,} bytes are free, the weights have {size:,}")
-
-
-def _refuse_foreign(target: Path, folder: Path) -> None:
-    while True:
-        found = target.stat()
-        try:
-            refuse_foreign(target, folder)
-            return
-        except (CalibrationError, OSError):
-            now = target.stat()
-            if (found.st_ino, found.st_ctime_ns) == (now.st_ino, now.st_ctime_ns):
-                raise  # otherwise another export has replaced it meanwhile
 
 
 @contextmanager

@@ -85,8 +85,7 @@ def weight_in_use(module: nn.Module) -> torch.Tensor | None:
 def _refuse_training(gradient: torch.Tensor) -> None:
     raise CalibrationError(
         "the weights of a checkpoint that load_checkpoint loaded are rounded, they cannot be trained",
-        remedy="fine-tune the original model with QuantizationAwareTraining, or freeze these weights "
-        "(requires_grad_(False)).",
+        remedy="fine-tune the original model with QuantizationAwareTraining, or freeze them (requires_grad_(False)).",
     )
 
 
@@ -103,7 +102,7 @@ def quantized_weight(module: nn.Module) -> torch.Tensor | None:
 
 
 def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> torch.Tensor:
-    """Quantize and dequantize one tensor with the module's parameters, with gradients.
+    """Quantize and dequantize one tensor with the module's parameters, to compressed-tensors' bits, with gradients.
 
     Args:
         module: a calibrated module.
@@ -111,8 +110,8 @@ def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> tor
         base_name: weight, input, output, q, k or v.
 
     Returns:
-        What compressed-tensors returns; ``value`` itself where nothing of it is quantized now: the scheme has nothing
-        for it, its range is not known yet, it is switched off, or it is a weight that is on the grid already.
+        ``value`` itself where nothing of it is quantized now: the scheme has nothing for it, its range is not known
+        yet, it is switched off, or it is a weight that is on the grid already.
     """
     quantization = getattr(module, STATE, DEFAULT)
     args = args_of(module, base_name)

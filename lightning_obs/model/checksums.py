@@ -8,7 +8,6 @@ The parts that ranks hold add up to the checksum of the whole, whatever shards i
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TypeAlias
 
 import torch
 from torch import distributed as dist
@@ -21,9 +20,6 @@ from lightning_obs.model.weight import part_here, place_of, reshard
 from lightning_obs.model.wrappers import adapters_of, refuse_unmerged, without_wrappers
 from lightning_obs.numerics.checksum import checksum
 from lightning_obs.ranks.collectives import all_ranks_answer
-
-#: a module and the name of one of its own parameters or buffers
-Place: TypeAlias = tuple[nn.Module, str]
 
 
 def require_ready(model: nn.Module, merged_for: str | None = None) -> None:
@@ -57,30 +53,28 @@ def not_ready(model: nn.Module) -> CalibrationError | None:
     )
 
 
-def checksums(places: Sequence[Place]) -> list[int]:
-    """Of each parameter or buffer the checksum of all of it; the weight of a LoRA layer counts as merged.
+def checksums(places: Sequence[tuple[nn.Module, str]]) -> list[int]:
+    """Of each tensor ``(module, name)`` the checksum of all of it; the weight of a LoRA layer counts as merged.
 
     Where parameters are sharded, all ranks must call this, with the same places.
     """
     values = [getattr(module, name) for module, name in places]
-    tied: dict[Hashable, int] = {}  # a parameter of two modules is read once
-    same = [
-        tied.setdefault((id(value), name if adapters_of(module) is None else id(module)), at)
-        for at, (value, (module, name)) in enumerate(zip(values, places, strict=True))
+    keys = [  # a parameter of two modules is read once
+        (id(value), name if adapters_of(module) is None else id(module))
+        for value, (module, name) in zip(values, places, strict=True)
     ]
-    parts: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], dict[int, torch.Tensor]] = {}
-    for at in tied.values():
-        module, name = places[at]
+    parts: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], dict[Hashable, torch.Tensor]] = {}
+    for key, (module, name) in dict(zip(keys, places, strict=True)).items():
         part, first = part_here(module, name)
-        parts.setdefault((part.device, place_of(module, name).groups), {})[at] = checksum(part, first)
-    found: dict[int, int] = {}
-    for (_, groups), by_place in parts.items():  # one reduction and one copy to the host for all
-        total = torch.stack(list(by_place.values()))
+        parts.setdefault((part.device, place_of(module, name).groups), {})[key] = checksum(part, first)
+    found: dict[Hashable, int] = {}
+    for (_, groups), by_key in parts.items():  # one reduction and one copy to the host for all
+        total = torch.stack(list(by_key.values()))
         for group in groups:
             with all_ranks_answer():
                 dist.all_reduce(total, group=group)
-        found |= zip(by_place, total.tolist(), strict=True)
-    return [found[at] for at in same]
+        found |= zip(by_key, total.tolist(), strict=True)
+    return [found[key] for key in keys]
 
 
 def remember(model: nn.Module) -> None:
@@ -105,18 +99,14 @@ def changed_since(model: nn.Module) -> list[str]:
     reshard(model)
     with without_wrappers(model):
         modules = list(model.named_modules())
-    known = [
-        (prefix, module, name, checksum)
+    known = {
+        (module, name): (f"{prefix}.{name}" if prefix else name, before)
         for prefix, module in modules
-        for name, checksum in vars(module).get(CHECKSUMS, {}).items()
+        for name, before in vars(module).get(CHECKSUMS, {}).items()
         if isinstance(getattr(module, name, None), torch.Tensor)
-    ]
-    now = checksums([(module, name) for _, module, name, _ in known])
-    return [
-        ".".join(filter(None, (prefix, name)))
-        for (prefix, _, name, before), checksum in zip(known, now, strict=True)
-        if checksum != before
-    ]
+    }
+    now = checksums(list(known))
+    return [name for (name, before), checksum in zip(known.values(), now, strict=True) if checksum != before]
 
 
 def _held(module: nn.Module) -> Iterator[str]:

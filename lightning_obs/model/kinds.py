@@ -22,7 +22,6 @@ class ModuleKind:
     one vector of channels belongs to: a word, a pixel.
 
     Attributes:
-        name: for people.
         holds: whether a module is of this kind.
         rows: the dimension of the weight that becomes the rows: 0, or 1 where it is stored transposed.
         positions: how many dimensions of the data come after the channels; None: as many as the weight has after its
@@ -95,7 +94,7 @@ def from_matrix(module: nn.Module, matrix: torch.Tensor, shape: torch.Size) -> t
 
 
 def tokens_of(module: nn.Module, value: torch.Tensor) -> torch.Tensor:
-    """What a module reads or writes, as ``(..., tokens, channels)``; ``value`` itself where it lies so."""
+    """A module's input or output as ``(..., tokens, channels)``; ``value`` itself where it lies so."""
     positions = kind_of(module).positions_of(module)
     return value.flatten(-positions).transpose(-1, -2) if 0 < positions < value.ndim else value
 
