@@ -35,7 +35,6 @@ CONFIG_FILE = "config.json"
 _REMEDY = "give the folder that export_checkpoint wrote for a plain module, or copy or export it again."
 
 _Tensors = dict[str, torch.Tensor]
-_Qparams = dict[str, _Tensors]
 
 
 def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
@@ -67,7 +66,8 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
     with naming(folder / WEIGHTS_FILE, remedy=_REMEDY):
         state = load_file(folder / WEIGHTS_FILE)
         stored = {target.name: _decompressed(target, state, folder) for target in targets}
-    _require_fit(model, targets, state, stored, folder)
+    _refuse_misfits([m for target in targets for m in find_misfits(target, stored[target.name])], folder)
+    _require_fit(model, state, folder)
     refuse_damage(folder)  # last: what comes before says more
     with torch.inference_mode(False), torch.no_grad():
         model.load_state_dict(state)
@@ -93,13 +93,10 @@ def _compressed_targets(model: nn.Module, config: QuantizationConfig) -> list[Pl
         own_format = group if group.format is not None else group.model_copy(update={"format": config.format})
         by_target |= dict.fromkeys(group.targets, own_format)
     matched = {id(m) for _, m in match_named_modules(model, list(by_target), config.ignore)}
-    found = [
-        (name, module, match_targets(name, module, list(by_target))[0])
-        for name, module in model.named_modules(remove_duplicate=False)
-        if id(module) in matched
-    ]
     return [
-        PlannedModule(name, module, by_target[target]) for name, module, target in found if is_meant(target, module)
+        PlannedModule(name, module, by_target[target])
+        for name, module in model.named_modules(remove_duplicate=False)
+        if id(module) in matched and is_meant(target := match_targets(name, module, list(by_target))[0], module)
     ]
 
 
@@ -109,11 +106,10 @@ def _decompressed(target: PlannedModule, state: dict[str, torch.Tensor], folder:
     own = {key: value for key, value in module.state_dict().items() if "." not in key}
     keys = [key for key in state if key.rpartition(".")[0] == target.name]
     local = {key[len(prefix) :]: state.pop(key) for key in keys}
-    # Of other names, shapes or formats than the module itself, compressed, would have.
+    # Names, shapes and formats are to be those that the module itself, compressed, would have.
     expected = compress_entries(module, own | _any_qparams(target), scheme)
-    _refuse_other(
-        {prefix + k: _form(v) for k, v in local.items()}, {prefix + k: _form(v) for k, v in expected.items()}, folder
-    )
+    here, there = ({prefix + key: _form(value) for key, value in one.items()} for one in (local, expected))
+    _refuse_other(here, there, folder)
     local = decompress_entries(module, local, scheme)
     state.update({prefix + key: local[key].to(own[key].dtype) for key in own.keys() & local.keys()})
     return {key: value for key, value in local.items() if key not in own and key.endswith(("scale", "zero_point"))}
@@ -135,11 +131,8 @@ def _form(value: torch.Tensor) -> str:
     return f"{dtype} {tuple(value.shape)}"
 
 
-def _require_fit(
-    model: nn.Module, targets: list[PlannedModule], state: _Tensors, stored: _Qparams, folder: Path
-) -> None:
-    """Refuse what is missing, left over, of other shapes, or no quantization parameter."""
-    _refuse_misfits([m for target in targets for m in find_misfits(target, stored[target.name])], folder)
+def _require_fit(model: nn.Module, state: _Tensors, folder: Path) -> None:
+    """Refuse what is missing, left over, or of other shapes."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

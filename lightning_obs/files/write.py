@@ -53,10 +53,10 @@ def require_free(folder: Path, overwrite: bool) -> None:
         except FileNotFoundError:
             return
         fixed = {"the working folder": Path.cwd().is_relative_to(target), "a mount point": os.path.ismount(target)}
-        for kind in (kind for kind, is_so in fixed.items() if is_so):
-            raise CalibrationError(
-                f"{folder} is {kind}, which cannot be replaced whole", remedy="choose a folder inside it."
-            )
+        for kind, is_so in fixed.items():
+            if is_so:
+                remedy = "choose a folder inside it."
+                raise CalibrationError(f"{folder} is {kind}, which cannot be replaced whole", remedy=remedy)
         if not target.is_dir():
             raise CalibrationError(f"{folder} is already there, and no folder", remedy="choose another folder.")
         if any(target.iterdir()) and not overwrite:

@@ -227,7 +227,7 @@ def _configs(model: Any) -> list[Any]:
 
 @contextmanager
 def _switched_off(module: nn.Module) -> Iterator[None]:
-    """A module that was calibrated before would quantize while it is observed."""
+    # A module that was calibrated before would quantize while it is observed.
     blocks, before = _users.get(module) or (0, vars(module).get(_ENABLED))
     _users[module] = blocks + 1, before
     undo = set_attributes(module, **{_ENABLED: False})

@@ -4,17 +4,13 @@ A module's ``forward`` is replaced, on the instance, by one that quantizes and d
 gradients (``numerics.fake_quantize``) and otherwise computes as before. There is one such forward, so validation sees
 what training trained; its numbers are bit for bit those of compressed-tensors' and of the exported checkpoint.
 
-What makes this differ from compressed-tensors' own forward:
-
-* The parameter is never written to (:mod:`.quantized_tensors`).
-* Every module with a weight matrix is quantized: convolutions and transformers' Conv1D too, their weight as a matrix.
-* A tensor whose range is not known yet passes unquantized.
-* Attention states are quantized where compressed-tensors' hooked modules read them, with gradients in its place.
+Unlike compressed-tensors' own forward, it never writes to the parameter (:mod:`.quantized_tensors`), it quantizes every
+module with a weight matrix (convolutions and transformers' Conv1D too), and a tensor whose range is not known yet
+passes unquantized. Attention states are quantized where compressed-tensors' hooked modules read them.
 
 Nothing is registered in training: ``state_dict``, ``parameters()`` and ``buffers()`` of the model stay what they are.
 While a module runs inside :func:`quantized`, its quantization parameters are buffers that ``state_dict`` leaves out, so
-that they follow the model to a device (Lightning moves it there inside the ``with`` block); otherwise they are plain
-attributes (see ``qparams``).
+that they follow the model to a device (Lightning moves it there inside the ``with`` block).
 """
 
 from __future__ import annotations
@@ -170,7 +166,7 @@ def fake_quantized_states(
 
     Args:
         model: the transformers model that holds the attention modules.
-        states: attention modules, and which of q, k, v is quantized, now or when its range is known.
+        states: attention modules, and which of q, k, v is quantized, as soon as its range is known.
         switch: turns activations, which states are, on and off.
     """
     with ExitStack() as stack:
@@ -274,5 +270,4 @@ def _quantize_output(module: nn.Module, output: Any) -> Any:
 
 
 def _fake_quantize_state(module: nn.Module, name: str, mine: Quantization, state: torch.Tensor) -> torch.Tensor:
-    innermost = getattr(module, STATE, None) is mine
-    return fake_quantize(module, state, name) if innermost else state
+    return fake_quantize(module, state, name) if getattr(module, STATE, None) is mine else state  # the innermost block

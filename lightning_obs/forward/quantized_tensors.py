@@ -92,10 +92,12 @@ def _refuse_training(gradient: torch.Tensor) -> None:
 def quantized_weight(module: nn.Module) -> torch.Tensor | None:
     """The weight after quantize and dequantize, in its own shape, with gradients; None without a weight."""
     weight = weight_in_use(module)
-    if weight is not None and getattr(module, STATE, DEFAULT).switch.writer is not None:
+    if weight is None:
+        return None
+    if getattr(module, STATE, DEFAULT).switch.writer is not None:
         return fake_quantize(module, weight, "weight")
-    matrix = None if weight is None else to_matrix(module, weight)
-    if weight is None or matrix is None:
+    matrix = to_matrix(module, weight)
+    if matrix is None:
         return weight
     quantized = fake_quantize(module, matrix, "weight")
     return weight if quantized is matrix else from_matrix(module, quantized, weight.shape).contiguous()

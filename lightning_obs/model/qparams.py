@@ -94,10 +94,9 @@ def write_qparams(module: nn.Module, scheme: QuantizationScheme, qparams: dict[s
             copied, see :func:`as_stored`.
     """
     # A copy of its own; pydantic's deep copy takes longer than the rest of calibrating a module.
-    own = {
-        field: args.model_copy(update={"observer_kwargs": copy(args.observer_kwargs)})
-        for field in _ARGS.values()
-        if (args := getattr(scheme, field)) is not None
+    own: dict[str, Any] = {
+        _ARGS[base]: args.model_copy(update={"observer_kwargs": copy(args.observer_kwargs)})
+        for base, args in scheme_args(scheme)
     }
     scheme = scheme.model_copy(update={**own, "targets": copy(scheme.targets)})
     qparams = as_stored(module, qparams)
@@ -177,11 +176,9 @@ def _clear(module: nn.Module) -> None:
 
 
 def calibration_of(model: nn.Module, only: Collection[nn.Module] | None = None) -> Calibration:
-    """What is on the modules of ``model`` now, to be put back by :func:`put_back`; nothing is copied.
+    """What is on the modules of ``model`` now, for :func:`put_back`; nothing is copied.
 
-    Args:
-        model: the model.
-        only: whose qparams are kept; default: those of all.
+    Qparams are kept of ``only`` these modules; by default of all.
     """
     calibration: Calibration = {}
     for module in model.modules():
