@@ -2,7 +2,7 @@
 
 Where a parameter rests is not the caller's business. It is a row of :data:`PLACES`: whole on this rank, a DTensor
 (FSDP2, tensor parallelism), a piece of a flat shard of FSDP1. A further resting place (offload, a file) is a further
-row. LoRA adapters beside a weight are added to it, wherever it rests.
+row, and a case of :func:`whole_unit`. LoRA adapters beside a weight are added to it, wherever it rests.
 
 FSDP1 joins the parameters of a unit (what one wrapper holds, without the wrappers inside it) to one flat tensor and
 cuts that into equal lengths, wherever a weight begins or ends. Outside of a forward a module has a one-dimensional
