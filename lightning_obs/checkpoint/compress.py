@@ -38,9 +38,7 @@ from lightning_obs.ranks.collectives import gather_objects
 def compressed_state_dict(model: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
     """The model's state dict with every calibrated module's entries compressed.
 
-    Args:
-        model: on every rank, if its weights are sharded.
-        keep: whether this rank wants it; otherwise it only helps to gather, and gets nothing.
+    If weights are sharded, every rank must call this; one that does not ``keep`` it helps to gather, and gets nothing.
     """
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     # A module used under two names has its entries under both.

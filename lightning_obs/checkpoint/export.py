@@ -165,12 +165,7 @@ def _name_modules(config: QuantizationConfig, model: nn.Module, tensors: Set[str
     other classes. vLLM looks up the names of the stored tensors, which differ in two places: transformers renames
     modules on loading (Mixtral's experts are ``mlp.experts`` there, ``block_sparse_moe.experts`` in the file), and
     experts in one 3-D parameter are stored one by one. vLLM silently reads a module that it does not find in ``ignore``
-    as quantized.
-
-    Args:
-        config: compressed-tensors' own; its groups are replaced, not changed, since modules hold them.
-        model: that is exported.
-        tensors: names of the stored tensors.
+    as quantized. Groups of ``config`` are replaced, not changed, since modules hold them; ``tensors`` are stored names.
     """
     engines = ENGINES.values() if is_transformers_model(model) else ()
     own, calibrated = dict(model.named_modules()), dict(calibrated_modules(model))

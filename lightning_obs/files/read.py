@@ -13,12 +13,7 @@ from lightning_obs.errors import CalibrationError
 
 
 def read_json(path: str | os.PathLike[str], *, expected: str | None = None, remedy: str | None = None) -> Any:
-    """The JSON object in a file.
-
-    Args:
-        path: of the file.
-        expected: what the file should be, for the error.
-        remedy: for the error.
+    """The JSON object in a file; what the file is expected to be, and the remedy, are for the error.
 
     Raises:
         CalibrationError: the file does not exist, is not valid JSON (cut off, not UTF-8, nested too deep), or holds no

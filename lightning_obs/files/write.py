@@ -152,14 +152,7 @@ def _writing(path: Path) -> Iterator[Path]:
 
 
 class Staging:
-    """A hidden folder to write into until :meth:`replace_file` or :meth:`replace_folder`.
-
-    Args:
-        target: the name that is to be taken, with no symlink in the path to it.
-
-    Attributes:
-        partial: where to write.
-    """
+    """A hidden folder beside ``target`` (with no symlink in its path), where ``partial`` is what to write to."""
 
     def __init__(self, target: Path) -> None:
         settle_dead(target.parent)
@@ -191,12 +184,7 @@ class Staging:
         os.replace(self.partial, self.target)
 
     def replace_folder(self, overwrite: bool) -> None:
-        """Give the folder its name.
-
-        Raises:
-            CalibrationError: what is under the name holds what no export wrote.
-            OSError: something is under the name, and ``overwrite`` is off.
-        """
+        """Give the folder its name, unless this would delete what no export wrote."""
         self._finish(path for path in self.partial.rglob("*") if path.is_file())
         os.rename(self._folder / "writing", self._folder / "whole")
         new = self._folder / "whole" / self.target.name

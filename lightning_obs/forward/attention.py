@@ -39,11 +39,8 @@ _ENABLED = "quantization_enabled"
 def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[str]]) -> Iterator[None]:
     """Let states be observed (:func:`register_state_hook`) or changed (:func:`register_state_change`) inside the block.
 
-    compressed-tensors quantizes none of them meanwhile.
-
-    Args:
-        model: the transformers model that holds ``modules``.
-        modules: attention modules, and which of q, k, v is wanted of each.
+    ``modules`` of the transformers model, and which of q, k, v is wanted of each. compressed-tensors quantizes none of
+    them meanwhile.
 
     Raises:
         CalibrationError: q of two models with different attention functions at one time.

@@ -115,11 +115,9 @@ def _claimed(model: nn.Module) -> Iterator[None]:
 
 
 def quantize_forward(module: nn.Module, *, writer: Writer | None = None) -> Callable[[], None]:
-    """Let a calibrated module run quantized, its parameters as buffers, and return what undoes it.
+    """Let a calibrated module, but no copy of it, run quantized, and return what undoes it.
 
-    Args:
-        module: copies of it run in full precision.
-        writer: quantizes and dequantizes by operations of its own, also a weight that is on the grid already.
+    A ``writer`` quantizes and dequantizes by operations of its own, also a weight that is on the grid already.
     """
     with ExitStack() as stack:
         stack.callback(_lend_qparams(module))
@@ -162,12 +160,9 @@ def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool
 def fake_quantized_states(
     model: nn.Module, states: Mapping[nn.Module, Collection[str]], switch: Switch
 ) -> Iterator[None]:
-    """Let attention read fake-quantized states, with gradients, inside the ``with`` block.
+    """Let attention modules of a transformers model read fake-quantized states, with gradients, inside the block.
 
-    Args:
-        model: the transformers model that holds the attention modules.
-        states: attention modules, and which of q, k, v is quantized, as soon as its range is known.
-        switch: turns activations, which states are, on and off.
+    ``states`` says which of q, k, v is quantized, as soon as its range is known. For the switch they are activations.
     """
     with ExitStack() as stack:
         stack.enter_context(hooked_attention(model, states))

@@ -23,11 +23,9 @@ from lightning_obs.ranks.collectives import all_ranks_answer
 
 
 def require_ready(model: nn.Module, merged_for: str | None = None) -> None:
-    """Refuse a model that is not as it was calibrated (:func:`not_ready`).
+    """Refuse a model that is :func:`not_ready`, or has LoRA adapters beside weights that a use needs merged.
 
-    Args:
-        model: where its parameters are sharded, all ranks must call this.
-        merged_for: the use that needs LoRA adapters merged into their weights.
+    Where parameters are sharded, all ranks must call this.
     """
     if merged_for is not None:
         refuse_unmerged(model, merged_for)

@@ -85,15 +85,11 @@ def calibrated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def write_qparams(module: nn.Module, scheme: QuantizationScheme, qparams: dict[str, torch.Tensor]) -> None:
-    """Put scheme and quantization parameters on a module, in place of any it had.
+    """Put copies of a scheme and of ``{"weight_scale": ..., "k_scale": ...}`` on a module, in place of any it had.
 
-    Args:
-        module: the module; its forward is not changed.
-        scheme: copied, so that modules do not share one (compressed-tensors writes the format into it).
-        qparams: ``{"weight_scale": ..., "input_scale": ...}``, of an attention module ``{"k_scale": ...}``. They are
-            copied, see :func:`as_stored`.
+    Its forward is not changed.
     """
-    # A copy of its own; pydantic's deep copy takes longer than the rest of calibrating a module.
+    # compressed-tensors writes the format into it. pydantic's deep copy takes longer than the rest of calibrating.
     own: dict[str, Any] = {
         _ARGS[base]: args.model_copy(update={"observer_kwargs": copy(args.observer_kwargs)})
         for base, args in scheme_args(scheme)

@@ -50,12 +50,10 @@ def whole_shape(module: nn.Module, name: str = "weight") -> torch.Size | None:
 
 @contextmanager
 def held(module: nn.Module) -> Iterator[torch.Tensor | None]:
-    """The whole weight as a matrix ``(output channels, inputs of each)`` inside the ``with`` block.
+    """The whole weight as a matrix ``(output channels, inputs of each)`` inside the ``with`` block, adapters merged.
 
-    LoRA adapters count as merged. Where the weight is sharded, every rank must enter the block.
-
-    Yields:
-        The matrix, not to be written to or kept; None where the module has no such weight.
+    It is not to be written to or kept; None where the module has none. If it is sharded, every rank must enter the
+    block.
     """
     with whole_unit(module):
         yield whole_matrix(module)
@@ -173,12 +171,10 @@ def part_here(module: nn.Module, name: str) -> tuple[torch.Tensor, int]:
 def register_fsdp_units(root: nn.Module) -> None:
     """Tell every module under ``root`` where FSDP1 has put its parameters. Without FSDP1 this does nothing.
 
-    Args:
-        root: the outermost wrapper, or a module that holds all of them. A model inside of it, once that was called.
+    ``root`` is the outermost wrapper, or a module that holds all of them; a model inside of it, once that was called.
 
     Raises:
-        CalibrationError: parameters that cannot be read (``use_orig_params=False``), that lie on the CPU, or whose
-            unit is not under ``root``.
+        CalibrationError: parameters that cannot be read, that lie on the CPU, or whose wrapper is not under ``root``.
     """
     wrappers = [module for module in root.modules() if isinstance(module, FullyShardedDataParallel)]
     if any(isinstance(parameter, FlatParameter) for parameter in root.parameters()):
