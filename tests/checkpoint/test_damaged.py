@@ -96,7 +96,7 @@ def drop(name):
         ("model", put("fc.weight_scale", torch.ones(32, 1)), r"fc\.weight_scale is float \(32, 1\) instead of"),
         ("model", put("head.input_scale", torch.ones(1, 1)), r"head\.input_scale is float \(1, 1\) instead of"),
         ("model", put("head.weight", torch.ones(10, 32)), r"head\.weight is float .* instead of int8"),
-        ("model", fill("head.weight_scale", float("nan")), r"head\.weight_scale is not finite and positive"),
+        ("model", fill("head.weight_scale", float("nan")), r"head\.weight_scale is not finite and other than zero"),
         ("model", fill("head.input_scale", 0), r"head\.input_scale is not finite and positive"),
         ("model", fill("fc.weight_scale", -1), r"fc\.weight_scale is not finite and positive"),
         ("model", fill("fc.weight_shape", 31), r"model\.safetensors cannot be read"),
@@ -106,7 +106,7 @@ def drop(name):
         ("model", put("conv.forward", torch.ones(1)), r"conv\.forward is float \(1,\) instead of absent"),
         ("model", put("conv.weight_scale", torch.ones(1)), r"conv\.weight_scale is float \(1,\) instead of"),
         ("model", put("conv.weight", torch.ones(8, 3, 3, 3)), r"conv\.weight is float .* instead of int8 \(8, 27\)"),
-        ("model", fill("conv.weight_scale", float("inf")), r"conv\.weight_scale is not finite and positive"),
+        ("model", fill("conv.weight_scale", float("inf")), r"conv\.weight_scale is not finite and other than zero"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(folder, file, change, message):

@@ -536,7 +536,7 @@ def test_no_uncalibrated_scale_can_be_exported(mlp, tmp_path):
     ("damage", "message"),
     [
         (lambda fc1: delattr(fc1, "input_scale"), r"fc1\.input_scale is missing"),
-        (lambda fc1: fc1.weight_scale.fill_(float("nan")), r"fc1\.weight_scale is not finite and positive"),
+        (lambda fc1: fc1.weight_scale.fill_(float("nan")), r"fc1\.weight_scale is not finite and other than zero"),
     ],
 )
 def test_qparams_that_are_not_whole_are_not_exported(mlp, tmp_path, damage, message):
