@@ -35,8 +35,9 @@ class CalibrationOptions:
         observers: observer per base name (weight, input, output; q, k, v):
             ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``. ``"auto"`` is for
             :class:`~lightning_obs.CalibrationCallback`, which chooses.
-        kv_cache: quantize k and v of every attention module (transformers models): ``"FP8"``, ``"FP8_HEAD"``, a dict or
-            ``QuantizationArgs``. With ``scheme=None`` nothing else is quantized.
+        kv_cache: quantize k and v of every attention module (transformers models): ``"FP8"`` (one scale per layer for
+            k and one for v), ``"FP8_HEAD"`` (one per head), a dict or ``QuantizationArgs``. With ``scheme=None``
+            nothing else is quantized.
         on_missing: what to do when no data reached a module: ``"error"``; ``"warn"`` and leave it in full precision; or
             ``"siblings"``, which quantizes an expert without tokens by its weights alone, its activations with the
             range of all other experts of the layer (and is an error for what is no expert).

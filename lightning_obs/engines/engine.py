@@ -160,16 +160,11 @@ def ask_engines(
 ) -> dict[str, Verdict]:
     """Ask every engine once: the verdict of each by its name.
 
-    A model that is not of transformers has no verdicts: nothing is known of it but what the chosen engine refuses.
-
-    Args:
-        model: that is planned.
-        targets: its modules that will be quantized.
-        chosen: the engine that the checkpoint is for.
-        own_sets: the user's own fused sets.
+    A model that is not of transformers has no verdicts: nothing is known of it but what the chosen engine refuses. The
+    arguments are those of :meth:`Engine.check`.
 
     Raises:
-        CalibrationError: the chosen engine does not take the checkpoint.
+        CalibrationError: the chosen engine, which the checkpoint is for, does not take it.
     """
     runs = chosen.check(model, targets, own_sets)
     if runs == Hardware():

@@ -172,16 +172,12 @@ def _check_expert(target: PlannedModule, dequantize: bool) -> None:
     if weights is not None:
         whole_float8 = number_format(weights) == "float8" and weights.strategy in ("tensor", "channel")
         bfloat16 = target.module.weight.dtype == torch.bfloat16  # as which MX is decompressed
-        stored, loads = (
-            storage_format(nn.Linear, scheme),
-            {
-                "float-quantized": whole_float8,
-                "naive-quantized": whole_float8,
-                "pack-quantized": weights.symmetric,
-                "mxfp4-pack-quantized": bfloat16,
-                "mxfp6-pack-quantized": bfloat16,
-            },
-        )
+        loads = {
+            **dict.fromkeys(("float-quantized", "naive-quantized"), whole_float8),
+            **dict.fromkeys(("mxfp4-pack-quantized", "mxfp6-pack-quantized"), bfloat16),
+            "pack-quantized": weights.symmetric,
+        }
+        stored = storage_format(nn.Linear, scheme)
         if not loads.get(stored):
             raise CalibrationError(
                 "transformers 5.23 cannot load experts in this format",

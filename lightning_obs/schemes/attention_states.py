@@ -46,12 +46,7 @@ class StatesConfig(QuantizationConfig):
 
 
 def resolve_kv_cache(kv_cache: KVCacheLike, in_config: QuantizationArgs | None) -> QuantizationArgs | None:
-    """The ``QuantizationArgs`` of the kv cache; None quantizes no cache.
-
-    Args:
-        kv_cache: ``"FP8"`` (one scale per layer for k and one for v), ``"FP8_HEAD"`` (one per head), a dict, or the
-            compressed-tensors object.
-        in_config: the ``kv_cache_scheme`` of a full config.
+    """The ``QuantizationArgs`` of the kv cache, from the option or a full config's ``kv_cache_scheme``; None: no cache.
 
     Raises:
         CalibrationError: an unknown name or field, or both are given.

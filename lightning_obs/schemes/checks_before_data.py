@@ -144,15 +144,14 @@ def _check_shared(model: nn.Module, weighted: list[PlannedModule]) -> None:
         weight = getattr(module, "weight", None)
         if isinstance(weight, nn.Parameter) and not is_adapted(module):  # whose weight is that of its base layer
             users.setdefault(id(weight), []).append((name, module))
-    for sharing in users.values():
+    for sharing in (modules for modules in users.values() if len(modules) > 1):
         chosen = [name for name, module in sharing if id(module) in planned]
-        if len(sharing) > 1:
-            others = [name for name, _ in sharing if name not in chosen] or chosen[1:]
-            refuse(
-                chosen,
-                f"shares its weight with {name_list(others)} (tied); quantizing it would quantize both or untie them",
-                remedy="list it in `ignore`, or untie first (clone the weight, set tie_word_embeddings=False).",
-            )
+        others = [name for name, _ in sharing if name not in chosen] or chosen[1:]
+        refuse(
+            chosen,
+            f"shares its weight with {name_list(others)} (tied); quantizing it would quantize both or untie them",
+            remedy="list it in `ignore`, or untie first (clone the weight, set tie_word_embeddings=False).",
+        )
 
 
 def _check_group_sizes(targets: list[PlannedModule]) -> None:
@@ -181,8 +180,7 @@ def check_inputs_fit(targets: Sequence[PlannedModule], observers: Mapping[Key, O
         [
             str(target)
             for target in targets
-            if (target.name, "weight") in observers
-            and observers[target.name, "weight"].needs_inputs
+            if getattr(observers.get((target.name, "weight")), "needs_inputs", False)
             and (kind_of(target.module).reads_indices or len(whole_shape(target.module) or ()) != 2)
         ],
         "the observer of the weight needs inputs with one channel per column of the weight",

@@ -37,13 +37,10 @@ def expected_shapes(target: PlannedModule, base_name: str) -> dict[str, tuple[in
 def find_misfits(
     target: PlannedModule, qparams: Mapping[str, Any], bases: Collection[str] | None = None
 ) -> Iterator[str]:
-    """A message for each quantization parameter that is missing, unexpected or wrong.
+    """A message for each of ``qparams`` (``{"weight_scale": tensor}``) that is missing, unexpected or wrong.
 
-    Args:
-        target: the module and its scheme.
-        qparams: ``{"weight_scale": tensor}``.
-        bases: the tensors (base names) whose parameters must be there, and no others; default: all that the scheme
-            quantizes.
+    ``bases`` are the tensors (base names) whose parameters must be there, and no others; default: all that the scheme
+    quantizes.
     """
     expected = {
         name: (shape, args)
