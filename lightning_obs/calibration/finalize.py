@@ -16,10 +16,11 @@ from torch import nn
 
 from lightning_obs.calibration.expert_tokens import borrow_ranges
 from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.calibration.rounding import round_weights
 from lightning_obs.calibration.weights import Weights
 from lightning_obs.errors import CalibrationError, name_list, refuse, sendable, warn
 from lightning_obs.model.checksums import remember
-from lightning_obs.model.qparams import as_stored, clear_qparams, read_qparams, write_qparams
+from lightning_obs.model.qparams import ROUNDED, as_stored, clear_qparams, read_qparams, write_qparams
 from lightning_obs.model.weight import reshard
 from lightning_obs.numerics.qparams import QParamsDict
 from lightning_obs.numerics.reshape import ATTENTION
@@ -69,17 +70,20 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
     collectives = synced.collectives + held.observe(searched, synced.owners, failure, observe)
     if weights:
         computed |= _compute(session, session.observers, weights=True)
-    modules = _write(session, computed, weights, activations)
+    qparams = _stored(session, computed, weights, activations)
+    if weights and session.options.rounding is not None:
+        collectives += round_weights(held, qparams, synced.owners, session.options.rounding)
+    _write(session, qparams, weights)
     return CalibrationResult(
         scheme=session.label,
-        modules=modules,
+        modules=list(qparams),
         observers=len(session.observers),
         batches=session.batches,
         measurements=session.measurements,
         ranks=synced.ranks,
         collectives=collectives if synced.ranks > 1 else 0,
         seconds=time.perf_counter() - session.started,
-        qparams=session.qparams,
+        qparams={name: value for name, value in session.qparams.items() if not name.endswith(ROUNDED)},
         input_ranges=_observed_ranges(session.fed),
         chosen_input_ranges=_chosen_ranges(session.observers),
         skipped=sorted(session.skipped),
@@ -180,14 +184,18 @@ def _compute(session: CalibrationSession, observers: Mapping[Key, Observer], wei
     return computed
 
 
-def _write(
+def _stored(
     session: CalibrationSession, computed: Mapping[Key, QParamsDict], weights: bool, activations: bool
-) -> list[str]:
-    """Check the qparams of all modules, then write them; returns the names of the modules."""
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The qparams of all modules as they are stored, by module; checked."""
     targets = [target for target in session.plan.targets if target.name not in session.skipped]
     qparams = {t.name: as_stored(t.module, _qparams_of(t, computed, weights, activations)) for t in targets}
     _check_scales(qparams, {f"{name}.{base}_scale" for (name, base), o in session.observers.items() if o.signed})
     _check_heads(session.model, qparams)
+    return qparams
+
+
+def _write(session: CalibrationSession, qparams: Mapping[str, dict[str, torch.Tensor]], weights: bool) -> None:
     for target in session.plan.targets:
         if target.name in qparams:
             write_qparams(target.module, target.scheme, qparams[target.name])
@@ -196,7 +204,6 @@ def _write(
     if weights:  # else they may have been trained on since their scale was chosen
         remember(session.model)
     session.note_qparams()
-    return list(qparams)
 
 
 def _qparams_of(

@@ -53,6 +53,11 @@ class CalibrationOptions:
         join_fused_scales: let modules that vLLM fuses (q, k, v; gate, up; ``fused_sets``) share their scales per
             tensor too. vLLM rounds the weights of static FP8 a second time, to the widest scale of the set; with
             joined scales they are rounded once, on that scale. Off, as in llm-compressor: each has its own.
+        rounding: ``"gptq"``: after the scales of weights, choose numbers that are not the nearest ones, so that the
+            outputs change least (:func:`~lightning_obs.numerics.rounding.round_by_hessian`); or
+            ``{"name": "gptq", "act_order": ..., "damping": ...}``. It takes the Hessians of the weights' observers
+            (``observers={"weight": "hessian"}``). The weights of the model stay what they are: a module gets the numbers
+            beside its scale. None: the nearest numbers.
 
     Attributes:
         config: the one ``QuantizationConfig`` that scheme, targets, ignore, observers and kv_cache say together.
@@ -79,6 +84,7 @@ class CalibrationOptions:
     calibrate_all_experts: bool = False
     fused_sets: Sequence[Sequence[str]] = ()
     join_fused_scales: bool = False
+    rounding: str | Mapping[str, Any] | None = None
     config: QuantizationConfig = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +95,7 @@ class CalibrationOptions:
         if self.on_missing not in (choices := get_args(OnMissing)):
             raise CalibrationError("on_missing", got=repr(self.on_missing), expected=", ".join(map(repr, choices)))
         engine_of(self.reload)
+        object.__setattr__(self, "rounding", _rounding(self.rounding))
         check_own_sets(self.fused_sets)
         config = resolve_config(
             self.scheme, targets=self.targets, ignore=self.ignore, observers=self.observers, kv_cache=self.kv_cache
@@ -116,7 +123,7 @@ class CalibrationOptions:
     @property
     def beside_scheme(self) -> dict[str, Any]:
         """The fields that say nothing of what is quantized and how it is observed."""
-        names = ("on_missing", "reload", "calibrate_all_experts", "fused_sets", "join_fused_scales")
+        names = ("on_missing", "reload", "calibrate_all_experts", "fused_sets", "join_fused_scales", "rounding")
         return {name: getattr(self, name) for name in names}
 
     def with_config(self, config: QuantizationConfig) -> CalibrationOptions:
@@ -136,3 +143,19 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, (str, tuple)):
         return [_plain(each) for each in value]
     return value
+
+
+def _rounding(given: Any) -> dict[str, Any] | None:
+    """Options of :func:`~lightning_obs.numerics.rounding.round_by_hessian`; None: no rounding."""
+    if given is None:
+        return None
+    options = {"name": given} if isinstance(given, str) else given
+    known = {"name": "gptq", "act_order": True, "damping": 0.01}
+    found = {**known, **options} if isinstance(options, Mapping) else {}
+    order, damping = found.get("act_order"), found.get("damping")
+    numbers = isinstance(order, bool) and isinstance(damping, (int, float)) and 0 <= damping < float("inf")
+    if found.keys() != known.keys() or found["name"] != "gptq" or not numbers:
+        raise CalibrationError(
+            "rounding", got=repr(given), expected="None, 'gptq' or {'name': 'gptq', 'act_order': True, 'damping': 0.01}"
+        )
+    return {"act_order": order, "damping": float(damping)}

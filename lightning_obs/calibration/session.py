@@ -22,6 +22,7 @@ from lightning_obs.calibration.finalize import finalize
 from lightning_obs.calibration.hooks import ObserverHooks
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.calibration.rounding import check_rounding
 from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
 from lightning_obs.calibration.token_mask import PADDING, require_mask
 from lightning_obs.engines import ask_engines
@@ -73,7 +74,7 @@ class CalibrationSession:
         collectives: how to talk to the other ranks, if there are (``Collectives.of_group()``). Each rank runs its own
             data; all end with the same qparams.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``targets``, ``ignore``, ``observers``,
-            ``kv_cache``, ``on_missing``, ``reload``, ``calibrate_all_experts``, ``fused_sets``.
+            ``kv_cache``, ``on_missing``, ``reload``, ``calibrate_all_experts``, ``fused_sets``, ``rounding``.
 
     Raises:
         CalibrationError: by the constructor, whatever is wrong with scheme, targets or shapes; at the end of the block,
@@ -123,6 +124,8 @@ class CalibrationSession:
             if base_name == "input" and not observer.keeps_extremes
         }
         check_inputs_fit(self.plan.targets, self.observers)
+        if self.options.rounding is not None:
+            check_rounding(self.observers)
         for group in self.plan.fused:
             for base_name in ("weight", "input"):
                 fused = [self.observers[n, base_name] for n in group if (n, base_name) in self.observers]

@@ -28,9 +28,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_obs.errors import CalibrationError, require_no_failure, sendable
 from lightning_obs.model.kinds import from_matrix, kind_of, to_matrix
-from lightning_obs.model.qparams import get_scheme, quantized_states, read_qparams
+from lightning_obs.model.qparams import ROUNDED, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.weight import by_unit, full_weight, place_of, whole_tensor, whole_unit
 from lightning_obs.model.wrappers import adapters_of
+from lightning_obs.numerics.fake_quantize import dequantize
 from lightning_obs.observers.rows import rows_per_scale
 from lightning_obs.ranks.collectives import gather_objects
 
@@ -129,8 +130,11 @@ def compress_entries(
     """
     entries = dict(own)
     if scheme.weights is not None:
-        matrix = to_matrix(module, entries["weight"].detach())
+        rounded, matrix = entries.pop(ROUNDED, None), to_matrix(module, entries["weight"].detach())
         assert matrix is not None  # checked before calibration
+        if rounded is not None:  # in float32, in which they are rounded to themselves
+            qparams = (entries.get(f"weight_{name}") for name in ("scale", "zero_point"))
+            matrix = dequantize(rounded, *qparams, scheme.weights, global_scale=entries.get("weight_global_scale"))
         entries["weight"] = matrix.contiguous()
         entries = compressor_of(scheme).compress(entries, scheme)
     return {key: value.contiguous() for key, value in entries.items() if value is not None}
@@ -212,6 +216,9 @@ def compress_rows(module: nn.Module) -> dict[str, torch.Tensor]:
         start, rows = 0, rows.new_zeros(max(1, height), *rows.shape[1:])
     entries: dict[str, torch.Tensor] = {"weight": rows}
     for name, value in read_qparams(module).items():
+        if name == ROUNDED:
+            entries[name] = rows if empty else value[start : start + len(rows)]
+            continue
         has_rows = height > 0 and name in ("weight_scale", "weight_zero_point")
         entries[name] = value[start // height : -(-(start + len(rows)) // height)] if has_rows else value
     entries = compress_entries(module, entries, scheme)

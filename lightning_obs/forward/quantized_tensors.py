@@ -16,10 +16,10 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.kinds import count_tokens, from_matrix, to_matrix
-from lightning_obs.model.qparams import args_of
+from lightning_obs.model.qparams import ROUNDED, args_of
 from lightning_obs.model.weight import full_weight
+from lightning_obs.numerics.fake_quantize import dequantize, fake_quantize_dynamic, learned_scale, straight_through
 from lightning_obs.numerics.fake_quantize import fake_quantize as fake_quantize_with
-from lightning_obs.numerics.fake_quantize import fake_quantize_dynamic, learned_scale
 from lightning_obs.numerics.reshape import ATTENTION
 
 #: ``(value, base name)`` to what a module computes with; a weight comes and goes in its own shape
@@ -127,6 +127,9 @@ def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> tor
     learned = quantization.learned.get(base_name)
     scale = getattr(module, f"{base_name}_scale") if learned is None else learned.value()
     zero_point = getattr(module, f"{base_name}_zero_point", None)
+    rounded = getattr(module, ROUNDED, None) if base_name == "weight" else None
+    if rounded is not None:
+        return straight_through(value, dequantize(rounded, scale, zero_point, args, global_scale=global_scale))
     tokens = 1 if base_name == "weight" else count_tokens(module, value)
     return fake_quantize_with(value, scale, zero_point, args, global_scale=global_scale, observations=tokens)
 

@@ -36,7 +36,9 @@ from lightning_obs.numerics.reshape import ATTENTION
 CHECKSUMS = "calibrated_checksums"
 SUFFIXES = ("scale", "zero_point", "global_scale")
 _ARGS = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
-_QPARAMS = tuple(f"{base}_{suffix}" for base in (*_ARGS, *ATTENTION) for suffix in SUFFIXES)
+#: a weight ``(R, C)`` in the numbers of its format that a rounding chose, where they are not the nearest
+ROUNDED = "weight_rounded"
+_QPARAMS = (*(f"{base}_{suffix}" for base in (*_ARGS, *ATTENTION) for suffix in SUFFIXES), ROUNDED)
 _SCHEME = ("quantization_scheme", "quantization_status", "quantization_enabled")
 #: names of what calibration puts on a module: plain attributes, or buffers
 CALIBRATED = (*_QPARAMS, *_SCHEME)

@@ -150,6 +150,12 @@ def learned_scale(calibrated: torch.Tensor, log_factor: torch.Tensor) -> torch.T
     return torch.where(calibrated < 0, scale.clamp(max=-least), scale.clamp(min=least))
 
 
+def straight_through(value: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+    """``quantized`` in the dtype of ``value``, to which the gradient goes."""
+    result: torch.Tensor = _StraightThrough.apply(value, quantized.to(value.dtype), None)
+    return result
+
+
 class _StraightThrough(torch.autograd.Function):
     """``quantized`` forward; backward, the gradient goes to ``value`` where ``inside`` (None: everywhere)."""
 

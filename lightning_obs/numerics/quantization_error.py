@@ -39,6 +39,7 @@ def grid_error(
     base_name: str,
     *,
     by_token: bool = False,
+    rounded: torch.Tensor | None = None,
 ) -> ErrorSums:
     """The error of a tensor rounded to its grid.
 
@@ -49,7 +50,12 @@ def grid_error(
         args: number format and strategy.
         base_name: weight, input or output.
         by_token: the ratio of signal to noise is taken of each token; off: of the whole tensor.
+        rounded: the numbers of the format, in the shape of ``value``; None: the nearest ones.
     """
+    if rounded is not None:
+        by_scale = scale.numel() > 1
+        rounded = flatten_for_calibration(rounded.float(), base_name, args) if by_scale else rounded.float()
+        rounded = rounded.reshape(-1, rounded.shape[-1])
     flat = value.detach().reshape(-1, value.shape[-1]) if scale.numel() == 1 else None
     if flat is None:
         grouped = flatten_for_calibration(value.detach(), base_name, args)
@@ -64,7 +70,8 @@ def grid_error(
         of = scale.reshape(1, 1) if len(scale) != len(flat) else scale[rows]
         shift = None if zero_point is None else zero_point.reshape(of.shape if len(of) == 1 else (-1, 1))
         shift = shift if shift is None or len(shift) == len(of) else shift[rows]
-        parts.append(_tile(flat[rows].float(), of.float(), shift, args, by_token))
+        chosen = None if rounded is None else rounded[rows]
+        parts.append(_tile(flat[rows].float(), of.float(), shift, args, by_token, chosen))
     return _joined(parts, flat, by_token)
 
 
@@ -103,7 +110,11 @@ def only_range(value: torch.Tensor) -> ErrorSums:
 
 
 def _rounded(
-    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, args: QuantizationArgs
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    levels: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Error, whether clipped (None: nothing is), and code of each value; no codes above 8 bits."""
     grid = NumberGrid.of(args)
@@ -115,19 +126,24 @@ def _rounded(
     clipped = None
     if smallest < grid.low - slack or largest > grid.high + slack:
         clipped = (steps < grid.low - slack) | (steps > grid.high + slack)
-    levels = grid.round(steps)
+    levels = grid.round(steps) if levels is None else levels
     codes = None
     if grid.number is not None and grid.number.codes is not None:
         codes = levels.to(grid.number.codes).view(torch.uint8).int()
     elif args.num_bits <= 8:
         codes = (levels - grid.low).int()
-    return levels.sub_(steps).mul_(scale), clipped, codes
+    return (levels - steps).mul_(scale), clipped, codes
 
 
 def _tile(
-    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, args: QuantizationArgs, by_token: bool
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    by_token: bool,
+    levels: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    error, clipped, codes = _rounded(x, scale, zero_point, args)
+    error, clipped, codes = _rounded(x, scale, zero_point, args, levels)
     used = torch.zeros(CODES, dtype=torch.int64, device=x.device)
     if codes is not None:
         used += torch.bincount(codes.flatten(), minlength=CODES)

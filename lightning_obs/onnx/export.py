@@ -29,6 +29,7 @@ from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.checksums import require_ready
 from lightning_obs.model.kinds import from_matrix, kind_of
 from lightning_obs.model.qparams import (
+    ROUNDED,
     args_of,
     calibrated_modules,
     get_scheme,
@@ -167,7 +168,8 @@ class _Linear:
                 matrix, whole = whole_matrix(module), whole_shape(module)
                 assert matrix is not None
                 assert whole is not None
-                codes = quantize(matrix, scale, zero, args, dtype=torch.int8)
+                codes = qparams.get(ROUNDED)
+                codes = quantize(matrix, scale, zero, args, dtype=torch.int8) if codes is None else codes
                 self.buffers["weight_codes"] = from_matrix(module, codes, whole).contiguous()
                 self.attributes[base]["axis"] = 1 if grouped else kind_of(module).rows
                 if grouped:

@@ -25,7 +25,7 @@ from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import tokens_of
-from lightning_obs.model.qparams import args_of, calibrated_modules, quantized_states, read_qparams
+from lightning_obs.model.qparams import ROUNDED, args_of, calibrated_modules, quantized_states, read_qparams
 from lightning_obs.model.weight import held, in_shards, reshard
 from lightning_obs.numerics.histogram import Support, join_supports, support_of
 from lightning_obs.numerics.quantization_error import counted_error, difference_error, grid_error, only_range
@@ -130,7 +130,8 @@ def _weight_errors(
             with held(module) as matrix:
                 grid = _grid_of(module, "weight")
                 if mine and matrix is not None and grid is not None:
-                    sums.update(name, grid_error(matrix, *grid, "weight"))
+                    rounded = read_qparams(module).get(ROUNDED)
+                    sums.update(name, grid_error(matrix, *grid, "weight", rounded=rounded))
         if layers and collectives.size > 1:
             sums.reduce_ranks(collectives)
     return sums.errors()

@@ -13,6 +13,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization.utils import calculate_range
 
+from lightning_obs.model.qparams import ROUNDED
 from lightning_obs.model.weight import matrix_shape, whole_shape
 from lightning_obs.numerics.qparams import can_be_signed
 from lightning_obs.numerics.reshape import ATTENTION, flatten_for_calibration
@@ -48,6 +49,8 @@ def find_misfits(
         if bases is None or base in bases
         for name, shape in expected_shapes(target, base).items()
     }
+    if "weight" in target.args and ROUNDED in qparams:
+        expected[ROUNDED] = matrix_shape(target.module), target.args["weight"]
     prefix = f"{target.name}." if target.name else ""
     for name in sorted(expected.keys() | qparams.keys()):
         if name not in expected:
