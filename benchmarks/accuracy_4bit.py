@@ -41,7 +41,10 @@ OBSERVERS = {
     "local_hessian(signed=True)": 0.0272,
     "hessian": None,
     "hessian(signed=True)": 0.0205,
+    "hessian + gptq": None,
+    "hessian(signed=True) + gptq": 0.0120,
 }
+_ROUNDING = " + gptq"
 
 
 def main() -> int:
@@ -50,7 +53,9 @@ def main() -> int:
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group", type=int, default=64)
     parser.add_argument("--scheme", help="a preset of weights in place of bits and group")
-    parser.add_argument("--observer", nargs="+", default=list(OBSERVERS), help="name, or name(hyperparameter=value)")
+    parser.add_argument(
+        "--observer", nargs="+", default=list(OBSERVERS), help="name or name(hyperparameter=value), + gptq"
+    )
     options = parser.parse_args()
     folder = options.model or _minilm()
     texts = [text for key in sorted(topics) for text in map(str.strip, re.split(r"\n\s*\n", topics[key]))]
@@ -72,7 +77,8 @@ def main() -> int:
             model,
             scheme,
             ignore=["re:.*pooler.*"],
-            observers={"weight": _observer(written)},
+            observers={"weight": _observer(written.removesuffix(_ROUNDING))},
+            rounding="gptq" if written.endswith(_ROUNDING) else None,
             token_mask="attention_mask",
             reload="unchecked",
         ) as session:

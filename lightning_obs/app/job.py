@@ -193,7 +193,7 @@ def make_options(config: DictConfig) -> CalibrationOptions:
     """The options that ``scheme``, ``kv_cache``, ``observer``, ``weight_observer``, ``ignore``... describe."""
     scheme = _in_groups(plain(config.scheme), config.group_size)
     targets = scheme.pop("targets", None)
-    same = ("on_missing", "calibrate_all_experts", "fused_sets", "join_fused_scales")
+    same = ("on_missing", "calibrate_all_experts", "fused_sets", "join_fused_scales", "rounding")
     return CalibrationOptions(
         scheme.pop("preset", None) or scheme or None,
         targets=targets,

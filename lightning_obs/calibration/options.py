@@ -56,8 +56,8 @@ class CalibrationOptions:
         rounding: ``"gptq"``: after the scales of weights, choose numbers that are not the nearest ones, so that the
             outputs change least (:func:`~lightning_obs.numerics.rounding.round_by_hessian`); or
             ``{"name": "gptq", "act_order": ..., "damping": ...}``. It takes the Hessians of the weights' observers
-            (``observers={"weight": "hessian"}``). The weights of the model stay what they are: a module gets the numbers
-            beside its scale. None: the nearest numbers.
+            (``observers={"weight": "hessian"}``). The weights of the model stay what they are: a module gets the
+            numbers beside its scale. None: the nearest numbers.
 
     Attributes:
         config: the one ``QuantizationConfig`` that scheme, targets, ignore, observers and kv_cache say together.
@@ -152,10 +152,9 @@ def _rounding(given: Any) -> dict[str, Any] | None:
     options = {"name": given} if isinstance(given, str) else given
     known = {"name": "gptq", "act_order": True, "damping": 0.01}
     found = {**known, **options} if isinstance(options, Mapping) else {}
-    order, damping = found.get("act_order"), found.get("damping")
-    numbers = isinstance(order, bool) and isinstance(damping, (int, float)) and 0 <= damping < float("inf")
-    if found.keys() != known.keys() or found["name"] != "gptq" or not numbers:
+    order, damping = found.pop("act_order", None), found.pop("damping", None)
+    if found != {"name": "gptq"} or not isinstance(order, bool) or not isinstance(damping, (int, float)) or damping < 0:
         raise CalibrationError(
             "rounding", got=repr(given), expected="None, 'gptq' or {'name': 'gptq', 'act_order': True, 'damping': 0.01}"
         )
-    return {"act_order": order, "damping": float(damping)}
+    return {"act_order": order, "damping": damping}

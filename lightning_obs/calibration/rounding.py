@@ -80,7 +80,7 @@ def round_weights(
     held: Weights,
     qparams: Mapping[str, dict[str, torch.Tensor]],
     owners: Mapping[Key, int],
-    options: Mapping[str, Any],
+    options: Any,
 ) -> int:
     """Add to the qparams of each weight whose observer has a Hessian the weight as it is rounded.
 
@@ -88,7 +88,7 @@ def round_weights(
         held: the weights, observed.
         qparams: by module, as they are stored; gets ``weight_rounded``.
         owners: the rank that rounds each weight which is not cut by rows.
-        options: of the rounding.
+        options: ``CalibrationOptions.rounding``.
 
     Returns:
         how many collectives this took.

@@ -79,6 +79,12 @@ class QuantizationAwareTraining(QuantizedFit):
     ) -> None:
         super().__init__(scheme, **options)
         require_not_negative("distill", distill)
+        if self.options.rounding is not None:
+            raise CalibrationError(
+                "weights in training have no rounding that would stay",
+                got="QuantizationAwareTraining(rounding=...)",
+                remedy="train without it, then calibrate the trained model with CalibrationCallback(rounding='gptq').",
+            )
         if teacher is not None and not distill:
             raise CalibrationError("a teacher without distill", remedy="set distill, the weight of its term.")
         self.learn_scales, self.distill, self.teacher = learn_scales, distill, teacher

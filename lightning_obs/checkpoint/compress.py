@@ -133,8 +133,13 @@ def compress_entries(
         rounded, matrix = entries.pop(ROUNDED, None), to_matrix(module, entries["weight"].detach())
         assert matrix is not None  # checked before calibration
         if rounded is not None:  # in float32, in which they are rounded to themselves
-            qparams = (entries.get(f"weight_{name}") for name in ("scale", "zero_point"))
-            matrix = dequantize(rounded, *qparams, scheme.weights, global_scale=entries.get("weight_global_scale"))
+            matrix = dequantize(
+                rounded,
+                entries["weight_scale"],
+                entries.get("weight_zero_point"),
+                scheme.weights,
+                global_scale=entries.get("weight_global_scale"),
+            )
         entries["weight"] = matrix.contiguous()
         entries = compressor_of(scheme).compress(entries, scheme)
     return {key: value.contiguous() for key, value in entries.items() if value is not None}
