@@ -208,20 +208,15 @@ class SessionCallback(Results):
     # ------------------------------------------------------------------ the end, however it comes
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse, before the first batch, an ``export_folder`` that cannot be written in the end."""
-        self.require_export_possible(trainer)
-
-    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave nothing behind; Lightning calls no teardown after an exception or Ctrl-C."""
         self.clean_up()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave nothing behind; write the checkpoint to ``export_folder``. Not called after an exception."""
+        """Leave nothing behind; write the checkpoint to ``export_folder``."""
         self.clean_up()
-        self.export_at_end(trainer)
+        super().teardown(trainer, pl_module, stage)
 
     def clean_up(self) -> None:
         """Take every hook out. Can be called at any time, any number of times."""

@@ -46,7 +46,6 @@ from lightning_obs.report.predictions import Moved, Predictions
 
 #: what ``nn.Module`` keeps itself, and calibration: its modules in attention are there before the first batch
 _LEFT_ALONE = {*vars(nn.Module()), *CALIBRATED, IMPL_ATTR, KV_CACHE_ATTR}
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 class QuantizedValidation:
@@ -109,7 +108,7 @@ class QuantizedValidation:
             stack.enter_context(self._start.in_place())
             # The first pass has moved and changed the batches.
             for hook in ("_on_before_batch_transfer", "_apply_batch_transfer_handler"):
-                vars(self._pl_module)[hook] = _unchanged
+                vars(self._pl_module)[hook] = lambda batch, *_, **__: batch
             stack.enter_context(quantized(session.model))
             comparison = stack.enter_context(self._predictions.compared(session.model))
             places = (trainer, "callbacks"), (trainer, "_logger_connector"), loop.place
@@ -146,10 +145,6 @@ def require_batches(pl_module: LightningModule) -> None:
                 got=f"{step}(dataloader_iter)",
                 remedy=f"{step}(batch, batch_idx), or evaluate=False.",
             )
-
-
-def _unchanged(batch: Any, *_: Any, **__: Any) -> Any:
-    return batch
 
 
 class _Loop(_EvaluationLoop):
@@ -243,7 +238,7 @@ class _State:
         #: a dict that holds state, copies of its values, and the names in it that stay as they are
         self._places: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []
         self._waiting = list(root.modules())
-        self._copier = Copier(_clone, self._waiting.append)
+        self._copier = Copier(lambda t: t.detach().clone().requires_grad_(t.requires_grad), self._waiting.append)
         met: set[int] = set()
         with torch.inference_mode(False), torch.no_grad():
             while self._waiting:
@@ -260,7 +255,7 @@ class _State:
         for held in (vars(module), module._buffers, module._modules):
             copies = {name: self._copier(value) for name, value in held.items() if name not in left}
             self._places.append((held, copies, left))
-        for name in _HOOKS:
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
             hooks = vars(module)[name]
             copies = {key: copied for key, hook in hooks.items() if (copied := self._copier(hook)) is not hook}
             if copies:
@@ -283,7 +278,3 @@ class _State:
             for held, values in before:
                 held.clear()
                 held.update(values)
-
-
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

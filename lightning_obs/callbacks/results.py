@@ -20,6 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
 
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
@@ -206,8 +207,9 @@ class Results(Callback):
             return None
         return self.export_folder
 
-    def require_export_possible(self, trainer: Trainer) -> None:
-        """Refuse what is known to be wrong before the first batch, on all ranks alike."""
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse, before the first batch and on all ranks alike, an ``export_folder`` that cannot be written."""
         if (folder := self._export_due(trainer)) is None:
             return
         if trainer.state.fn == TrainerFn.FITTING and not trainer.enable_validation:
@@ -221,8 +223,9 @@ class Results(Callback):
             if trainer.is_global_zero:
                 require_free(folder, self.export_overwrite)
 
-    def export_at_end(self, trainer: Trainer) -> None:
-        """Write it. No rank goes on before it is there; what fails on one fails on all, and the folder is as it was."""
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the checkpoint to ``export_folder``; no rank goes on before it is there. Not called after an error."""
         if (folder := self._export_due(trainer)) is None:
             return
         if not self.has_calibrated:
