@@ -299,7 +299,7 @@ def test_between_calibrations_the_weights_of_today_run_with_the_scales_of_the_la
     warnings_before = warnings.filters[:]
     callback = CalibrationCallback(W2, evaluate=True, every_n_epochs=2)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*scales that are older", category=CalibrationWarning)
+        warnings.filterwarnings("ignore", message=".*have changed since the model", category=CalibrationWarning)
         trainer(callback, Look(), max_epochs=5, num_sanity_val_steps=0).fit(Plain(), loader(), loader())
     assert warnings.filters == warnings_before
     assert found == pytest.approx(expected, rel=1e-5)
