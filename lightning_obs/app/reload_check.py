@@ -15,8 +15,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-_NEW_TOKENS = 20
-
 
 def main() -> None:
     """Load, compare, print."""
@@ -49,7 +47,7 @@ def main() -> None:
     if options.prompt is not None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.checkpoint)
         prompt = tokenizer(options.prompt, return_tensors="pt")
-        tokens = model.generate(**prompt, max_new_tokens=_NEW_TOKENS, do_sample=False)[0]
+        tokens = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0]
         answer["text"] = tokenizer.decode(tokens, skip_special_tokens=True)
     print(json.dumps({**answer, "transformers": transformers.__version__}))
 

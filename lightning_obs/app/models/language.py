@@ -23,8 +23,6 @@ from lightning_obs.moe.experts import linearize_experts as _linearize
 
 #: the key of a batch that holds the labels
 LABELS = "labels"
-#: what transformers' losses leave out
-_PADDING = -100
 
 
 class TaskModule(LightningModule):
@@ -96,7 +94,7 @@ class LanguageModel(TaskModule):
         model, tokenizer = load_pretrained(path, self.auto_class, dtype, attn_implementation)
         super().__init__(model, learning_rate)
         self.tokenizer = tokenizer
-        self.perplexity = Perplexity(ignore_index=_PADDING)
+        self.perplexity = Perplexity(ignore_index=-100)  # what transformers' losses leave out
         if linearize_experts:
             _linearize(self.model)
 
