@@ -16,7 +16,7 @@ import lightning_obs
 from lightning_obs import CalibrationSession
 
 ROOT = str(Path(lightning_obs.__file__).parent)
-MOST = {"hook": 4, "finalize": 20}
+MOST = {"hook": 4, "hook, new tensor": 7, "finalize": 20}
 
 
 def files_entered(function, *args):
@@ -45,9 +45,9 @@ def path():
     session = CalibrationSession(model, "INT8_STATIC")
     session.attach()
     model(x)
-    hook = files_entered(model, x)
+    hooks = {"hook": files_entered(model, x), "hook, new tensor": files_entered(model, x + 1)}
     session.detach()
-    return {"hook": hook, "finalize": files_entered(session.finalize)}
+    return {**hooks, "finalize": files_entered(session.finalize)}
 
 
 @pytest.mark.parametrize("step", MOST)

@@ -4,7 +4,7 @@ A hook never changes what it sees. Padding is taken out here, before any observe
 
 Modules that read one tensor (q, k, v; gate, up) share what observers of one kind find in it, if it is the same object
 and was not changed in between. torch counts changes in place, except of inference tensors, which Lightning validates
-with. There only modules of a fused set share: engines run them as one module, which reads one tensor.
+with. There only modules of a fused set share, within one batch: engines run them as one module, which reads one tensor.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Read:
-    """The tensor that was read last, the tokens of it that count under ``mask``, and what observers found in them."""
+class Read:
+    """The tensor that was read last, the tokens of it that count, and what observers found in them."""
 
     tensor: Callable[[], torch.Tensor | None]
     stamp: Hashable  # changes with the tensor
-    mask: torch.Tensor | None
     tokens: torch.Tensor | None = None  # not selected yet
     measured: dict[Hashable, Any] = field(default_factory=dict)  # by the observers' kind
 
@@ -52,7 +51,6 @@ class ObserverHooks:
         self._session = session
         self._selection = TokenSelection(batch_first=is_transformers_model(session.model))
         self._fused = {name: tuple(fused) for fused in session.plan.fused for name in fused}
-        self._read: _Read | None = None
 
     def attach(self, stack: ExitStack) -> None:
         """Register all hooks; ``stack`` removes them."""
@@ -119,10 +117,10 @@ class ObserverHooks:
             mask, given = session.mask, value
             if mask is not None and not target.states:
                 value = tokens_of(module, value)
-            stamp = self._fused.get(name, name) if value.is_inference() else value._version
-            read = self._read
-            if read is None or read.tensor() is not value or read.stamp != stamp or read.mask is not mask:
-                self._read = read = _Read(weakref.ref(value), stamp, mask)
+            stamp = (self._fused.get(name, name), session.batches) if value.is_inference() else value._version
+            read = session.read
+            if read is None or read.tensor() is not value or read.stamp != stamp:
+                session.read = read = Read(weakref.ref(value), stamp)
             tokens = value.detach()
             if mask is not None:
                 if read.tokens is None and target.states:

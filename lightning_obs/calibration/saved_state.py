@@ -178,10 +178,7 @@ def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives
 
     A checkpoint holds one state for all ranks. Extremes and counts are reduced in it; statistics whose reduction
     depends on the order (moving averages, sums of floats, undeclared statistics) are kept rank by rank. Observers go on
-    with their own.
-
-    Raises:
-        CalibrationError: see :func:`dump_statistics` and :func:`~lightning_obs.ranks.sync.sync_statistics`.
+    with their own. Errors are those of :func:`dump_statistics` and of the sync.
     """
     apart: dict[str, dict[str, Any]] = {}
     copies: dict[Key, Observer] = {}
@@ -201,8 +198,7 @@ def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives
 def load_observation(observers: Mapping[Key, Observer], state: Mapping[str, Any], collectives: Collectives) -> bool:
     """Let observers continue from a :func:`dump_observation`; rank 0 goes on with the reduced statistics.
 
-    Returns:
-        False, and nothing was loaded: it has statistics of each of another number of ranks.
+    False, and nothing is loaded, where it has statistics of each of another number of ranks.
     """
     every = state["of_ranks"]
     if any(every) and len(every) != collectives.size:

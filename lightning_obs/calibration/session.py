@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.finalize import finalize
-from lightning_obs.calibration.hooks import ObserverHooks
+from lightning_obs.calibration.hooks import ObserverHooks, Read
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.rounding import check_rounding
@@ -139,6 +139,8 @@ class CalibrationSession:
         self.is_paused = False
         #: which tokens, ``(batch, tokens)``, or samples count; None: all
         self.mask: torch.Tensor | None = None
+        #: what observers were given last, under this mask
+        self.read: Read | None = None
         #: observers that no data reached on any rank; None: the ranks were not reduced yet
         self.unreached: list[Key] | None = None
         #: modules left in full precision, because no data reached them
@@ -153,7 +155,7 @@ class CalibrationSession:
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, made with the model that holds it: it is not attached."""
-        return {**vars(self), "_attached": None}
+        return {**vars(self), "_attached": None, "read": None}
 
     @property
     def needs_data(self) -> bool:
@@ -203,7 +205,7 @@ class CalibrationSession:
 
     def detach(self) -> None:
         """Remove every hook. Can be called at any time, any number of times."""
-        attached, self._attached, self.mask = self._attached, None, None
+        attached, self._attached, self.mask, self.read = self._attached, None, None, None
         if attached is not None:
             attached.close()
 
@@ -226,6 +228,7 @@ class CalibrationSession:
             CalibrationError: ``mask`` has another shape.
         """
         self.mask = None if mask is None else require_mask(mask, "mask_tokens")
+        self.read = None
 
     def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if INSIDE in vars(module):

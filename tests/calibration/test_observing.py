@@ -123,6 +123,17 @@ def test_a_llama_is_calibrated_by_its_own_keyword_forward(tiny_llama, batches):
 # ---------------------------------------------------------------------- one measurement of one tensor
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_buffer_that_is_filled_again_between_batches_is_measured_again(mode):
+    with mode():
+        model, buffer = nn.Sequential(nn.Linear(16, 8)), torch.ones(4, 16)
+        with CalibrationSession(model, STATIC) as session:
+            for _ in range(3):
+                model(buffer)
+                buffer.mul_(2)
+    assert session.result.input_ranges == {"0": (1.0, 4.0)}
+
+
 @pytest.mark.parametrize(
     ("mode", "observer"),
     [(mode, observer) for mode in (torch.no_grad, torch.inference_mode) for observer in ("static_minmax", "mse")],
