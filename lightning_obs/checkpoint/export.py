@@ -197,19 +197,14 @@ def _name_modules(config: QuantizationConfig, model: nn.Module, tensors: Set[str
 
 
 def _save_pretrained(model: Any, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    # A model that was itself loaded through a quantizer would ignore state_dict=.
-    quantizer = getattr(model, "hf_quantizer", None)
+    # A model that was itself loaded through a quantizer would ignore state_dict=, one with adapters would save these
+    # alone; here they are merged.
+    aside = {key: vars(model).pop(key) for key in ("hf_quantizer", "_hf_peft_config_loaded") if key in vars(model)}
     config = vars(model.config).pop("quantization_config", None)
-    adapters = vars(model).pop("_hf_peft_config_loaded", None)  # it would save the adapters alone; here they are merged
     try:
-        if quantizer is not None:
-            model.hf_quantizer = None
         model.save_pretrained(str(folder), state_dict=tensors)
     finally:
-        if quantizer is not None:
-            model.hf_quantizer = quantizer
-        if adapters is not None:
-            model._hf_peft_config_loaded = adapters
+        vars(model).update(aside)
         if config is not None:
             model.config.quantization_config = config
 
