@@ -96,6 +96,22 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextmanager
+def weights_kept(model: nn.Module) -> Iterator[None]:
+    """Inside :func:`quantized`, quantize each weight once: a model that generates is called for each token.
+
+    Takes the memory of the weights once more; nothing may change them meanwhile.
+    """
+    states = [state for _, module in calibrated_modules(model) if (state := getattr(module, STATE, None)) is not None]
+    try:
+        for state in states:
+            state.kept = []
+        yield
+    finally:
+        for state in states:
+            state.kept = None
+
+
+@contextmanager
 def _claimed(model: nn.Module) -> Iterator[None]:
     """Mark the modules as run by this thread's :func:`quantized`; those of another thread's are refused."""
     thread = get_ident()

@@ -66,6 +66,8 @@ class Quantization:
     trainable: bool = True
     #: base name -> scale; empty unless scales are learned
     learned: dict[str, LearnedScale] = field(default_factory=dict)
+    #: the quantized weight, once it is known; None: it is made anew at each forward
+    kept: list[torch.Tensor] | None = None
 
 
 DEFAULT = Quantization()
@@ -116,6 +118,9 @@ def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> tor
         yet, it is switched off, or it is a weight that is on the grid already.
     """
     quantization = getattr(module, STATE, DEFAULT)
+    kept = quantization.kept if base_name == "weight" else None
+    if kept:
+        return kept[0]
     args = args_of(module, base_name)
     if args is None or not _is_on(module, quantization.switch, base_name) or not has_range(module, base_name, args):
         return value
@@ -131,7 +136,10 @@ def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> tor
     if rounded is not None:
         return straight_through(value, dequantize(rounded, scale, zero_point, args, global_scale=global_scale))
     tokens = 1 if base_name == "weight" else count_tokens(module, value)
-    return fake_quantize_with(value, scale, zero_point, args, global_scale=global_scale, observations=tokens)
+    found = fake_quantize_with(value, scale, zero_point, args, global_scale=global_scale, observations=tokens)
+    if kept is not None:
+        kept.append(found)
+    return found
 
 
 def _is_on(module: nn.Module, switch: Switch, base_name: str) -> bool:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from lightning_obs.app.checkpoint import write_checkpoint
 from lightning_obs.app.console import say, step
+from lightning_obs.app.generation import continuations, loop_line
 from lightning_obs.app.job import Job, Quality, make_job, make_options, plain, recovered_share
 from lightning_obs.app.models.pretrained import DEFAULT_MODEL
 from lightning_obs.app.tasks.task import Task
@@ -52,6 +54,7 @@ class Calibrate(Task):
     reloaded: Quality | None = None
     seconds_trained: float | None = None
     errors: Sequence[LayerError] = ()
+    generation: Mapping[str, Any] = MappingProxyType({})
     lines: Sequence[str] = ()
     sizes: tuple[int, int] | None = None
 
@@ -66,15 +69,20 @@ class Calibrate(Task):
     def run(self) -> None:
         counts = dict[str, Support]()
         self.say_duration()
+        original = continuations(self.job, as_quantized=False)
         self.full = self.job.quality("in full precision", as_quantized=False)
         parts = self.choose()  # it may make another job
         self.result = self.calibrate()
         self.train()
         self.errors = self.layer_errors(counts)
         self.quantized = self.job.quality("quantized")
+        if original is not None:
+            self.generation = {"original": original, "quantized": continuations(self.job, as_quantized=True)}
         if self.job.folder is not None:
             self.lines = write_checkpoint(self.job, self.job.folder, self.result)
             self.after_export(self.job.folder)
+        if self.generation:
+            self.lines = [*self.lines, loop_line(**self.generation)]
         if self.job.trainer.is_global_zero:
             self.report(counts, parts)
 
@@ -186,6 +194,7 @@ class Calibrate(Task):
             "size": self.sizes[1] if self.sizes else None,
             "seconds": self.result.seconds,
             "worst_sqnr": self.errors[0].sqnr if self.errors else None,
+            **({"generation": self.generation} if self.generation else {}),
             "ignore": [*self.job.callback.ignore, *poor_layers(self.errors, fused=self.result.fused)],
         }
 

@@ -1,0 +1,136 @@
+"""Let the original and the quantized model continue the same texts, and see which of them comes to repeat itself.
+
+Perplexity asks for one token at a time, of a text that is given. A quantized model can do well there, and loop some
+dozens of tokens on when it reads what it wrote itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+from typing_extensions import override
+
+from lightning_obs.app.console import step
+from lightning_obs.app.job import Job
+from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.forward.quantized_forward import quantized, weights_kept
+
+#: texts, and how many tokens of each are given
+PROMPTS, PROMPT_TOKENS = 3, 32
+#: a text loops where it ends with the same tokens this often, over this many tokens at least
+TIMES, SHORTEST = 3, 24
+#: characters of a loop that are shown
+_SHOWN = 80
+
+
+def continuations(job: Job, as_quantized: bool) -> list[dict[str, Any]] | None:
+    """Continue the first held-out texts greedily by ``generation_check`` tokens.
+
+    Returns:
+        For each text what the model wrote, up to its end or to where it is known to loop, and the length of the loop in
+        tokens, None where there is none: ``{"text": ..., "loop": ...}``. None where ``generation_check`` is 0.
+
+    Raises:
+        CalibrationError: the model is no causal language model.
+    """
+    model: Any = job.model
+    wanted = int(job.config.generation_check)
+    if wanted < 1:
+        return None
+    generates = hasattr(model, "can_generate") and model.can_generate() and not model.config.is_encoder_decoder
+    if not generates or not hasattr(job.module, "tokenizer"):
+        raise CalibrationError(
+            "generation_check is for causal language models of transformers", got=type(model).__name__,
+            remedy="generation_check=0.",
+        )  # fmt: skip
+    model.to(job.trainer.strategy.root_device)
+    prompts = _prompts(job).to(model.device)
+    loops = _Loops(prompts.shape[1], model.generation_config.eos_token_id)
+    with ExitStack() as stack:
+        which = "quantized" if as_quantized else "original"
+        stack.enter_context(step(f"continuing {len(prompts)} texts by {wanted} tokens with the {which} model"))
+        stack.enter_context(torch.inference_mode())
+        if as_quantized:
+            stack.enter_context(quantized(model))
+            stack.enter_context(weights_kept(model))
+        written = model.generate(
+            input_ids=prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=wanted,
+            do_sample=False,
+            stopping_criteria=StoppingCriteriaList([loops]),
+        )
+    texts = job.module.tokenizer.batch_decode(written[:, prompts.shape[1] :], skip_special_tokens=True)
+    return [{"text": text, "loop": loops.found.get(number)} for number, text in enumerate(texts)]
+
+
+def loop_line(original: list[dict[str, Any]], quantized: list[dict[str, Any]]) -> str:
+    """A line of the report, of what :func:`continuations` gave; warns where only the quantized model loops.
+
+    >>> loop_line([{"text": "a a a a", "loop": 1}], [{"text": "a a a a", "loop": 1}])
+    'generation: the quantized model loops in none of 1 texts where the original does not (original 1, quantized 1)'
+    """
+    loops = [sum(each["loop"] is not None for each in texts) for texts in (original, quantized)]
+    new = [
+        after["text"] for before, after in zip(original, quantized, strict=True)
+        if after["loop"] is not None and before["loop"] is None
+    ]  # fmt: skip
+    line = (
+        f"generation: the quantized model loops in {len(new) or 'none'} of {len(original)} texts where the original "
+        f"does not (original {loops[0]}, quantized {loops[1]})"
+    )
+    if new:
+        line += f": ...{new[0][-_SHOWN:]!r}"
+        warn(line)
+    return line
+
+
+def loop_at_end(tokens: Sequence[int]) -> int | None:
+    """How many tokens the loop has that a text ends with; None: it ends with none.
+
+    >>> loop_at_end([9, 8, 7] + [1, 2, 3, 4] * 6), loop_at_end([1, 2, 3, 4] * 5), loop_at_end(range(99))
+    (4, None, None)
+    """
+    for length in range(1, len(tokens) // TIMES + 1):
+        span = max(TIMES * length, SHORTEST)
+        tail = list(tokens[-span:])
+        if len(tail) == span and tail[length:] == tail[:-length]:
+            return length
+    return None
+
+
+class _Loops(StoppingCriteria):
+    """Ends a text where it loops.
+
+    Attributes:
+        found: the loop's length, by the number of the text.
+    """
+
+    def __init__(self, prompt: int, ends: int | list[int] | None) -> None:
+        self._prompt, self._ends = prompt, {*(ends if isinstance(ends, list) else [ends])}
+        self.found: dict[int, int] = {}
+
+    @override
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        for row, tokens in enumerate(input_ids[:, self._prompt :].tolist()):
+            if row not in self.found and self._ends.isdisjoint(tokens):  # behind the end of a text there is padding
+                found = loop_at_end(tokens)
+                if found is not None:
+                    self.found[row] = found
+        return torch.tensor([row in self.found for row in range(len(input_ids))], device=input_ids.device)
+
+
+def _prompts(job: Job) -> torch.Tensor:
+    """The beginnings of the first held-out texts, ``(prompts, tokens)``, all of one length: nothing is padded."""
+    rows: list[torch.Tensor] = []
+    for batch in job.data.test_dataloader():
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        rows += [ids[counts][:PROMPT_TOKENS] for ids, counts in zip(batch["input_ids"], mask, strict=True)]
+        if len(rows) >= PROMPTS:
+            break
+    length = min(map(len, rows[:PROMPTS]))
+    return torch.stack([row[:length] for row in rows[:PROMPTS]])
