@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import seed_everything
-from lightning_obs.app.data.text import TextData
 from rich.console import Console
 from rich.progress import track
 from torch import nn
 from torchmetrics.text import Perplexity
 
+from lightning_obs.app.data.module import TextData
 from lightning_obs.app.models.language import load_causal_lm
 from lightning_obs.app.models.pretrained import DEFAULT_MODEL, cache_folder
 from lightning_obs.callbacks.quantization_aware_training import divergence
