@@ -28,6 +28,8 @@ from lightning_obs.observers.statistic import Statistic
 
 # Columns of the largest part of a Hessian that ``local_hessian`` gathers.
 _WIDEST = 128
+# Weight of a column that no input reached, relative to the mean: groups of such columns lose least by themselves.
+_LEAST = 1e-6
 
 
 @Observer.register("local_hessian")
@@ -110,6 +112,7 @@ class LocalHessianObserver(ByInputsObserver):
         parts, part, _ = moments.shape
         channels = parts * part
         self._require_fit(channels, value, channels - part < value.shape[-1] <= channels and g_idx is None)
+        moments.diagonal(dim1=-2, dim2=-1).add_(_LEAST)
         width = _covers(self.args, value)[1]
         if self.args.strategy == QuantizationStrategy.BLOCK:
             value = _in_whole_blocks(value, self.args)

@@ -34,7 +34,14 @@ def can_search(rows: Rows, grid: NumberGrid, norm: float) -> bool:
     args, dtype = grid.args, grid.scale_dtype
     scale = dtype in (None, rows.dtype) or format_of_dtype(dtype) is not None or should_generate_mx_scales(args)
     integers = grid.number is None and args.zp_dtype in (None, torch.int8)
-    return rows.hessian is None and norm >= 1 and scale and (grid.symmetric or integers) and launch.can_read(rows.view)
+    return (
+        rows.hessian is None
+        and grid.global_scale is None
+        and norm >= 1
+        and scale
+        and (grid.symmetric or integers)
+        and launch.can_read(rows.view)
+    )
 
 
 def visit(
