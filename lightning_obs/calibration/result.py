@@ -91,6 +91,5 @@ class CalibrationResult:
             "skipped": name_list(self.skipped, 3),
             "fallback": name_list(self.fallback, 3),
         }
-        return printable(
-            "\n".join(["CalibrationResult", *(f"  {key}: {value}" for key, value in rows.items() if value)])
-        )
+        lines = [f"  {key}: {value}" for key, value in rows.items() if value]
+        return printable("\n".join(["CalibrationResult", *lines]))

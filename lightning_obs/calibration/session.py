@@ -56,6 +56,17 @@ from lightning_obs.schemes.config import SchemeLike, make_observer
 from lightning_obs.schemes.planned_modules import Plan
 
 
+def _make_observers(plan: Plan) -> dict[Key, Observer]:
+    observers: dict[Key, Observer] = {}
+    for target in plan.targets:
+        home = qparams_home(target.module)
+        for base_name, args in target.args.items():
+            if args.dynamic is not True:
+                observers[target.name, base_name] = observer = make_observer(base_name, args)
+                observer.qparams_dtype = None if home is None else home.dtype
+    return observers
+
+
 class CalibrationSession:
     """Calibrate the modules of ``model`` that ``scheme`` targets, in a ``with`` block that runs the data.
 
@@ -110,13 +121,7 @@ class CalibrationSession:
             self.experts = ExpertWatch(self.model, self.options.calibrate_all_experts)
             #: names of modules that are quantized together or not at all
             self.together = [*self.plan.fused, *self._whole_layers()]
-        self.observers: dict[Key, Observer] = {}
-        for target in self.plan.targets:
-            home = qparams_home(target.module)
-            for base_name, args in target.args.items():
-                if args.dynamic is not True:
-                    self.observers[target.name, base_name] = observer = make_observer(base_name, args)
-                    observer.qparams_dtype = None if home is None else home.dtype
+        self.observers = _make_observers(self.plan)
         #: second observers of inputs, for the result, where the first do not keep the smallest and the largest value
         self.extremes: dict[str, Observer] = {
             name: StaticMinMaxObserver("input", QuantizationArgs())
@@ -148,9 +153,7 @@ class CalibrationSession:
         self.result: CalibrationResult | None = None
         #: what this session has put on the modules; another session of the model may have put its own there since
         self._own: Calibration = {}
-        self._token_mask = token_mask
-        self._counts_calls = True
-        self._padding_is_said = False
+        self._token_mask, self._counts_calls, self._padding_is_said = token_mask, True, False
         self._attached: ExitStack | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -222,10 +225,7 @@ class CalibrationSession:
         """Keep padding out of every observer from the next call of the model on.
 
         Args:
-            mask: ``(batch, tokens)``, nonzero for a token that counts; None for all.
-
-        Raises:
-            CalibrationError: ``mask`` has another shape.
+            mask: ``(batch, tokens)``, nonzero for a token that counts; None for all. Another shape is an error.
         """
         self.mask = None if mask is None else require_mask(mask, "mask_tokens")
         self.read = None
