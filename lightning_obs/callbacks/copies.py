@@ -24,7 +24,6 @@ from torch import nn
 #: memory for the batches of one validation, on each rank [bytes]
 KEPT_BYTES = 2 * 2**30
 
-_ON_CPU = {torch.device("cpu")}
 #: exact types of values that do not change
 _VALUES = {type(None), bool, int, float, complex, str, bytes, range, slice}
 _NAMES = (type, types.FunctionType, types.ModuleType, weakref.ReferenceType, *weakref.ProxyTypes)
@@ -154,7 +153,7 @@ class KeptBatches:
         """Take out ``(batch, note)``, one by one, each batch on the device where it was."""
         while self._kept:
             batch, devices, note = self._kept.popleft()
-            if not _ON_CPU.issuperset(devices.values()):
+            if not {torch.device("cpu")}.issuperset(devices.values()):
                 batch = Copier(partial(_back, devices))(batch)
             yield batch, note
 
