@@ -42,8 +42,10 @@ OBSERVERS = {
     "hessian": None,
     "hessian(signed=True)": None,
     "hessian(signed=True, sweeps=3)": 0.0205,
+    "memoryless_minmax + gptq": None,
     "hessian + gptq": None,
-    "hessian(signed=True) + gptq": 0.0120,
+    "hessian(signed=True) + gptq": None,
+    "imatrix_mse(signed=True, norm=2.0) + gptq": 0.0120,
 }
 _ROUNDING = " + gptq"
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_obs.calibration.expert_tokens import borrow_ranges
+from lightning_obs.calibration.hooks import HESSIAN, RANGE
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.rounding import round_weights
 from lightning_obs.calibration.weights import Weights
@@ -72,7 +73,7 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
         computed |= _compute(session, session.observers, weights=True)
     qparams = _stored(session, computed, weights, activations)
     if weights and session.options.rounding is not None:
-        collectives += round_weights(held, qparams, synced.owners, session.options.rounding)
+        collectives += round_weights(held, session.second, qparams, synced.owners, session.options.rounding)
     _write(session, qparams, weights)
     return CalibrationResult(
         scheme=session.label,
@@ -136,14 +137,15 @@ def _left_out(session: CalibrationSession, unreached: set[Key]) -> set[str]:
     Raises:
         CalibrationError: no observer saw any data, or one saw none and ``on_missing`` is ``"error"``.
     """
-    needing = [key for key, observer in session.observers.items() if observer.observes_data]
+    other = (RANGE, HESSIAN) if session.options.on_missing == "siblings" else (RANGE,)  # experts may lack a Hessian
+    needing = [key for key in session.fed if key[1] not in other]
     lacking = [key for key in needing if key in unreached]
     if not lacking:
         return set()
-    missing = [f"{name} ({base if base != 'weight' else 'inputs for its weight'})" for name, base in lacking]
+    missing = [f"{name} ({'inputs for its weight' if base in ('weight', HESSIAN) else base})" for name, base in lacking]
     if len(lacking) == len(needing):
         what, others = "static activations", "a scheme that needs no data (FP8_DYNAMIC, W8A8, W4A16)"
-        if all(base == "weight" for _, base in needing):
+        if all(base in ("weight", HESSIAN) for _, base in needing):
             what = "weights that are observed with their inputs"
             others = "an observer that needs no inputs (memoryless_mse)"
         raise CalibrationError(

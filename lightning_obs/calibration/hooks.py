@@ -10,7 +10,7 @@ with. There only modules of a fused set share, within one batch: engines run the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +32,9 @@ from lightning_obs.schemes.planned_modules import PlannedModule
 
 if TYPE_CHECKING:
     from lightning_obs.calibration.session import CalibrationSession
+
+#: base names of second observers
+RANGE, HESSIAN = "input range", "weight by its inputs"
 
 
 @dataclass
@@ -70,10 +73,10 @@ class ObserverHooks:
         """``(how to register it, hook)`` of one module."""
         observers, name = self._session.observers, target.name
         inputs, output, weight = (observers.get((name, base)) for base in ("input", "output", "weight"))
-        extremes = self._session.extremes.get(name)
-        for_weight = weight if weight is not None and weight.needs_inputs else None
-        if inputs is not None or for_weight is not None:
-            observe = self._observation(target, [o for o in (inputs, extremes) if o is not None], for_weight)
+        extremes, hessian = (self._session.second.get((name, base)) for base in (RANGE, HESSIAN))
+        of_weight = [o for o in (weight, hessian) if o is not None and o.needs_inputs]
+        if inputs is not None or of_weight:
+            observe = self._observation(target, [o for o in (inputs, extremes) if o is not None], of_weight)
 
             def observe_input(module: nn.Module, args: Any, kwargs: Any) -> None:
                 observe((*args, *kwargs.values()))
@@ -89,7 +92,7 @@ class ObserverHooks:
             yield partial(target.module.register_forward_hook, prepend=True), observe_output
 
     def _observation(
-        self, target: PlannedModule, observers: list[Observer], for_weight: Observer | None = None
+        self, target: PlannedModule, observers: list[Observer], of_weight: Sequence[Observer] = ()
     ) -> Callable[[Any], None]:
         """What gives the observers of a module a value: its first tensor, if it is a tuple."""
         session, experts, module, name = self._session, self._session.experts, target.module, target.name
@@ -133,8 +136,8 @@ class ObserverHooks:
             before = len(read.measured)
             for observer in observers:
                 observer.observe_shared(tokens, read.measured)
-            if for_weight is not None:
-                for_weight.observe_inputs(tokens, read.measured)
+            for observer in of_weight:
+                observer.observe_inputs(tokens, read.measured)
             session.measurements += len(read.measured) - before
 
         return observe

@@ -55,9 +55,9 @@ class CalibrationOptions:
             joined scales they are rounded once, on that scale. Off, as in llm-compressor: each has its own.
         rounding: ``"gptq"``: after the scales of weights, choose numbers that are not the nearest ones, so that the
             outputs change least (:func:`~lightning_obs.numerics.rounding.round_by_hessian`); or
-            ``{"name": "gptq", "act_order": ..., "damping": ...}``. It takes the Hessians of the weights' observers
-            (``observers={"weight": "hessian"}``). The weights of the model stay what they are: a module gets the
-            numbers beside its scale. None: the nearest numbers.
+            ``{"name": "gptq", "act_order": ..., "damping": ...}``. It needs data, and gathers the whole Hessian of each
+            module's inputs (4 bytes per pair of channels). The weights of the model stay what they are: a module gets
+            the numbers beside its scale. None: the nearest numbers.
 
     Attributes:
         config: the one ``QuantizationConfig`` that scheme, targets, ignore, observers and kv_cache say together.

@@ -14,11 +14,12 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
+from lightning_obs.calibration.hooks import HESSIAN
 from lightning_obs.calibration.weights import Weights
-from lightning_obs.errors import refuse
+from lightning_obs.errors import name_list, warn
 from lightning_obs.model.qparams import ROUNDED
 from lightning_obs.numerics.rounding import round_by_hessian
-from lightning_obs.observers import HessianObserver, Key, Observer
+from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.rows import rows_per_scale
 from lightning_obs.observers.statistic import Statistic
 
@@ -78,14 +79,16 @@ class WeightRounding(Observer):
 
 def round_weights(
     held: Weights,
+    second: Mapping[Key, Observer],
     qparams: Mapping[str, dict[str, torch.Tensor]],
     owners: Mapping[Key, int],
     options: Any,
 ) -> int:
-    """Add to the qparams of each weight whose observer has a Hessian the weight as it is rounded.
+    """Add the rounded weights to the qparams. A warning names the weights that keep the nearest numbers.
 
     Args:
         held: the weights, observed.
+        second: observers that gathered Hessians beside those of the weights.
         qparams: by module, as they are stored; gets ``weight_rounded``.
         owners: the rank that rounds each weight which is not cut by rows.
         options: ``CalibrationOptions.rounding``.
@@ -96,36 +99,19 @@ def round_weights(
     Raises:
         CalibrationError: on every rank alike; a Hessian that cannot be inverted.
     """
-    roundings = {
-        key: WeightRounding(observer.args, qparams[key[0]], observer.input_hessian, options)
-        for key, observer in held.observers.items()
-        if key in held.modules and key[0] in qparams and isinstance(observer, HessianObserver) and not _lacks(observer)
+    written = [key for key in held.modules if key[0] in qparams]
+    hessians = {
+        key: getattr(second.get((key[0], HESSIAN), held.observers[key]), "input_hessian", None) for key in written
     }
-    modules = {key: held.modules[key] for key in roundings}
-    again = Weights(modules, roundings, held.collectives)
+    if without := [name for (name, _), hessian in hessians.items() if hessian is None]:
+        warn(f"no inputs were seen to round these weights by, they keep the nearest numbers: {name_list(without)}")
+    roundings = {
+        key: WeightRounding(held.observers[key].args, qparams[key[0]], hessian, options)
+        for key, hessian in hessians.items()
+        if hessian is not None
+    }
+    again = Weights({key: held.modules[key] for key in roundings}, roundings, held.collectives)
     collectives = again.observe(list(roundings), owners, None, lambda key, rounding, rows: rounding(rows))
     for (name, _), rounding in roundings.items():
         qparams[name][ROUNDED] = rounding.rounded
     return collectives
-
-
-def _lacks(observer: HessianObserver) -> bool:
-    return not hasattr(observer, "input_hessian")
-
-
-def check_rounding(observers: Mapping[Key, Observer]) -> None:
-    """Refuse a rounding where a weight's observer does not gather the whole Hessian.
-
-    Raises:
-        CalibrationError: it names these weights.
-    """
-    others = [
-        f"{name} ({type(observer).__name__})"
-        for (name, base), observer in observers.items()
-        if base == "weight" and not isinstance(observer, HessianObserver)
-    ]
-    refuse(
-        others,
-        "rounding='gptq' rounds by the whole Hessian of a module's inputs, which these observers do not gather",
-        remedy="observers={'weight': 'hessian'}; on the command line weight_observer=hessian.",
-    )

@@ -19,10 +19,9 @@ from torch import nn
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.finalize import finalize
-from lightning_obs.calibration.hooks import ObserverHooks, Read
+from lightning_obs.calibration.hooks import HESSIAN, RANGE, ObserverHooks, Read
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
-from lightning_obs.calibration.rounding import check_rounding
 from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
 from lightning_obs.calibration.token_mask import PADDING, require_mask
 from lightning_obs.engines import ask_engines
@@ -47,7 +46,7 @@ from lightning_obs.model.weight import register_fsdp_units
 from lightning_obs.model.wrappers import unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import LinearExperts
 from lightning_obs.numerics.histogram import Support
-from lightning_obs.observers import Observer, StaticMinMaxObserver
+from lightning_obs.observers import HessianObserver, Observer, StaticMinMaxObserver
 from lightning_obs.observers.base import Key
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan
@@ -122,15 +121,10 @@ class CalibrationSession:
             #: names of modules that are quantized together or not at all
             self.together = [*self.plan.fused, *self._whole_layers()]
         self.observers = _make_observers(self.plan)
-        #: second observers of inputs, for the result, where the first do not keep the smallest and the largest value
-        self.extremes: dict[str, Observer] = {
-            name: StaticMinMaxObserver("input", QuantizationArgs())
-            for (name, base_name), observer in self.observers.items()
-            if base_name == "input" and not observer.keeps_extremes
-        }
-        check_inputs_fit(self.plan.targets, self.observers)
-        if self.options.rounding is not None:
-            check_rounding(self.observers)
+        #: second observers of inputs: of their extremes, for the result, and of the Hessian that a rounding takes
+        self.second = _second_observers(self.observers, rounded=self.options.rounding is not None)
+        inputs_of = {(name, "weight"): observer for (name, base), observer in self.second.items() if base == HESSIAN}
+        check_inputs_fit(self.plan.targets, self.observers | inputs_of)
         for group in self.plan.fused:
             for base_name in ("weight", "input"):
                 fused = [self.observers[n, base_name] for n in group if (n, base_name) in self.observers]
@@ -162,14 +156,13 @@ class CalibrationSession:
 
     @property
     def needs_data(self) -> bool:
-        """Whether the model has to be run: for static activations, or for a weight's observer that wants inputs."""
-        return any(observer.observes_data for observer in self.observers.values())
+        """Whether the model has to be run: for static activations, or for weights that want inputs."""
+        return bool(self.fed)
 
     @property
     def fed(self) -> dict[Key, Observer]:
-        """The observers that data reach; a second one of an input under the base name ``input range``."""
-        fed = {key: observer for key, observer in self.observers.items() if observer.observes_data}
-        return fed | {(name, "input range"): observer for name, observer in self.extremes.items()}
+        """The observers that data reach, the second ones under base names of their own."""
+        return {key: observer for key, observer in self.observers.items() if observer.observes_data} | self.second
 
     # ------------------------------------------------------------------ attach and detach
 
@@ -195,7 +188,7 @@ class CalibrationSession:
                 model is not called as a whole.
         """
         self.detach()
-        for observer in (*self.observers.values(), *self.extremes.values()):
+        for observer in (*self.observers.values(), *self.second.values()):
             observer.reset()
         self.batches, self.measurements, self.result, self.unreached = 0, 0, None, None
         self.is_paused, self._counts_calls = False, count_calls
@@ -372,3 +365,14 @@ class CalibrationSession:
             yield
         finally:
             put_back(now)
+
+
+def _second_observers(observers: Mapping[Key, Observer], rounded: bool) -> dict[Key, Observer]:
+    """Observers of what the first do not keep: an input's smallest and largest value, a weight's Hessian."""
+    second: dict[Key, Observer] = {}
+    for (name, base_name), observer in observers.items():
+        if base_name == "input" and not observer.keeps_extremes:
+            second[name, RANGE] = StaticMinMaxObserver("input", QuantizationArgs())
+        elif base_name == "weight" and rounded and not isinstance(observer, HessianObserver):
+            second[name, HESSIAN] = HessianObserver("weight", QuantizationArgs())
+    return second

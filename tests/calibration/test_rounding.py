@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_obs import (
     CalibrationError,
     CalibrationSession,
+    CalibrationWarning,
     QuantizationAwareTraining,
     export_checkpoint,
     load_checkpoint,
@@ -102,9 +103,28 @@ def test_options_are_checked_and_reach_the_rounding():
             CalibrationSession(net(), "W4A16", rounding=wrong)
 
 
-def test_observers_without_a_hessian_are_refused_before_data():
-    with pytest.raises(CalibrationError, match=r"whole Hessian.*0 \(IMatrixMSEObserver\).*hessian"):
-        CalibrationSession(net(), SCHEMES["int4"], observers={"weight": "imatrix_mse"}, rounding="gptq")
+@pytest.mark.parametrize("observer", ["memoryless_minmax", "imatrix_mse", "local_hessian"])
+def test_scales_can_be_those_of_any_observer(observer):
+    model, other = net(torch.float32), net(torch.float32)
+    session = calibrated(model, SCHEMES["int4"], observers={"weight": observer})
+    assert session.needs_data
+    with CalibrationSession(other, SCHEMES["int4"], observers={"weight": observer}) as plain:
+        if plain.needs_data:
+            other(data(torch.float32))
+    assert torch.equal(model[0].weight_scale, other[0].weight_scale)
+    inputs = data(torch.float32)
+    expected = net(torch.float32)[0](inputs)
+    with quantized(model), quantized(other):
+        lost, nearest = ((each[0](inputs) - expected).norm() for each in (model, other))
+    assert lost < 0.9 * nearest
+
+
+def test_without_data_it_is_an_error():
+    session = CalibrationSession(net(), SCHEMES["int4"], observers={"weight": "memoryless_mse"}, rounding="gptq")
+    session.attach()
+    session.detach()
+    with pytest.raises(CalibrationError, match=r"saw no data"):
+        session.finalize()
 
 
 def test_training_is_refused():
@@ -115,7 +135,10 @@ def test_training_is_refused():
 def test_a_module_without_data_keeps_the_nearest_numbers():
     model = net(torch.float32)
     lenient = {"weight": {"name": "hessian", "strict": False}}
-    with CalibrationSession(model, SCHEMES["int4"], observers=lenient, rounding="gptq"):
+    with (
+        pytest.warns(CalibrationWarning, match=r"keep the nearest numbers: 2"),
+        CalibrationSession(model, SCHEMES["int4"], observers=lenient, rounding="gptq"),
+    ):
         model[0](data(torch.float32))
     assert hasattr(model[0], "weight_rounded")
     assert not hasattr(model[2], "weight_rounded")
