@@ -36,12 +36,11 @@ OBSERVERS = {
     "imatrix_mse(norm=2.0)": None,
     "memoryless_minmax(signed=True)": None,
     "memoryless_mse(signed=True)": None,
-    "imatrix_mse(signed=True, norm=2.0, grid=36, maxshrink=0.64)": 0.0320,
+    "imatrix_mse(signed=True, norm=2.0, expand=1.0125, grid=36, maxshrink=0.64, patience=0)": 0.0320,
     "local_hessian": None,
     "local_hessian(signed=True)": 0.0272,
     "hessian": None,
-    "hessian(signed=True)": None,
-    "hessian(signed=True, sweeps=3)": 0.0205,
+    "hessian(signed=True)": 0.0205,
     "memoryless_minmax + gptq": None,
     "hessian + gptq": None,
     "hessian(signed=True) + gptq": None,
@@ -61,8 +60,8 @@ def main() -> int:
     )
     options = parser.parse_args()
     folder = options.model or _minilm()
-    texts = [text for key in sorted(topics) for text in map(str.strip, re.split(r"\n\s*\n", topics[key]))]
-    texts = [text for text in texts if 60 < len(text) < 600]
+    texts = [text for key in sorted(topics) for text in re.split(r"\n\s*\n", topics[key]) if 60 < len(text) < 600]
+    texts = [text.strip() for text in texts]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     calibration, held_out = texts[0:400:4][:64], texts[1:2000:6][:256]

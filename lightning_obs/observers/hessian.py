@@ -143,7 +143,7 @@ class HessianObserver(LocalHessianObserver):
     """
 
     statistics: ClassVar[tuple[Statistic, ...]] = LocalHessianObserver.statistics
-    hyperparameters: ClassVar[dict[str, Any] | None] = {"patience": 0, "sweeps": 2, "damping": 0.01}
+    hyperparameters: ClassVar[dict[str, Any] | None] = {"patience": 0, "sweeps": 3, "damping": 0.01}
     sweeps: int
     damping: float
 

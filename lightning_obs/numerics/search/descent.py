@@ -29,7 +29,7 @@ def descend(
     factors: Sequence[float],
     block: tuple[int, int],
     *,
-    sweeps: int = 2,
+    sweeps: int = 3,
     expand: float = 1.0,
 ) -> Range:
     """The ranges of a weight's scales after some sweeps.
