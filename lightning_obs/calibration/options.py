@@ -117,8 +117,8 @@ class CalibrationOptions:
 
     @property
     def label(self) -> str:
-        """Short name of the scheme, for reports."""
-        return label(self.scheme, self.config)
+        """Short name of scheme and rounding, for reports."""
+        return label(self.scheme, self.config) + ("" if self.rounding is None else " + gptq")
 
     @property
     def beside_scheme(self) -> dict[str, Any]:

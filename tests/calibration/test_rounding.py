@@ -78,6 +78,7 @@ def test_a_calibration_without_rounding_forgets_it():
     assert model[0].weight_rounded.dtype == torch.int8
     assert model[0].weight_rounded.shape == model[0].weight.shape
     assert not any(name.endswith("rounded") for name in session.result.qparams)
+    assert session.result.scheme.endswith(" + gptq")
     calibrated(model, SCHEMES["int4"], rounding=None)
     assert not hasattr(model[0], "weight_rounded")
 
