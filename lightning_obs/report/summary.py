@@ -9,6 +9,7 @@ from typing import Any
 
 from compressed_tensors.quantization import QuantizationConfig
 from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -120,9 +121,10 @@ def _known(value: float | None, form: str) -> str:
 
 
 def print_report(report: RenderableType) -> None:
-    """Print to the terminal, at a width that does not wrap module names when output is piped."""
+    """Print to the terminal, at a width that cuts no column of a table, wherever output goes."""
     console = Console()
-    Console(width=max(console.width, 100), highlight=False, soft_wrap=True).print(_Printable(report))
+    wanted = Measurement.get(console, console.options.update(width=1000), report).maximum
+    Console(width=max(console.width, wanted), highlight=False, soft_wrap=True).print(_Printable(report))
 
 
 @dataclass(frozen=True)
