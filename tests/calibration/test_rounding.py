@@ -11,13 +11,16 @@ from lightning_obs import (
     CalibrationWarning,
     QuantizationAwareTraining,
     export_checkpoint,
+    export_onnx,
     load_checkpoint,
     quantized,
 )
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.report.layer_errors import measure_layer_errors
+from tests.calibration.expert_blocks import INDEX, linear_block
 from tests.rank_processes import run_ranks
 
+NEAREST = {"weight": "memoryless_minmax"}
 OPTIONS = {"observers": {"weight": "hessian"}, "rounding": "gptq"}
 GROUPS = {"num_bits": 4, "strategy": "group", "group_size": 16}
 SCHEMES = {
@@ -143,6 +146,32 @@ def test_a_module_without_data_keeps_the_nearest_numbers():
         model[0](data(torch.float32))
     assert hasattr(model[0], "weight_rounded")
     assert not hasattr(model[2], "weight_rounded")
+
+
+def test_an_onnx_file_has_the_rounded_numbers(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    model = net(torch.float32)
+    calibrated(model, SCHEMES["int8 channels"])
+    graph = onnx.load(export_onnx(model.eval(), tmp_path / "m.onnx", data(torch.float32)[:2])).graph
+    stored = {each.name: onnx.numpy_helper.to_array(each) for each in graph.initializer}
+    assert (stored["0.weight_codes"] == model[0].weight_rounded.numpy()).all()
+    nearest = (model[0].weight / model[0].weight_scale).round()
+    assert (model[0].weight_rounded != nearest).any()
+
+
+@pytest.mark.filterwarnings("ignore:no token reached these modules")
+def test_experts_without_tokens_keep_the_nearest_numbers(x):
+    torch.manual_seed(0)
+    block = linear_block()
+    scheme = {"weights": {"num_bits": 8, "strategy": "channel"}}
+    with (
+        pytest.warns(CalibrationWarning, match=r"keep the nearest numbers: .*experts\.3\."),
+        CalibrationSession(block, scheme, on_missing="siblings", observers=NEAREST, rounding="gptq"),
+    ):
+        block(x, INDEX)
+    have = {name for name, module in block.named_modules() if hasattr(module, "weight_rounded")}
+    assert not any(".3." in name for name in have)
+    assert any(".0." in name for name in have)
 
 
 # ---------------------------------------------------------------------- ranks
