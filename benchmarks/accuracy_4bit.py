@@ -55,9 +55,7 @@ def main() -> int:
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group", type=int, default=64)
     parser.add_argument("--scheme", help="a preset of weights in place of bits and group")
-    parser.add_argument(
-        "--observer", nargs="+", default=list(OBSERVERS), help="name or name(hyperparameter=value), + gptq"
-    )
+    parser.add_argument("--observer", nargs="+", help="name or name(hyperparameter=value), + gptq")
     options = parser.parse_args()
     folder = options.model or _minilm()
     texts = [text for key in sorted(topics) for text in re.split(r"\n\s*\n", topics[key]) if 60 < len(text) < 600]
@@ -73,7 +71,7 @@ def main() -> int:
         "observer", "1 - cosine", "at most", "gathering and search, CPU time [s]", title=f"{folder.parent.name}, {name}"
     )
     missed = 0
-    for written in options.observer:
+    for written in options.observer or [o for o in OBSERVERS if not (options.scheme and "signed" in o)]:
         started = time.process_time()
         with CalibrationSession(
             model,
