@@ -35,7 +35,7 @@ from llmcompressor.observers import Observer as PeerObserver
 from rich.console import Console
 from rich.table import Table
 
-from lightning_obs.numerics.reshape import flatten_for_calibration
+from lightning_obs.numerics.qparams import flatten_for_calibration
 from lightning_obs.observers import Observer
 
 INT4 = {"num_bits": 4}

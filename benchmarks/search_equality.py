@@ -29,7 +29,7 @@ from rich.table import Table
 from lightning_obs.numerics.candidates import shrink_factors
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.kernels import launch
-from lightning_obs.numerics.reshape import flatten_for_calibration
+from lightning_obs.numerics.qparams import flatten_for_calibration
 from lightning_obs.numerics.search.ranges import Found, search_block_range, search_range
 
 BLOCK = {"strategy": "block", "block_structure": [8, 16]}

@@ -23,8 +23,7 @@ from lightning_obs.errors import CalibrationError, name_list, refuse, sendable, 
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.qparams import ROUNDED, as_stored, clear_qparams, read_qparams, write_qparams
 from lightning_obs.model.weight import reshard
-from lightning_obs.numerics.qparams import QParamsDict
-from lightning_obs.numerics.reshape import ATTENTION
+from lightning_obs.numerics.qparams import ATTENTION, QParamsDict
 from lightning_obs.observers import Key, Observer
 from lightning_obs.ranks.sync import sync_statistics
 from lightning_obs.schemes.attention_states import count_heads

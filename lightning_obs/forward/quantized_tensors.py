@@ -20,7 +20,7 @@ from lightning_obs.model.qparams import ROUNDED, args_of
 from lightning_obs.model.weight import full_weight
 from lightning_obs.numerics.fake_quantize import dequantize, fake_quantize_dynamic, learned_scale, straight_through
 from lightning_obs.numerics.fake_quantize import fake_quantize as fake_quantize_with
-from lightning_obs.numerics.reshape import ATTENTION
+from lightning_obs.numerics.qparams import ATTENTION
 
 #: ``(value, base name)`` to what a module computes with; a weight comes and goes in its own shape
 Writer: TypeAlias = Callable[[torch.Tensor, str], torch.Tensor]

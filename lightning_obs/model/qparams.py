@@ -30,7 +30,7 @@ from torch import nn
 
 from lightning_obs.model.kinds import has_kv_cache, kind_of
 from lightning_obs.model.wrappers import without_wrappers
-from lightning_obs.numerics.reshape import ATTENTION
+from lightning_obs.numerics.qparams import ATTENTION
 
 #: the attribute of a module that holds the checksums of its own parameters and buffers
 CHECKSUMS = "calibrated_checksums"

@@ -1,9 +1,8 @@
 """Pure functions on tensors: reshape to observations, ranges to quantization parameters, errors, counts.
 
-They import nothing of the package but ``errors``. Start reading in ``reshape.py`` and ``qparams.py``.
+They import nothing of the package but ``errors``. Start reading in ``qparams.py``.
 """
 
-from lightning_obs.numerics.qparams import QParamsDict, compute_global_scale, compute_qparams
-from lightning_obs.numerics.reshape import flatten_for_calibration
+from lightning_obs.numerics.qparams import QParamsDict, compute_global_scale, compute_qparams, flatten_for_calibration
 
 __all__ = ["QParamsDict", "compute_global_scale", "compute_qparams", "flatten_for_calibration"]

@@ -26,11 +26,12 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization import fake_quantize as exact_fake_quantize
-from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp, maybe_pad_tensor_for_block_quant
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from torch import nn
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.formats import NumberGrid, format_of
+from lightning_obs.numerics.qparams import split_blocks
 
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
@@ -256,10 +257,7 @@ def _group(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
     if args.strategy in _GROUPED:
         return value.unflatten(-1, (-1, args.group_size))
     if args.strategy == QuantizationStrategy.BLOCK:
-        assert args.block_structure is not None  # QuantizationArgs validated it
-        height, width = args.block_structure
-        value = maybe_pad_tensor_for_block_quant(value, (height, width))
-        return value.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2)
+        return split_blocks(value, args)
     return value
 
 

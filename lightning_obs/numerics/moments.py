@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_obs.numerics.kernels import launch
-from lightning_obs.numerics.reshape import tile_size
+from lightning_obs.numerics.qparams import tile_size
 
 _TILE = 1 << 16  # elements in float64 at once on a CPU: 512 KiB
 

@@ -1,4 +1,8 @@
-"""Ranges become quantization parameters.
+"""A tensor flattened to the values of each scale, and a range turned into quantization parameters.
+
+Every strategy is flattened to ``(num_observations, *qparam_shape, group_size)``: reducing the first and the last
+dimension leaves exactly one number per scale. ``qparam_shape`` is the shape of the scale that compressed-tensors
+registers for the strategy, so a range found on the flattened tensor fits without another reshape.
 
 The arithmetic is compressed-tensors' own (`calculate_qparams`, `generate_gparam`), so that a scale found here is
 bit for bit the scale that its kernels and the rest of its ecosystem would have computed from the same range.
@@ -11,15 +15,128 @@ from typing import TypedDict
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.quantization.utils import (
+    calculate_qparams,
+    generate_gparam,
+    maybe_pad_tensor_for_block_quant,
+)
+
+from lightning_obs.errors import CalibrationError
+
+ATTENTION = ("q", "k", "v")
+_OF_ACTIVATIONS = ("tensor", "token", "group", "tensor_group")
+#: base name -> strategies that it can have
+_STRATEGIES = {
+    "weight": ("tensor", "channel", "group", "block", "tensor_group"),
+    "input": _OF_ACTIVATIONS,
+    "output": _OF_ACTIVATIONS,
+    **dict.fromkeys(ATTENTION, ("tensor", "attn_head")),
+}
+BASE_NAMES = tuple(_STRATEGIES)
+
+
+def flatten_for_calibration(
+    value: torch.Tensor, base_name: str, args: QuantizationArgs, g_idx: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Reshape an observed tensor to ``(num_observations, *qparam_shape, group_size)``.
+
+    ==============  ==============================  =====================================  =================
+    base name       strategy                        result                                 qparam_shape
+    ==============  ==============================  =====================================  =================
+    weight (R, C)   tensor                          (1, 1, R*C)                            (1,)
+    weight          channel                         (1, R, 1, C)                           (R, 1)
+    weight          group, tensor_group             (1, R, C/g, g)                         (R, C/g)
+    weight          block (h, w)                    (1, ceil(R/h), ceil(C/w), h*w)         (R/h, C/w) up
+    input, output   tensor                          (N, 1, C)                              (1,)
+    input, output   token                           (N, 1, C), the range of each token     (1,)
+    input, output   group, tensor_group             (N, C/g, g)                            (C/g,)
+    q, k, v         tensor                          (B*S, 1, H*D)                          (1,)
+    q, k, v         attn_head                       (B*S, H, 1, 1, D)                      (H, 1, 1)
+    ==============  ==============================  =====================================  =================
+
+    Args:
+        value: a weight ``(R, C)``, an activation ``(..., C)`` (a vector ``(C,)`` is one observation), or an
+            attention state ``(B, H, S, D)``.
+        base_name: one of weight, input, output, q, k, v.
+        args: gives strategy, group size and block structure.
+        g_idx: group of each column ``(C,)``, for group weights stored in activation order: columns are sorted by
+            group first.
+
+    Returns:
+        A view where possible. Blocks that do not divide the weight are padded with zeros, which do not widen a
+        range that must contain zero anyway.
+
+    Raises:
+        CalibrationError: an unknown base name, a strategy that the base name cannot have, or columns that the
+            group size does not divide.
+    """
+    if base_name not in BASE_NAMES:
+        raise CalibrationError(f"unknown base name {base_name!r}", expected=f"one of {', '.join(BASE_NAMES)}")
+    strategy = QuantizationStrategy(args.strategy)  # a string if it was given, an enum member if it was inferred
+    if strategy.value not in _STRATEGIES[base_name]:
+        raise CalibrationError(
+            f"strategy {strategy.value} cannot be applied to {base_name}",
+            expected=f"one of {', '.join(_STRATEGIES[base_name])}",
+        )
+    if base_name in ATTENTION:
+        what, dimensions = f"an attention state {base_name} has four dimensions", "(batch, heads, sequence, head_dim)"
+        tokens = _with_dimensions(value, what, dimensions).transpose(1, 2).flatten(0, 1)
+        of_tensor = strategy == QuantizationStrategy.TENSOR
+        return tokens.flatten(-2).unsqueeze(-2) if of_tensor else tokens.unsqueeze(-2).unsqueeze(-2)
+    if base_name != "weight":
+        if strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.TOKEN):
+            columns = value.shape[-1] if value.ndim else 1
+            return value.reshape(-1, 1, columns) if columns else value.reshape(0, 1, 0)
+        groups = _split_groups(value, args)
+        return groups.reshape(-1, *groups.shape[-2:])
+    if strategy == QuantizationStrategy.TENSOR:
+        return value.reshape(1, 1, -1)
+    _with_dimensions(value, f"a weight of strategy {strategy.value} is observed as a matrix", "(rows, columns)")
+    if strategy == QuantizationStrategy.CHANNEL:
+        return value.unsqueeze(-2).unsqueeze(0)
+    if strategy == QuantizationStrategy.BLOCK:
+        return split_blocks(value, args).flatten(-2).unsqueeze(0)
+    if g_idx is not None:
+        value = value.index_select(-1, torch.argsort(g_idx, stable=True))
+    return _split_groups(value, args).unsqueeze(0)
+
+
+def split_blocks(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    """``(R, C)`` to ``(R/h, C/w, h, w)``, padded with zeros where blocks do not divide it; a view where they do."""
+    assert args.block_structure is not None  # QuantizationArgs validated it
+    height, width = args.block_structure
+    weight = maybe_pad_tensor_for_block_quant(weight, (height, width))
+    return weight.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2)
+
+
+def _with_dimensions(value: torch.Tensor, what: str, dimensions: str) -> torch.Tensor:
+    if value.ndim != dimensions.count(",") + 1:
+        raise CalibrationError(what, got=f"shape {tuple(value.shape)}", expected=dimensions)
+    return value
+
+
+def _split_groups(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    assert args.group_size is not None  # QuantizationArgs validated it
+    if value.shape[-1] % args.group_size:
+        raise CalibrationError(
+            f"group size {args.group_size} does not divide the columns",
+            got=f"{value.shape[-1]} columns",
+            expected=f"a multiple of {args.group_size}",
+            remedy="choose a group size that divides them, or list the module in `ignore`.",
+        )
+    return value.unflatten(-1, (-1, args.group_size))
+
+
+def tile_size(device: torch.device, on_cpu: int) -> int:
+    """How many elements an operation takes at once: few on a CPU, for its cache; elsewhere each launch has to pay."""
+    return on_cpu if device.type == "cpu" else 1 << 24
 
 
 class QParamsDict(TypedDict, total=False):
     """Quantization parameters of one observed tensor.
 
-    ``scale`` and ``zero_point`` have the shape that the strategy gives (see
-    :func:`~lightning_obs.numerics.reshape.flatten_for_calibration`); ``global_scale`` is ``(1,)`` in float32 for
-    tensor_group and None otherwise.
+    ``scale`` and ``zero_point`` have the shape that the strategy gives (see :func:`flatten_for_calibration`);
+    ``global_scale`` is ``(1,)`` in float32 for tensor_group and None otherwise.
     """
 
     scale: torch.Tensor

@@ -12,7 +12,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.reshape import flatten_for_calibration, tile_size
+from lightning_obs.numerics.qparams import flatten_for_calibration, tile_size
 
 #: names of the sums: values, of squares, of squared errors, of value times error, rows (and their SQNR in dB), clipped
 SUMS = ("values", "signal", "noise", "cross", "rows", "decibels", "clipped")
@@ -44,7 +44,7 @@ def grid_error(
     """The error of a tensor rounded to its grid.
 
     Args:
-        value: as :func:`~lightning_obs.numerics.reshape.flatten_for_calibration` takes it.
+        value: as :func:`~lightning_obs.numerics.qparams.flatten_for_calibration` takes it.
         scale: one per ``qparam_shape``; a global scale divided out.
         zero_point: of the same shape; None if symmetric.
         args: number format and strategy.

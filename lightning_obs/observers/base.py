@@ -23,13 +23,14 @@ from torch import distributed as dist
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.numerics.qparams import (
+    BASE_NAMES,
     QParamsDict,
     can_be_signed,
     compute_global_scale,
     compute_qparams,
+    flatten_for_calibration,
     power_of_two,
 )
-from lightning_obs.numerics.reshape import BASE_NAMES, flatten_for_calibration
 from lightning_obs.observers.registry import Registry
 from lightning_obs.observers.rows import join_rows, rows_per_scale
 from lightning_obs.observers.statistic import Statistics

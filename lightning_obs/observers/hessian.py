@@ -19,8 +19,7 @@ from typing_extensions import override
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.formats import NumberGrid, format_of
 from lightning_obs.numerics.moments import channel_products
-from lightning_obs.numerics.qparams import compute_global_scale, power_of_two
-from lightning_obs.numerics.reshape import flatten_for_calibration
+from lightning_obs.numerics.qparams import compute_global_scale, flatten_for_calibration, power_of_two
 from lightning_obs.numerics.search.descent import descend
 from lightning_obs.observers.base import Observer
 from lightning_obs.observers.by_inputs import ByInputsObserver

@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationStrategy
 from typing_extensions import override
 
 from lightning_obs.numerics.moments import channel_squares
-from lightning_obs.numerics.reshape import flatten_for_calibration
+from lightning_obs.numerics.qparams import flatten_for_calibration
 from lightning_obs.observers.base import Observer
 from lightning_obs.observers.by_inputs import ByInputsObserver
 from lightning_obs.observers.mse import MemorylessMSEObserver

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from lightning_obs.numerics.search.ranges import observed_range
+from lightning_obs.numerics.search.rows import observed_range
 from lightning_obs.observers.base import MinMaxTuple, Observer
 from lightning_obs.observers.moving_average import MovingAverageObserver
 from lightning_obs.observers.statistic import Statistic

@@ -24,7 +24,7 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError, name_list, refuse, warn
 from lightning_obs.model.kinds import has_kv_cache, is_transformers_model
-from lightning_obs.numerics.reshape import ATTENTION
+from lightning_obs.numerics.qparams import ATTENTION
 from lightning_obs.schemes.planned_modules import PlannedModule
 
 KVCacheLike: TypeAlias = "str | Mapping[str, Any] | QuantizationArgs | None"

@@ -21,7 +21,7 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.qparams import scheme_args
-from lightning_obs.numerics.reshape import ATTENTION, BASE_NAMES
+from lightning_obs.numerics.qparams import ATTENTION, BASE_NAMES
 from lightning_obs.observers import Observer
 from lightning_obs.schemes.attention_states import (
     KVCacheLike,

@@ -15,8 +15,7 @@ from compressed_tensors.quantization.utils import calculate_range
 
 from lightning_obs.model.qparams import ROUNDED
 from lightning_obs.model.weight import matrix_shape, whole_shape
-from lightning_obs.numerics.qparams import can_be_signed
-from lightning_obs.numerics.reshape import ATTENTION, flatten_for_calibration
+from lightning_obs.numerics.qparams import ATTENTION, can_be_signed, flatten_for_calibration
 from lightning_obs.schemes.attention_states import count_heads
 from lightning_obs.schemes.planned_modules import PlannedModule
 

@@ -6,7 +6,7 @@ from compressed_tensors.quantization import QuantizationArgs, fake_quantize, pre
 from torch.distributed import ReduceOp
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.numerics.reshape import flatten_for_calibration
+from lightning_obs.numerics.qparams import flatten_for_calibration
 from lightning_obs.observers import Observer
 
 CHANNEL = QuantizationArgs(num_bits=4, strategy="channel")

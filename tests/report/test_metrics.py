@@ -7,9 +7,8 @@ from compressed_tensors.quantization.lifecycle import fake_quantize
 from torchmetrics.audio import SignalNoiseRatio
 
 from lightning_obs.numerics.histogram import count_values, join_supports, support, support_of
-from lightning_obs.numerics.qparams import compute_global_scale, compute_qparams
+from lightning_obs.numerics.qparams import compute_global_scale, compute_qparams, flatten_for_calibration
 from lightning_obs.numerics.quantization_error import counted_error, difference_error, grid_error, only_range
-from lightning_obs.numerics.reshape import flatten_for_calibration
 from lightning_obs.report.metrics import LayerSums
 from tests.rank_processes import run_ranks
 

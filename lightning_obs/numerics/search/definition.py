@@ -13,7 +13,7 @@ import torch
 
 from lightning_obs.numerics.candidates import candidate_ranges, improves
 from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.reshape import tile_size
+from lightning_obs.numerics.qparams import tile_size
 from lightning_obs.numerics.search.rows import Rows
 
 # Elements of a tile on a CPU, where it should stay near the core.

@@ -15,7 +15,7 @@ import torch
 
 from lightning_obs.numerics.candidates import candidate_ranges
 from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.reshape import tile_size
+from lightning_obs.numerics.qparams import tile_size
 from lightning_obs.numerics.search.rows import Range
 
 # Values of the errors of all candidates of one column of groups at once, and of the errors of all columns.

@@ -28,7 +28,7 @@ from lightning_obs.numerics.candidates import visited
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.search import cpu, definition
 from lightning_obs.numerics.search.definition import Visited
-from lightning_obs.numerics.search.rows import Range, Rows, rows_of_blocks, rows_of_counts, rows_of_observed
+from lightning_obs.numerics.search.rows import Rows, rows_of_blocks, rows_of_counts, rows_of_observed
 
 # Values of rows that are searched once more.
 _AT_ONCE = 1 << 18
@@ -43,15 +43,6 @@ class Found(NamedTuple):
     low: torch.Tensor
     high: torch.Tensor
     improved: list[bool]
-
-
-def observed_range(observed: torch.Tensor) -> Range:
-    """Smallest and largest value per scale, ``(*Q,)`` each, of ``(N, *Q, G)``."""
-    if observed.ndim == 3 and observed.shape[1] == 1:
-        low, high = torch.aminmax(observed)  # one scale: at the speed of memory, by threads that torch keeps running
-        return low.reshape(1), high.reshape(1)
-    low, high = rows_of_observed(observed).observed_range()
-    return low.reshape(observed.shape[1:-1]), high.reshape(observed.shape[1:-1])
 
 
 def search_range(

@@ -86,6 +86,15 @@ class Rows:
         return lines[0] if len(lines) == 1 else torch.cat(lines)
 
 
+def observed_range(observed: torch.Tensor) -> Range:
+    """Smallest and largest value per scale, ``(*Q,)`` each, of ``(N, *Q, G)``."""
+    if observed.ndim == 3 and observed.shape[1] == 1:
+        low, high = torch.aminmax(observed)  # one scale: at the speed of memory, by threads that torch keeps running
+        return low.reshape(1), high.reshape(1)
+    low, high = rows_of_observed(observed).observed_range()
+    return low.reshape(observed.shape[1:-1]), high.reshape(observed.shape[1:-1])
+
+
 def rows_of_observed(
     observed: torch.Tensor, importance: torch.Tensor | None = None, hessian: torch.Tensor | None = None
 ) -> Rows:
