@@ -49,7 +49,9 @@ class ExpertWatch:
         self._of: dict[str, str] = {}
         for name, experts in self.containers.items():
             for index, expert in enumerate(experts):
-                self._of |= {".".join(filter(None, (name, str(index), n))): name for n, _ in expert.named_modules()}
+                self._of |= dict.fromkeys(
+                    (n for n, _ in expert.named_modules(prefix=f"{name}.{index}".lstrip("."))), name
+                )
         #: how many tokens the router sent to each expert since :meth:`attach`, by container; some on their device
         self.tokens: dict[str, list[Any]] = {}
         self._calls: dict[str, list[str]] = {}
@@ -158,9 +160,8 @@ class ExpertWatch:
 
 def _of_tokens(mask: torch.Tensor, total: int) -> torch.Tensor:
     """A mask of whole samples as one of ``total`` tokens, where they divide them."""
-    if mask.ndim == 1 and len(mask) and total and total % len(mask) == 0:
-        return mask.repeat_interleave(total // len(mask))
-    return mask
+    divide = mask.ndim == 1 and len(mask) and total and total % len(mask) == 0
+    return mask.repeat_interleave(total // len(mask)) if divide else mask
 
 
 def _cannot(name: str, got: list[str]) -> CalibrationError:
@@ -182,17 +183,10 @@ def borrow_ranges(
     fused: Sequence[Sequence[str]],
     join_ranges: bool = False,
 ) -> dict[Key, Observer]:
-    """Stand-ins for the observers of experts that no data reached.
+    """Stand-ins for the observers of experts that no data reached, where it reached siblings.
 
-    Args:
-        observers: of all modules.
-        containers: the experts, by their container's name.
-        fused: modules that share a global scale; they borrow together.
-        join_ranges: let them share the range of a whole tensor too (:meth:`Observer.fuse`).
-
-    Returns:
-        for an activation an observer with the union of the ranges of the same projection in the siblings that data
-        reached; for a weight whose observer lacks inputs that observer; nothing where no sibling was reached.
+    Modules of ``fused`` borrow together, and are fused (:meth:`Observer.fuse`). The stand-in of an activation has the
+    union of the siblings' ranges for the same projection; that of a weight which lacks inputs is its own observer.
     """
     needing = [key for key, observer in observers.items() if observer.observes_data]
     unreached = {name for name, base in needing if not observers[name, base].is_reached}
@@ -217,12 +211,10 @@ def borrow_ranges(
 def _siblings(name: str, containers: Mapping[str, Sequence[nn.Module]]) -> list[str]:
     """The same projection in the other experts of the innermost container that ``name`` is in."""
     for container in sorted(containers, key=len, reverse=True):
-        prefix = f"{container}." if container else ""
-        index, _, rest = name.removeprefix(prefix).partition(".")
-        count = len(containers[container])
+        prefix, count = f"{container}." if container else "", len(containers[container])
+        index, *rest = name.removeprefix(prefix).split(".", 1)
         if name.startswith(prefix) and index.isdecimal() and int(index) < count:
-            others = (str(other) for other in range(count) if other != int(index))
-            return [".".join(filter(None, (container, other, rest))) for other in others]
+            return [".".join([f"{prefix}{other}", *rest]) for other in range(count) if other != int(index)]
     return []
 
 

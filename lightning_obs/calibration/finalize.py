@@ -7,6 +7,7 @@ Nothing is written before everything was checked.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -17,16 +18,18 @@ from torch import nn
 from lightning_obs.calibration.expert_tokens import borrow_ranges
 from lightning_obs.calibration.hooks import HESSIAN, RANGE
 from lightning_obs.calibration.result import CalibrationResult
-from lightning_obs.calibration.rounding import round_weights
-from lightning_obs.calibration.weights import Weights
+from lightning_obs.calibration.rounding import make_roundings
+from lightning_obs.calibration.weights import Observe, ShardedWeights
 from lightning_obs.errors import CalibrationError, name_list, refuse, sendable, warn
 from lightning_obs.model.checksums import remember
+from lightning_obs.model.kinds import count_heads
 from lightning_obs.model.qparams import ROUNDED, as_stored, clear_qparams, read_qparams, write_qparams
-from lightning_obs.model.weight import reshard
+from lightning_obs.model.weight import matrix_shape, place_of, reshard, rows_here
 from lightning_obs.numerics.qparams import ATTENTION, QParamsDict
 from lightning_obs.observers import Key, Observer
-from lightning_obs.ranks.sync import sync_statistics
-from lightning_obs.schemes.attention_states import count_heads
+from lightning_obs.observers.statistic import all_finite
+from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.ranks.sync import share_weights, sync_statistics
 from lightning_obs.schemes.planned_modules import PlannedModule
 
 if TYPE_CHECKING:
@@ -36,24 +39,16 @@ if TYPE_CHECKING:
 @torch.inference_mode(False)
 @torch.no_grad()
 def finalize(session: CalibrationSession, weights: bool, activations: bool) -> CalibrationResult:
-    """Reduce the ranks, compute and check the qparams, write them to the modules. Every rank must call this.
+    """As :meth:`.CalibrationSession.finalize`. Every rank must call this; an error is raised on all of them.
 
     It can be called again, after the weights have changed: activations are reduced only once.
-
-    Args:
-        session: whose observers, and where it is noted which of them no data reached.
-        weights: compute the qparams of weights anew; off: they stay what they are.
-        activations: the same of activations.
-
-    Raises:
-        CalibrationError: on every rank alike; nothing was written then.
     """
     reshard(session.model)
-    held, failure = _hold_weights(session, weights)
+    modules, sizes, failure = _weights(session) if weights else ({}, {}, None)
     synced = sync_statistics(
         session.fed if activations and session.unreached is None else {},
         session.collectives,
-        weights=held.sizes,
+        weights=sizes,
         failure=failure,
         note={name: [int(count) for count in counts] for name, counts in session.experts.tokens.items()},
     )
@@ -66,14 +61,29 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
         else:
             observer(rows)
 
-    searched = [key for key in held.modules if key[0] not in session.skipped]
-    collectives = synced.collectives + held.observe(searched, synced.owners, failure, observe)
+    searched = [key for key in modules if key[0] not in session.skipped]
+    collectives, owners = synced.collectives, synced.owners
+    collectives += _observe(session.collectives, modules, session.observers, searched, owners, observe, failure)
     if weights:
         computed |= _compute(session, session.observers, weights=True)
-    qparams = _stored(session, computed, weights, activations)
+    left = [target for target in session.plan.targets if target.name not in session.skipped]
+    qparams = {t.name: as_stored(t.module, _qparams_of(t, computed, weights, activations)) for t in left}
+    _check_scales(qparams, {f"{name}.{base}_scale" for (name, base), o in session.observers.items() if o.signed})
+    _check_heads(session.model, qparams)
     if weights and session.options.rounding is not None:
-        collectives += round_weights(held, session.second, qparams, synced.owners, session.options.rounding)
-    _write(session, qparams, weights)
+        observers = {key: session.observers[key] for key in searched}
+        roundings = make_roundings(observers, session.second, qparams, session.options.rounding)
+        rounded = {key: modules[key] for key in roundings}
+        collectives += _observe(session.collectives, rounded, roundings, rounded, owners, lambda _, o, rows: o(rows))
+        for (name, _), rounding in roundings.items():
+            qparams[name][ROUNDED] = rounding.rounded
+    for target in session.plan.targets:
+        if target.name in qparams:
+            write_qparams(target.module, target.scheme, qparams[target.name])
+        else:  # an earlier calibration's would pass for this one's
+            clear_qparams(target.module)
+    if weights:  # else they may have been trained on since their scale was chosen
+        remember(session.model)
     return CalibrationResult(
         scheme=session.label,
         modules=list(qparams),
@@ -83,7 +93,12 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
         ranks=synced.ranks,
         collectives=collectives if synced.ranks > 1 else 0,
         seconds=time.perf_counter() - session.started,
-        qparams={name: value for name, value in session.qparams.items() if not name.endswith(ROUNDED)},
+        qparams={
+            f"{name}.{key}": value.to("cpu", copy=True)
+            for name, found in qparams.items()
+            for key, value in found.items()
+            if key != ROUNDED
+        },
         input_ranges=_observed_ranges(session.fed),
         chosen_input_ranges=_chosen_ranges(session.observers),
         skipped=sorted(session.skipped),
@@ -94,17 +109,58 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
     )
 
 
-def _hold_weights(session: CalibrationSession, asked: bool) -> tuple[Weights, CalibrationError | None]:
-    """The weights to observe, as this rank holds them; none of them, and why, where they cannot be observed."""
-    weighted = {(t.name, "weight"): t.module for t in session.plan.targets if asked}
-    weighted = {key: module for key, module in weighted.items() if key in session.observers}
+def _weights(
+    session: CalibrationSession,
+) -> tuple[dict[Key, nn.Module], dict[Key, int], CalibrationError | None]:
+    """The modules whose weights are observed, and the elements of each weight that one rank observes whole.
+
+    None of them, and why, where they cannot be observed.
+    """
+    observers = session.observers
+    modules = {key: t.module for t in session.plan.targets if (key := (t.name, "weight")) in observers}
     try:
-        held = Weights(weighted, session.observers, session.collectives)
+        refuse(
+            [name for (name, _), module in modules.items() if module.weight.is_meta],
+            "the weight is not materialized (meta device)",
+            remedy="load it first.",
+        )
+        sharded = _sharded(modules, observers, session.collectives)
     except CalibrationError as error:
-        return Weights({}, {}, session.collectives), error
-    for key in held.modules:
-        session.observers[key].reset(keep=session.observers[key].input_statistics)
-    return held, None
+        return {}, {}, error
+    for key in modules:
+        observers[key].reset(keep=observers[key].input_statistics)
+    by_rows = () if sharded is None else sharded.rows
+    return modules, {k: math.prod(matrix_shape(m) or [0]) for k, m in modules.items() if k not in by_rows}, None
+
+
+def _sharded(
+    modules: Mapping[Key, nn.Module], observers: Mapping[Key, Observer], collectives: Collectives
+) -> ShardedWeights | None:
+    sharded = any(place_of(module).groups for module in modules.values())
+    return ShardedWeights(modules, observers, collectives) if sharded else None
+
+
+def _observe(
+    collectives: Collectives,
+    modules: Mapping[Key, nn.Module],
+    observers: Mapping[Key, Observer],
+    keys: Collection[Key],
+    owners: Mapping[Key, int],
+    observe: Observe,
+    failure: Exception | None = None,
+) -> int:
+    """Let the observers of ``keys`` observe their modules' weights, shared out over ranks.
+
+    ``modules`` are the same on every rank, ``keys`` where nothing failed. Returns the number of collectives.
+    """
+    sharded = _sharded(modules, observers, collectives)
+    if sharded is not None:
+        return sharded.observe(keys, owners, failure, observe)
+
+    def search(key: Key) -> None:
+        observe(key, observers[key], rows_here(modules[key]))
+
+    return share_weights({key: observers[key] for key in keys}, owners, search, collectives, failure).collectives
 
 
 # ---------------------------------------------------------------------- what no data reached
@@ -185,28 +241,6 @@ def _compute(session: CalibrationSession, observers: Mapping[Key, Observer], wei
     return computed
 
 
-def _stored(
-    session: CalibrationSession, computed: Mapping[Key, QParamsDict], weights: bool, activations: bool
-) -> dict[str, dict[str, torch.Tensor]]:
-    """The qparams of all modules as they are stored, by module; checked."""
-    targets = [target for target in session.plan.targets if target.name not in session.skipped]
-    qparams = {t.name: as_stored(t.module, _qparams_of(t, computed, weights, activations)) for t in targets}
-    _check_scales(qparams, {f"{name}.{base}_scale" for (name, base), o in session.observers.items() if o.signed})
-    _check_heads(session.model, qparams)
-    return qparams
-
-
-def _write(session: CalibrationSession, qparams: Mapping[str, dict[str, torch.Tensor]], weights: bool) -> None:
-    for target in session.plan.targets:
-        if target.name in qparams:
-            write_qparams(target.module, target.scheme, qparams[target.name])
-        else:  # an earlier calibration's would pass for this one's
-            clear_qparams(target.module)
-    if weights:  # else they may have been trained on since their scale was chosen
-        remember(session.model)
-    session.note_qparams()
-
-
 def _qparams_of(
     target: PlannedModule, computed: Mapping[Key, QParamsDict], weights: bool, activations: bool
 ) -> dict[str, torch.Tensor]:
@@ -233,22 +267,14 @@ def _check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]], signed: Col
     """
     scales = {f"{n}.{key}": x for n, values in qparams.items() for key, x in values.items() if key.endswith("scale")}
     scales |= {key: scales[key].abs() for key in signed if key in scales}
-    # Nearly always all are: one question for all of them takes a tenth of the time.
-    alike: dict[object, list[torch.Tensor]] = {}
-    for scale in scales.values():
-        alike.setdefault((scale.device, scale.dtype), []).append(scale.flatten())
-    if all(_are_scales(torch.cat(some)) for some in alike.values()):
-        return
-    raise CalibrationError(
-        "scales are not finite and positive",
-        where=[f"{key} ({str(x.dtype).removeprefix('torch.')})" for key, x in scales.items() if not _are_scales(x)],
-        remedy="look at the observer's range. Scales are stored in the weight's dtype; where it is too narrow, "
-        "load the model in bfloat16 or float32, or list these modules in `ignore`.",
-    )
-
-
-def _are_scales(value: torch.Tensor) -> bool:
-    return bool((torch.isfinite(value) & (value > 0)).all())
+    logs = {f"{key} ({str(x.dtype).removeprefix('torch.')})": x.log() for key, x in scales.items()}
+    if not all_finite(logs.values()):  # one question for all of them: nearly always all are
+        raise CalibrationError(
+            "scales are not finite and positive",
+            where=[key for key, log in logs.items() if not all_finite([log])],
+            remedy="look at the observer's range. Scales are stored in the weight's dtype; where it is too narrow, "
+            "load the model in bfloat16 or float32, or list these modules in `ignore`.",
+        )
 
 
 def _check_heads(model: nn.Module, qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> None:

@@ -154,7 +154,5 @@ def _rounding(given: Any) -> dict[str, Any] | None:
     found = {**known, **options} if isinstance(options, Mapping) else {}
     order, damping = found.pop("act_order", None), found.pop("damping", None)
     if found != {"name": "gptq"} or not isinstance(order, bool) or not isinstance(damping, (int, float)) or damping < 0:
-        raise CalibrationError(
-            "rounding", got=repr(given), expected="None, 'gptq' or {'name': 'gptq', 'act_order': True, 'damping': 0.01}"
-        )
+        raise CalibrationError("rounding", got=repr(given), expected=f"None, 'gptq' or {known}")
     return {"act_order": order, "damping": damping}

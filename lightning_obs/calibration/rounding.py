@@ -1,8 +1,8 @@
 """Choose the numbers of weights that are not the nearest ones, after their scales, by the Hessians of their inputs.
 
 A weight is rounded on the rank that observed it, or rows on the ranks that hold them: columns take up each other's
-errors, rows do not. So the rounding of a weight goes the way of its range (:class:`.weights.Weights`), as an observer
-whose statistic is the rounded weight. Every rank ends with all of them, a byte for each element of a weight.
+errors, rows do not. So the rounding of a weight goes the way of its range, as an observer whose statistic is the
+rounded weight. Every rank ends with all of them, a byte for each element of a weight.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
 from lightning_obs.calibration.hooks import HESSIAN
-from lightning_obs.calibration.weights import Weights
 from lightning_obs.errors import name_list, warn
-from lightning_obs.model.qparams import ROUNDED
 from lightning_obs.numerics.rounding import round_by_hessian
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.rows import rows_per_scale
@@ -77,41 +75,25 @@ class WeightRounding(Observer):
         self.rounded = torch.cat([part.rounded for _, part in sorted(parts, key=lambda part: part[0])])
 
 
-def round_weights(
-    held: Weights,
+def make_roundings(
+    observers: Mapping[Key, Observer],
     second: Mapping[Key, Observer],
     qparams: Mapping[str, dict[str, torch.Tensor]],
-    owners: Mapping[Key, int],
     options: Any,
-) -> int:
-    """Add the rounded weights to the qparams. A warning names the weights that keep the nearest numbers.
+) -> dict[Key, WeightRounding]:
+    """A rounding for each weight of ``observers``. A warning names the weights that keep the nearest numbers.
 
     Args:
-        held: the weights, observed.
+        observers: of weights, with what they observed.
         second: observers that gathered Hessians beside those of the weights.
-        qparams: by module, as they are stored; gets ``weight_rounded``.
-        owners: the rank that rounds each weight which is not cut by rows.
+        qparams: by module, as they are stored.
         options: ``CalibrationOptions.rounding``.
-
-    Returns:
-        how many collectives this took.
-
-    Raises:
-        CalibrationError: on every rank alike; a Hessian that cannot be inverted.
     """
-    written = [key for key in held.modules if key[0] in qparams]
-    hessians = {
-        key: getattr(second.get((key[0], HESSIAN), held.observers[key]), "input_hessian", None) for key in written
-    }
+    hessians = {k: getattr(second.get((k[0], HESSIAN), o), "input_hessian", None) for k, o in observers.items()}
     if without := [name for (name, _), hessian in hessians.items() if hessian is None]:
         warn(f"no inputs were seen to round these weights by, they keep the nearest numbers: {name_list(without)}")
-    roundings = {
-        key: WeightRounding(held.observers[key].args, qparams[key[0]], hessian, options)
+    return {
+        key: WeightRounding(observers[key].args, qparams[key[0]], hessian, options)
         for key, hessian in hessians.items()
         if hessian is not None
     }
-    again = Weights({key: held.modules[key] for key in roundings}, roundings, held.collectives)
-    collectives = again.observe(list(roundings), owners, None, lambda key, rounding, rows: rounding(rows))
-    for (name, _), rounding in roundings.items():
-        qparams[name][ROUNDED] = rounding.rounded
-    return collectives

@@ -23,8 +23,7 @@ from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import is_plain, sync_statistics
-from lightning_obs.schemes.planned_modules import Plan
-from lightning_obs.schemes.stored_qparams import find_misfits
+from lightning_obs.schemes.planned_modules import Plan, find_misfits
 
 _FORMAT = 3
 _SEAL = "crc"

@@ -275,7 +275,7 @@ class CalibrationSession:
                 weights. Nothing was written then.
         """
         self.detach()
-        with all_or_nothing(self.model):
+        with self._writing():
             self.result = finalize(self, weights, activations)
         if self.batches and not self.needs_data:
             text = (
@@ -291,9 +291,20 @@ class CalibrationSession:
             )
         return self.result
 
-    def note_qparams(self) -> None:
-        """Take what is on the modules for this session's."""
-        self._own = calibration_of(self.model, only={target.module for target in self.plan.targets})
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Take what is on the modules after the ``with`` block for this session's.
+
+        If the block does not end, whatever ends it, modules and session have what they had.
+        """
+        before = self._own, self.skipped, self.result
+        try:
+            with all_or_nothing(self.model):
+                yield
+                self._own = calibration_of(self.model, only={target.module for target in self.plan.targets})
+        except BaseException:
+            self._own, self.skipped, self.result = before
+            raise
 
     @property
     def qparams(self) -> dict[str, torch.Tensor]:
@@ -328,9 +339,8 @@ class CalibrationSession:
         Raises:
             CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
         """
-        with all_or_nothing(self.model):
+        with self._writing():
             load_state(self.model, self.plan, state)
-            self.note_qparams()
 
     @torch.no_grad()
     def write_scales(self, scales: Mapping[str, torch.Tensor], *, of_present_weights: bool) -> None:
@@ -341,13 +351,12 @@ class CalibrationSession:
             of_present_weights: they belong to the weights as they are now; off: to those that were calibrated.
         """
         own = by_module(scales)
-        with torch.inference_mode(False), all_or_nothing(self.model):
+        with torch.inference_mode(False), self._writing():
             for target in self.plan.targets:
                 if get_scheme(target.module) is not None and target.name in own:
                     write_qparams(target.module, target.scheme, read_qparams(target.module) | own[target.name])
             if of_present_weights:
                 remember(self.model)
-            self.note_qparams()
 
     # ------------------------------------------------------------------ several sessions of one model
 

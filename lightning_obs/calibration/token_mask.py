@@ -58,11 +58,14 @@ class TokenSelection:
         """
         chosen = mask.to(value.device).bool()
         fits = value.shape[: chosen.ndim] == chosen.shape
+        if layout == "positions" and fits:
+            return value[chosen]
         if layout == "positions":
-            if fits:
-                return value[chosen]
             raise _unknown_rows(value, mask, name, layout)
-        self._look_at(value, chosen, name)
+        if value.ndim == 2:
+            self._shown[name] = len(value) == len(chosen) and self._shown.get(name, True)
+        elif value.ndim == 3 and value.shape[0] != value.shape[1]:
+            self._shown[name] = fits and self._shown.get(name, True)
         if bool(chosen.all()) and (layout == "routed" or _may_be_of(value, chosen, layout)):
             return value
         if not bool(chosen.any()):
@@ -81,12 +84,6 @@ class TokenSelection:
                 return value[kept]
         raise _unknown_rows(value, mask, name, layout)
 
-    def _look_at(self, value: torch.Tensor, chosen: torch.Tensor, name: str) -> None:
-        if value.ndim == 2:
-            self._shown[name] = len(value) == len(chosen) and self._shown.get(name, True)
-        elif value.ndim == 3 and value.shape[0] != value.shape[1]:
-            self._shown[name] = value.shape[: chosen.ndim] == chosen.shape and self._shown.get(name, True)
-
     def _rows(self, chosen: torch.Tensor, rows: int, name: str, flattened: bool) -> torch.Tensor | None:
         """Which rows of a matrix count; None if it cannot be told."""
         flattened = flattened or self._known
@@ -101,27 +98,27 @@ class TokenSelection:
 
 def _may_be_of(value: torch.Tensor, mask: torch.Tensor, layout: Layout) -> bool:
     """Whether a mask that leaves nothing out can be the one of an activation at all."""
-    if mask.ndim == 1:
-        return True
     if layout == "heads" and value.ndim == 4:
-        return (len(value), value.shape[2]) == mask.shape
+        return mask.ndim == 1 or (len(value), value.shape[2]) == mask.shape
     matrix = value.ndim == 2 and layout != "heads" and len(value) in (len(mask), mask.numel())
-    return matrix or value.shape[:2] == mask.shape
+    return mask.ndim == 1 or matrix or value.shape[:2] == mask.shape
 
 
 def _unknown_rows(value: torch.Tensor, mask: torch.Tensor, name: str, layout: Layout) -> CalibrationError:
-    heads, repeated = layout == "heads", mask.ndim == 1
-    shapes = "(batch, heads, tokens, head_dim)" if heads else "(batch, tokens, channels), tokens other than batch"
-    of_mask = f"a batch of {len(mask)} samples" if repeated else f"a token mask of shape {tuple(mask.shape)}"
-    others = "or calibrate on a number of samples that the ranks divide"
-    if not repeated:
+    heads = layout == "heads"
+    expected = "(batch, heads, tokens, head_dim)" if heads else "(batch, tokens, channels), tokens other than batch"
+    if mask.ndim == 1:
+        rows, given = "of samples that DistributedSampler repeated", f"a batch of {len(mask)} samples"
+        expected += "" if heads else ", or one row for each sample in every batch"
+        others = "or calibrate on a number of samples that the ranks divide"
+    else:
+        rows, given = "padding", f"a token mask of shape {tuple(mask.shape)}"
         others = "use another batch size, or calibrate without padding"
     return CalibrationError(
-        f"which rows are {'of samples that DistributedSampler repeated' if repeated else 'padding'} cannot be told "
-        "from the shape",
+        f"which rows are {rows} cannot be told from the shape",
         where=[name],
-        got=f"an activation of shape {tuple(value.shape)}, {of_mask}",
-        expected=f"{shapes}, or one row for each sample in every batch" if repeated and not heads else shapes,
+        got=f"an activation of shape {tuple(value.shape)}, {given}",
+        expected=expected,
         remedy=f"list the module in `ignore`, {others}.",
     )
 
@@ -138,11 +135,7 @@ def require_mask(mask: object, where: str) -> torch.Tensor:
 
 
 def find_mask(batch: Any, token_mask: str | Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    """The token mask of a batch of the DataLoader, by a key of the batch, or by a function of it.
-
-    Raises:
-        CalibrationError: the batch has no such key, or something else under it.
-    """
+    """The token mask of a batch of the DataLoader, by a key of the batch, or by a function of it."""
     if not isinstance(token_mask, str):
         return token_mask(batch)
     try:

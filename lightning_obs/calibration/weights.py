@@ -1,4 +1,4 @@
-"""Observe weights that lie on several ranks, and give every rank the whole weight's ranges.
+"""Observe weights that are sharded over ranks, and give every rank the whole weight's ranges.
 
 Method. FSDP2 shares out rows. A scale of a channel, a group or a block depends on its own rows only, so each rank
 observes the rows that it holds, with an observer of their own, and sends the ranges: no weight travels. Ranges of one
@@ -19,7 +19,8 @@ search, and the last unit stays whole meanwhile: a rank never holds more than on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TypeAlias
@@ -29,7 +30,7 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.kinds import kind_of
-from lightning_obs.model.weight import by_unit, matrix_shape, place_of, rows_here, unit_of, whole_matrix, whole_unit
+from lightning_obs.model.weight import by_unit, place_of, rows_here, unit_of, whole_matrix, whole_shape, whole_unit
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.rows import rows_per_scale
 from lightning_obs.ranks.collectives import Collectives
@@ -39,22 +40,17 @@ from lightning_obs.ranks.sync import share_weights
 Observe: TypeAlias = Callable[[Key, Observer, torch.Tensor], object]
 
 
-class Weights:
-    """The weights of ``modules``, as this rank holds them, and their observers.
+class ShardedWeights:
+    """The weights of ``modules``, some of them sharded, and their observers.
 
     Raises:
-        CalibrationError: a weight has no data, or lies on ranks that ``collectives`` does not reach.
+        CalibrationError: a weight lies on ranks that ``collectives`` does not reach.
     """
 
     def __init__(
         self, modules: Mapping[Key, nn.Module], observers: Mapping[Key, Observer], collectives: Collectives
     ) -> None:
         self.modules, self.observers, self.collectives = modules, observers, collectives
-        refuse(
-            [name for (name, _), module in modules.items() if module.weight.is_meta],
-            "the weight is not materialized (meta device)",
-            remedy="load it first.",
-        )
         places = {key: place for key, module in modules.items() if (place := place_of(module)).groups}
         refuse(
             [name for name, _ in places] if collectives.size == 1 else [],
@@ -62,7 +58,7 @@ class Weights:
             remedy="CalibrationSession(..., collectives=Collectives.of_group()), on every rank.",
         )
         #: of each weight that ranks observe apart: first row and row after the last of each rank, alike on all ranks
-        self._rows = {
+        self.rows = {
             key: rows
             for key, place in places.items()
             if (rows := place.rows) is not None
@@ -70,33 +66,27 @@ class Weights:
             and not kind_of(modules[key]).rows
             and all(observers[key].for_rows(start) is not None for start, stop in rows if start < stop)
         }
-        self._gathered = places.keys() - self._rows.keys()
-
-    @property
-    def sizes(self) -> dict[Key, int]:
-        """Elements of each weight that one rank observes whole: these are shared out."""
-        shapes = {key: matrix_shape(module) for key, module in self.modules.items() if key not in self._rows}
-        return {key: 0 if shape is None else shape.numel() for key, shape in shapes.items()}
+        self._gathered = places.keys() - self.rows.keys()
 
     def observe(
-        self, keys: Sequence[Key], owners: Mapping[Key, int], failure: Exception | None, observe: Observe
+        self, keys: Collection[Key], owners: Mapping[Key, int], failure: Exception | None, observe: Observe
     ) -> int:
         """Let the observers of ``keys`` observe their weights, shared out over ranks. All end with all ranges.
 
         Args:
-            keys: the same on every rank.
-            owners: for each of :attr:`sizes` the rank that observes it.
-            failure: what went wrong before; :func:`~lightning_obs.ranks.sync.share_weights` raises it on all ranks.
+            keys: the same on every rank where nothing failed.
+            owners: for each weight that is not in :attr:`rows` the rank that observes it.
+            failure: what went wrong before on this rank, perhaps on no other;
+                :func:`~lightning_obs.ranks.sync.share_weights` raises it on all.
             observe: makes an observer look at a weight.
 
         Returns:
             how many collectives this took, gathered weights not counted.
         """
-        whole = {key: self.observers[key] for key in keys if key not in self._rows}
-        shards = {key: list(self._shards(key)) for key in keys if key in self._rows}
+        whole = {key: self.observers[key] for key in keys if key not in self.rows}
+        shards = {key: list(self._shards(key)) for key in keys if key in self.rows}
         parts = {shard.key: shard for of_weight in shards.values() for shard in of_weight}
-        apart = [key for key in whole if key in self._gathered]
-        gathered = self._observe_gathered(apart, owners, observe) if failure is None else {}
+        gathered = self._observe_gathered(whole if failure is None else (), owners, observe)
 
         def search(key: Key) -> None:
             if key in parts:
@@ -125,7 +115,7 @@ class Weights:
 
     def _shards(self, key: Key) -> Iterator[_Shard]:
         """One for each rank that has rows; every rank makes all of them, to receive their ranges."""
-        for rank, (start, stop) in enumerate(self._rows[key]):
+        for rank, (start, stop) in enumerate(self.rows[key]):
             observer = self.observers[key].for_rows(start) if start < stop else None
             if observer is not None:
                 yield _Shard(key, rank, start, stop, observer)
@@ -147,15 +137,17 @@ class Weights:
     # ------------------------------------------------------------------ whole weights of sharded modules
 
     def _observe_gathered(
-        self, keys: Sequence[Key], owners: Mapping[Key, int], observe: Observe
+        self, keys: Collection[Key], owners: Mapping[Key, int], observe: Observe
     ) -> dict[Key, Exception | None]:
-        """Gather these weights, each for its owner, and let it observe. What went wrong there is returned, not raised:
-        the other ranks go on gathering.
+        """Gather the weights, each for its owner, and let it observe those of ``keys``.
+
+        The weights are gathered whatever the keys are, since other ranks may have others after a failure. Errors of
+        observing are returned, not raised: the other ranks go on gathering.
 
         One turn gathers a unit for each rank that is left with any; of FSDP2, a unit is one weight.
         """
         outcome: dict[Key, Exception | None] = {}
-        for turn in zip_longest(*self._queues(keys, owners)):
+        for turn in zip_longest(*self._queues(owners)):
             units = [unit for unit in turn if unit is not None]
             mine: dict[Key, torch.Tensor] = {}
             for unit in units:
@@ -165,7 +157,7 @@ class Weights:
                     for key in unit:
                         matrix = whole_matrix(self.modules[key])
                         assert matrix is not None  # a plan has no weight without a matrix
-                        if owners[key] == self.collectives.rank:
+                        if key in keys and owners[key] == self.collectives.rank:
                             try:
                                 mine[key] = matrix.clone() if copied else matrix
                             except RuntimeError as error:  # no room
@@ -179,16 +171,15 @@ class Weights:
                             outcome[key] = error
         return outcome
 
-    def _queues(self, keys: Sequence[Key], owners: Mapping[Key, int]) -> list[list[list[Key]]]:
+    def _queues(self, owners: Mapping[Key, int]) -> list[list[list[Key]]]:
         """For each rank the weights to gather, by unit. A unit is gathered in the turns of who owns most of it."""
-        by_module = {self.modules[key]: key for key in sorted(keys)}
+        by_module = {self.modules[key]: key for key in sorted(self._gathered)}
         queues: list[list[list[Key]]] = [[] for _ in range(self.collectives.size)]
-        elements = self.sizes
         for modules in by_unit(by_module):
             unit = [by_module[module] for module in modules]
             owned = [0] * self.collectives.size
             for key in unit:
-                owned[owners[key]] += elements[key]
+                owned[owners[key]] += math.prod(whole_shape(self.modules[key]) or ())
             queues[owned.index(max(owned))].append(unit)
         return queues
 

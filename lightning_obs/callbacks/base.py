@@ -25,8 +25,8 @@ from lightning_obs.callbacks.results import Results
 from lightning_obs.callbacks.strategies import collectives_of, repeated_in_batch, repeated_samples, require_exact
 from lightning_obs.callbacks.which_module import describe, find_module
 from lightning_obs.errors import name_list, refuse_unknown, warn
+from lightning_obs.model.checksums import refuse_unmerged
 from lightning_obs.model.weight import in_shards, register_fsdp_units, reshard
-from lightning_obs.model.wrappers import refuse_unmerged
 from lightning_obs.schemes.config import SchemeLike
 
 

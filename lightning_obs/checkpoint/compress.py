@@ -29,8 +29,7 @@ from torch.distributed.tensor import DTensor
 from lightning_obs.errors import CalibrationError, require_no_failure, sendable
 from lightning_obs.model.kinds import from_matrix, kind_of, to_matrix
 from lightning_obs.model.qparams import ROUNDED, get_scheme, quantized_states, read_qparams
-from lightning_obs.model.weight import by_unit, full_weight, place_of, whole_tensor, whole_unit
-from lightning_obs.model.wrappers import adapters_of
+from lightning_obs.model.weight import adapters_of, by_unit, full_weight, place_of, whole_tensor, whole_unit
 from lightning_obs.numerics.fake_quantize import dequantize
 from lightning_obs.observers.rows import rows_per_scale
 from lightning_obs.ranks.collectives import gather_objects

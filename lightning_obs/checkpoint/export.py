@@ -37,8 +37,7 @@ from lightning_obs.model.weight import in_shards, register_fsdp_units
 from lightning_obs.model.wrappers import adopt_adapters, unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import routers
 from lightning_obs.ranks.collectives import gather_objects
-from lightning_obs.schemes.planned_modules import PlannedModule
-from lightning_obs.schemes.stored_qparams import find_misfits
+from lightning_obs.schemes.planned_modules import PlannedModule, find_misfits
 
 
 def export_checkpoint(
@@ -180,7 +179,7 @@ def _name_modules(config: QuantizationConfig, model: nn.Module, tensors: Set[str
     modules = {name.removesuffix(".weight") for name in tensors if name.endswith(".weight")} - own.keys()
     unknown = [m for m in sorted(modules) if not {f"{m}.weight_packed", f"{m}.weight_scale"} & tensors]
     # Here a router may be a bare parameter; vLLM has a Linear there.
-    ignore = dict.fromkeys([*(config.ignore or []), *left, *routers(model), *unknown])
+    ignore = dict.fromkeys([*(config.ignore or []), *left, *(routers(model) if engines else ()), *unknown])
     ignored = [name for name in ignore if name in own]
     for engine in engines:
         ignore |= dict.fromkeys(engine.config_names(model, ignored).values())

@@ -26,8 +26,7 @@ from lightning_obs.model.checksums import remember
 from lightning_obs.model.qparams import write_qparams
 from lightning_obs.model.wrappers import unwrapped
 from lightning_obs.schemes.build_plan import is_meant
-from lightning_obs.schemes.planned_modules import PlannedModule
-from lightning_obs.schemes.stored_qparams import expected_shapes, find_misfits
+from lightning_obs.schemes.planned_modules import PlannedModule, expected_shapes, find_misfits
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"

@@ -19,10 +19,8 @@ from torch.distributed.tensor import DTensor
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.forward.quantized_forward import set_learned_scale
 from lightning_obs.forward.quantized_tensors import LearnedScale
-from lightning_obs.model.weight import in_shards
-from lightning_obs.model.wrappers import adapters_of
-from lightning_obs.schemes.planned_modules import Plan, PlannedModule
-from lightning_obs.schemes.stored_qparams import scale_shape
+from lightning_obs.model.weight import adapters_of, in_shards
+from lightning_obs.schemes.planned_modules import Plan, PlannedModule, scale_shape
 
 
 class LearnedScales:

@@ -41,9 +41,9 @@ from lightning_obs.forward.quantized_tensors import (
     weight_in_use,
 )
 from lightning_obs.model.additions import add, keep_hook_out, set_attributes
-from lightning_obs.model.checksums import not_ready
+from lightning_obs.model.checksums import not_ready, refuse_unmerged
 from lightning_obs.model.qparams import calibrated_modules, quantized_states, read_qparams
-from lightning_obs.model.wrappers import adapters_of, refuse_unmerged
+from lightning_obs.model.weight import adapters_of
 
 #: the attribute of a module in a :func:`quantized` block, which nothing observes; it holds the thread that runs it
 INSIDE = "inside_quantized"

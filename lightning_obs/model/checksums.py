@@ -1,12 +1,21 @@
 """Whether a model is as it was calibrated, by checksums of its parameters on their modules.
 
 A module keeps those of its own parameters and buffers, so they survive whatever renames or replaces modules around it.
-The parts that ranks hold add up to the checksum of the whole, whatever shards it
-(:mod:`lightning_obs.numerics.checksum`).
+
+A tensor's bytes are words of 32 bits, in tiles of 2**17. With pseudorandom odd multipliers of 64 bits, ``a`` for each
+tile and ``b`` for each place in a tile, the checksum is ``sum a * b * word`` modulo 2**64. A sum needs no order of its
+terms: the parts that ranks hold add up to the checksum of the whole, whatever shards it, and every device gives the
+same.
+
+Why it is sound. The difference of two words is below 2**32, so ``b`` times it takes a given value modulo 2**64 for at
+most 2**-32 of all multipliers. Two different tensors therefore have one checksum by chance only, whatever differs: the
+multipliers know nothing of weights. Each position has its own, so rows that swap places show. (With words of 64 bits,
+two changes of the highest bit would cancel, since every multiplier is odd.)
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterator, Sequence
 
 import torch
@@ -14,12 +23,15 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.qparams import CHECKSUMS, calibrated_modules
-from lightning_obs.model.weight import part_here, place_of, reshard
-from lightning_obs.model.wrappers import adapters_of, refuse_unmerged, without_wrappers
-from lightning_obs.numerics.checksum import checksum
+from lightning_obs.model.weight import adapters_of, part_here, place_of, reshard
+from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.ranks.collectives import all_ranks_answer
+
+_TILE = 1 << 17  # words: a tile and its sums stay in a CPU's cache
+_WORD = 4  # bytes
+_SOME = 256  # tiles whose multipliers are made at once
 
 
 def require_ready(model: nn.Module, merged_for: str | None = None) -> None:
@@ -32,6 +44,15 @@ def require_ready(model: nn.Module, merged_for: str | None = None) -> None:
     problem = not_ready(model)
     if problem is not None:
         raise problem
+
+
+def refuse_unmerged(model: nn.Module, what: str) -> None:
+    """Raise a CalibrationError if adapters still stand beside weights of the model."""
+    refuse(
+        [name for name, module in model.named_modules() if adapters_of(module) is not None],
+        f"{what} needs adapters merged into their weights",
+        remedy="model.merge_and_unload() of peft first; the quantization parameters stay on the merged layers.",
+    )
 
 
 def not_ready(model: nn.Module) -> CalibrationError | None:
@@ -115,3 +136,53 @@ def _held(module: nn.Module) -> Iterator[str]:
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.is_floating_point() and not buffer.is_meta and name not in module._non_persistent_buffers_set:
             yield name
+
+
+# ---------------------------------------------------------------------- of one tensor
+
+
+def checksum(part: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """The checksum of a tensor, a scalar in int64.
+
+    Args:
+        part: any shape and dtype.
+        first: place of its first element in the whole, whose checksum is the sum of its parts' modulo 2**64.
+    """
+    start = first * part.element_size()
+    words, at = _words(part, start % _WORD), start // _WORD
+    tile, place = divmod(at, _TILE)
+    sums = torch.zeros(min(_TILE, place + len(words)), dtype=torch.int64, device=words.device)
+    while len(words):
+        now, words = words[: _TILE - place], words[_TILE - place :]
+        sums[place : place + len(now)].add_(now, alpha=_of_tiles(tile // _SOME)[tile % _SOME])
+        tile, place = tile + 1, 0
+    return (sums * _of_places(words.device)[: len(sums)]).sum()
+
+
+@functools.cache
+def _of_places(device: torch.device) -> torch.Tensor:
+    """The multipliers of each place in a tile: 1 MiB that takes longer to make than to use."""
+    return _odd(torch.arange(_TILE, device=device))
+
+
+@functools.lru_cache(maxsize=64)
+def _of_tiles(number: int) -> list[int]:
+    """The multipliers of one run of ``_SOME`` tiles."""
+    return _odd(torch.arange(number * _SOME, (number + 1) * _SOME, device="cpu")).tolist()
+
+
+def _words(part: torch.Tensor, before: int) -> torch.Tensor:
+    """The bits as int32, with zeros for the bytes of the first and last word that other ranks hold."""
+    bits = part.contiguous().view(-1).view(torch.uint8)
+    after = -(before + len(bits)) % _WORD
+    if before or after or bits.storage_offset() % _WORD:
+        bits = torch.nn.functional.pad(bits, (before, after))
+    return bits.view(torch.int32)
+
+
+def _odd(index: torch.Tensor) -> torch.Tensor:
+    """A pseudorandom odd number for each index, the same on every device and in every version (splitmix64)."""
+    bits = (index + 1) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return bits ^ ((bits >> 31) & ((1 << 33) - 1)) | 1

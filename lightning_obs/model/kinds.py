@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import is_cached_attention_module
+from compressed_tensors.utils import get_num_attn_heads, get_num_kv_heads
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
@@ -118,3 +120,14 @@ def holds_parameters(module: nn.Module) -> bool:
 def has_kv_cache(module: nn.Module) -> bool:
     """Whether compressed-tensors takes the module for attention with a cache, whose states it can quantize."""
     return bool(is_cached_attention_module(module))
+
+
+def count_heads(model: Any) -> dict[str, int]:
+    """Heads of q, k and v for which compressed-tensors allocates scales when it loads a checkpoint.
+
+    Args:
+        model: anything with a transformers ``config``.
+    """
+    config = model.config.get_text_config(decoder=True)
+    kv = get_num_kv_heads(config)
+    return {"q": get_num_attn_heads(config), "k": kv, "v": kv}

@@ -27,7 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.kinds import to_matrix
-from lightning_obs.model.wrappers import add_adapters, inside
+from lightning_obs.model.wrappers import ADAPTERS, inside
 from lightning_obs.ranks.collectives import all_ranks_answer
 
 #: the attribute of a module that holds the places of those of its parameters that FSDP1 shards, by name
@@ -74,9 +74,23 @@ def rows_here(module: nn.Module) -> torch.Tensor:
 
 
 def full_weight(module: nn.Module) -> torch.Tensor | None:
-    """The weight with the LoRA adapters that stand beside it, with gradients to both; None without a weight."""
-    weight = getattr(module, "weight", None)
-    return add_adapters(module, weight) if isinstance(weight, torch.Tensor) else None
+    """The weight with the active LoRA adapters that stand beside it, with gradients to both; None without a weight."""
+    weight, layer = getattr(module, "weight", None), adapters_of(module)
+    if not isinstance(weight, torch.Tensor):
+        return None
+    if layer is None or getattr(layer, "disable_adapters", False):
+        return weight
+    with torch.autocast(weight.device.type, enabled=False):  # merging happens outside of autocast
+        for name in layer.active_adapters:
+            if name in layer.lora_A:
+                weight = (weight + layer.get_delta_weight(name)).to(weight.dtype)
+    return weight
+
+
+def adapters_of(module: nn.Module) -> Any:
+    """The LoRA layer around a base layer whose adapters still stand beside the weight, or None."""
+    layer = vars(module).get(ADAPTERS)
+    return None if layer is None or layer.merged else layer
 
 
 def in_shards(module: nn.Module) -> bool:

@@ -15,18 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.errors import CalibrationError
 
 #: where they keep the module that they wrap: FSDP1, activation checkpointing, torch.compile, Fabric
 _INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module")
-#: the plain attribute of a base layer that holds its LoRA layer, so that no module contains another twice
-_ADAPTERS = "lightning_obs_adapters"
+#: the plain attribute of a base layer that holds its LoRA layer, so that no module contains another twice; read by
+#: :func:`lightning_obs.model.weight.adapters_of`
+ADAPTERS = "lightning_obs_adapters"
 
 
 def inside(module: nn.Module) -> nn.Module | None:
@@ -100,7 +99,7 @@ def adopt_adapters(model: nn.Module) -> list[str]:
             if wrong := _not_a_sum(layer):
                 refused.append(f"{name} ({wrong})")
             else:
-                vars(layer.base_layer)[_ADAPTERS] = layer
+                vars(layer.base_layer)[ADAPTERS] = layer
     return refused
 
 
@@ -126,34 +125,7 @@ def _not_a_sum(layer: nn.Module) -> str | None:
     return "lora_bias" if any(getattr(layer, "lora_bias", {}).values()) else None
 
 
-def adapters_of(module: nn.Module) -> Any:
-    """The LoRA layer around a base layer whose adapters still stand beside the weight, or None."""
-    layer = vars(module).get(_ADAPTERS)
-    return None if layer is None or layer.merged else layer
-
-
-def add_adapters(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
-    """A base layer's weight with all active adapters added, with gradients; itself where none is to be added."""
-    layer = adapters_of(module)
-    if layer is None or getattr(layer, "disable_adapters", False):
-        return weight
-    with torch.autocast(weight.device.type, enabled=False):  # merging happens outside of autocast
-        for name in layer.active_adapters:
-            if name in layer.lora_A:
-                weight = (weight + layer.get_delta_weight(name)).to(weight.dtype)
-    return weight
-
-
 def inside_adapted(model: nn.Module) -> set[str]:
     """Names of the modules that LoRA layers are made of; they are not modules of the merged model."""
     adapted = [(name, module) for name, module in model.named_modules() if is_adapted(module)]
     return {inner for name, module in adapted for inner, m in module.named_modules(prefix=name) if m is not module}
-
-
-def refuse_unmerged(model: nn.Module, what: str) -> None:
-    """Raise a CalibrationError if adapters still stand beside weights of the model."""
-    refuse(
-        [name for name, module in model.named_modules() if adapters_of(module) is not None],
-        f"{what} needs adapters merged into their weights",
-        remedy="model.merge_and_unload() of peft first; the quantization parameters stay on the merged layers.",
-    )

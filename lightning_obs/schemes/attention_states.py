@@ -18,12 +18,12 @@ from compressed_tensors.quantization import (
     QuantizationStrategy,
 )
 from compressed_tensors.quantization.utils import KV_CACHE_TARGETS
-from compressed_tensors.utils import get_head_dim, get_num_attn_heads, get_num_kv_heads
+from compressed_tensors.utils import get_head_dim
 from compressed_tensors.utils.match import is_match, is_narrow_match, match_targets
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, name_list, refuse, warn
-from lightning_obs.model.kinds import has_kv_cache, is_transformers_model
+from lightning_obs.model.kinds import count_heads, has_kv_cache, is_transformers_model
 from lightning_obs.numerics.qparams import ATTENTION
 from lightning_obs.schemes.planned_modules import PlannedModule
 
@@ -223,17 +223,6 @@ def _check_scales(model: Any, args: QuantizationArgs, names: list[str]) -> None:
             got=f"{type(config).__name__} without {lacking}",
             remedy="leave the kv cache in full precision.",
         ) from error
-
-
-def count_heads(model: Any) -> dict[str, int]:
-    """Heads of q, k and v for which compressed-tensors allocates scales when it loads a checkpoint.
-
-    Args:
-        model: anything with a transformers ``config``.
-    """
-    config = model.config.get_text_config(decoder=True)
-    kv = get_num_kv_heads(config)
-    return {"q": get_num_attn_heads(config), "k": kv, "v": kv}
 
 
 def _warn_ignored(cached: Mapping[str, nn.Module], ignore: Iterable[str]) -> None:

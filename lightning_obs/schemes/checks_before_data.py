@@ -18,8 +18,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_obs.errors import CalibrationError, name_list, refuse, warn
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model, kind_of
 from lightning_obs.model.qparams import qparams_home
-from lightning_obs.model.weight import matrix_shape, unit_of, whole_shape
-from lightning_obs.model.wrappers import adapters_of, is_adapted
+from lightning_obs.model.weight import adapters_of, matrix_shape, unit_of, whole_shape
+from lightning_obs.model.wrappers import is_adapted
 from lightning_obs.moe.experts import fused_experts, hub_names
 from lightning_obs.observers.base import Key, Observer
 from lightning_obs.schemes.planned_modules import PlannedModule

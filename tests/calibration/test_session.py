@@ -196,9 +196,6 @@ def test_a_module_that_a_second_calibration_does_not_reach_loses_its_qparams():
     assert [name for name, _ in calibrated_modules(model)] == ["experts.0", "experts.1"]
 
 
-# ---------------------------------------------------------------------- what data must be
-
-
 # ---------------------------------------------------------------------- all or nothing
 
 
@@ -225,6 +222,22 @@ def test_what_interrupts_writing_leaves_all_modules_as_they_were(mlp, error, mon
     assert session.state_dict()["checksums"] == state["checksums"]
     with pytest.raises(CalibrationError, match=r"changed since .*: fc1\.weight"):
         export_checkpoint(mlp, tmp_path / "out")
+
+
+def test_an_interrupt_after_the_last_write_leaves_modules_and_session_as_they_were(mlp, monkeypatch):
+    session = calibrate(mlp, STATIC, torch.randn(4, 16))
+    before, state = attributes(mlp), session.state_dict()
+
+    def interrupted(**facts):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finalize, "CalibrationResult", interrupted)
+    with torch.no_grad():
+        mlp.fc1.weight *= 2
+    with pytest.raises(KeyboardInterrupt):
+        session.finalize(activations=False)
+    assert attributes(mlp) == before
+    assert session.state_dict()["crc"] == state["crc"]
 
 
 def test_a_state_is_loaded_whole_or_not_at_all(mlp, monkeypatch):

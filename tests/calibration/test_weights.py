@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_obs import CalibrationError, CalibrationSession, quantized
 from lightning_obs.model.checksums import changed_since, checksums
+from lightning_obs.observers import StaticMinMaxObserver
 from lightning_obs.observers.mse import MemorylessMSEObserver
 from lightning_obs.ranks.collectives import Collectives
 from tests.rank_processes import run_ranks
@@ -276,3 +277,31 @@ def test_nan_in_one_ranks_rows_is_the_same_error_on_all(observer):
     errors = run_ranks(on_failing, 2, observer)
     assert len(set(errors)) == 1
     assert "not finite: odd (weight" in errors[0]
+
+
+def on_failing_alone(rank):
+    """Rank 1 fails between the reduction of activations and the search of weights, some of which are gathered."""
+    model = shard(Layers())
+
+    def failing(self):
+        raise MemoryError("no room")
+
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            patched.setattr(StaticMinMaxObserver, "get_qparams", failing)
+        try:
+            calibrate(
+                model,
+                data(),
+                Collectives.of_group(),
+                scheme="INT8_STATIC",
+                observers={"weight": "normal_observer", "input": "static_minmax"},
+            )
+        except CalibrationError as error:
+            return str(error)
+
+
+def test_a_failure_of_one_rank_before_weights_are_gathered_is_the_same_error_on_all():
+    errors = run_ranks(on_failing_alone, 2)
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("rank 1: MemoryError: no room: odd (input)")

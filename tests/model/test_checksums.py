@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
 from lightning_obs.model.checksums import changed_since, checksums
-from lightning_obs.numerics.checksum import checksum as checksum_of_part
+from lightning_obs.model.checksums import checksum as checksum_of_part
 
 
 def checksum(value):
