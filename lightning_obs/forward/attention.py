@@ -52,7 +52,9 @@ def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[st
         for module, states in modules.items():
             for name, initialize in (cache, query) if "q" in states else (cache,):
                 stack.enter_context(_shared(name, module, _hooked(model, module, name, initialize)))
-            stack.enter_context(_switched_off(module))
+            stack.enter_context(_shared(_ENABLED, module, _remembered(module)))
+            # A module that was calibrated before would quantize while it is observed.
+            stack.callback(set_attributes(module, **{_ENABLED: False}))
         yield
 
 
@@ -82,8 +84,7 @@ def register_state_change(
 
     def replace(_: nn.Module, value: torch.Tensor) -> torch.Tensor:
         setattr(module, _ENABLED, False)  # whoever wrote other scales meanwhile has cleared it
-        before = _users[module][1]
-        return value if before is False else change(value)
+        return value if _before[module] is False else change(value)
 
     return keep_hook_out(_reader(module, base_name), _REGISTER[base_name](module, replace))
 
@@ -127,10 +128,10 @@ def find_owner(root: nn.Module, module: nn.Module) -> nn.Module:
 _FUNCTION = "attention function"
 #: what is entered -> module -> (how many blocks it is in, what the last one to leave closes)
 _open: dict[str, weakref.WeakKeyDictionary[nn.Module, tuple[int, ExitStack]]] = {
-    name: weakref.WeakKeyDictionary() for name in (KV_CACHE_ATTR, IMPL_ATTR, _FUNCTION)
+    name: weakref.WeakKeyDictionary() for name in (KV_CACHE_ATTR, IMPL_ATTR, _FUNCTION, _ENABLED)
 }
-#: module -> (how many blocks it is in, what ``quantization_enabled`` was)
-_users: weakref.WeakKeyDictionary[nn.Module, tuple[int, Any]] = weakref.WeakKeyDictionary()
+#: module in a block -> what ``quantization_enabled`` was before
+_before: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -223,15 +224,9 @@ def _configs(model: Any) -> list[Any]:
 
 
 @contextmanager
-def _switched_off(module: nn.Module) -> Iterator[None]:
-    # A module that was calibrated before would quantize while it is observed.
-    blocks, before = _users.get(module) or (0, vars(module).get(_ENABLED))
-    _users[module] = blocks + 1, before
-    undo = set_attributes(module, **{_ENABLED: False})
+def _remembered(module: nn.Module) -> Iterator[None]:
+    _before[module] = vars(module).get(_ENABLED)
     try:
         yield
     finally:
-        undo()
-        blocks, before = _users.pop(module)
-        if blocks > 1:
-            _users[module] = blocks - 1, before
+        del _before[module]

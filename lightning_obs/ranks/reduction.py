@@ -105,10 +105,8 @@ def ordered(values: torch.Tensor) -> torch.Tensor:
     >>> ordered(torch.tensor([-float("inf"), -1.0, -0.0, 0.0, 1.0])).diff().gt(0).all()
     tensor(True)
     """
-    if values.dtype not in _KEYS:
-        return values
-    keys = values.view(_KEYS[values.dtype])
-    return keys ^ _magnitude_of_negatives(keys)
+    keys = values.view(_KEYS.get(values.dtype, values.dtype))
+    return keys ^ _magnitude_of_negatives(keys) if values.dtype in _KEYS else values
 
 
 def unordered(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -154,8 +152,7 @@ def _flat(part: _Part, identity: float, device: torch.device) -> torch.Tensor:
     """The values of all observers end to end, widened; where this rank has none, the identity."""
     one, mine = part
     if mine is None:
-        size = (len(one.keys) * one.form.numel,)
-        return torch.full(size, identity, dtype=WIDE[one.form.dtype], device=device)
+        return torch.full((len(one.keys) * one.form.numel,), identity, dtype=WIDE[one.form.dtype], device=device)
     return torch.stack([value.to(device) for value in mine]).reshape(-1).to(WIDE[one.form.dtype])
 
 

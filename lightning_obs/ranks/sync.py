@@ -9,19 +9,11 @@ integers, all sums of integers in one, all sums and means of floats in one (:mod
 rank that lacks a statistic sends the reduction's identity; a mean is a sum and the number of ranks that have it.
 Statistics are found by name, never by position: an expert's cannot end up in another's.
 
-Choices:
-
-- Extremes and sums of integers have the same bits whatever the ranks. Sums and means of floats are added in float64,
-  in the order of the backend; every rank gets the same bits.
-- A statistic without a reduction (the range of the last tensor, whatever a class does not declare) is taken from the
-  lowest rank that has it, and is sent with the agreement; one that cannot be sent is an error. So ranks agree whatever
-  the observer. Statistics that only one rank holds (its experts') are not reduced.
-- A histogram is 512 KiB, 448 of them 224 MiB. Only the blocks of 128 bins that some rank counted into are sent,
-  and the descriptions say which these are. At worst, with all of them occupied, the bucket is as large as one rank's
-  histograms.
-
-Fused groups (q, k, v) need nothing more: their global scale is computed from ranges, which are the same on every rank
-by then.
+Extremes and sums of integers have the same bits whatever the ranks. Sums and means of floats are added in float64, in
+the order of the backend; every rank gets the same bits. A statistic without a reduction (the range of the last tensor,
+whatever a class does not declare) is taken from the lowest rank that has it, and is sent with the agreement. Statistics
+that only one rank holds (its experts') are not reduced. Global scales of fused sets (q, k, v) are computed from ranges,
+which are the same on every rank by then.
 """
 
 from __future__ import annotations
@@ -77,9 +69,7 @@ def sync_statistics(
 ) -> Synced:
     """Give the observers of one key, on all ranks, the statistics of all data. Every rank must call this.
 
-    Statistics are reduced as the observer declares them. A mean is over the ranks that have the statistic. A statistic
-    that is not declared is taken from the lowest rank that has it. An observer that saw nothing on this rank has
-    statistics afterwards too; ``reset`` forgets them.
+    An observer that saw nothing on this rank has statistics afterwards too; ``reset`` forgets them.
 
     Args:
         observers: what this rank holds, by module name and base name; other ranks may hold others.
@@ -114,8 +104,8 @@ def share_weights(
         observers: of the weights that this rank holds.
         owners: of these weights, as :func:`sync_statistics` returns them.
         search: makes the observer of a key observe its weight; called for the keys that this rank owns.
-        collectives: how to talk to the other ranks.
-        failure: what went wrong on this rank before, to be raised on all; then nothing is searched here.
+        collectives: of this rank.
+        failure: as of :func:`sync_statistics`; then nothing is searched here.
 
     Raises:
         CalibrationError: on every rank alike: a rank's failure; the search failed on a rank, or found NaN or infinity.
@@ -136,10 +126,7 @@ def share_weights(
 def partition(sizes: Sequence[int], ranks: int, holders: Sequence[Iterable[int]] | None = None) -> list[int]:
     """Share out work: for each item the rank that does it. Largest first, each to the rank with least by then.
 
-    Args:
-        sizes: of the items.
-        ranks: how many there are.
-        holders: for each item the ranks that can do it; by default all.
+    ``holders`` are for each item the ranks that can do it; by default all.
 
     >>> partition([4, 4, 6, 2], ranks=2)
     [1, 1, 0, 0]
@@ -246,7 +233,6 @@ def _describe(
 
 
 def _form(key: Key, observer: Observer, name: str, reduction: str, value: Any) -> Form:
-    problem = None
     if reduction not in ("sum", "mean", "min", "max"):
         problem = f"reduction {reduction}"
     elif not isinstance(value, torch.Tensor):
@@ -255,10 +241,10 @@ def _form(key: Key, observer: Observer, name: str, reduction: str, value: Any) -
         problem = "a DTensor, which is sharded already"
     elif value.dtype not in WIDE or (reduction == "mean" and not value.is_floating_point()):
         problem = f"{reduction} of {value.dtype}"
-    if problem:
-        what = f"the statistic {name} of {type(observer).__name__} cannot be reduced over ranks"
-        raise CalibrationError(what, where=[key_text(key)], got=problem, remedy=_REMEDY)
-    return Form(name, reduction, tuple(value.shape), value.dtype)
+    else:
+        return Form(name, reduction, tuple(value.shape), value.dtype)
+    what = f"the statistic {name} of {type(observer).__name__} cannot be reduced over ranks"
+    raise CalibrationError(what, where=[key_text(key)], got=problem, remedy=_REMEDY)
 
 
 def is_plain(value: Any) -> bool:
@@ -315,7 +301,7 @@ def _agree(every: Sequence[_Description]) -> list[Agreed]:
             else:
                 agreed.append(Agreed(form, keys, list(by_rank), [None] * len(keys)))
     refuse(
-        [what for _, what in sorted(differing, key=lambda one: one[0])],
+        [what for _, what in sorted(differing)],
         "ranks differ in the statistics of one module",
         expected="the same shape, dtype and reduction on every rank",
         remedy="run the same model, observers and precision on all ranks.",
