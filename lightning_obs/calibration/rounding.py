@@ -23,13 +23,10 @@ from lightning_obs.observers.statistic import Statistic
 
 
 class WeightRounding(Observer):
-    """Rounds one weight, or rows of it, with scales that are fixed.
+    """Rounds one weight, or rows of it from row ``first`` on, with the scales of the whole weight as they are stored.
 
-    Args:
-        args: of the weight.
-        qparams: ``{"weight_scale": ...}`` of the whole weight, as they are stored.
-        hessian: ``sum x x^T`` of the module's inputs, ``(C, C)``.
-        options: ``act_order`` and ``damping`` of :func:`~lightning_obs.numerics.rounding.round_by_hessian`.
+    ``hessian`` is ``sum x x^T`` of the module's inputs, ``(C, C)``; ``options`` are those of
+    :func:`~lightning_obs.numerics.rounding.round_by_hessian`.
     """
 
     statistics: ClassVar[tuple[Statistic, ...]] = (Statistic("rounded", rows="apart"),)
@@ -81,13 +78,9 @@ def make_roundings(
     qparams: Mapping[str, dict[str, torch.Tensor]],
     options: Any,
 ) -> dict[Key, WeightRounding]:
-    """A rounding for each weight of ``observers``. A warning names the weights that keep the nearest numbers.
+    """A rounding for each weight of ``observers``, by a Hessian of theirs or of the ``second`` observers.
 
-    Args:
-        observers: of weights, with what they observed.
-        second: observers that gathered Hessians beside those of the weights.
-        qparams: by module, as they are stored.
-        options: ``CalibrationOptions.rounding``.
+    A warning names the weights that keep the nearest numbers.
     """
     hessians = {k: getattr(second.get((k[0], HESSIAN), o), "input_hessian", None) for k, o in observers.items()}
     if without := [name for (name, _), hessian in hessians.items() if hessian is None]:

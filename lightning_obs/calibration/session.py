@@ -83,8 +83,7 @@ class CalibrationSession:
             Without it, padding that an ``attention_mask`` shows is observed, and a warning says so.
         collectives: how to talk to the other ranks, if there are (``Collectives.of_group()``). Each rank runs its own
             data; all end with the same qparams.
-        **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``targets``, ``ignore``, ``observers``,
-            ``kv_cache``, ``on_missing``, ``reload``, ``calibrate_all_experts``, ``fused_sets``, ``rounding``.
+        **options: the fields of :class:`~lightning_obs.CalibrationOptions`.
 
     Raises:
         CalibrationError: by the constructor, whatever is wrong with scheme, targets or shapes; at the end of the block,
@@ -217,8 +216,7 @@ class CalibrationSession:
     def mask_tokens(self, mask: torch.Tensor | None) -> None:
         """Keep padding out of every observer from the next call of the model on.
 
-        Args:
-            mask: ``(batch, tokens)``, nonzero for a token that counts; None for all. Another shape is an error.
+        ``mask`` is ``(batch, tokens)``, nonzero for a token that counts; None for all. Another shape is an error.
         """
         self.mask = None if mask is None else require_mask(mask, "mask_tokens")
         self.read = None
@@ -245,11 +243,7 @@ class CalibrationSession:
             self.say_padding(mask)
 
     def say_padding(self, mask: Any) -> None:
-        """Warn, once, if tokens are about to be observed that an ``attention_mask`` takes for padding.
-
-        Args:
-            mask: of the model or of the batch, if there is one.
-        """
+        """Warn, once, if tokens are about to be observed that the model's or batch's mask takes for padding."""
         is_masked = self.mask is not None and self.mask.ndim > 1
         if self._padding_is_said or is_masked or self.is_paused or not self.is_attached or not self.needs_data:
             return
@@ -344,11 +338,9 @@ class CalibrationSession:
 
     @torch.no_grad()
     def write_scales(self, scales: Mapping[str, torch.Tensor], *, of_present_weights: bool) -> None:
-        """Replace scales that calibration found by others, such as those that an optimizer trains.
+        """Replace scales ``{"layer.weight_scale": tensor}`` that calibration found by others, trained ones say.
 
-        Args:
-            scales: ``{"layer.weight_scale": tensor}``, of the shapes that are there.
-            of_present_weights: they belong to the weights as they are now; off: to those that were calibrated.
+        They belong to the weights that were calibrated, or with ``of_present_weights`` to those of now.
         """
         own = by_module(scales)
         with torch.inference_mode(False), self._writing():

@@ -1,9 +1,8 @@
 """Observe weights that are sharded over ranks, and give every rank the whole weight's ranges.
 
 Method. FSDP2 shares out rows. A scale of a channel, a group or a block depends on its own rows only, so each rank
-observes the rows that it holds, with an observer of their own, and sends the ranges: no weight travels. Ranges of one
-scale that several ranks found (a whole tensor, a block across the edge of two shards) are joined by minimum and
-maximum, where the observer is an extreme. Whether it can be so is asked of the observer (``for_rows``, ``join``).
+observes the rows that it holds, with an observer of their own, and sends the ranges: no weight travels. The observer
+says whether its weight can be cut so, and joins the ranges that several ranks found (``for_rows``, ``join``).
 
 A search for the least error stops when some candidates in a row improved no scale *of the whole tensor*. A shard cannot
 know that, so it visits all candidates and sends beside the ranges which of them improved any of its rows. From these
@@ -76,8 +75,7 @@ class ShardedWeights:
         Args:
             keys: the same on every rank where nothing failed.
             owners: for each weight that is not in :attr:`rows` the rank that observes it.
-            failure: what went wrong before on this rank, perhaps on no other;
-                :func:`~lightning_obs.ranks.sync.share_weights` raises it on all.
+            failure: what went wrong before on this rank, perhaps on no other; it is raised on all.
             observe: makes an observer look at a weight.
 
         Returns:

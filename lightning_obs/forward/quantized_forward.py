@@ -151,13 +151,10 @@ def quantize_for_good(module: nn.Module, *, trainable: bool) -> None:
 
 
 def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool = False) -> Callable[[], None]:
-    """Let a module train through fake quantization, and return what undoes it.
+    """Let a module train through fake quantization, as soon as it has parameters, and return what undoes it.
 
-    Args:
-        module: what of it has quantization parameters (``qparams.write_qparams``) is quantized, now or later.
-        switch: turns weights and activations on and off, at any time.
-        output: the module's scheme quantizes its output too. A forward hook does, so that an observer's hook can see
-            the output before.
+    ``switch`` turns weights and activations on and off, at any time. An ``output`` that the scheme quantizes too is
+    quantized by a forward hook, so that an observer's hook can see it before.
     """
     _move_qparams(module)
     with ExitStack() as stack:

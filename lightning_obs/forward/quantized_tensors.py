@@ -108,14 +108,9 @@ def quantized_weight(module: nn.Module) -> torch.Tensor | None:
 def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> torch.Tensor:
     """Quantize and dequantize one tensor with the module's parameters, to compressed-tensors' bits, with gradients.
 
-    Args:
-        module: a calibrated module.
-        value: a weight ``(R, C)``, an activation ``(..., C)`` or an attention state ``(B, H, S, D)``.
-        base_name: weight, input, output, q, k or v.
-
-    Returns:
-        ``value`` itself where nothing of it is quantized now: the scheme has nothing for it, its range is not known
-        yet, it is switched off, or it is a weight that is on the grid already.
+    ``value`` is a weight ``(R, C)``, an activation ``(..., C)`` or an attention state ``(B, H, S, D)``. It is returned
+    itself where nothing of it is quantized now: the scheme has nothing for it, its range is not known yet, it is
+    switched off, or it is a weight that is on the grid already.
     """
     quantization = getattr(module, STATE, DEFAULT)
     kept = quantization.kept if base_name == "weight" else None
@@ -154,6 +149,4 @@ def _is_on(module: nn.Module, switch: Switch, base_name: str) -> bool:
 
 def has_range(module: nn.Module, base_name: str, args: QuantizationArgs) -> bool:
     """Whether the parameters that ``args`` asks for are on the module; a dynamic range asks for none."""
-    if args.dynamic is True:
-        return True
-    return hasattr(module, f"{base_name}_{'global_scale' if args.dynamic else 'scale'}")
+    return args.dynamic is True or hasattr(module, f"{base_name}_{'global_scale' if args.dynamic else 'scale'}")

@@ -27,16 +27,10 @@ _TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value
 
 
 def add(module: nn.Module, take_out: TakeOut, undo: Callable[[], None] | None = None) -> Callable[[], None]:
-    """Let copies of a module go without something that is on it now.
+    """Let copies of a module go without something that is on it now; returns what removes it, in any order with others.
 
-    Args:
-        module: has it already.
-        take_out: gets the module's ``__dict__``, or a copy of it and of torch's own tables in it, without what was
-            added later.
-        undo: removes it from the module; default: ``take_out`` does.
-
-    Returns:
-        Removes it from the module. To be called once, in any order with others.
+    ``take_out`` gets the module's ``__dict__``, or a copy of it and of torch's own tables in it, without what was added
+    later. ``undo`` removes it from the module; by default ``take_out`` does.
     """
     return _of(module).add(take_out, lambda later: take_out(vars(module)) if undo is None else undo())
 

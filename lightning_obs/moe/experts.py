@@ -34,10 +34,8 @@ HUB_NAMES: dict[str, tuple[str, str, str]] = {
 class LinearExpert(nn.Module):
     """One expert: ``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without a gate.
 
-    Args:
-        origin: the stacked module, emptied: its activation function and gating are used.
-        projections: name of each projection, by role (``gate``, ``up``, ``down``).
-        layers: the Linear of each role.
+    ``projections`` are names by role (``gate``, ``up``, ``down``), ``layers`` the Linear of each role. Of the stacked
+    module, ``origin``, the activation function and gating are used.
     """
 
     def __init__(self, origin: nn.Module, projections: dict[str, str], layers: dict[str, nn.Linear]) -> None:
@@ -176,7 +174,7 @@ def model_type(module: nn.Module) -> str | None:
 def hub_names(module: nn.Module) -> dict[str, str]:
     """How the projections of stacked experts are named in checkpoints, by role (``gate``, ``up``, ``down``)."""
     gate, up, down = HUB_NAMES.get(model_type(module) or "", _USUAL)
-    return {"gate": gate, "up": up, "down": down} if _has_gate(module) else {"up": up, "down": down}
+    return {"gate": gate, "up": up, "down": down} if hasattr(module, "gate_up_proj") else {"up": up, "down": down}
 
 
 def expert_containers(model: nn.Module) -> dict[str, list[nn.Module]]:
@@ -226,18 +224,11 @@ def _stacks_experts(name: str, module: nn.Module) -> bool:
     return named and any(len(whole_shape(module, key) or ()) == 3 for key, _ in module.named_parameters(recurse=False))
 
 
-def _has_gate(module: nn.Module) -> bool:
-    return hasattr(module, "gate_up_proj")
-
-
-def _inputs(module: nn.Module) -> str:
-    return "gate_up_proj" if _has_gate(module) else "up_proj"
-
-
 def _require_known(name: str, module: nn.Module) -> None:
     parameters = dict(module.named_parameters(recurse=False))
     suffixes = ("", "_bias") if getattr(module, "has_bias", False) else ("",)
-    expected = {name + suffix for name in (_inputs(module), "down_proj") for suffix in suffixes}
+    inputs = "gate_up_proj" if hasattr(module, "gate_up_proj") else "up_proj"
+    expected = {name + suffix for name in (inputs, "down_proj") for suffix in suffixes}
     if set(parameters) != expected or len(inspect.signature(module.forward).parameters) < 3:
         raise CalibrationError(
             "stacked experts in a layout that is not known",
@@ -262,11 +253,12 @@ def _build(module: nn.Module) -> LinearExperts:
 
     def taken(role: str, suffix: str, index: int) -> nn.Parameter:
         """A copy of what one expert has, the output channels as rows."""
-        stack = stacks[("down_proj" if role == "down" else _inputs(module)) + suffix]
+        joined = role != "down" and "gate_up_proj" in stacks
+        stack = stacks[("gate_up_proj" if joined else f"{role}_proj") + suffix]
         rows = stack.detach()[index]
         if getattr(module, "is_transposed", False) and not suffix:
             rows = rows.T
-        if _has_gate(module) and role != "down":
+        if joined:
             place = ("gate", "up").index(role)
             rows = rows.chunk(2)[place] if getattr(module, "is_concatenated", True) else rows[place::2]
         return nn.Parameter(rows.clone(memory_format=torch.contiguous_format), stack.requires_grad)

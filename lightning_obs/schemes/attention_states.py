@@ -179,8 +179,7 @@ def _check_schemes(kv: QuantizationArgs | None, groups: Mapping[str, Quantizatio
 def _check_q(model: Any, cached: Mapping[str, nn.Module], groups: Mapping[str, QuantizationScheme]) -> None:
     """Refuse a part of the attention modules, eager attention, and several attention functions.
 
-    compressed-tensors replaces the one attention function of the model, from transformers' registry, and its own fails
-    in a module that it did not hook.
+    compressed-tensors replaces the one attention function, and its own fails in a module that it did not hook.
     """
     own_config = [name for name in _attention_names(model) if hasattr(model.get_submodule(name), "config")]
     innermost = [name for name in own_config if not any(other.startswith(f"{name}.") for other in own_config)]
@@ -193,9 +192,8 @@ def _check_q(model: Any, cached: Mapping[str, nn.Module], groups: Mapping[str, Q
     used = sorted({str(config._attn_implementation) for config in configs})
     if used in (["eager"], ["None"]) or len(used) > 1:
         raise CalibrationError(
-            "compressed-tensors quantizes q in attention functions of transformers' registry; eager is none of them"
-            if len(used) == 1
-            else "compressed-tensors quantizes q in models with one attention function",
+            "compressed-tensors quantizes q in models with one attention function, of transformers' registry, of which "
+            "eager is none",
             got=f"attn_implementation {', '.join(used)}",
             remedy='load the model with attn_implementation="sdpa", or quantize k and v only (kv_cache=...).',
         )
@@ -226,13 +224,10 @@ def _check_scales(model: Any, args: QuantizationArgs, names: list[str]) -> None:
 
 
 def _warn_ignored(cached: Mapping[str, nn.Module], ignore: Iterable[str]) -> None:
-    """Warn where ``ignore`` names attention modules."""
     patterns = [p for p in ignore if _names_attention(p) and any(is_match(n, m, p) for n, m in cached.items())]
     if patterns:
-        warn(
-            f"the kv cache of a model is quantized whole, ignore does not keep attention modules out of it: "
-            f"{name_list(patterns)}"
-        )
+        whole = "the kv cache of a model is quantized whole, ignore does not keep attention modules out of it"
+        warn(f"{whole}: {name_list(patterns)}")
 
 
 def _names_attention(pattern: str) -> bool:

@@ -24,9 +24,6 @@ from lightning_obs.moe.experts import fused_experts, hub_names
 from lightning_obs.observers.base import Key, Observer
 from lightning_obs.schemes.planned_modules import PlannedModule
 
-#: share of the parameters' bytes that may stay in full precision without a warning
-_CONSIDERABLE = 0.5
-
 # ---------------------------------------------------------------------- the patterns
 
 
@@ -42,8 +39,7 @@ def check_patterns(model: nn.Module, targets: list[str], ignore: list[str]) -> N
         f"a target matches no module of {type(model).__name__}",
         expected=f"a module name, a `re:` pattern (anchored at the front), or a class: {name_list(kinds)}",
     )
-    unused = unmatched(ignore)
-    if unused:
+    if unused := unmatched(ignore):
         warn(f"ignore matches no module of {type(model).__name__}: {name_list(unused)}")
 
 
@@ -234,7 +230,7 @@ def warn_left_in_float(
             left[type(module).__name__] += size
             others.setdefault(type(module).__name__, []).append(PlannedModule(name, module, by_target["Linear"]))
     total = sum(p.nbytes for p in model.parameters())
-    if left.total() <= _CONSIDERABLE * total:
+    if left.total() <= total / 2:
         return
     takeable = [kind for kind in left if _are_taken(model, others[kind])]
     sizes = ", ".join(f"{kind} {size:,}" for kind, size in left.most_common(4))

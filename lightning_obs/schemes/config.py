@@ -72,12 +72,11 @@ def resolve_config(
 ) -> QuantizationConfig:
     """Make one ``QuantizationConfig`` of a scheme and options (see :class:`~lightning_obs.CalibrationOptions`).
 
-    Args:
-        scheme: a preset name (``"FP8"``, ``"W4A16"``, ``"INT8_STATIC"``...); a dict of ``weights`` /
-            ``input_activations`` / ``output_activations``; a dict of groups (``{"FP8": ["re:.*mlp.*_proj"],
-            "W4A16": ["Linear"]}`` or ``{"group": {"targets": [...], "weights": {...}}}``); a full
-            ``{"config_groups": ...}``; or the compressed-tensors object. None with ``kv_cache``, for the cache alone.
-        observers: by base name; they replace those that the scheme names.
+    A scheme is a preset name (``"FP8"``, ``"W4A16"``, ``"INT8_STATIC"``...); a dict of ``weights`` /
+    ``input_activations`` / ``output_activations``; a dict of groups (``{"FP8": ["re:.*mlp.*_proj"],
+    "W4A16": ["Linear"]}`` or ``{"group": {"targets": [...], "weights": {...}}}``); a full ``{"config_groups": ...}``;
+    or the compressed-tensors object. None with ``kv_cache``, for the cache alone. ``observers``, by base name, replace
+    those that the scheme names.
 
     Raises:
         CalibrationError: an unknown preset, field, base name or observer; targets given twice; a scheme that
