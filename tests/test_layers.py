@@ -24,7 +24,7 @@ LOWEST = {
     "pytorch_lightning": "callbacks/",
     "hydra": "app/",
     "omegaconf": "app/",
-    "transformers": "app/",
+    "transformers": "checkpoint/",  # its names in files; inside functions, so that importing the package stays fast
 }
 
 
@@ -108,7 +108,7 @@ def test_the_root_holds_the_front_door_and_errors_only():
         ("schemes/planned_modules.py", "from lightning_obs import calibration"),
         ("errors.py", "from lightning_obs import CalibrationSession"),
         ("checkpoint/export.py", "import lightning.pytorch"),
-        ("callbacks/calibration.py", "from transformers import AutoModel"),
+        ("model/kinds.py", "from transformers import AutoModel"),
     ],
 )
 def test_an_upward_import_is_found(path, source):

@@ -1,23 +1,24 @@
-"""A calibrated model's state dict as a checkpoint holds it, wherever its weights lie, and one module's entries.
+"""The tensors of a calibrated model's checkpoint, wherever its weights lie, and one module's entries.
 
-One module after the other is compressed into a state dict of its own: the model is not touched, and never held twice.
+What will be stored is known from shapes alone. Then one module after the other is compressed, a block of rows at a
+time, and given away: the model is not touched, and nothing of its checkpoint is held.
 
 compressed-tensors stores Linear and Embedding. Its compressors take any matrix, so the weight of every other module
 (convolutions, transformers' Conv1D) goes through them as the matrix that was calibrated, ``(output channels, inputs of
 each)``, and is stored like a Linear's of that shape: int8 codes under ``weight``, 4-bit ones under ``weight_packed``.
 The module that loads it knows its own shape.
 
-Where weights are sharded over ranks, rank 0 is the one that keeps the result. Under FSDP2 each rank compresses the rows
-that it has, and what is gathered, one module at a time, is compressed already: the formats pack along a row, so the
-compressed rows below each other are the compressed weight. It is not so for packed zero points, which are packed along
-the column, and for blocks that two ranks share. Such a weight is gathered first, and so is every unit of FSDP1, whose
-ranks hold pieces of flat tensors. The other ranks hold one module or unit at a time, besides their own compressed rows.
+The formats pack along a row, so the compressed rows below each other are the compressed weight. It is not so for packed
+zero points, which are packed along the column. Where weights are sharded over ranks, rank 0 stores them. Under FSDP2
+each rank compresses the rows that it has, and what is gathered is compressed already. A weight whose rows cannot be
+compressed apart, or of which two ranks share a block, is gathered first, and so is every unit of FSDP1, whose ranks
+hold pieces of flat tensors. Every rank holds one module or unit at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -26,67 +27,103 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_obs.errors import CalibrationError, require_no_failure, sendable
+from lightning_obs.errors import require_no_failure, sendable
 from lightning_obs.model.kinds import from_matrix, kind_of, to_matrix
 from lightning_obs.model.qparams import ROUNDED, get_scheme, quantized_states, read_qparams
-from lightning_obs.model.weight import adapters_of, by_unit, full_weight, place_of, whole_tensor, whole_unit
+from lightning_obs.model.weight import by_unit, full_weight, place_of, whole_tensor, whole_unit
 from lightning_obs.numerics.fake_quantize import dequantize
 from lightning_obs.observers.rows import rows_per_scale
 from lightning_obs.ranks.collectives import gather_objects
 
+_Tensors: TypeAlias = dict[str, torch.Tensor]
+#: takes a tensor of the checkpoint, or rows of it: name in the state dict, rows, number of the first of them
+Put: TypeAlias = Callable[[str, torch.Tensor, int], None]
+#: elements of a weight that are compressed at once; compressed-tensors takes up to 36 bytes for each
+_AT_ONCE = 1 << 21
 
-def compressed_state_dict(model: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
-    """The model's state dict with every calibrated module's entries compressed.
 
-    If weights are sharded, every rank must call this; one that does not ``keep`` it helps to gather, and gets nothing.
+def stored_layout(model: nn.Module) -> _Tensors:
+    """Every tensor of the model's checkpoint as a meta tensor, by its name in the state dict; no data are read.
+
+    Raises:
+        CalibrationError: a module cannot be compressed as its scheme says.
     """
-    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    # A module used under two names has its entries under both.
-    places = [(f"{name}." if name else "", module) for name, module in model.named_modules(remove_duplicate=False)]
-    prefixes = {module: prefix for prefix, module in reversed(places)}
-    rows = _compressed_rows(prefixes)
-    stored: dict[nn.Module, dict[str, torch.Tensor]] = {}
-    tied: dict[int, torch.Tensor] = {}
+    state = _state(model)
+    layout = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
+    for prefix, module in _places(model):
+        own = {key: _meta(module, key) for key in _own_names(module, prefix, state)}
+        for key in own:
+            del layout[prefix + key]
+        try:
+            entries = _stored_meta(module, own)
+        except Exception as error:
+            raise sendable(error, (prefix.rstrip("."), "weight")) from error
+        layout.update({prefix + key: value for key, value in entries.items()})
+    return layout
+
+
+def store(model: nn.Module, layout: Container[str], put: Put | None) -> Exception | None:
+    """Give the tensors of the model's checkpoint to ``put``, one module after the other; nothing of them is kept.
+
+    Args:
+        layout: names of :func:`stored_layout` that are wanted, the same on every rank.
+        put: takes them; a weight that is compressed comes in blocks of rows. None: this rank only helps to gather. If
+            weights are sharded, every rank must call this.
+
+    Returns:
+        What went wrong on this rank, if anything did; the others were not left waiting.
+
+    Raises:
+        CalibrationError: on every rank alike, what went wrong where one compressed its rows.
+    """
+    state, prefixes = _state(model), dict[nn.Module, list[str]]()
+    for prefix, module in _places(model):  # a module used under two names has its entries under both
+        prefixes.setdefault(module, []).append(prefix)
     failure: Exception | None = None
-    for modules in by_unit(module for _, module in places):  # in an order that is the same on every rank
+
+    def give(entries: Iterator[tuple[str, torch.Tensor, int]], known_as: list[str]) -> None:
+        nonlocal failure
+        try:
+            for key, rows, first in entries if put is not None and failure is None else ():
+                for name in (prefix + key for prefix in known_as):
+                    if put is not None and name in layout:
+                        put(name, rows, first)
+        except Exception as error:
+            failure = error
+
+    for modules in by_unit(prefixes):  # in an order that is the same on every rank
         with whole_unit(modules[0]):
-            for module in dict.fromkeys(modules):
-                own = {key: _value(module, key) for key in _own_names(module, prefixes[module], state)}
-                sharded = any(place_of(module, key).groups for key in own)
-                if module in rows:
-                    own = rows.pop(module) | {key: value for key, value in own.items() if key != "weight"}
-                elif _is_compressible(module):
-                    own = {key: whole_tensor(value) for key, value in own.items()}
-                    try:
-                        own = _compressed(module, own) if keep and failure is None else {}
-                    except Exception as error:
-                        if not sharded:
-                            raise
-                        own, failure = {}, error  # the other ranks go on gathering
-                elif not sharded and adapters_of(module) is None:
-                    continue
-                stored[module] = {key: _whole(value, sharded, keep, tied) for key, value in own.items()}
-    if failure is not None:
-        raise failure
-    for prefix, module in places if keep else ():
-        if quantized_states(module) and get_scheme(module) is not None:
-            state.update({prefix + key: value for key, value in read_qparams(module).items()})
-        for key in _own_names(module, prefix, state) if _is_compressible(module) else ():
-            del state[prefix + key]
-        state.update({prefix + key: value for key, value in stored.get(module, {}).items()})
-    return {name: whole_tensor(value) for name, value in state.items()} if keep else {}
+            for module in modules:
+                known_as = prefixes[module]
+                keys = _own_names(module, known_as[0], state)
+                for name in (prefix + key for prefix in known_as for key in keys):
+                    state.pop(name, None)
+                if not _is_compressible(module):
+                    keys = [key for key in keys if any(prefix + key in layout for prefix in known_as)]
+                give(_entries(module, keys, known_as[0]), known_as)
+    give(((name, whole_tensor(value), 0) for name, value in state.items()), [""])
+    return failure
 
 
 @torch.no_grad()
 def compressed_bytes(module: nn.Module) -> int:
     """How many bytes a module's weight and quantization parameters take in a checkpoint."""
-    own = {"weight": _value(module, "weight")}
-    return sum(value.nbytes for value in (_compressed(module, own) if _is_compressible(module) else own).values())
+    return sum(value.nbytes for value in _stored_meta(module, {"weight": _meta(module, "weight")}).values())
 
 
 def _is_compressible(module: nn.Module) -> bool:
     """Whether the module's entries are compressed: it was calibrated, and is no attention module."""
     return get_scheme(module) is not None and not quantized_states(module)
+
+
+def _state(model: nn.Module) -> _Tensors:
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module with the prefix of its entries, also those used under two names."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        yield f"{name}." if name else "", module
 
 
 def _own_names(module: nn.Module, prefix: str, state: Mapping[str, torch.Tensor]) -> list[str]:
@@ -95,53 +132,127 @@ def _own_names(module: nn.Module, prefix: str, state: Mapping[str, torch.Tensor]
     return [key for key in own if prefix + key in state]
 
 
-def _value(module: nn.Module, name: str) -> torch.Tensor:
-    value = full_weight(module) if name == "weight" else getattr(module, name)
-    assert isinstance(value, torch.Tensor)
-    return value
+def _meta(module: nn.Module, key: str) -> torch.Tensor:
+    """One of the module's own tensors, all of it wherever it rests, without data."""
+    return torch.empty(place_of(module, key).shape, dtype=getattr(module, key).dtype, device="meta")
 
 
-def _whole(value: torch.Tensor, sharded: bool, keep: bool, tied: dict[int, torch.Tensor]) -> torch.Tensor:
-    """An entry, if it was sharded as a copy on the host; tied parameters stay one tensor, and are gathered once."""
-    if id(value) in tied and isinstance(value, nn.Parameter):
-        return tied[id(value)]
-    whole = gather_rows(value)
-    if sharded:
-        whole = whole.to("cpu", copy=True) if keep else whole.new_empty(0)
-    if isinstance(value, nn.Parameter):
-        tied[id(value)] = whole
-    return whole
+def _stored_meta(module: nn.Module, own: _Tensors) -> _Tensors:
+    """A module's entries in the checkpoint, of its own tensors without data."""
+    scheme = get_scheme(module)
+    if scheme is None:
+        return own
+    entries = own | {key: value.to("meta") for key, value in read_qparams(module).items()}
+    if not _is_compressible(module):
+        return entries
+    stored, weights = compress_entries(module, entries, scheme), scheme.weights
+    zero_point = stored.get("weight_zero_point")
+    if zero_point is not None and _packs_zero_points(scheme):  # compressed-tensors 0.20 leaves it as it is on meta
+        assert weights is not None
+        rows = -(-len(zero_point) * weights.num_bits // 32)
+        stored["weight_zero_point"] = zero_point.new_empty((rows, *zero_point.shape[1:]), dtype=torch.int32)
+    return stored
+
+
+def _packs_zero_points(scheme: QuantizationScheme) -> bool:
+    weights = scheme.weights
+    return weights is not None and not weights.symmetric and scheme.format == CompressionFormat.pack_quantized.value
+
+
+def _entries(module: nn.Module, keys: list[str], prefix: str) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """A module's entries in the checkpoint: key, rows, number of the first. ``keys``: its own tensors.
+
+    What other ranks hold of them is gathered in the call, so every rank must call it; a weight that is whole is
+    compressed while the blocks are read.
+    """
+    compressible, compressed = _is_compressible(module), _Tensors()
+    if compressible and is_compressed_by_rows(module):
+        failure = None
+        try:
+            compressed = compress_rows(module)
+        except Exception as error:  # the other ranks wait for this one
+            failure = sendable(error, (prefix.rstrip("."), "weight"))
+        require_no_failure(gather_objects(failure))
+        keys = [key for key in keys if key != "weight"]
+    own = {key: gather_rows(value) for key, value in compressed.items()}
+    for key in keys:
+        value = full_weight(module) if key == "weight" else getattr(module, key)
+        assert isinstance(value, torch.Tensor)
+        own[key] = whole_tensor(value)
+    if compressed or get_scheme(module) is None:
+        return ((key, value, 0) for key, value in own.items())
+    own |= read_qparams(module)
+    if not compressible:
+        return ((key, value, 0) for key, value in own.items())
+    return _compressed(_with_matrix(module, own, module.quantization_scheme), module.quantization_scheme)
 
 
 # ---------------------------------------------------------------------- one module
 
 
-def _compressed(module: nn.Module, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return compress_entries(module, own | read_qparams(module), module.quantization_scheme)
-
-
-def compress_entries(
-    module: nn.Module, own: Mapping[str, torch.Tensor], scheme: QuantizationScheme
-) -> dict[str, torch.Tensor]:
+def compress_entries(module: nn.Module, own: Mapping[str, torch.Tensor], scheme: QuantizationScheme) -> _Tensors:
     """A module's own entries (weight, bias, quantization parameters, by their names there) as they are stored.
 
     The module says what its weight is as a matrix; nothing else of it is read.
     """
+    return _compress(_with_matrix(module, own, scheme), scheme)
+
+
+def _with_matrix(module: nn.Module, own: Mapping[str, torch.Tensor], scheme: QuantizationScheme) -> _Tensors:
+    if scheme.weights is None:
+        return dict(own)
+    matrix = to_matrix(module, own["weight"].detach())
+    assert matrix is not None  # checked before calibration
+    return {**own, "weight": matrix}
+
+
+def _compress(own: _Tensors, scheme: QuantizationScheme) -> _Tensors:
+    """As :func:`compress_entries`, of entries whose weight is a matrix, or rows of it."""
     entries = dict(own)
     if scheme.weights is not None:
-        rounded, matrix = entries.pop(ROUNDED, None), to_matrix(module, entries["weight"].detach())
-        assert matrix is not None  # checked before calibration
+        rounded = entries.pop(ROUNDED, None)
         if rounded is not None:  # in float32, in which they are rounded to themselves
-            matrix = dequantize(
+            entries["weight"] = dequantize(
                 rounded,
                 entries["weight_scale"],
                 entries.get("weight_zero_point"),
                 scheme.weights,
                 global_scale=entries.get("weight_global_scale"),
             )
-        entries["weight"] = matrix.contiguous()
+        entries["weight"] = entries["weight"].contiguous()
         entries = compressor_of(scheme).compress(entries, scheme)
     return {key: value.contiguous() for key, value in entries.items() if value is not None}
+
+
+def _compressed(own: _Tensors, scheme: QuantizationScheme) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """As :func:`_compress`, a block of rows at a time where they can be compressed apart: key, rows, first row."""
+    if scheme.weights is None or _packs_zero_points(scheme):
+        yield from ((key, value, 0) for key, value in _compress(own, scheme).items())
+        return
+    matrix, heights = own["weight"], _heights(scheme)
+    unit = heights["weight_scale"] or 1
+    step = max(unit, _AT_ONCE // max(1, matrix.shape[1]) // unit * unit)
+    for start in range(0, max(1, len(matrix)), step):
+        for key, value in _compress(_rows_of(own, start, min(start + step, len(matrix)), scheme), scheme).items():
+            height = heights.get(key)
+            if start == 0 or height:
+                yield key, value.new_tensor(matrix.shape) if key == "weight_shape" else value, start // (height or 1)
+
+
+def _heights(scheme: QuantizationScheme) -> dict[str, int]:
+    """How many rows of the matrix a row of each entry belongs to; 0: the entry has no rows."""
+    assert scheme.weights is not None
+    height = rows_per_scale(scheme.weights) or 0
+    return {"weight": 1, ROUNDED: 1, "weight_packed": 1, "weight_scale": height, "weight_zero_point": height}
+
+
+def _rows_of(entries: _Tensors, start: int, stop: int, scheme: QuantizationScheme) -> _Tensors:
+    """The entries of rows ``start`` to ``stop`` of the matrix."""
+    heights = _heights(scheme)
+    return {
+        key: value[start // height : -(-stop // height)] if (height := heights.get(key)) else value
+        for key, value in entries.items()
+    }
 
 
 def decompress_entries(
@@ -168,33 +279,13 @@ def compressor_of(scheme: QuantizationScheme) -> Any:
 # ---------------------------------------------------------------------- the rows of each rank
 
 
-def _compressed_rows(prefixes: Mapping[nn.Module, str]) -> dict[nn.Module, dict[str, torch.Tensor]]:
-    """Compress this rank's rows of every weight that can be compressed so.
-
-    Raises:
-        CalibrationError: on every rank alike, what went wrong on one.
-    """
-    compressed: dict[nn.Module, dict[str, torch.Tensor]] = {}
-    failure: CalibrationError | None = None
-    by_rows = [module for module in prefixes if is_compressed_by_rows(module)]
-    for module in by_rows:
-        try:
-            compressed[module] = compress_rows(module)
-        except Exception as error:  # the other ranks wait for this one
-            failure = sendable(error, (prefixes[module].rstrip("."), "weight"))
-            break
-    if by_rows:
-        require_no_failure(gather_objects(failure))
-    return compressed
-
-
 def is_compressed_by_rows(module: nn.Module) -> bool:
     """Whether each rank can compress its own rows of the weight. The answer is the same on every rank."""
     scheme = get_scheme(module)
     if scheme is None or scheme.weights is None or kind_of(module).stored_as is None:
         return False
-    rows, packs = place_of(module).rows, scheme.format == CompressionFormat.pack_quantized.value
-    if rows is None or (packs and not scheme.weights.symmetric):
+    rows = place_of(module).rows
+    if rows is None or _packs_zero_points(scheme):
         return False
     height = rows_per_scale(scheme.weights) or 1
     return not any(start % height for start, stop in rows if start < stop)
@@ -210,27 +301,24 @@ def compress_rows(module: nn.Module) -> dict[str, torch.Tensor]:
     scheme, weight, every = get_scheme(module), module.weight, place_of(module).rows
     assert isinstance(weight, DTensor)
     assert scheme is not None
-    assert scheme.weights is not None
     assert every is not None
-    rows, height = weight.to_local().detach(), rows_per_scale(scheme.weights) or 0
+    rows, heights = weight.to_local().detach(), _heights(scheme)
     start, _ = every[weight.device_mesh.get_local_rank()]
     # A rank without rows compresses a block of zeros, and keeps nothing of it: shapes and dtypes are then right.
     empty = len(rows) == 0
     if empty:
-        start, rows = 0, rows.new_zeros(max(1, height), *rows.shape[1:])
-    entries: dict[str, torch.Tensor] = {"weight": rows}
-    for name, value in read_qparams(module).items():
-        if name == ROUNDED:
-            entries[name] = rows if empty else value[start : start + len(rows)]
-            continue
-        has_rows = height > 0 and name in ("weight_scale", "weight_zero_point")
-        entries[name] = value[start // height : -(-(start + len(rows)) // height)] if has_rows else value
-    entries = compress_entries(module, entries, scheme)
+        start, rows = 0, rows.new_zeros(max(1, heights["weight_scale"]), *rows.shape[1:])
+    own = _rows_of(read_qparams(module), start, start + len(rows), scheme) | {"weight": rows}
+    if empty and ROUNDED in own:
+        own[ROUNDED] = rows
+    blocks: dict[str, list[torch.Tensor]] = {}
+    for name, value, _ in _compressed(own, scheme):
+        blocks.setdefault(name, []).append(value)
+    entries = {name: values[0] if len(values) == 1 else torch.cat(values) for name, values in blocks.items()}
     if "weight_shape" in entries:
         entries["weight_shape"] = entries["weight_shape"].new_tensor(weight.shape)
-    heights = {"weight": 1, "weight_packed": 1, "weight_scale": height, "weight_zero_point": height}
     return {
-        name: _sharded(value[:0] if empty else value, weight, heights[name]) if heights.get(name) else value
+        name: _sharded(value[:0] if empty else value, weight, height) if (height := heights.get(name)) else value
         for name, value in entries.items()
     }
 

@@ -1,7 +1,8 @@
 """Write a calibrated model as a compressed-tensors checkpoint.
 
 The live model is not touched (:mod:`lightning_obs.checkpoint.compress`). The folder appears under its final name only
-when it is complete (:mod:`lightning_obs.files.write`).
+when it is complete (:mod:`lightning_obs.files.write`). Its files are laid out before any weight is compressed, and each
+tensor is written to its place as soon as it is (:mod:`lightning_obs.files.tensors`): no file is held in memory.
 
 ``config.json`` says what is quantized and how, ``model.safetensors`` holds the tensors (:mod:`.compress`), also of what
 compressed-tensors' own readers do not know (convolutions...), which :func:`~lightning_obs.load_checkpoint` reads.
@@ -10,8 +11,8 @@ compressed-tensors' own readers do not know (convolutions...), which :func:`~lig
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Set
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Set
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,14 @@ import torch
 from compressed_tensors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 from compressed_tensors.utils.match import is_match, match_named_modules
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import distributed as dist
 from torch import nn
 
-from lightning_obs.checkpoint.compress import compressed_state_dict
-from lightning_obs.checkpoint.load import WEIGHTS_FILE
+from lightning_obs.checkpoint.compress import store, stored_layout
+from lightning_obs.checkpoint.stored_names import StoredNames
 from lightning_obs.engines.engine import ENGINES
-from lightning_obs.errors import CalibrationError, refuse, require_no_failure, warn
+from lightning_obs.errors import CalibrationError, refuse, require_no_failure, sendable, warn
+from lightning_obs.files.tensors import TensorWriter
 from lightning_obs.files.write import require_room, whole_folder
 from lightning_obs.forward.attention import marked_as_hooked
 from lightning_obs.model.checksums import require_ready
@@ -41,7 +41,12 @@ from lightning_obs.schemes.planned_modules import PlannedModule, find_misfits
 
 
 def export_checkpoint(
-    model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    overwrite: bool = False,
+    max_shard_size: int | str = "50GB",
 ) -> Path:
     """Write a calibrated model to ``folder`` in compressed-tensors' format.
 
@@ -51,8 +56,10 @@ def export_checkpoint(
         folder: written whole or not at all.
         tokenizer: saved beside the model (anything with ``save_pretrained``).
         overwrite: replace the checkpoint in ``folder``. What no export wrote is never deleted.
+        max_shard_size: bytes of one file of weights, or ``"5GB"``, as in transformers.
 
-    Adapters of LoRA are merged into what is written, one layer at a time; the model keeps them.
+    Weights are compressed and written a block of rows at a time, so it takes some tens of MB beside the model. Adapters
+    of LoRA are merged into what is written, one layer at a time; the model keeps them.
 
     If the model's weights are sharded over ranks, every rank must call this; rank 0 writes. Names are those of the
     model without wrappers of FSDP1.
@@ -69,10 +76,10 @@ def export_checkpoint(
     register_fsdp_units(model)
     model = unwrapped(model)
     with without_wrappers(model):
-        return _export(model, Path(folder), tokenizer, overwrite)
+        return _export(model, Path(folder), tokenizer, overwrite, max_shard_size)
 
 
-def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> Path:
+def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool, max_shard_size: int | str) -> Path:
     refuse(
         [n for n, m in calibrated_modules(model) if "weight" in vars(m)],  # a plain attribute, no parameter
         "the weight is computed from others (pruning, weight_norm) and cannot be stored",
@@ -87,19 +94,23 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool) -> 
     require_ready(model, merged_for="a checkpoint of sharded weights" if sharded else None)
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
         stack.enter_context(without_adapters(model))
-        partial = _open(stack, model, folder, overwrite, sharded)
-        tensors = compressed_state_dict(model, partial is not None)
+        partial, layout = _open(stack, model, folder, overwrite, sharded)
+        stored = StoredNames(model, layout)
         if partial is not None:
             if not sharded:
-                _warn_if_not_smaller(model, tensors)
-            require_room(partial, sum(value.nbytes for value in tensors.values()))
-            _write(model, partial, tensors, tokenizer)
+                _warn_if_not_smaller(model, layout)
+            require_room(partial, sum(value.nbytes for value in stored.files.values()))
+        _write_tensors(model, partial, stored, sharded, max_shard_size)
+        if partial is not None:
+            _write_config(model, partial, stored.files.keys(), tokenizer)
     return folder
 
 
-def _open(stack: ExitStack, model: nn.Module, folder: Path, overwrite: bool, sharded: bool) -> Path | None:
-    """What to write into, before any work, on the rank that writes; where ranks gather together, all fail with one."""
-    partial, failure = None, None
+def _open(
+    stack: ExitStack, model: nn.Module, folder: Path, overwrite: bool, sharded: bool
+) -> tuple[Path | None, dict[str, torch.Tensor]]:
+    """What to write into, on the rank that writes, and what; before any work. If one rank fails, all do."""
+    partial, layout, failure = None, dict[str, torch.Tensor](), None
     try:
         refuse(
             [
@@ -111,20 +122,19 @@ def _open(stack: ExitStack, model: nn.Module, folder: Path, overwrite: bool, sha
             "the quantization parameters are not those that the scheme asks for",
             remedy="calibrate again, with data.",
         )
+        layout = stored_layout(model)
         if not sharded or dist.get_rank() == 0:
             partial = stack.enter_context(whole_folder(folder, overwrite))
     except CalibrationError as error:
         failure = error
     require_no_failure(gather_objects(failure) if sharded else [failure])
-    return partial
+    return partial, layout
 
 
-def _warn_if_not_smaller(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    # Tied tensors are stored once.
-    stored, plain = (
-        sum({value.data_ptr() or name: value.nbytes for name, value in held.items()}.values())
-        for held in (tensors, {n: v for n, v in model.state_dict().items() if isinstance(v, torch.Tensor)})
-    )
+def _warn_if_not_smaller(model: nn.Module, layout: Mapping[str, torch.Tensor]) -> None:
+    again = {n for n, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    stored, plain = (sum(held[name].nbytes for name in held.keys() - again) for held in (layout, state))
     weighted = any((scheme := get_scheme(m)) is not None and scheme.weights for _, m in calibrated_modules(model))
     if weighted and stored >= plain:
         warn(
@@ -136,25 +146,42 @@ def _warn_if_not_smaller(model: nn.Module, tensors: Mapping[str, torch.Tensor]) 
 # ---------------------------------------------------------------------- tensors and config
 
 
-def _write(model: nn.Module, folder: Path, tensors: dict[str, torch.Tensor], tokenizer: Any) -> None:
+def _write_tensors(
+    model: nn.Module, partial: Path | None, stored: StoredNames, sharded: bool, max_shard_size: int | str
+) -> None:
+    """Write every tensor, on rank 0; every rank must call this. What goes wrong on one is raised on all."""
+    if partial is None:
+        failure = store(model, stored.entries, None)
+    else:
+        with closing(TensorWriter(partial, stored.files, max_shard_size)) as writer:
+
+            def put(name: str, rows: torch.Tensor, first: int) -> None:
+                stored.put(writer, name, rows, first, copy=sharded)
+
+            failure = store(model, stored.entries, put)
+            if failure is None:
+                stored.finish(writer)
+                writer.require_complete()
+    failures = [sendable(failure)] if failure is not None else [None]
+    if sharded:
+        failures = gather_objects(failures[0])
+    if failure is not None:
+        raise failure
+    require_no_failure(failures)
+
+
+def _write_config(model: nn.Module, folder: Path, tensors: Set[str], tokenizer: Any) -> None:
     queries = [module for _, module in calibrated_modules(model) if "q" in quantized_states(module)]
     with marked_as_hooked(model, queries) if queries else nullcontext():
         compressor = ModelCompressor.from_pretrained_model(model)
     config = compressor.quantization_config
     config.quantization_status = QuantizationStatus.COMPRESSED
     if is_transformers_model(model):
-        _save_pretrained(model, folder, tensors)
-    else:
-        save_file(_unshared(tensors), folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    _name_modules(config, model, {name for file in folder.glob("*.safetensors") for name in _tensor_names(file)})
+        _save_without_tensors(model, folder)
+    _name_modules(config, model, tensors)
     compressor.update_config(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
-
-
-def _tensor_names(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as tensors:
-        return list(tensors.keys())
 
 
 def _name_modules(config: QuantizationConfig, model: nn.Module, tensors: Set[str]) -> None:
@@ -195,25 +222,29 @@ def _name_modules(config: QuantizationConfig, model: nn.Module, tensors: Set[str
         config.config_groups[key] = group.model_copy(update={"targets": named})
 
 
-def _save_pretrained(model: Any, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    # A model that was itself loaded through a quantizer would ignore state_dict=, one with adapters would save these
-    # alone; here they are merged.
+def _save_without_tensors(model: Any, folder: Path) -> None:
+    """What transformers saves beside the tensors: configs, and the model's code if that is not its own."""
+    # A model that was itself loaded through a quantizer would save that one's config, one with adapters only these.
     aside = {key: vars(model).pop(key) for key in ("hf_quantizer", "_hf_peft_config_loaded") if key in vars(model)}
     config = vars(model.config).pop("quantization_config", None)
     try:
-        model.save_pretrained(str(folder), state_dict=tensors)
+        with _no_progress_bar():
+            model.save_pretrained(str(folder), state_dict={})
     finally:
         vars(model).update(aside)
         if config is not None:
             model.config.quantization_config = config
 
 
-def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """safetensors refuses tensors that share memory (tied weights): each name gets its own copy."""
-    seen: set[int] = set()
-    result = {}
-    for name, value in tensors.items():
-        storage = value.untyped_storage().data_ptr()
-        result[name] = value.clone().contiguous() if storage in seen else value.contiguous()
-        seen.add(storage)
-    return result
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Transformers would show the bar of writing no tensors."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

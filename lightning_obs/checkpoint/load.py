@@ -7,12 +7,12 @@ transformers loads its own models; this is for every other module, and for what 
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 from compressed_tensors.utils.match import match_named_modules, match_targets
-from safetensors.torch import load_file
 from torch import nn
 
 from lightning_obs.checkpoint.compress import compress_entries, decompress_entries
@@ -20,6 +20,7 @@ from lightning_obs.checkpoint.patterns import refuse_slow_patterns
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.contents import refuse_damage
 from lightning_obs.files.read import naming, read_json
+from lightning_obs.files.tensors import WEIGHTS_FILE, TensorReader
 from lightning_obs.files.write import settle_dead
 from lightning_obs.forward.quantized_forward import quantize_for_good
 from lightning_obs.model.checksums import remember
@@ -28,7 +29,6 @@ from lightning_obs.model.wrappers import unwrapped
 from lightning_obs.schemes.build_plan import is_meant
 from lightning_obs.schemes.planned_modules import PlannedModule, expected_shapes, find_misfits
 
-WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 
 _REMEDY = "give the folder that export_checkpoint wrote for a plain module, or copy or export it again."
@@ -63,7 +63,8 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
         config = None if raw is None else QuantizationConfig.model_validate(raw)
         targets = [] if config is None else _compressed_targets(model, config)
     with naming(folder / WEIGHTS_FILE, remedy=_REMEDY):
-        state = load_file(folder / WEIGHTS_FILE)
+        with closing(TensorReader(folder)) as tensors:
+            state = {name: tensors.read(name) for name in tensors}
         stored = {target.name: _decompressed(target, state, folder) for target in targets}
     _refuse_misfits([m for target in targets for m in find_misfits(target, stored[target.name])], folder)
     _require_fit(model, state, folder)

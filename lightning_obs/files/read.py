@@ -12,8 +12,12 @@ from typing import Any
 from lightning_obs.errors import CalibrationError
 
 
-def read_json(path: str | os.PathLike[str], *, expected: str | None = None, remedy: str | None = None) -> Any:
+def read_json(
+    path: str | os.PathLike[str], *, expected: str | None = None, remedy: str | None = None, unique: bool = False
+) -> Any:
     """The JSON object in a file; what the file is expected to be, and the remedy, are for the error.
+
+    ``unique``: no object in it may have a key twice, of which JSON takes the last.
 
     Raises:
         CalibrationError: the file does not exist, is not valid JSON (cut off, not UTF-8, nested too deep), or holds no
@@ -21,12 +25,19 @@ def read_json(path: str | os.PathLike[str], *, expected: str | None = None, reme
     """
     with naming(path, expected=expected, remedy=remedy):
         try:
-            value = json.loads(Path(path).read_bytes())
+            value = json.loads(Path(path).read_bytes(), object_pairs_hook=_unique if unique else None)
         except FileNotFoundError as error:
             raise CalibrationError(f"{os.fspath(path)} does not exist", expected=expected, remedy=remedy) from error
         if not isinstance(value, dict):
             raise TypeError(f"a JSON object is expected, not {type(value).__name__}")
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if twice := sorted({key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else ()):
+        raise ValueError(f"{twice[0]} stands there twice")
+    return dict(pairs)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, GPT2Conf
 from transformers.pytorch_utils import Conv1D
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, load_checkpoint, quantized
-from lightning_obs.checkpoint import export
+from lightning_obs.files.tensors import TensorWriter
 from lightning_obs.model.qparams import read_qparams
 from tests.versions import dequantizes_activations_too
 
@@ -453,11 +453,10 @@ def test_a_full_disk_leaves_no_half_checkpoint(mlp, tmp_path, monkeypatch, exist
     if existing:
         export_checkpoint(mlp, tmp_path / "out")
 
-    def full(tensors, path, metadata=None):
-        path.write_bytes(b"half")
+    def full(writer, name, rows, first=0):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(export, "save_file", full)
+    monkeypatch.setattr(TensorWriter, "write", full)
     with pytest.raises(CalibrationError, match=r"out cannot be written. Got .*No space left"):
         export_checkpoint(mlp, tmp_path / "out", overwrite=True)
     monkeypatch.undo()
@@ -474,19 +473,32 @@ def test_a_killed_export_leaves_nothing_under_the_final_name(tmp_path):
 import os, signal, torch
 from torch import nn
 from lightning_obs import CalibrationSession, export_checkpoint
-from lightning_obs.checkpoint import export
+from lightning_obs.files.tensors import TensorWriter
 model = nn.Sequential(nn.Linear(4, 4))
 with CalibrationSession(model, "W8A8"):
     pass
-write = export.save_file
-def kill(tensors, path, metadata=None):
-    write(tensors, path, metadata)
+write = TensorWriter.write
+def kill(*rows):
+    write(*rows)
     os.kill(os.getpid(), signal.SIGKILL)
-export.save_file = kill
+TensorWriter.write = kill
 export_checkpoint(model, {str(tmp_path / "out")!r})
 """
     assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == -9
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("max_shard_size", [100, "1KB"])
+def test_a_module_comes_back_from_several_files(mlp, tmp_path, max_shard_size):
+    with CalibrationSession(mlp, "W8A8"):
+        pass
+    out = export_checkpoint(mlp, tmp_path / "out", max_shard_size=max_shard_size)
+    assert len(list(out.glob("*.safetensors"))) > 1
+    one, other = (
+        load_checkpoint(type(mlp)(), out),
+        load_checkpoint(type(mlp)(), export_checkpoint(mlp, tmp_path / "one")),
+    )
+    assert all(value.equal(other.state_dict()[name]) for name, value in one.state_dict().items())
 
 
 # ---------------------------------------------------------------------- loading what does not fit

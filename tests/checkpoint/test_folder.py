@@ -155,7 +155,7 @@ def test_a_place_that_cannot_take_it_is_named_before_the_work(model, tmp_path, m
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "file").write_text("")
     monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr("lightning_obs.checkpoint.export.compressed_state_dict", None)
+    monkeypatch.setattr("lightning_obs.checkpoint.export.store", None)
     with pytest.raises(CalibrationError, match=message):
         export_checkpoint(model, folder, overwrite=overwrite)
     assert names(tmp_path) == ["work", "work/file"]
@@ -167,7 +167,7 @@ def test_a_name_as_long_as_names_can_be(model, tmp_path):
 
 def test_a_disk_without_room_is_named_before_anything_is_written(model, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
-    monkeypatch.setattr("lightning_obs.checkpoint.export.save_file", None)
+    monkeypatch.setattr("lightning_obs.checkpoint.export.TensorWriter", None)
     with pytest.raises(CalibrationError, match=r"out cannot be written. Got .*10 bytes are free"):
         export_checkpoint(model, tmp_path / "out")
     assert not names(tmp_path)

@@ -1,0 +1,176 @@
+"""Peak memory and CPU time of calibrating and exporting a model, by the way it is done.
+
+    python benchmarks/memory.py                             # every row, on a random Llama of 1.1B parameters (2.2 GB)
+    python benchmarks/memory.py --size tiny                 # of a few MB, in seconds
+    python benchmarks/memory.py "export W4A16" "export FP8_DYNAMIC" --scratch /data
+
+The model is made in a scratch folder once (bfloat16, files of 500 MB) and kept there. Each row is a process of its own,
+on one thread. Memory is above what the process has when the row begins: after imports, and where a row exports a model
+that is in memory, with that model. ``resident`` is the peak of resident memory, mapped files included, ``anonymous``
+that of memory that no file backs, sampled every 4 ms.
+
+Exit code 1 if a row takes more than its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from lightning_obs import CalibrationSession, export_checkpoint
+from lightning_obs.files.tensors import give_back_freed
+from lightning_obs.numerics.kernels import launch  # noqa: F401  (numba counts as an import)
+
+SIZES = {
+    "big": {"hidden_size": 2048, "num_hidden_layers": 22, "intermediate_size": 5632, "vocab_size": 32000},
+    "tiny": {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 512, "vocab_size": 1024},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to be measured: a generator that yields where the measurement begins.
+
+    Attributes:
+        limit: MB of resident memory that the big model may take.
+    """
+
+    run: Callable[[Path, Path], Iterator[None]]
+    limit: float | None = None
+
+
+def in_memory(scheme: str, weight: str | None = None, export_alone: bool = False) -> Callable[..., Iterator[None]]:
+    """Load, calibrate, export; ``export_alone``: only the export is measured, of a model that no file backs."""
+
+    def run(folder: Path, out: Path) -> Iterator[None]:
+        if not export_alone:
+            yield
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+        if export_alone:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+        with CalibrationSession(model, scheme, ignore=["lm_head"], observers=weight and {"weight": weight}):
+            pass
+        if export_alone:
+            yield
+        export_checkpoint(model, out)
+
+    return run
+
+
+ROWS = {
+    **{
+        f"export {scheme}": Row(in_memory(scheme, export_alone=True), limit=100)
+        for scheme in ("W4A16", "FP8_DYNAMIC", "NVFP4A16")
+    },
+    "in memory W4A16 minmax": Row(in_memory("W4A16", "memoryless_minmax")),
+    "in memory W4A16 mse": Row(in_memory("W4A16", "memoryless_mse")),
+    "in memory FP8_DYNAMIC": Row(in_memory("FP8_DYNAMIC")),
+    "in memory NVFP4A16": Row(in_memory("NVFP4A16")),
+}
+
+
+def make_model(scratch: Path, size: str) -> Path:
+    folder = scratch / f"llama-{size}"
+    if not folder.is_dir():
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.bfloat16)
+        heads = {"num_attention_heads": 32, "num_key_value_heads": 4} if size == "big" else {"num_attention_heads": 8}
+        model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=2048, **SIZES[size], **heads))
+        model.save_pretrained(f"{folder}.part", max_shard_size="500MB" if size == "big" else "1MB")
+        os.rename(f"{folder}.part", folder)
+    return folder
+
+
+def status() -> dict[str, float]:
+    """MB of each kind of memory of this process."""
+    text = Path("/proc/self/status").read_text()
+    return {name: int(kb) * 1024 / 1e6 for name, kb in re.findall(r"(Vm\w+|Rss\w+):\s+(\d+) kB", text)}
+
+
+class Sampler(threading.Thread):
+    """The largest anonymous memory since it was started."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak = 0.0
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.peak = max(self.peak, status()["RssAnon"])
+            time.sleep(0.004)
+
+
+def measure(name: str, folder: Path) -> dict[str, float]:
+    """Run a row in this process."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    # Beside the model, so that a scratch folder in memory counts for neither.
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        run = ROWS[name].run(folder, Path(scratch) / "out")
+        next(run)
+        give_back_freed()  # memory that calibration has freed is there for the export to take
+        before, cpu, wall = status(), time.process_time(), time.perf_counter()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        sampler = Sampler()
+        next(run, None)
+        after = status()
+        return {
+            "resident": after["VmHWM"] - before["VmRSS"],
+            "anonymous": max(sampler.peak, after["RssAnon"]) - before["RssAnon"],
+            "cpu": time.process_time() - cpu,
+            "wall": time.perf_counter() - wall,
+            "written": sum(path.stat().st_size for path in Path(scratch).rglob("*")) / 1e6,
+        }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS))
+    parser.add_argument("--size", choices=SIZES, default="big")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "lightning_obs_memory")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measure(options.measure, options.scratch)))
+        return 0
+    if unknown := [row for row in options.rows if row not in ROWS]:
+        parser.error(f"unknown row: {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    options.scratch.mkdir(parents=True, exist_ok=True)
+    folder, failed = make_model(options.scratch, options.size), False
+    table = Table("row", *(f"{name} [{unit}]" for name, unit in UNITS.items()), "limit [MB]")
+    for name in options.rows or ROWS:
+        command = [sys.executable, "-W", "ignore", __file__, "--measure", name, "--scratch", str(folder)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found, limit = json.loads(done.stdout.strip().splitlines()[-1]), ROWS[name].limit
+        failed |= limit is not None and options.size == "big" and found["resident"] > limit
+        table.add_row(name, *(f"{found[key]:,.1f}" for key in UNITS), "" if limit is None else f"{limit:g}")
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    return int(failed)
+
+
+UNITS = {"resident": "MB", "anonymous": "MB", "cpu": "s", "wall": "s", "written": "MB"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""Safetensors files by position: what a header says is known before, and each tensor is read and written by itself.
+
+safetensors writes a file from all of its tensors at once, and maps a whole file to read it; mapped pages count as
+resident memory. Here a file begins as its header (shapes and dtypes are known from arithmetic), and tensors, or rows of
+them, are written to their places in any order. Reading takes a tensor, or one item of its first dimension, into memory
+of its own. Nothing else of a file is held.
+
+The format: 8 bytes, the length of the header; the header, JSON, ``{name: {dtype, shape, data_offsets}}``; the tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import _TYPES
+
+from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.files.read import naming, read_json
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+
+_DTYPES: dict[str, torch.dtype] = {**_TYPES, "F8_E8M0": torch.float8_e8m0fnu}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+#: bytes that are read or written at once
+_BLOCK = 1 << 24
+#: bytes after which freed memory is given back to the system
+_TRIMMED = 1 << 26
+_DAMAGED = "download or copy the checkpoint again."
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one tensor lies: an open file, the first byte, and what the bytes are."""
+
+    file: int
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def size(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class TensorWriter:
+    """The weight files of a checkpoint, in ``folder``: headers, and an index where there are several files.
+
+    Args:
+        layout: a meta tensor for each name, in the order in which they are dealt to files.
+        max_shard_size: bytes of one file, or ``"5GB"``; a larger tensor has a file of its own.
+    """
+
+    def __init__(self, folder: Path, layout: Mapping[str, torch.Tensor], max_shard_size: int | str) -> None:
+        try:
+            split = split_torch_state_dict_into_shards(dict(layout), max_shard_size=max_shard_size)
+        except (ValueError, TypeError) as error:
+            expected = "a number of bytes, or '5GB'"
+            raise CalibrationError("max_shard_size", got=repr(max_shard_size), expected=expected) from error
+        self._places: dict[str, _Place] = {}
+        self._files: list[int] = []
+        #: bytes of each tensor that are not written yet
+        self._left = {name: tensor.nbytes for name, tensor in layout.items()}
+        self._untrimmed = 0
+        try:
+            for file, names in (split.filename_to_tensors or {WEIGHTS_FILE: []}).items():
+                self._begin(folder / file, {name: layout[name] for name in names})
+        except BaseException:
+            self.close()
+            raise
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def _begin(self, path: Path, layout: Mapping[str, torch.Tensor]) -> None:
+        """Write the header: widest elements first, so that every tensor is aligned to its own."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        file, end = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), 0
+        self._files.append(file)
+        for name in sorted(layout, key=lambda name: (-layout[name].itemsize, _CODES[layout[name].dtype], name)):
+            tensor = layout[name]
+            code, offsets = _CODES[tensor.dtype], [end, end + tensor.nbytes]
+            header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": offsets}
+            self._places[name] = _Place(file, end, tensor.dtype, tensor.shape)
+            end += tensor.nbytes
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        _write_all(file, memoryview(struct.pack("<Q", len(text)) + text), 0)
+        os.truncate(file, 8 + len(text) + end)
+        for name in layout:
+            place = self._places[name]
+            self._places[name] = _Place(file, 8 + len(text) + place.start, place.dtype, place.shape)
+
+    def write(self, name: str, rows: torch.Tensor, first: int = 0) -> None:
+        """Write a tensor, or rows of it from ``first`` on, to its place."""
+        place, size = self._places[name], rows.numel() * rows.itemsize
+        if rows.dtype != place.dtype or rows.shape[1:] != place.shape[1:] or size > self._left[name]:
+            raise CalibrationError(
+                "a tensor is not what its header says",
+                where=[name],
+                got=f"{rows.dtype} {tuple(rows.shape)}",
+                expected=f"{place.dtype} {tuple(place.shape)}",
+            )
+        rows = rows.detach().cpu().contiguous()
+        data = _bytes_of(rows)
+        start = place.start + (first * (place.size // place.shape[0]) if first else 0)
+        for done in range(0, size, _BLOCK):
+            _write_all(place.file, data[done : done + _BLOCK], start + done)
+        self._left[name] -= size
+        self._untrimmed += size
+        if self._untrimmed > _TRIMMED:
+            give_back_freed()
+            self._untrimmed = 0
+
+    def require_complete(self) -> None:
+        """Refuse files that lack tensors."""
+        refuse([name for name, left in self._left.items() if left], "tensors of the checkpoint were not written")
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            os.close(file)
+        self._files = []
+        give_back_freed()
+
+
+class TensorReader:
+    """The tensors of a folder of safetensors files, by name. Headers are read, and checked against file sizes.
+
+    Raises:
+        CalibrationError: there are no safetensors files; an index that names a tensor twice, or a file that is not in
+            the folder; a file that is missing, cut off, or holds other tensors than the index says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._places: dict[str, _Place] = {}
+        self._files: list[int] = []
+        #: names of the files that hold the tensors, and of their index
+        self.files = [WEIGHTS_FILE]
+        index = {}
+        try:
+            if (folder / INDEX_FILE).exists():
+                index = _read_index(folder)
+                self.files = sorted(set(index.values()))
+            for file in self.files:
+                expected = {name for name, its in index.items() if its == file}
+                self._open(folder / file, expected or None)
+        except BaseException:
+            self.close()
+            raise
+        if index:
+            self.files.append(INDEX_FILE)
+
+    def _open(self, path: Path, expected: set[str] | None) -> None:
+        if not path.is_file():
+            raise CalibrationError(
+                f"{path} is missing",
+                expected="weights in safetensors files, named by model.safetensors.index.json if there are several",
+                remedy=_DAMAGED,
+            )
+        with naming(path, remedy=_DAMAGED):
+            file = os.open(path, os.O_RDONLY)
+            self._files.append(file)
+            size = os.fstat(file).st_size
+            (length,) = struct.unpack("<Q", os.pread(file, 8, 0))
+            if 8 + length > size:
+                raise CalibrationError(f"{path} is cut off", got=f"{size:,} bytes", remedy=_DAMAGED)
+            header = json.loads(os.pread(file, length, 8))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                start, stop = entry["data_offsets"]
+                place = _Place(file, 8 + length + start, _DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
+                if start < 0 or stop - start != place.size:
+                    raise ValueError(f"{name} has {stop - start} bytes and shape {entry['shape']}")
+                if 8 + length + stop > size:
+                    bytes_ = f"{size:,} bytes, {name} ends at {8 + length + stop:,}"
+                    raise CalibrationError(f"{path} is cut off", got=bytes_, remedy=_DAMAGED)
+                self._places[name] = place
+        refuse(
+            sorted(header.keys() ^ expected) if expected is not None else [],
+            f"{path} and {INDEX_FILE} disagree on its tensors",
+            remedy=_DAMAGED,
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def meta(self, name: str) -> torch.Tensor:
+        """A tensor's shape and dtype."""
+        return torch.empty(self._places[name].shape, dtype=self._places[name].dtype, device="meta")
+
+    def read(self, name: str, item: int | None = None) -> torch.Tensor:
+        """A tensor, or one item ``(1, ...)`` of its first dimension, in memory of its own."""
+        place = self._places[name]
+        shape = place.shape if item is None else torch.Size((1, *place.shape[1:]))
+        size = shape.numel() * place.dtype.itemsize
+        data = torch.empty(size, dtype=torch.uint8)
+        view, start = _bytes_of(data), place.start + (item or 0) * size
+        for done in range(0, size, _BLOCK):
+            _read_all(place.file, view[done : done + _BLOCK], start + done)
+        return data.view(place.dtype).view(shape)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            os.close(file)
+        self._files = []
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """The index's file of each tensor."""
+    path = folder / INDEX_FILE
+    found = read_json(path, remedy=_DAMAGED, unique=True)
+    with naming(path, remedy=_DAMAGED):
+        files = dict(found["weight_map"])
+        refuse(
+            sorted(str(file) for file in set(files.values()) if Path(file).name != file or file in ("", ".", "..")),
+            f"{path} names files that are not in its folder",
+            remedy=_DAMAGED,
+        )
+    return files
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor, which must outlive it. (FSDP1 cannot free what was once given to numpy.)"""
+    size = tensor.numel() * tensor.itemsize
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
+
+
+def _write_all(file: int, data: memoryview, start: int) -> None:
+    while data:
+        done = os.pwrite(file, data, start)
+        data, start = data[done:], start + done
+
+
+def _read_all(file: int, data: memoryview, start: int) -> None:
+    while data:
+        done = os.preadv(file, [data], start)
+        if not done:
+            raise CalibrationError("a safetensors file has become shorter while it was read", remedy=_DAMAGED)
+        data, start = data[done:], start + done
+
+
+def give_back_freed() -> None:
+    """Let glibc return freed memory to the system: between tensors of many sizes it keeps most of it."""
+    if sys.platform.startswith("linux"):
+        with suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
