@@ -18,7 +18,7 @@ model, tokenizer = load_causal_lm(options.model)
 # Groups of 64: they divide the 576 columns of the default model, the preset's 128 do not.
 w4a16 = {"weights": {"num_bits": 4, "type": "int", "group_size": 64}}
 
-with CalibrationSession(model, w4a16, ignore=["lm_head"]) as session:
+with CalibrationSession(model, w4a16) as session:
     pass  # nothing to observe but the weights
 
 print(f"{session.result.scheme}: {len(session.result.modules)} modules in {session.result.seconds:.1f} s")

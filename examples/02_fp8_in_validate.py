@@ -32,7 +32,7 @@ module = LanguageModel()
 text = "Lightning already runs the user's data through the user's model. Calibration only has to watch. " * 20
 ids = torch.tensor(module.tokenizer(text).input_ids)[: 8 * 32].view(8, 32)
 
-calibration = CalibrationCallback("FP8", ignore=["lm_head"])
+calibration = CalibrationCallback("FP8")
 trainer = L.Trainer(callbacks=[calibration], logger=False, enable_checkpointing=False, accelerator="cpu")
 trainer.validate(module, DataLoader(ids, batch_size=2))
 calibration.export(options.out)

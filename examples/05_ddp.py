@@ -33,7 +33,7 @@ def main() -> None:
     text = "Lightning already runs the user's data through the user's model. Calibration only has to watch. " * 20
     ids = torch.tensor(module.tokenizer(text).input_ids)[: 7 * 32].view(7, 32)  # 2 does not divide 7: told, and exact
 
-    calibration = CalibrationCallback("INT8_STATIC", ignore=["lm_head"], observers={"input": "histogram"})
+    calibration = CalibrationCallback("INT8_STATIC", observers={"input": "histogram"})
     trainer = L.Trainer(
         strategy="ddp", devices=2, accelerator="cpu", callbacks=[calibration], logger=False, enable_checkpointing=False
     )

@@ -42,7 +42,7 @@ def main() -> None:
     text = "Lightning already runs the user's data through the user's model. Calibration only has to watch. " * 20
     ids = torch.tensor(module.tokenizer(text).input_ids)[: 8 * 32].view(8, 32)
 
-    calibration = CalibrationCallback("FP8", ignore=["lm_head"], observers={"weight": "memoryless_mse"})
+    calibration = CalibrationCallback("FP8", observers={"weight": "memoryless_mse"})
     trainer = L.Trainer(
         strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
         devices=2,

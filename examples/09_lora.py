@@ -65,7 +65,7 @@ trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
 full = perplexity(module)
 
 # Names are those of the merged model. 4-bit weights need no data: the first validation measures already.
-callback = QuantizationAwareTraining(W4A16, ignore=["lm_head"], distill=1.0)
+callback = QuantizationAwareTraining(W4A16, distill=1.0)
 calibrated = perplexity(module, callback)
 
 trainer(callback, max_steps=options.steps, gradient_clip_val=1.0).fit(module, data.train_dataloader())

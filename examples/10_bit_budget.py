@@ -28,7 +28,7 @@ candidates = {
     "int4": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}},
     "int8": {"weights": {"num_bits": 8, "strategy": "channel"}},
 }
-measured = sensitivity(model, batches, candidates, ignore=["lm_head"])  # one forward and one backward a batch
+measured = sensitivity(model, batches, candidates)  # one forward and one backward a batch
 print_report(frontier_table(frontier(measured, points=6)))
 
 plan = choose_schemes(measured, budget=options.bits)

@@ -32,7 +32,7 @@ QUESTIONS = [
 ]
 
 model, tokenizer = load_causal_lm(options.model)
-with CalibrationSession(model, options.scheme, ignore=["lm_head"]):
+with CalibrationSession(model, options.scheme):
     pass
 
 with tempfile.TemporaryDirectory() as folder:

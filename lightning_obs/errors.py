@@ -90,12 +90,22 @@ def refuse_unknown(given: Iterable[str], known: Collection[str]) -> None:
     Traceback (most recent call last):
     lightning_obs.errors.CalibrationError: unknown option: export_dir (did you mean `export_folder`?).
     """
-    nearest = {name: get_close_matches(name, known, 1) for name in given if name not in known}
+    hints = {name: likely(name, known) for name in given if name not in known}
     refuse(
-        [f"{name} (did you mean `{near[0]}`?)" if near else name for name, near in nearest.items()],
+        [name + hint for name, hint in hints.items()],
         "unknown option",
-        expected=None if all(nearest.values()) else f"some of {', '.join(sorted(known))}",
+        expected=None if all(hints.values()) else f"some of {', '.join(sorted(known))}",
     )
+
+
+def likely(name: str, known: Iterable[str]) -> str:
+    """What to add to a wrong name: the known one that is nearest to it, if one is near.
+
+    >>> "unknown observer minmx" + likely("minmx", ["minmax", "mse"])
+    'unknown observer minmx (did you mean `minmax`?)'
+    """
+    near = get_close_matches(name, list(known), 1)
+    return f" (did you mean `{near[0]}`?)" if near else ""
 
 
 def key_text(key: tuple[str, str], rank: int | None = None, more: str = "") -> str:

@@ -6,20 +6,37 @@ an error of the constructor, not of the end of an epoch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from inspect import signature
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from inspect import Parameter, signature
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from compressed_tensors.quantization import QuantizationConfig
+from typing_extensions import TypedDict, Unpack
 
 from lightning_obs.engines.engine import Engine, engine_of
-from lightning_obs.errors import CalibrationError, refuse_unknown
+from lightning_obs.errors import CalibrationError, likely, refuse_unknown
 from lightning_obs.schemes.attention_states import KVCacheLike
 from lightning_obs.schemes.config import ObserversLike, SchemeLike, label, resolve_config
 from lightning_obs.schemes.planned_modules import check_own_sets
 
 OnMissing: TypeAlias = Literal["error", "warn", "siblings"]
+_Taker = TypeVar("_Taker", bound=Callable[..., Any])
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The fields of :class:`CalibrationOptions` for type checkers and editors, of whatever takes ``**options``."""
+
+    targets: str | Sequence[str] | None
+    ignore: str | Sequence[str]
+    observers: ObserversLike | Literal["auto"]
+    kv_cache: KVCacheLike
+    on_missing: OnMissing
+    reload: str
+    calibrate_all_experts: bool
+    fused_sets: Sequence[Sequence[str]]
+    join_fused_scales: bool
+    rounding: str | Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -31,7 +48,8 @@ class CalibrationOptions:
             (:func:`~lightning_obs.schemes.config.resolve_config`). None with ``kv_cache``, for the cache alone.
         targets: what to quantize where the scheme does not say (default: every Linear).
         ignore: modules to leave alone: names, class names, ``re:`` patterns. Names are those inside the calibrated
-            module: ``"lm_head"``, not ``"model.lm_head"``, where a LightningModule's ``model`` is of transformers.
+            module: ``"lm_head"``, not ``"model.lm_head"``, where a LightningModule's ``model`` is of transformers. A
+            Linear that shares the weight of an Embedding is left out unless a target names it.
         observers: observer per base name (weight, input, output; q, k, v):
             ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``. ``"auto"`` is for
             :class:`~lightning_obs.CalibrationCallback`, which chooses.
@@ -68,9 +86,9 @@ class CalibrationOptions:
     Examples:
         >>> CalibrationOptions("FP8", ignore="lm_head").label
         'FP8'
-        >>> CalibrationOptions("FP8", on_missing="wran")
+        >>> CalibrationOptions("FP8", on_missing="stop")
         Traceback (most recent call last):
-        lightning_obs.errors.CalibrationError: on_missing. Got 'wran', expected 'error', 'warn', 'siblings'.
+        lightning_obs.errors.CalibrationError: on_missing. Got 'stop', expected 'error', 'warn', 'siblings'.
     """
 
     scheme: SchemeLike | None
@@ -88,12 +106,13 @@ class CalibrationOptions:
     config: QuantizationConfig = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in self.names():
+        for name in ("scheme", *self.names(type(self))):
             value = _plain(getattr(self, name))
             is_one = name in ("targets", "ignore") and isinstance(value, str)
             object.__setattr__(self, name, [value] if is_one else value)
         if self.on_missing not in (choices := get_args(OnMissing)):
-            raise CalibrationError("on_missing", got=repr(self.on_missing), expected=", ".join(map(repr, choices)))
+            got = repr(self.on_missing) + likely(str(self.on_missing), choices)
+            raise CalibrationError("on_missing", got=got, expected=", ".join(map(repr, choices)))
         engine_of(self.reload)
         object.__setattr__(self, "rounding", _rounding(self.rounding))
         check_own_sets(self.fused_sets)
@@ -103,17 +122,19 @@ class CalibrationOptions:
         object.__setattr__(self, "config", config)
 
     @classmethod
-    def of(cls, scheme: SchemeLike | CalibrationOptions | None, **changes: Any) -> CalibrationOptions:
+    def of(
+        cls, scheme: SchemeLike | CalibrationOptions | None, **changes: Unpack[OptionKeywords]
+    ) -> CalibrationOptions:
         """These options, from a scheme and fields, or from options and the fields that differ."""
-        refuse_unknown(changes, cls.names())
+        refuse_unknown(changes, cls.names(cls))
         return replace(scheme, **changes) if isinstance(scheme, CalibrationOptions) else cls(scheme, **changes)
 
-    @classmethod
-    def names(cls, owner: type = object) -> list[str]:
-        """Names of the fields that can be given, and of the keyword arguments of a class that takes these fields."""
+    @staticmethod
+    def names(owner: type) -> list[str]:
+        """Keyword arguments of the constructors of a class and its bases."""
         constructors = [vars(each)["__init__"] for each in owner.__mro__ if "__init__" in vars(each)]
-        own = [p.name for init in constructors for p in signature(init).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        return [*own, *(one.name for one in fields(cls) if one.init)]
+        given = (p for constructor in constructors for p in signature(constructor).parameters.values())
+        return [p.name for p in given if p.kind is Parameter.KEYWORD_ONLY]
 
     @property
     def label(self) -> str:
@@ -134,6 +155,22 @@ class CalibrationOptions:
     def engine(self) -> Engine:
         """The engine that the checkpoint is for."""
         return engine_of(self.reload)
+
+
+def takes_keywords_of(source: Callable[..., Any]) -> Callable[[_Taker], _Taker]:
+    """Show the keyword arguments of ``source``, with their defaults, in the signature of what takes ``**options``.
+
+    ``help``, notebooks and LightningCLI read it there; type checkers and editors read the ``Unpack`` annotation.
+    """
+
+    def decorated(taker: _Taker) -> _Taker:
+        own = signature(taker, eval_str=True)
+        written = [p for p in own.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        others = [p for p in signature(source, eval_str=True).parameters.values() if p.kind is Parameter.KEYWORD_ONLY]
+        taker.__signature__ = own.replace(parameters=[*written, *others])  # type: ignore[attr-defined]
+        return taker
+
+    return decorated
 
 
 def _plain(value: Any) -> Any:

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
+from typing_extensions import Unpack
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.finalize import finalize
 from lightning_obs.calibration.hooks import HESSIAN, RANGE, ObserverHooks, Read
-from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
 from lightning_obs.calibration.token_mask import PADDING, require_mask
@@ -97,6 +98,7 @@ class CalibrationSession:
         (['0'], torch.Size([1]))
     """
 
+    @takes_keywords_of(CalibrationOptions)
     def __init__(
         self,
         model: nn.Module,
@@ -104,7 +106,7 @@ class CalibrationSession:
         *,
         token_mask: str | None = None,
         collectives: Collectives | None = None,
-        **options: Any,
+        **options: Unpack[OptionKeywords],
     ) -> None:
         refuse_unknown(options, CalibrationOptions.names(CalibrationSession))
         self.options = CalibrationOptions.of(scheme, **options)

@@ -15,9 +15,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.saved_state import changed_options, require_whole
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import PADDING, find_mask
@@ -28,6 +28,17 @@ from lightning_obs.errors import name_list, refuse_unknown, warn
 from lightning_obs.model.checksums import refuse_unmerged
 from lightning_obs.model.weight import in_shards, register_fsdp_units, reshard
 from lightning_obs.schemes.config import SchemeLike
+
+
+class SessionKeywords(OptionKeywords, total=False):
+    """The options of both callbacks, for type checkers and editors."""
+
+    module: str | None
+    export_folder: str | os.PathLike[str] | None
+    export_overwrite: bool
+    sanity_check: bool
+    token_mask: str | Callable[[Any], torch.Tensor] | None
+    log: bool | None
 
 
 class SessionCallback(Results):
@@ -53,6 +64,7 @@ class SessionCallback(Results):
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``targets``, ``ignore``, ``observers``...
     """
 
+    @takes_keywords_of(CalibrationOptions)
     def __init__(
         self,
         scheme: SchemeLike | CalibrationOptions | None,
@@ -63,7 +75,7 @@ class SessionCallback(Results):
         sanity_check: bool = False,
         token_mask: str | Callable[[Any], torch.Tensor] | None = None,
         log: bool | None = None,
-        **options: Any,
+        **options: Unpack[OptionKeywords],
     ) -> None:
         super().__init__(export_folder, export_overwrite, log)
         refuse_unknown(options, CalibrationOptions.names(type(self)))

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
 from lightning_obs.calibration.saved_state import sealed
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.auto_observers import AutoObservers
-from lightning_obs.callbacks.base import SessionCallback, validation_loaders
+from lightning_obs.callbacks.base import SessionCallback, SessionKeywords, validation_loaders
 from lightning_obs.callbacks.quantized_validation import QuantizedValidation, require_batches
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.callbacks.which_module import find_module
@@ -71,6 +71,7 @@ class CalibrationCallback(SessionCallback):
             at a batch without its token mask; at the epoch's end for missing data or values that are not finite.
     """
 
+    @takes_keywords_of(SessionCallback)
     def __init__(
         self,
         scheme: SchemeLike | CalibrationOptions | None,
@@ -80,7 +81,7 @@ class CalibrationCallback(SessionCallback):
         max_batches: int | None = None,
         dataloaders: int | str | Sequence[int | str] | None = None,
         show: bool = True,
-        **options: Any,
+        **options: Unpack[SessionKeywords],
     ) -> None:
         if is_auto := options.get("observers") == "auto":
             options["observers"] = None

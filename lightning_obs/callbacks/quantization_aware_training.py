@@ -20,10 +20,10 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from lightning_obs.calibration.options import CalibrationOptions
-from lightning_obs.callbacks.quantized_fit import QuantizedFit, require_not_negative
+from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
+from lightning_obs.callbacks.quantized_fit import FitKeywords, QuantizedFit, require_not_negative
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import in_evaluation_mode, logits_of
 from lightning_obs.model.additions import keep_hook_out, set_attributes
@@ -68,6 +68,7 @@ class QuantizationAwareTraining(QuantizedFit):
         ``learn_scales`` Esser et al., Learned Step Size Quantization, 2020, arXiv:1902.08153.
     """
 
+    @takes_keywords_of(QuantizedFit)
     def __init__(
         self,
         scheme: SchemeLike | CalibrationOptions | None,
@@ -75,7 +76,7 @@ class QuantizationAwareTraining(QuantizedFit):
         learn_scales: bool = False,
         distill: float = 0.0,
         teacher: nn.Module | None = None,
-        **options: Any,
+        **options: Unpack[FitKeywords],
     ) -> None:
         super().__init__(scheme, **options)
         require_not_negative("distill", distill)

@@ -24,16 +24,27 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
 from lightning_obs.calibration.saved_state import refuse_other_options, sealed
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.base import SessionCallback
+from lightning_obs.callbacks.base import SessionCallback, SessionKeywords
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.files.read import naming
 from lightning_obs.fine_tuning.quantized_training import Phase, QuantizedTraining
 from lightning_obs.schemes.config import SchemeLike
+
+
+class FitKeywords(SessionKeywords, total=False):
+    """The options of a quantized fit, for type checkers and editors."""
+
+    quantize: Literal["all", "weights", "activations"]
+    observe: Literal["train", "val", "none"]
+    calibration_batches: int
+    start_epoch: int
+    start_step: int
+    freeze_after: int | None
 
 
 class QuantizedFit(SessionCallback):
@@ -56,6 +67,7 @@ class QuantizedFit(SessionCallback):
 
     learn_scales = False
 
+    @takes_keywords_of(SessionCallback)
     def __init__(
         self,
         scheme: SchemeLike | CalibrationOptions | None,
@@ -66,7 +78,7 @@ class QuantizedFit(SessionCallback):
         start_epoch: int = 0,
         start_step: int = 0,
         freeze_after: int | None = None,
-        **options: Any,
+        **options: Unpack[SessionKeywords],
     ) -> None:
         super().__init__(scheme, **options)
         self.quantize, self.observe, self.calibration_batches = quantize, observe, calibration_batches

@@ -7,7 +7,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.errors import CalibrationError, name_list
+from lightning_obs.errors import CalibrationError, likely, name_list
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.wrappers import inside_adapted, unwrapped, without_wrappers
 
@@ -27,7 +27,8 @@ def find_module(pl_module: nn.Module, path: str | None = None) -> tuple[str, nn.
         except AttributeError as error:
             children = ", ".join(name for name, _ in pl_module.named_children()) or "none"
             raise CalibrationError(
-                f"{type(pl_module).__name__} has no module {path!r}", expected=f"one of its modules: {children}"
+                f"{type(pl_module).__name__} has no module {path!r}{likely(path, dict(pl_module.named_modules()))}",
+                expected=f"one of its modules: {children}",
             ) from error
         return path, _innermost(module)
     models = _nearest_models(pl_module)
@@ -94,6 +95,8 @@ def describe(pl_module: nn.Module, path: str, session: CalibrationSession) -> st
         adapters = inside_adapted(session.model)
         others = [(name, module) for name, module in session.model.named_modules() if module not in planned]
     inside = [name for name, module in others if type(module) in kinds and name not in adapters]
+    tied = session.plan.tied
+    inside = [f"{name} (tied to {tied[name]})" if name in tied else name for name in inside]
     names = "/".join(sorted(kind.__name__ for kind in kinds))
     where = f"`{path}`" if path else "the LightningModule itself"
     text = (

@@ -23,13 +23,15 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 from torch import nn
+from typing_extensions import Unpack
 
+from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.choice.sensitivity import Batches, Schemes, Sensitivity, sensitivity
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.schemes.planned_modules import scheme_identity
 
 #: bits per weight as a number, or bytes as ``"90 MB"``
-Budget: TypeAlias = "float | str | None"
+Budget: TypeAlias = float | str | None
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -69,6 +71,7 @@ class MixedPlan:
         }  # fmt: skip
 
 
+@takes_keywords_of(CalibrationOptions)
 def mixed_precision(
     model: nn.Module,
     batches: Batches | None,
@@ -76,7 +79,9 @@ def mixed_precision(
     budget: Budget = None,
     *,
     at_most: Mapping[str, float] | None = None,
-    **options: Any,
+    calibration: Batches | None = None,
+    seed: int = 0,
+    **options: Unpack[OptionKeywords],
 ) -> QuantizationConfig:
     """Choose one of several schemes for each layer, so that the model's predictions change least within a budget.
 
@@ -90,7 +95,8 @@ def mixed_precision(
         budget: bits per weight on average over all modules that the candidates target, scales included (``4.5``), or
             bytes (``"90 MB"``); None: as much as the best needs.
         at_most: by name of a scheme, the largest share of the weights that may have it (``{"W8A8": 0.1}``).
-        **options: of :func:`~lightning_obs.sensitivity`: ``ignore``, ``targets``, ``calibration``, ``fused_sets``...
+        calibration, seed: as for :func:`~lightning_obs.sensitivity`.
+        **options: fields of :class:`~lightning_obs.CalibrationOptions` (``ignore``, ``targets``, ``fused_sets``...).
 
     Returns:
         A config with one group for each scheme that was chosen; modules without one are in its ``ignore``.
@@ -107,7 +113,8 @@ def mixed_precision(
         >>> {name: group.targets for name, group in config.config_groups.items()}
         {'int4': ['0'], 'int8': ['2']}
     """
-    plan = choose_schemes(sensitivity(model, batches, schemes, **options), budget, at_most=at_most)
+    measured = sensitivity(model, batches, schemes, calibration=calibration, seed=seed, **options)
+    plan = choose_schemes(measured, budget, at_most=at_most)
     if plan.config is None:
         raise CalibrationError(
             "every module is best left in full precision",

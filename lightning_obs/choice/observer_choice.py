@@ -18,8 +18,9 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from typing_extensions import Unpack
 
-from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.choice.mixed_precision import config_of
 from lightning_obs.choice.sensitivity import Batches, Group, Sensitivity, sensitivity
 from lightning_obs.errors import CalibrationError, refuse
@@ -66,16 +67,27 @@ class ObserverChoice:
     losses: dict[str, dict[str, float]]
     chosen: dict[str, float]
 
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """By base name and candidate, how many tensors got it."""
+        return {
+            base_name: {
+                name: [_label(of[base_name]) for of in self.observers.values() if base_name in of].count(name)
+                for name in losses
+            }
+            for base_name, losses in self.losses.items()
+        }
+
     def table(self) -> Table:
         """Candidates beside the choice, for a person."""
         table = _Table(title="observers", title_justify="left", box=None, pad_edge=False, header_style="dim")
         for column in ("of", "observer", "estimated loss", "tensors"):
             table.add_column(column, justify="left" if column in ("of", "observer") else "right")
         for base_name, losses in self.losses.items():
-            used = [_label(of_module[base_name]) for of_module in self.observers.values() if base_name in of_module]
+            used = self.counts[base_name]
             for name, loss in losses.items():
-                table.add_row(base_name, name, f"{loss:.4g}", str(used.count(name)))
-            table.add_row(base_name, "chosen by tensor", f"{self.chosen[base_name]:.4g}", str(len(used)))
+                table.add_row(base_name, name, f"{loss:.4g}", str(used[name]))
+            table.add_row(base_name, "chosen by tensor", f"{self.chosen[base_name]:.4g}", str(sum(used.values())))
         return table
 
 
@@ -89,6 +101,7 @@ class _Table(Table):
         return shown.get().rstrip()
 
 
+@takes_keywords_of(CalibrationOptions)
 def choose_observers(
     model: nn.Module,
     batches: Batches,
@@ -96,7 +109,8 @@ def choose_observers(
     candidates: Candidates | None = None,
     *,
     held_out: Batches | None = None,
-    **options: Any,
+    seed: int = 0,
+    **options: Unpack[OptionKeywords],
 ) -> ObserverChoice:
     """Find the observer of each weight and each static input that changes the model's predictions least.
 
@@ -107,7 +121,8 @@ def choose_observers(
         candidates: by base name (input, weight), names of observers or dicts of name and hyperparameters. Default:
             those of :data:`CANDIDATES` that fit the scheme.
         held_out: batches to score on, if not every second one.
-        **options: of :func:`~lightning_obs.sensitivity` (``ignore``, ``targets``, ``seed``...).
+        seed: as for :func:`~lightning_obs.sensitivity`.
+        **options: fields of :class:`~lightning_obs.CalibrationOptions` (``ignore``, ``targets``...).
 
     Raises:
         CalibrationError: nothing to observe; a candidate that does not fit; fewer than two batches; whatever
@@ -132,7 +147,7 @@ def choose_observers(
         for base_name, ones in tried.items()
         for label, one in ones.items()
     }
-    return _choose(sensitivity(model, scored, schemes, calibration=observed, **options), base, tried)
+    return _choose(sensitivity(model, scored, schemes, calibration=observed, seed=seed, **options), base, tried)
 
 
 def choose_for(
@@ -175,7 +190,7 @@ def _choose(
             label = ", ".join(f"{base_name} {_label(one)}" for base_name, one in of_module.items())
             written = next(group for group in config_groups(base) if group.targets == candidate[module].targets)
             modules[module] = label, _observed_by(written, of_module)
-    config = config_of(modules, list(base.ignore or []))
+    config = config_of(modules, list(dict.fromkeys([*(base.ignore or []), *measured.ignore])))
     assert config is not None
     return ObserverChoice(config, observers, losses, chosen)
 

@@ -15,8 +15,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from compressed_tensors.quantization import QuantizationScheme
 from torch import nn
+from typing_extensions import Unpack
 
-from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.compress import compressed_bytes
 from lightning_obs.choice.divergence import Losses, Twins, divergences
@@ -27,9 +28,9 @@ from lightning_obs.model.qparams import calibration_of, put_back
 from lightning_obs.model.weight import in_shards
 from lightning_obs.schemes.config import SchemeLike, as_names
 
-Batches: TypeAlias = "Iterable[Mapping[str, Any] | torch.Tensor]"
+Batches: TypeAlias = Iterable[Mapping[str, Any] | torch.Tensor]
 #: candidate schemes by name; None is full precision
-Schemes: TypeAlias = "Sequence[str | None] | Mapping[str, SchemeLike | None]"
+Schemes: TypeAlias = Sequence[str | None] | Mapping[str, SchemeLike | None]
 Method: TypeAlias = Literal["divergence", "weight error"]
 
 #: the name of full precision among candidates
@@ -61,7 +62,7 @@ class Sensitivity:
         groups: modules that choose together, in the model's order.
         layers: by scheme, the loss of each module alone.
         schemes: by name, what it does to each module.
-        ignore: what all candidates left out, as it was written.
+        ignore: what all candidates left out, as it was written, and tied heads.
         method: ``"divergence"``: losses are estimated KL divergences of the model's predictions, in nats per token;
             ``"weight error"``: relative squared errors of the weights, which no data was needed for and which say
             little about the model.
@@ -91,6 +92,7 @@ class Sensitivity:
         return sum(min(group.sizes.values()) for group in self.groups)
 
 
+@takes_keywords_of(CalibrationOptions)
 def sensitivity(
     model: nn.Module,
     batches: Batches | None,
@@ -98,7 +100,7 @@ def sensitivity(
     *,
     calibration: Batches | None = None,
     seed: int = 0,
-    **options: Any,
+    **options: Unpack[OptionKeywords],
 ) -> Sensitivity:
     """Estimate what quantizing each layer alone does to the model's predictions, for every candidate scheme.
 
@@ -142,7 +144,7 @@ def sensitivity(
         [_group(model, group, candidates, losses, twins) for group in groups],
         {scheme: {n: losses.get((scheme, (n,)), 0.0) for group in groups for n in group} for scheme in candidates},
         {k: {t.name: t.scheme for t in s.plan.targets if t.name not in s.skipped} for k, s in sessions.items()},
-        as_names(options.get("ignore", ())),
+        [*as_names(options.get("ignore", ())), *dict.fromkeys(n for s in sessions.values() for n in s.plan.tied)],
         "weight error" if measured is None else "divergence",
         tokens,
     )

@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 
 from torch import nn
 
-from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.errors import CalibrationError, likely, warn
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.moe.experts import linear_experts
 from lightning_obs.schemes.planned_modules import PlannedModule
@@ -151,7 +151,8 @@ def engine_of(reload: str) -> Engine:
     """
     known = {**ENGINES, "unchecked": Engine()}
     if reload not in known:
-        raise CalibrationError("reload", got=repr(reload), expected=", ".join(map(repr, known)))
+        got = repr(reload) + likely(reload, known)
+        raise CalibrationError("reload", got=got, expected=", ".join(map(repr, known)))
     return known[reload]
 
 

@@ -20,7 +20,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from torch import distributed as dist
 
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, likely
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.numerics.qparams import (
     BASE_NAMES,
@@ -107,10 +107,10 @@ class Observer(Statistics, Registry):
         for cls in reversed(type(self).__mro__):
             known.update(vars(cls).get("hyperparameters") or {})
         declares = vars(type(self)).get("hyperparameters") is not None
-        unknown = [name for name in given if name not in known]
+        unknown = [f"{name!r}{likely(name, known)}" for name in given if name not in known]
         if declares and unknown:
             raise CalibrationError(
-                f"{type(self).__name__} has no hyperparameter {', '.join(map(repr, unknown))}",
+                f"{type(self).__name__} has no hyperparameter {', '.join(unknown)}",
                 expected=", ".join(known) or "none, it takes no hyperparameters",
             )
         for name, default in known.items():

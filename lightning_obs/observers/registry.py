@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from compressed_tensors.registry.registry import RegistryMixin, standardize_lookup_name
 
-from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.errors import CalibrationError, likely, warn
 
 
 class Registry(RegistryMixin):
@@ -50,7 +50,10 @@ class Registry(RegistryMixin):
             return cls._replaced[key]
         known = cls._known_names()
         if key not in known:
-            raise CalibrationError(f"unknown observer {name!r}", expected=f"one of {', '.join(observer_names(known))}")
+            names = observer_names(known)
+            raise CalibrationError(
+                f"unknown observer {name!r}{likely(name, names)}", expected=f"one of {', '.join(names)}"
+            )
         return super(Registry, cls._root()).get_value_from_registry(key)
 
 

@@ -22,12 +22,12 @@ from compressed_tensors.utils import get_head_dim
 from compressed_tensors.utils.match import is_match, is_narrow_match, match_targets
 from torch import nn
 
-from lightning_obs.errors import CalibrationError, name_list, refuse, warn
+from lightning_obs.errors import CalibrationError, likely, name_list, refuse, warn
 from lightning_obs.model.kinds import count_heads, has_kv_cache, is_transformers_model
 from lightning_obs.numerics.qparams import ATTENTION
 from lightning_obs.schemes.planned_modules import PlannedModule
 
-KVCacheLike: TypeAlias = "str | Mapping[str, Any] | QuantizationArgs | None"
+KVCacheLike: TypeAlias = str | Mapping[str, Any] | QuantizationArgs | None
 
 #: k and v in 8-bit float
 KV_PRESETS: dict[str, QuantizationArgs] = {
@@ -66,7 +66,9 @@ def resolve_kv_cache(kv_cache: KVCacheLike, in_config: QuantizationArgs | None) 
         except (ValueError, TypeError, NotImplementedError) as error:
             raise CalibrationError(f"compressed-tensors refuses kv_cache: {error}", got=repr(kv_cache)) from error
     raise CalibrationError(
-        "kv_cache", got=repr(kv_cache), expected=f"{', '.join(KV_PRESETS)}, a dict of fields, or QuantizationArgs"
+        "kv_cache",
+        got=repr(kv_cache) + likely(str(kv_cache).upper(), KV_PRESETS),
+        expected=f"{', '.join(KV_PRESETS)}, a dict of fields, or QuantizationArgs",
     )
 
 

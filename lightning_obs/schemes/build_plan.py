@@ -20,6 +20,7 @@ from lightning_obs.schemes.checks_before_data import (
     check_patterns,
     check_stacked_experts,
     check_targets,
+    tied_heads,
     warn_cast_buffers,
     warn_left_in_float,
 )
@@ -49,12 +50,16 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     check_patterns(model, list(by_target), ignore)
     adopt_adapters(model)
     targets = find_states(model, config, by_target)
-    left_alone = {target.name for target in targets} | inside_adapted(model)
+    left_alone, by_class = {target.name for target in targets} | inside_adapted(model), set[str]()
     for name, module in match_named_modules(model, by_target, ignore):
         if name not in left_alone:
             pattern, module = match_targets(name, module, by_target)[0], base_of(module)
             if is_meant(pattern, module):
                 targets.append(PlannedModule(name, module, by_target[pattern]))
+                by_class |= {name} if pattern in {kind.__name__ for kind in type(module).__mro__} else set()
+    tied = tied_heads(model, targets, by_class)
+    targets = [target for target in targets if target.name not in tied]
+    config.ignore = ignore = [*ignore, *tied]
     check_stacked_experts(model, list(by_target), ignore)
     if not targets:
         raise CalibrationError(
@@ -71,7 +76,7 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     )
     warn_cast_buffers(model)
     warn_left_in_float(model, targets, by_target, ignore)
-    return Plan(config, targets, fused)
+    return Plan(config, targets, fused, tied)
 
 
 def is_meant(target: str, module: nn.Module) -> bool:

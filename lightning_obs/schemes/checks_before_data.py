@@ -7,7 +7,7 @@ what the user had in mind.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from compressed_tensors.quantization import QuantizationScheme
@@ -15,7 +15,7 @@ from compressed_tensors.utils.match import is_match
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_obs.errors import CalibrationError, name_list, refuse, warn
+from lightning_obs.errors import CalibrationError, likely, name_list, refuse, warn
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model, kind_of
 from lightning_obs.model.qparams import qparams_home
 from lightning_obs.model.weight import adapters_of, matrix_shape, unit_of, whole_shape
@@ -31,9 +31,11 @@ def check_patterns(model: nn.Module, targets: list[str], ignore: list[str]) -> N
     """Refuse a target that matches nothing; warn of an entry of ``ignore`` that does."""
 
     def unmatched(patterns: list[str]) -> list[str]:
-        return [p for p in patterns if not any(is_match(n, m, p) for n, m in model.named_modules())]
+        wrong = [p for p in patterns if not any(is_match(n, m, p) for n, m in model.named_modules())]
+        return [p + likely(p, names) for p in wrong]
 
     kinds = sorted({type(m).__name__ for m in model.modules() if holds_parameters(m)})
+    names = [*kinds, *(name for name, _ in model.named_modules())]
     refuse(
         unmatched(targets),
         f"a target matches no module of {type(model).__name__}",
@@ -60,6 +62,32 @@ def check_stacked_experts(model: nn.Module, targets: list[str], ignore: list[str
 
 
 # ---------------------------------------------------------------------- the modules that were chosen
+
+
+def tied_heads(model: nn.Module, targets: Sequence[PlannedModule], by_class: Set[str]) -> dict[str, str]:
+    """Planned modules that share their weight with an Embedding that is not planned; by their names its name.
+
+    Only those that their class has planned (``by_class``). What a target names, or a pattern matches, the user has
+    asked for: it is refused later.
+    """
+    planned = {id(t.module) for t in targets if t.scheme.weights is not None}
+    return {
+        name: embedding
+        for sharing in _shared_weights(model)
+        for embedding in [n for n, m in sharing if isinstance(m, nn.Embedding) and id(m) not in planned][:1]
+        for name, module in sharing
+        if name in by_class and id(module) in planned
+    }
+
+
+def _shared_weights(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+    """The modules that share each weight, where several do."""
+    users: dict[int, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and not is_adapted(module):  # whose weight is that of its base layer
+            users.setdefault(id(weight), []).append((name, module))
+    return [modules for modules in users.values() if len(modules) > 1]
 
 
 def check_targets(model: nn.Module, targets: list[PlannedModule]) -> None:
@@ -135,12 +163,7 @@ def _check_weights(weighted: list[PlannedModule]) -> None:
 def _check_shared(model: nn.Module, weighted: list[PlannedModule]) -> None:
     """Refuse weights that several modules share (tied)."""
     planned = {id(t.module) for t in weighted}
-    users: dict[int, list[tuple[str, nn.Module]]] = {}
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter) and not is_adapted(module):  # whose weight is that of its base layer
-            users.setdefault(id(weight), []).append((name, module))
-    for sharing in (modules for modules in users.values() if len(modules) > 1):
+    for sharing in _shared_weights(model):
         chosen = [name for name, module in sharing if id(module) in planned]
         others = [name for name, _ in sharing if name not in chosen] or chosen[1:]
         refuse(

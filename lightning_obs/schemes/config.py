@@ -19,7 +19,7 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, likely
 from lightning_obs.model.qparams import scheme_args
 from lightning_obs.numerics.qparams import ATTENTION, BASE_NAMES
 from lightning_obs.observers import Observer
@@ -31,8 +31,8 @@ from lightning_obs.schemes.attention_states import (
     state_args,
 )
 
-SchemeLike: TypeAlias = "str | Mapping[str, Any] | QuantizationScheme | QuantizationConfig"
-ObserversLike: TypeAlias = "Mapping[str, str | Mapping[str, Any] | None] | None"
+SchemeLike: TypeAlias = str | Mapping[str, Any] | QuantizationScheme | QuantizationConfig
+ObserversLike: TypeAlias = Mapping[str, str | Mapping[str, Any] | None] | None
 
 DEFAULT_TARGETS = ("Linear",)
 
@@ -172,7 +172,7 @@ def _group(name: str, value: Any) -> QuantizationScheme:
 
 
 def _from_fields(what: str, given: dict[str, Any]) -> QuantizationScheme:
-    unknown = ", ".join(sorted(map(str, set(given) - _SCHEME_FIELDS)))
+    unknown = ", ".join(name + likely(name, _SCHEME_FIELDS) for name in sorted(map(str, set(given) - _SCHEME_FIELDS)))
     if unknown:
         raise CalibrationError(f"{what} has no field {unknown}", expected=", ".join(sorted(_SCHEME_FIELDS)))
     return QuantizationScheme.model_validate(given)
@@ -188,7 +188,8 @@ def config_groups(config: QuantizationConfig) -> list[QuantizationScheme]:
 def _preset(name: str, targets: list[str]) -> QuantizationScheme:
     upper = name.upper()
     if upper not in preset_names():
-        raise CalibrationError(f"unknown scheme {name!r}", expected=f"one of {', '.join(preset_names())}")
+        hint = likely(upper, preset_names())
+        raise CalibrationError(f"unknown scheme {name!r}{hint}", expected=f"one of {', '.join(preset_names())}")
     own = OWN_PRESETS.get(upper)
     return QuantizationScheme(targets=targets, **own) if own else preset_name_to_scheme(upper, targets)
 
@@ -196,7 +197,8 @@ def _preset(name: str, targets: list[str]) -> QuantizationScheme:
 def _set_observers(config: QuantizationConfig, observers: Mapping[str, str | Mapping[str, Any] | None]) -> None:
     for base_name, value in observers.items():
         if base_name not in BASE_NAMES:
-            raise CalibrationError(f"observers for {base_name!r}", expected=f"one of {', '.join(BASE_NAMES)}")
+            hint = likely(base_name, BASE_NAMES)
+            raise CalibrationError(f"observers for {base_name!r}{hint}", expected=f"one of {', '.join(BASE_NAMES)}")
         kwargs = {"name": value} if isinstance(value, str) else dict(value or {})
         name = kwargs.pop("name", None)
         if name is None and kwargs:

@@ -63,14 +63,16 @@ class Plan:
     """A config laid over a model.
 
     Attributes:
-        config: what the user asked for.
+        config: what the user asked for; its ``ignore`` also names the tied modules.
         targets: the modules that will be quantized.
         fused: names of the modules of each fused set.
+        tied: modules that are left out because they share their weight with an embedding, by name its name.
     """
 
     config: QuantizationConfig
     targets: list[PlannedModule]
     fused: list[list[str]] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
 
 
 def scheme_identity(scheme: QuantizationScheme) -> str:

@@ -123,7 +123,7 @@ class Llama(L.LightningModule):
 
 
 def calibrate_llama(folder, out, ranks):
-    callback = CalibrationCallback({"weights": {"num_bits": 4, "group_size": 32}}, ignore=["lm_head"])
+    callback = CalibrationCallback({"weights": {"num_bits": 4, "group_size": 32}})
     with_trainer = sharded_trainer(callback, ranks=ranks)
     ids = torch.randint(3, 200, (4, 16), generator=torch.Generator().manual_seed(0))
     with warnings.catch_warnings():

@@ -60,7 +60,7 @@ def sharded(model, **options):
 
 def calibrate(model, ranks=1, **options):
     collectives = Collectives.of_group() if ranks > 1 else None
-    given = {"observers": {"weight": "memoryless_mse"}, "ignore": ["last"], "collectives": collectives, **options}
+    given = {"observers": {"weight": "memoryless_mse"}, "collectives": collectives, **options}
     with CalibrationSession(model, "W8A8", **given) as session:
         pass
     return session.result
@@ -156,7 +156,7 @@ def on_refused(rank, how):
     if how == "not told of the ranks":
         return caught(calibrate, wrapped)
     if how == "tied":
-        return caught(calibrate, wrapped, 2, ignore=[])
+        return caught(calibrate, wrapped, 2, targets=["re:last"])
     return caught(calibrate, model, 2)
 
 

@@ -196,7 +196,10 @@ def test_a_hyperparameter_outside_its_values_is_refused(name, given, said):
 
 @every_observer
 def test_an_unknown_hyperparameter_is_refused_and_the_known_are_named(name):
-    with pytest.raises(CalibrationError, match=r"has no hyperparameter 'max_shrink'. Expected .*maxshrink, patience"):
+    with pytest.raises(
+        CalibrationError,
+        match=r"has no hyperparameter 'max_shrink' .did you mean `maxshrink`.*Expected .*maxshrink, patience",
+    ):
         make(name, max_shrink=0.5)
 
 

@@ -66,7 +66,7 @@ def test_a_llama_is_planned_with_its_fused_sets(tiny_llama):
 
 @pytest.mark.parametrize("target", ["re:fc3", "c1", "Conv2d", "re:c1"])
 def test_a_target_that_matches_nothing_is_refused(mlp, target):
-    with pytest.raises(CalibrationError, match=f"matches no module of MLP: {target}. .*or a class: Linear"):
+    with pytest.raises(CalibrationError, match=f"matches no module of MLP: {target}.*[.] .*or a class: Linear"):
         plan(mlp, "FP8", targets=["fc1", target])
 
 
@@ -75,8 +75,16 @@ def test_a_target_in_two_groups_is_refused(mlp):
         plan(mlp, {"FP8": ["Linear"], "INT8_STATIC": ["Linear", "fc1"]})
 
 
+@pytest.mark.parametrize(("wrong", "meant"), [("net.fc1", "fc1"), ("linear", "Linear")])
+def test_a_misspelt_module_is_named_with_the_nearest(mlp, wrong, meant):
+    with pytest.raises(CalibrationError, match=rf"{wrong} \(did you mean `{meant}`\?\)"):
+        plan(mlp, "FP8", targets=["fc2", wrong])
+    with pytest.warns(CalibrationWarning, match=rf"{wrong} \(did you mean `{meant}`\?\)"):
+        plan(mlp, "FP8", ignore=[wrong])
+
+
 def test_an_ignore_that_matches_nothing_is_said(mlp):
-    with pytest.warns(CalibrationWarning, match="ignore matches no module of MLP: lm_head"):
+    with pytest.warns(CalibrationWarning, match="ignore matches no module of MLP: lm_head$"):
         assert names(mlp, "FP8", ignore=["lm_head", "fc1"]) == ["fc2"]
 
 

@@ -35,9 +35,25 @@ def tied():
     return model
 
 
-def test_a_tied_weight_is_refused():
+@pytest.mark.parametrize("target", ["lm_head", "re:.*head"])
+def test_a_tied_weight_that_a_target_names_is_refused(target):
     with pytest.raises(CalibrationError, match=r"shares its weight with embed \(tied\).*: lm_head.*or untie first"):
-        plan(tied(), "FP8")
+        plan(tied(), "FP8", targets=["Linear", target] if target == "lm_head" else [target])
+
+
+def test_a_tied_head_that_its_class_targets_is_left_out():
+    model = nn.ModuleDict({"tied": tied(), "fc": nn.Linear(4, 4)})
+    found = plan(model, "FP8")
+    assert [t.name for t in found.targets] == ["fc"]
+    assert found.config.ignore == ["tied.lm_head"]
+    assert found.tied == {"tied.lm_head": "tied.embed"}
+
+
+def test_two_linears_that_share_a_weight_are_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    with pytest.raises(CalibrationError, match=r"shares its weight with 1 \(tied\)"):
+        plan(model, "FP8")
 
 
 def test_a_tied_weight_that_both_sides_target_is_refused():

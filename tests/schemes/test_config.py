@@ -90,13 +90,21 @@ def test_a_scheme_has_a_short_name(scheme, expected):
 @pytest.mark.parametrize(
     ("scheme", "options", "message"),
     [
-        ("FP9", {}, r"unknown scheme 'FP9'. Expected one of .*FP8.*INT8_STATIC.*NVFP4"),
+        ("FP9", {}, r"unknown scheme 'FP9' .did you mean `FP8`.*Expected one of .*FP8.*INT8_STATIC.*NVFP4"),
         ("UNQUANTIZED", {}, r"unknown scheme 'UNQUANTIZED'"),
         ({"FP9": ["Linear"]}, {}, r"unknown scheme 'FP9'"),
         ({}, {}, r"the scheme is empty"),
         (8, {}, r"not a scheme. Got int, expected a preset name, a dict, or a QuantizationConfig"),
-        ({"weights": INT4, "inputs": INT4}, {}, r"the scheme has no field inputs. Expected .*input_activations"),
-        ({"g": {"weight": INT4}}, {}, r"scheme group 'g' has no field weight. Expected .*weights"),
+        (
+            {"weights": INT4, "inputs": INT4},
+            {},
+            r"the scheme has no field inputs. Expected .*input_activations",
+        ),
+        (
+            {"g": {"weight": INT4}},
+            {},
+            r"scheme group 'g' has no field weight .did you mean `weights`.*Expected .*weights",
+        ),
         ({"g": 3}, {}, r"scheme group 'g'. Got 3, expected a list of targets or a dict of fields"),
         ({"weights": {"bits": 4}}, {}, r"(?s)compressed-tensors refuses the scheme: .*bits"),
         ({"weights": {"strategy": "rows"}}, {}, r"(?s)compressed-tensors refuses the scheme: .*rows"),
@@ -114,8 +122,16 @@ def test_a_scheme_has_a_short_name(scheme, expected):
             {"targets": ["b"]},
             r"targets are given twice.*QuantizationConfig's groups",
         ),
-        ("FP8", {"observers": {"inputs": "minmax"}}, r"observers for 'inputs'. Expected one of weight, input, output"),
-        ("FP8", {"observers": {"input": "minmx"}}, r"unknown observer 'minmx'. Expected one of .*minmax"),
+        (
+            "FP8",
+            {"observers": {"inputs": "minmax"}},
+            r"observers for 'inputs' .did you mean `input`.*Expected one of weight, input, output",
+        ),
+        (
+            "FP8",
+            {"observers": {"input": "minmx"}},
+            r"unknown observer 'minmx' .did you mean `minmax`.*Expected one of .*minmax",
+        ),
         (
             "FP8",
             {"observers": {"input": {"averaging_constant": 1}}},

@@ -1,12 +1,16 @@
 """Options are checked where they are said: in the constructor of whoever takes them."""
 
+import inspect
+import re
 from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
 from hydra.utils import instantiate
+from mypy import api
 from omegaconf import OmegaConf
 from torch import nn
+from typing_extensions import get_type_hints
 
 from lightning_obs import (
     CalibrationCallback,
@@ -14,7 +18,14 @@ from lightning_obs import (
     CalibrationOptions,
     CalibrationSession,
     QuantizationAwareTraining,
+    choose_observers,
+    mixed_precision,
+    sensitivity,
 )
+from lightning_obs.calibration.options import OptionKeywords
+from lightning_obs.callbacks.base import SessionCallback, SessionKeywords
+from lightning_obs.callbacks.quantized_fit import FitKeywords, QuantizedFit
+from tests.markdown import ROOT
 
 
 def make_session(*args, **options):
@@ -49,6 +60,47 @@ def test_options_of_a_callback_are_known_to_it_only():
         Own("FP8", own_optoin=2)
 
 
+@pytest.mark.parametrize("taker", [*TAKERS[1:3], CalibrationSession, sensitivity, choose_observers, mixed_precision])
+def test_every_option_is_in_the_signature_with_its_type_and_default(taker):
+    told = inspect.signature(taker).parameters
+    assert not any(p.kind is p.VAR_KEYWORD for p in told.values())
+    for name, option in inspect.signature(CalibrationOptions, eval_str=True).parameters.items():
+        if option.kind is option.KEYWORD_ONLY:
+            assert (told[name].annotation, told[name].default) == (option.annotation, option.default)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "takers"),
+    [
+        (OptionKeywords, (CalibrationOptions,)),
+        (SessionKeywords, (CalibrationOptions, SessionCallback)),
+        (FitKeywords, (CalibrationOptions, SessionCallback, QuantizedFit)),
+    ],
+)
+def test_type_checkers_are_told_the_same(keywords, takers):
+    written = [inspect.signature(taker, eval_str=True).parameters.values() for taker in takers]
+    expected = {p.name: p.annotation for each in written for p in each if p.kind is p.KEYWORD_ONLY}
+    assert get_type_hints(keywords) == expected
+
+
+@pytest.mark.slow
+def test_mypy_finds_a_wrong_option(tmp_path):
+    (tmp_path / "user.py").write_text(
+        "from lightning_obs import CalibrationCallback, QuantizationAwareTraining, mixed_precision\n"
+        "CalibrationCallback('FP8', ignore=['lm_head'], evaluate=True, export_folder='out')\n"
+        "CalibrationCallback('FP8', export_dir='out')\n"
+        "QuantizationAwareTraining('FP8', freeze_after='never')\n"
+        "mixed_precision(__import__('torch').nn.Linear(1, 1), None, ['FP8'], on_missing='wran')\n"
+    )
+    text, _, status = api.run([str(tmp_path / "user.py"), f"--config-file={ROOT / 'pyproject.toml'}"])
+    assert status == 1
+    assert re.findall(r"user.py:(\d+): error: .*?(export_dir|freeze_after|on_missing)", text) == [
+        ("3", "export_dir"),
+        ("4", "freeze_after"),
+        ("5", "on_missing"),
+    ]
+
+
 WRITTEN = {
     "targets": ["Linear"],
     "ignore": ["lm_head", "re:.*mlp"],
@@ -64,15 +116,21 @@ WRITTEN = {
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_missing": "wran"}, r"on_missing\. Got 'wran', expected 'error', 'warn', 'siblings'"),
+        (
+            {"on_missing": "wran"},
+            r"on_missing\. Got 'wran' \(did you mean `warn`\?\), expected 'error', 'warn', 'siblings'",
+        ),
         ({"on_missing": None}, r"on_missing\. Got None"),
         ({"reload": "sglang"}, r"reload\. Got 'sglang', expected 'default', 'dequantize', 'vllm', 'unchecked'"),
         ({"fused_sets": ["a_proj", "b_proj"]}, r"fused_sets\. Got .*expected a list of lists of names"),
         ({"fused_sets": [["a_proj"]]}, r"not a fused set"),
-        ({"observers": {"inputs": "minmax"}}, r"observers for 'inputs'\. Expected one of weight, input"),
-        ({"observers": {"input": "minmx"}}, r"unknown observer 'minmx'"),
+        (
+            {"observers": {"inputs": "minmax"}},
+            r"observers for 'inputs'.*`input`.*Expected one of weight, input",
+        ),
+        ({"observers": {"input": "minmx"}}, r"unknown observer 'minmx' \(did you mean `minmax`\?\)"),
         ({"observers": {"input": {"name": "minmax", "c": 1}}}, r"no hyperparameter 'c'"),
-        ({"kv_cache": "FP9"}, r"kv_cache\. Got 'FP9', expected FP8, FP8_HEAD"),
+        ({"kv_cache": "FP9"}, r"kv_cache\. Got 'FP9' \(did you mean `FP8`\?\), expected FP8, FP8_HEAD"),
     ],
 )
 @pytest.mark.parametrize("taker", TAKERS)
