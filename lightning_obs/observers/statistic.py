@@ -20,6 +20,8 @@ from torch import distributed as dist
 
 from lightning_obs.errors import refuse
 
+#: elements of a tensor that is copied beside others
+_SMALL = 2**16
 _OPS = {"sum": "SUM", "mean": "AVG", "min": "MIN", "max": "MAX"}
 #: what a subclass writes to observe differently from its parent
 _PHASE_1 = {
@@ -204,13 +206,18 @@ def _equal(before: Any, now: Any) -> bool:
 
 
 def all_finite(values: Iterable[Any]) -> bool:
-    """Whether no tensor among ``values`` holds NaN or infinity: one question for each dtype and device."""
-    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    """Whether no tensor holds NaN or infinity: one answer is read for each device, and no large tensor is copied."""
+    answers: dict[torch.device, list[torch.Tensor]] = {}
+    alike: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for value in values:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            alike.setdefault((value.dtype, value.device), []).append(value.reshape(-1))
-    # NaN where a value is not finite, else zero: two operations, not five
-    return not any(bool((wide - wide).any()) for wide in (_wide(torch.cat(parts)) for parts in alike.values()))
+            flat, key = value.reshape(-1), (value.dtype, value.device)
+            alike.setdefault(key if value.numel() <= _SMALL else (*key, len(alike)), []).append(flat)
+    for parts in alike.values():
+        wide = _wide(parts[0] if len(parts) == 1 else torch.cat(parts))
+        # NaN where a value is not finite, else zero: two operations, not five
+        answers.setdefault(wide.device, []).append((wide - wide).any())
+    return not any(bool(torch.stack(found).any()) for found in answers.values())
 
 
 def describe_nonfinite(statistics: Mapping[str, Any]) -> str | None:
