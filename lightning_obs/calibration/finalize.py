@@ -90,8 +90,8 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
         observers=len(session.observers),
         batches=session.batches,
         measurements=session.measurements,
-        ranks=synced.ranks,
-        collectives=collectives if synced.ranks > 1 else 0,
+        ranks=session.collectives.size,
+        collectives=collectives if session.collectives.size > 1 else 0,
         seconds=time.perf_counter() - session.started,
         qparams={
             f"{name}.{key}": value.to("cpu", copy=True)

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.forward.quantized_forward import set_learned_scale
-from lightning_obs.forward.quantized_tensors import LearnedScale
 from lightning_obs.model.weight import adapters_of, in_shards
+from lightning_obs.numerics.fake_quantize import learned_scale
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, scale_shape
 
 
@@ -95,13 +95,13 @@ class LearnedScales:
                 scale.calibrated = getattr(module, f"{base_name}_scale").clone()
             scale.follow()
             if scale.calibrated is not None:
-                set_learned_scale(module, base_name, LearnedScale(scale.calibrated, scale.factor))
+                set_learned_scale(module, base_name, scale.calibrated, scale.factor)
 
     @torch.no_grad()
     def values(self) -> dict[str, torch.Tensor]:
         """The scales now: ``{"layer.weight_scale": tensor}``."""
         return {
-            f"{name}_scale": LearnedScale(scale.calibrated, scale.factor).value()
+            f"{name}_scale": learned_scale(scale.calibrated, scale.factor)
             for name, scale in self._scales.items()
             if scale.calibrated is not None
         }

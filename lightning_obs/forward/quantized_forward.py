@@ -32,7 +32,6 @@ from lightning_obs.forward.calls import replace_input
 from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.forward.quantized_tensors import (
     STATE,
-    LearnedScale,
     Quantization,
     Switch,
     Writer,
@@ -44,6 +43,7 @@ from lightning_obs.model.additions import add, keep_hook_out, set_attributes
 from lightning_obs.model.checksums import not_ready, refuse_unmerged
 from lightning_obs.model.qparams import calibrated_modules, quantized_states, read_qparams
 from lightning_obs.model.weight import adapters_of
+from lightning_obs.numerics.fake_quantize import learned_scale
 
 #: the attribute of a module in a :func:`quantized` block, which nothing observes; it holds the thread that runs it
 INSIDE = "inside_quantized"
@@ -188,9 +188,9 @@ def fake_quantized_states(
         yield
 
 
-def set_learned_scale(module: nn.Module, base_name: str, learned: LearnedScale) -> None:
-    """Take a scale that is trained in place of the module's own, until the training forward is undone."""
-    getattr(module, STATE).learned[base_name] = learned
+def set_learned_scale(module: nn.Module, base_name: str, calibrated: torch.Tensor, log_factor: nn.Parameter) -> None:
+    """Take a :func:`learned_scale` in place of the module's own, until the training forward is undone."""
+    getattr(module, STATE).learned[base_name] = partial(learned_scale, calibrated, log_factor)
 
 
 def _quantized_attributes(

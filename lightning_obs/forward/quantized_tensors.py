@@ -18,7 +18,7 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.model.kinds import count_tokens, from_matrix, to_matrix
 from lightning_obs.model.qparams import ROUNDED, args_of
 from lightning_obs.model.weight import full_weight
-from lightning_obs.numerics.fake_quantize import dequantize, fake_quantize_dynamic, learned_scale, straight_through
+from lightning_obs.numerics.fake_quantize import dequantize, fake_quantize_dynamic, straight_through
 from lightning_obs.numerics.fake_quantize import fake_quantize as fake_quantize_with
 from lightning_obs.numerics.qparams import ATTENTION
 
@@ -42,18 +42,6 @@ class Switch:
 
 
 @dataclass
-class LearnedScale:
-    """A scale that is trained: the calibrated one, and the logarithm of the factor it is multiplied by."""
-
-    calibrated: torch.Tensor
-    log_factor: nn.Parameter
-
-    def value(self) -> torch.Tensor:
-        """The scale now, with a gradient to the factor."""
-        return learned_scale(self.calibrated, self.log_factor)
-
-
-@dataclass
 class Quantization:
     """How a module runs quantized; a plain attribute of it."""
 
@@ -64,8 +52,8 @@ class Quantization:
     output_by_hook: bool = False
     #: off: the weight is a checkpoint's, rounded already, and a step would leave its grid
     trainable: bool = True
-    #: base name -> scale; empty unless scales are learned
-    learned: dict[str, LearnedScale] = field(default_factory=dict)
+    #: base name -> the scale now, with a gradient; empty unless scales are learned
+    learned: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
     #: the quantized weight, once it is known; None: it is made anew at each forward
     kept: list[torch.Tensor] | None = None
 
@@ -125,7 +113,7 @@ def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> tor
     if args.dynamic:
         return fake_quantize_dynamic(value, args, global_scale=global_scale)
     learned = quantization.learned.get(base_name)
-    scale = getattr(module, f"{base_name}_scale") if learned is None else learned.value()
+    scale = getattr(module, f"{base_name}_scale") if learned is None else learned()
     zero_point = getattr(module, f"{base_name}_zero_point", None)
     rounded = getattr(module, ROUNDED, None) if base_name == "weight" else None
     if rounded is not None:

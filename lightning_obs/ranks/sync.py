@@ -55,7 +55,6 @@ class Synced:
     unreached: list[Key]  # observers, of any rank, of which no rank has statistics; ordered
     owners: dict[Key, int]  # for each weight the rank that searches its range, see :func:`partition`
     collectives: int  # how many this took
-    ranks: int  # how many there are
     notes: list[Any]  # of each rank, see :func:`sync_statistics`
 
 
@@ -85,7 +84,7 @@ def sync_statistics(
     >>> from compressed_tensors.quantization import QuantizationArgs
     >>> observer = Observer.load_from_registry("static_minmax", base_name="input", args=QuantizationArgs())
     >>> sync_statistics({("fc1", "input"): observer}, Collectives())
-    Synced(unreached=[('fc1', 'input')], owners={}, collectives=1, ranks=1, notes=[None])
+    Synced(unreached=[('fc1', 'input')], owners={}, collectives=1, notes=[None])
     """
     mine = _Description(weights=dict(weights or {}), note=note)
     return _sync(observers, collectives, set(observers), mine, failure, reduced=True)
@@ -171,7 +170,7 @@ def _sync(
     owners = dict(zip(sizes, partition(list(sizes.values()), len(every), holders), strict=True))
     unreached = {key for d in every for key in d.unreached}
     unreached -= {key for d in every for key in d.held.keys() - d.unreached}
-    return Synced(sorted(unreached), owners, 1 + reductions, len(every), [d.note for d in every])
+    return Synced(sorted(unreached), owners, 1 + reductions, [d.note for d in every])
 
 
 # ---------------------------------------------------------------------- one rank's side

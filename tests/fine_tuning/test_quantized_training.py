@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_obs import CalibrationSession
 from lightning_obs.forward.quantized_forward import set_learned_scale
-from lightning_obs.forward.quantized_tensors import LearnedScale, Switch
+from lightning_obs.forward.quantized_tensors import Switch
 from tests.forward.quantized_modules import (
     INT8,
     as_compressed_tensors_runs,
@@ -53,7 +53,7 @@ def test_a_learned_scale_gets_a_gradient_and_starts_at_the_calibrated_value(mlp)
     for base_name in ("weight", "input"):
         scale = getattr(mlp.fc1, f"{base_name}_scale")
         factors[base_name] = nn.Parameter(torch.zeros_like(scale))
-        set_learned_scale(mlp.fc1, base_name, LearnedScale(scale, factors[base_name]))
+        set_learned_scale(mlp.fc1, base_name, scale, factors[base_name])
     out = mlp(x)
     assert torch.equal(out, before)
     out.square().sum().backward()
@@ -153,7 +153,7 @@ def test_a_linear_model_compiles_without_a_graph_break(scheme, learned):
     train_quantized(model)
     if learned:
         factor = nn.Parameter(torch.zeros_like(model[0].weight_scale))
-        set_learned_scale(model[0], "weight", LearnedScale(model[0].weight_scale, factor))
+        set_learned_scale(model[0], "weight", model[0].weight_scale, factor)
     expected = model(x)
     expected.square().sum().backward()
     gradient, model[0].weight.grad = model[0].weight.grad, None
