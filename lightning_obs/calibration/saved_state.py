@@ -22,7 +22,7 @@ from lightning_obs.model.wrappers import without_adapters, without_wrappers
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
 from lightning_obs.ranks.collectives import Collectives
-from lightning_obs.ranks.sync import is_plain, sync_statistics
+from lightning_obs.ranks.sync import require_plain, sync_statistics
 from lightning_obs.schemes.planned_modules import Plan, find_misfits
 
 _FORMAT = 3
@@ -149,18 +149,9 @@ def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, An
     Raises:
         CalibrationError: a statistic is neither tensor, number nor string, so no checkpoint could hold it.
     """
-    saved = {}
-    for (name, base_name), observer in observers.items():
-        statistics = observer.get_statistics()
-        odd = [key for key, value in statistics.items() if not is_plain(value)]
-        refuse(
-            [f"{name} ({base_name}): {', '.join(odd)}"] if odd else [],
-            f"{type(observer).__name__} keeps statistics that cannot be saved in a checkpoint",
-            expected="tensors, numbers, strings, and lists and dicts of them",
-        )
-        if statistics:
-            saved[f"{name}.{base_name}"] = copy.deepcopy(statistics)
-    return saved
+    found = {key: observer.get_statistics() for key, observer in observers.items()}
+    require_plain(found, "statistics that cannot be saved in a checkpoint")
+    return {f"{name}.{base}": copy.deepcopy(statistics) for (name, base), statistics in found.items() if statistics}
 
 
 def load_statistics(observers: Mapping[Key, Observer], state: Mapping[str, Mapping[str, Any]]) -> None:

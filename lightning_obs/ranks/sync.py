@@ -211,12 +211,7 @@ def _describe(
         kept = {name: value for name, value in found.items() if name not in declared}
         if kept and observer.has_statistics and not alone:
             mine.kept[key] = kept
-    refuse(
-        [key_text(key, more=n) for key, found in mine.kept.items() for n, x in found.items() if not is_plain(x)],
-        "statistics that cannot be sent to other ranks, which would go on with others",
-        expected="tensors, numbers, strings, and lists and dicts of them",
-        remedy=_REMEDY,
-    )
+    require_plain(mine.kept, "statistics that cannot be sent to other ranks, which would go on with others", _REMEDY)
     if mine.kept:
         mine.kept, mine.packed = pack_tensors(mine.kept)
     # One question for all; one by one only if something is not finite, or an observer answers in its own way.
@@ -246,12 +241,21 @@ def _form(key: Key, observer: Observer, name: str, reduction: str, value: Any) -
     raise CalibrationError(what, where=[key_text(key)], got=problem, remedy=_REMEDY)
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a statistic is a tensor, a number, a string, or a list, dict... of these."""
+def require_plain(statistics: Mapping[Key, Mapping[str, Any]], what: str, remedy: str | None = None) -> None:
+    """Refuse, as ``what``, every statistic that is no tensor, number, string, or list, dict... of these."""
+    refuse(
+        [key_text(key, more=n) for key, found in statistics.items() for n, x in found.items() if not _is_plain(x)],
+        what,
+        expected="tensors, numbers, strings, and lists and dicts of them",
+        remedy=remedy,
+    )
+
+
+def _is_plain(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return all(is_plain(x) for x in (*value.keys(), *value.values()))
+        value = [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple, set)):
-        return all(is_plain(x) for x in value)
+        return all(map(_is_plain, value))
     plain = (torch.Tensor, bool, int, float, str, torch.dtype)
     return value is None or (isinstance(value, plain) and not isinstance(value, DTensor))
 

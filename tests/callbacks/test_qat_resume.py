@@ -157,7 +157,7 @@ def test_an_observer_whose_statistics_no_checkpoint_can_hold_is_named(own_regist
 
     callback = QuantizationAwareTraining("INT8_STATIC", observers={"input": "odd"}, calibration_batches=100)
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1)
-    with pytest.raises(CalibrationError, match=r"Odd keeps statistics that cannot be saved.*net\.0 \(input\): seen"):
+    with pytest.raises(CalibrationError, match=r"statistics that cannot be saved.*net\.0 \(input: seen\)"):
         trainer(callback, saver).fit(Regression(), loader(), loader())
 
 
