@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_obs.calibration.options import CalibrationOptions
@@ -101,6 +102,8 @@ class AutoObservers:
         self.stop()
         session.detach()
         self.choice, self.options = choose_for(model, kept[:SCORED], self.asked)
+        for base, counts in self.choice.counts.items():
+            rank_zero_info(f'observers="auto", {base}: ' + ", ".join(f"{name} {n}" for name, n in counts.most_common()))
         chosen = CalibrationSession(model, self.options)
         chosen.collectives = session.collectives
         chosen.attach(count_calls=False)

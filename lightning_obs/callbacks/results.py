@@ -171,7 +171,10 @@ class Results(Callback):
             # The ranks have merged what they saw: the values are equal, except how long each took.
             pl_module.log(f"{prefix}/{name}", torch.tensor(value), sync_dist=name == "seconds")
         if trainer.is_global_zero:
-            rows = [layer_row(error) for error in errors]
+            chosen: dict[str, dict[str, Any]] = {}
+            for (name, base), observer in session.observers.items():
+                chosen.setdefault(name, {})[f"{base}_observer"] = observer.args.observer
+            rows = [{**layer_row(error), **chosen.get(error.name, {})} for error in errors]
             for logger in trainer.loggers:
                 _log_table(logger, prefix, rows, trainer.global_step)
 

@@ -10,6 +10,7 @@ Modules that an engine fuses have one scheme, and so one observer for their inpu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -68,15 +69,10 @@ class ObserverChoice:
     chosen: dict[str, float]
 
     @property
-    def counts(self) -> dict[str, dict[str, int]]:
+    def counts(self) -> dict[str, Counter[str]]:
         """By base name and candidate, how many tensors got it."""
-        return {
-            base_name: {
-                name: [_label(of[base_name]) for of in self.observers.values() if base_name in of].count(name)
-                for name in losses
-            }
-            for base_name, losses in self.losses.items()
-        }
+        chosen = self.observers.values()
+        return {base: Counter(_label(of[base]) for of in chosen if base in of) for base in self.losses}
 
     def table(self) -> Table:
         """Candidates beside the choice, for a person."""
@@ -87,7 +83,7 @@ class ObserverChoice:
             used = self.counts[base_name]
             for name, loss in losses.items():
                 table.add_row(base_name, name, f"{loss:.4g}", str(used[name]))
-            table.add_row(base_name, "chosen by tensor", f"{self.chosen[base_name]:.4g}", str(sum(used.values())))
+            table.add_row(base_name, "chosen by tensor", f"{self.chosen[base_name]:.4g}", str(used.total()))
         return table
 
 

@@ -39,11 +39,14 @@ def same(first, second):
     )
 
 
-def test_the_choice_is_scored_and_the_whole_validation_calibrates_with_it():
+def test_the_choice_is_scored_said_and_the_whole_validation_calibrates_with_it(caplog):
     torch.manual_seed(0)
     module, callback = Outliers(), automatic()
-    trainer(callback).validate(module, loader(count=64), verbose=False)
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+        trainer(callback).validate(module, loader(count=64), verbose=False)
     found, choice = qparams(module), callback.choice
+    counts = ", ".join(f"{name} {count}" for name, count in choice.counts["input"].most_common())
+    assert f'observers="auto", input: {counts}' in [record.message for record in caplog.records]
     assert choice.chosen["input"] < choice.losses["input"]["static_minmax"]
     assert all(choice.chosen[of] <= min(losses.values()) for of, losses in choice.losses.items())
     assert callback.result.batches == 16

@@ -38,6 +38,7 @@ def test_the_csv_logger_has_the_numbers_and_the_table(tmp_path):
     assert [row["name"] for row in rows] == [error.name for error in errors]
     assert float(rows[0]["sqnr"]) == errors[0].sqnr == pytest.approx(float(found[1]["quant/sqnr_min"]), rel=1e-6)
     assert float(rows[0]["input_bits"]) == errors[0].input.bits
+    assert {row["input_observer"] for row in rows} == {"histogram"}
 
 
 def test_tensorboard_has_the_numbers_a_figure_and_a_histogram(tmp_path):
