@@ -10,9 +10,11 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
+from lightning_obs import CalibrationOptions
 from lightning_obs.__main__ import config_dir
 from lightning_obs.app.data.module import DataOptions
 from lightning_obs.app.job import make_options
+from lightning_obs.schemes.config import preset_names
 
 FILES = sorted(path.relative_to(config_dir()) for path in config_dir().rglob("*.yaml"))
 GROUPS = [path for path in FILES if len(path.parts) == 2]
@@ -29,6 +31,13 @@ def test_every_option_composes_and_makes_a_callback(path):
     needs = {"observer": ["scheme=int8_static"], "weight_observer": ["scheme=w4a16"]}.get(path.parts[0], [])
     options = make_options(select(*needs, override, *(["kv_cache=fp8"] if override == "scheme=none" else [])))
     assert options.label
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_every_preset_is_a_scheme_of_the_command_line(preset):
+    groups = make_options(select(f"scheme={preset.lower()}")).config.config_groups
+    expected = CalibrationOptions(preset).config.config_groups
+    assert groups["group_0"].model_dump(exclude={"format"}) == expected["group_0"].model_dump(exclude={"format"})
 
 
 @pytest.mark.parametrize(("option", "label"), [("fp8", "FP8 + float8 tensor"), ("fp8_head", "FP8 + float8 attn_head")])
