@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, likely
 
 
 def config_dir() -> Path:
@@ -31,6 +31,7 @@ def main() -> None:
         print(versions())
         return
     trace = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    OmegaConf.register_new_resolver("described", described, replace=True)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of exiting, so that we can add the valid options
 
     def task(config: DictConfig) -> Any:
@@ -59,13 +60,33 @@ def versions() -> str:
     return f"lightning_obs {version('lightning-obs')} ({others})"
 
 
+def described(*groups: str) -> str:
+    """The options of groups of configs for ``--help``: the first sentence of each, and the keys that a task reads."""
+    lines = []
+    for file in {
+        file.name: file for group in groups for file in sorted((config_dir() / group).glob("*.yaml"))
+    }.values():
+        about = file.read_text().removeprefix("# @package _global_\n").partition("\n#   ")[0].replace("\n#", "")
+        lines.append(f"  {file.stem:<24}{about.removeprefix('# ').partition('. ')[0].rstrip('.')}")
+        if groups == ("task",):
+            config: Any = OmegaConf.load(file)
+            ignores, reads = (", ".join(config.get("task", config).get(key, ())) for key in ("ignores", "reads"))
+            keys = reads if ignores == "*" else f"all keys but {ignores}" if ignores else "all keys"
+            lines.append(f"{'':<26}reads {keys}")
+    return "\n".join(lines)
+
+
 def _valid_options(message: str) -> str:
-    """The keys that stand where an unknown one was given."""
+    """The keys that stand where an unknown one was given, or the option of a group that was meant."""
+    option = re.search(r"Could not find '([^'/]+)/([^']+)'", message)  # Hydra lists the others itself
+    if option is not None:
+        hint = likely(option[2], [file.stem for file in (config_dir() / option[1]).glob("*.yaml")])
+        return hint and f"\n{option[0]}{hint}"
     match = re.search(r"Could not override '([^']+)'", message)
     if match is None:
         return ""
     key = match.group(1)
-    parent = key.rpartition(".")[0]
+    parent, _, last = key.rpartition(".")
     overrides = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-") and a.lstrip("+~").split("=")[0] != key]
     GlobalHydra.instance().clear()
     try:
@@ -76,7 +97,8 @@ def _valid_options(message: str) -> str:
         return ""
     if not isinstance(node, DictConfig):
         return ""
-    return f"\nValid options in '{parent or 'the top level'}': {', '.join(map(str, node))}"
+    hint = likely(last, map(str, node))
+    return f"\n{key}{hint}\nValid options in '{parent or 'the top level'}': {', '.join(map(str, node))}"
 
 
 if __name__ == "__main__":

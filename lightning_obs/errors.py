@@ -83,8 +83,8 @@ def refuse(
         raise CalibrationError(what, where=where, got=got, expected=expected, remedy=remedy)
 
 
-def refuse_unknown(given: Iterable[str], known: Collection[str]) -> None:
-    """Raise a :class:`CalibrationError` for names of options that are not known, with the nearest that is.
+def refuse_unknown(given: Iterable[str], known: Collection[str], what: str = "unknown option") -> None:
+    """Raise a :class:`CalibrationError` for names that are not known, with the nearest that is.
 
     >>> refuse_unknown(["export_dir"], ["export_folder", "ignore"])
     Traceback (most recent call last):
@@ -93,7 +93,7 @@ def refuse_unknown(given: Iterable[str], known: Collection[str]) -> None:
     hints = {name: likely(name, known) for name in given if name not in known}
     refuse(
         [name + hint for name, hint in hints.items()],
-        "unknown option",
+        what,
         expected=None if all(hints.values()) else f"some of {', '.join(sorted(known))}",
     )
 
@@ -104,7 +104,7 @@ def likely(name: str, known: Iterable[str]) -> str:
     >>> "unknown observer minmx" + likely("minmx", ["minmax", "mse"])
     'unknown observer minmx (did you mean `minmax`?)'
     """
-    near = get_close_matches(name, list(known), 1)
+    near = get_close_matches(name, [one for one in known if one != name], 1)
     return f" (did you mean `{near[0]}`?)" if near else ""
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
+from hydra.utils import get_class, get_object, instantiate
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from lightning_obs.app.console import say, step
+from lightning_obs.app.data.module import CalibrationData
 from lightning_obs.app.sigterm import EndOnSigterm
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.callbacks.base import SessionCallback
@@ -122,6 +123,7 @@ def make_job(config: DictConfig, callback: SessionCallback) -> Job:
     folder = Path(config.export.folder) if config.export.folder else None
     if folder is not None:
         require_free(folder, config.export.overwrite)
+    check_data(config)
     module = load_module(config)
     data = make_data(config, module)
     _, model = find_module(module, config.module)
@@ -147,6 +149,13 @@ def load_module(config: DictConfig) -> LightningModule:
     """The LightningModule that ``model`` describes."""
     with step("loading the model"):
         return made(config.model)
+
+
+def check_data(config: DictConfig) -> None:
+    """Refuse data that are not there, or lack a field, before a model is loaded; of classes of this package."""
+    kind = get_class(config.data._target_)
+    if issubclass(kind, CalibrationData):
+        kind.check(plain(config.data))
 
 
 def make_data(config: DictConfig, module: LightningModule) -> LightningDataModule:

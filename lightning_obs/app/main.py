@@ -5,20 +5,27 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 from torch import distributed as dist
 
 from lightning_obs.app.imports import import_for
 from lightning_obs.app.sigterm import ended_by_sigterm
 from lightning_obs.app.tasks.task import make_task
+from lightning_obs.errors import refuse
 from lightning_obs.schemes.config import as_names
 
 
 def run(config: DictConfig) -> dict[str, Any]:
     """Run the task of a composed config and return what a comparison shows of it."""
     _quiet_lightning()
+    if HydraConfig.initialized():
+        refuse_unread(config.task, HydraConfig.get().overrides.task)
     for name in as_names(config.imports):
         import_for("imports", name, "run from the folder that holds it, or set PYTHONPATH.")
     with ended_by_sigterm():
@@ -28,6 +35,23 @@ def run(config: DictConfig) -> dict[str, Any]:
     if dist.is_initialized():  # gloo's threads may abort a process that ends in a group (pytorch #190489)
         dist.destroy_process_group()
     return task.row()
+
+
+def refuse_unread(task: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse what was typed and the task does not read: what its ``ignores`` match, unless its ``reads`` do."""
+    keys = [str(parsed.key_or_group) for parsed in OverridesParser.create().parse_overrides(list(overrides))]
+    if "task._target_" in keys:  # another task than the one whose config this is
+        return
+
+    def among(key: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatch(key, pattern) or key.startswith(f"{pattern}.") for pattern in patterns)
+
+    ignores, reads = task.get("ignores", ()), ["task", *task.get("reads", ())]
+    refuse(
+        [key for key in keys if among(key, ignores) and not among(key, reads)],
+        f"task={task.name} does not read what was given",
+        remedy="leave it out; --help lists what each task reads.",
+    )
 
 
 def _quiet_lightning() -> None:

@@ -51,8 +51,9 @@ class CalibrationOptions:
             module: ``"lm_head"``, not ``"model.lm_head"``, where a LightningModule's ``model`` is of transformers. A
             Linear that shares the weight of an Embedding is left out unless a target names it.
         observers: observer per base name (weight, input, output; q, k, v):
-            ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``. ``"auto"`` is for
-            :class:`~lightning_obs.CalibrationCallback`, which chooses.
+            ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``. Default: what the scheme names;
+            else ``memoryless_minmax`` for weights and ``minmax`` for the rest, a moving average (``static_minmax`` is
+            the range of all data). ``"auto"``: :class:`~lightning_obs.CalibrationCallback` chooses.
         kv_cache: quantize k and v of every attention module (transformers models): ``"FP8"`` (one scale per layer for
             k and one for v), ``"FP8_HEAD"`` (one per head), a dict or ``QuantizationArgs``. With ``scheme=None``
             nothing else is quantized.

@@ -59,10 +59,8 @@ class CalibrationCallback(SessionCallback):
         dataloaders: which of several validation loaders are observed, by number, or by key where they are a dict;
             None: all.
         show: print the layers that lose most at the end of ``trainer.validate``.
-        **options: of :class:`~lightning_obs.callbacks.base.SessionCallback` (``module``, ``export_folder``,
-            ``export_overwrite``, ``sanity_check``, ``token_mask``, ``log``), and the fields of
-            :class:`~lightning_obs.CalibrationOptions` (``targets``, ``ignore``, ``observers``, ``kv_cache``,
-            ``on_missing``, ``reload``...). ``observers="auto"`` chooses them by measurement in the first validation
+        **options: of :class:`~lightning_obs.callbacks.base.SessionCallback`, and the fields of
+            :class:`~lightning_obs.CalibrationOptions`. ``observers="auto"`` chooses them in the first validation
             (:func:`~lightning_obs.choose_observers`; ``callback.choice`` says what was scored), on one device, for
             models with logits. It keeps what the model is called with, and runs it again.
 

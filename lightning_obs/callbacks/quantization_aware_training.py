@@ -51,12 +51,9 @@ class QuantizationAwareTraining(QuantizedFit):
         distill: weight of the divergence of the quantized model's logits from the teacher's, added to the loss that
             ``training_step`` returns; 0: none. It costs one more forward per step. Logged as ``quant/distillation``.
         teacher: takes the calls that the quantized model takes. None: the model itself, unquantized.
-        **options: of :class:`~lightning_obs.callbacks.quantized_fit.QuantizedFit` (``quantize``, ``observe``,
-            ``calibration_batches``, ``start_epoch``, ``start_step``, ``freeze_after``), of
-            :class:`~lightning_obs.callbacks.base.SessionCallback` (``module``, ``export_folder``,
-            ``export_overwrite``, ``sanity_check``, ``token_mask``, ``log``), and the fields of
-            :class:`~lightning_obs.CalibrationOptions` (``targets``, ``ignore``, ``observers``, ``kv_cache``,
-            ``on_missing``, ``reload``...).
+        **options: of :class:`~lightning_obs.callbacks.quantized_fit.QuantizedFit` and
+            :class:`~lightning_obs.callbacks.base.SessionCallback`, and the fields of
+            :class:`~lightning_obs.CalibrationOptions`.
 
     Raises:
         CalibrationError: by the constructor for wrong arguments; when fit starts, for a precision whose weights are

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
+
+from lightning_obs.__main__ import config_dir
+from lightning_obs.app.main import refuse_unread
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,15 +20,49 @@ def test_help_lists_groups_and_examples(command_line):
     done = command_line("--help", tiny=False, new_process=True)
     assert done.returncode == 0
     assert "scheme: fp8, " in done.stdout
+    assert "calibrate               Find the ranges in one pass over the data; no weight changes\n" in done.stdout
+    assert "reads all keys but scheme, group_size, data.train_batches\n" in done.stdout
+    assert "static_minmax           The range of everything observed: no value is clipped\n" in done.stdout
     assert "python -m lightning_obs --multirun" in done.stdout
+
+
+def test_a_shell_completes_what_is_typed(command_line, monkeypatch):
+    typed = "lightning-obs scheme=fp8_"
+    monkeypatch.setenv("COMP_LINE", typed)
+    monkeypatch.setenv("COMP_POINT", str(len(typed)))
+    done = command_line("-sc", "query=bash", tiny=False, new_process=True)
+    assert done.stdout.split() == ["scheme=fp8_block", "scheme=fp8_dynamic"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        (["task=plan", "scheme=w4a16"], "scheme"),
+        (["task=plan", "+scheme.weights.num_bits=4", "data.batches=2"], "scheme.weights.num_bits"),
+        (["task=compare", "runs=[a]", "data.batches=2", "observer=minmax"], "data.batches, observer"),
+        (["task=evaluate", "ignore=[lm_head]"], "ignore"),
+        (["data.train_batches=2"], "data.train_batches"),
+    ],
+)
+def test_what_a_task_does_not_read_is_refused(command_line, arguments, keys):
+    done = command_line(*arguments, tiny=False)
+    assert done.returncode == 1
+    assert f"does not read what was given: {keys}. Remedy: leave it out" in done.stderr
+
+
+def test_what_a_plan_reads_of_a_scheme_is_taken():
+    with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
+        task = compose("config", overrides=["task=plan"]).task
+    refuse_unread(task, ["task=plan", "scheme.targets=[Linear]", "budget=4.5", "~task.candidates.int4"])
+    refuse_unread(task, ["task=plan", "task._target_=my.Task", "scheme=w4a16"])  # who knows what it reads
 
 
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        ("scheme=fp9", ["Could not find 'scheme/fp9'", "int8_static"]),
-        ("data.batch=3", ["Could not override 'data.batch'", "Valid options in 'data'", "batches", "text_field"]),
-        ("observr=minmax", ["Could not override 'observr'", "weight_observer"]),
+        ("scheme=fp9", ["Could not find 'scheme/fp9' (did you mean `fp8`?)", "int8_static"]),
+        ("data.batch=3", ["data.batch (did you mean `batches`?)", "Valid options in 'data'", "text_field"]),
+        ("observr=minmax", ["observr (did you mean `observer`?)", "weight_observer"]),
         ("observer.averaging_constan=1", ["Could not override", "Valid options in 'observer': name"]),
         ("data.batches=many", ["CalibrationError: data.batches", "Got 'many', expected a positive whole number"]),
         ("observer.name=meanmax", ["unknown observer 'meanmax'", "static_minmax"]),
@@ -44,6 +82,7 @@ def test_multirun_prints_one_table(command_line, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     table = done.stdout[done.stdout.index("comparison") :]
+    assert "scheme=int8_static" not in table  # what all runs have
     assert "observer=static_minmax" in table
     assert "observer=minmax" in table
     assert "perplexity" in table

@@ -102,7 +102,7 @@ def test_images_in_folders_that_are_no_classes_have_no_labels(weights, digits, t
 
 
 def test_without_timm_the_error_says_what_to_install(command_line):
-    done = command_line("model=timm", "model.name=resnet18", "data.path=nowhere", "trainer=cpu", tiny=False)
+    done = command_line("model=timm", "model.name=resnet18", "data.path=.", "trainer=cpu", tiny=False)
     assert done.returncode == 1
     assert "model=timm needs the package timm" in done.stderr
     assert "pip install timm" in done.stderr

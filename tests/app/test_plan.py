@@ -62,6 +62,6 @@ def test_observers_are_chosen_calibrated_and_written_for_a_later_run(composed, c
     first = run(composed("task=observers", "scheme=int8_static", candidates, "export=none"))
     assert "chosen by tensor" in capsys.readouterr().out
     folder = f"--config-dir={tmp_path / 'run' / 'configs'}"
-    again = command_line(folder, "scheme=plan", "export=none", "output_dir=again")
+    again = command_line(folder, "scheme=observers", "export=none", "output_dir=again")
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "again" / "report.json").read_text())["perplexity"] == list(first["perplexity"])

@@ -43,6 +43,39 @@ def test_it_is_refused_before_anything_is_measured(composed, nothing_is_run, tmp
     assert not (tmp_path / "run" / "checkpoint").exists()
 
 
+@pytest.fixture
+def data_file(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"content": "some words", "stars": 3}\n')
+    return tmp_path / "data.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.path=/nowhere/text.txt"], r"data\.path=/nowhere/text\.txt does not exist"),
+        (["data.eval_path=/nowhere"], r"data\.eval_path=/nowhere does not exist"),
+        (["data.path={}"], r"data\.jsonl:1 has no text in the field 'text'.*data\.text_field="),
+        (["data.path={}", "data.text_field=contents"], r"field 'contents' \(did you mean `content`\?\)"),
+        (
+            ["model=encoder", "data.path={}", "data.text_field=content", "data.label_field=star"],
+            r"has no field 'star' \(did you mean `stars`\?\)\. Got the fields content, stars",
+        ),
+        (["model=timm", "model.name=resnet18", "data.path=/nowhere"], r"data\.path=/nowhere is not a folder"),
+        (["task=evaluate", "data.path=/nowhere"], r"data\.path=/nowhere does not exist"),
+        (["task=plan", "budget=many"], r"budget\. Got 'many', expected bits per weight"),
+        (["task=plan", "+task.at_most.int44=0.5"], r"names no candidate: int44 \(did you mean `int4`\?\)"),
+        (["task=compare", "runs=[/nowhere]"], r"/nowhere does not exist"),
+        (["ignore_from=/nowhere"], r"/nowhere does not exist"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_it_is_refused_before_a_model_is_loaded(composed, data_file, monkeypatch, overrides, message):
+    for owner in ("job", "tasks.compare"):
+        monkeypatch.setattr(f"lightning_obs.app.{owner}.load_module", lambda config: pytest.fail("a model was loaded"))
+    with pytest.raises(CalibrationError, match=message):
+        run(composed("model.path=m", *(text.format(data_file) for text in overrides), tiny=False))
+
+
 def test_group_size_is_that_of_the_weights(composed):
     options = make_options(composed("scheme=w4a16", "group_size=32"))
     (group,) = options.config.config_groups.values()

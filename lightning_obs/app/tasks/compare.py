@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from typing_extensions import override
 
 from lightning_obs.app.console import say
-from lightning_obs.app.job import load_module, make_data, make_trainer, measure_quality, plain
+from lightning_obs.app.job import check_data, load_module, make_data, make_trainer, measure_quality, plain
 from lightning_obs.app.models.samples import SIMILARITY
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.errors import CalibrationError
@@ -32,6 +32,7 @@ class Evaluate(Task):
 
     @override
     def check(self) -> None:
+        check_data(self.config)
         self.module = load_module(self.config)
         self.data = make_data(self.config, self.module)
 
@@ -81,21 +82,23 @@ class ComparisonTable(Callback):
     """Hydra callback: one row a run of a ``--multirun``, shown when the last has ended."""
 
     def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
+        self.jobs: list[tuple[list[str], dict[str, Any] | None]] = []
 
     @override
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Keep what :func:`lightning_obs.app.main.run` returned."""
-        overrides = " ".join(str(item) for item in job_return.overrides or [])
-        if job_return.status is JobStatus.COMPLETED and isinstance(job_return.return_value, dict):
-            self.rows.append({**job_return.return_value, "run": overrides or job_return.return_value["run"]})
-        else:
-            self.rows.append({"run": f"{overrides} (failed)"})
+        done = job_return.status is JobStatus.COMPLETED and isinstance(job_return.return_value, dict)
+        self.jobs.append((list(map(str, job_return.overrides or ())), job_return.return_value if done else None))
 
     @override
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        if self.rows:
-            _write_comparison(config.hydra.sweep.dir, self.rows)
+        if not self.jobs:
+            return
+        common, rows = set.intersection(*(set(overrides) for overrides, _ in self.jobs)), []
+        for overrides, row in self.jobs:
+            name = " ".join(one for one in overrides if one not in common) or " ".join(overrides)
+            rows.append({"run": f"{name} (failed)"} if row is None else {**row, "run": name or row["run"]})
+        _write_comparison(config.hydra.sweep.dir, rows)
 
 
 def _write_comparison(folder: str, rows: Sequence[Mapping[str, Any]]) -> None:
