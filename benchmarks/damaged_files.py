@@ -193,7 +193,7 @@ def _automatic() -> CalibrationCallback:
 
 
 def _training() -> QuantizationAwareTraining:
-    return QuantizationAwareTraining("INT8_STATIC", learn_scales=True, calibration_batches=1)
+    return QuantizationAwareTraining("INT8_STATIC", train="all", calibration_batches=1)
 
 
 def _observing() -> QuantizationAwareTraining:

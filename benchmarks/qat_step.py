@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_obs import CalibrationSession
 from lightning_obs.forward.quantized_forward import quantize_training_forward, set_learned_scale
-from lightning_obs.forward.quantized_tensors import LearnedScale, Switch
+from lightning_obs.forward.quantized_tensors import Switch
 
 SCHEMES = {
     "W4A16 (group 64)": {
@@ -92,7 +92,7 @@ def quantize(model: nn.Module, scheme: object, tokens: torch.Tensor, learn: bool
                 scale = getattr(target.module, f"{base_name}_scale")
                 factor = nn.Parameter(torch.zeros_like(scale))
                 model.register_parameter(f"{target.name}_{base_name}".replace(".", "_"), factor)
-                set_learned_scale(target.module, base_name, LearnedScale(scale, factor))
+                set_learned_scale(target.module, base_name, scale, factor)
     return model
 
 

@@ -63,7 +63,7 @@ module, training, held_out = Stripes(), pictures(512, seed=0), pictures(256, see
 trainer().fit(module, training, held_out)
 (full,) = trainer().validate(module, held_out, verbose=False)
 
-callback = QuantizationAwareTraining(SCHEME, module="net", learn_scales=True)
+callback = QuantizationAwareTraining(SCHEME, module="net", train="all")
 trainer(callback).validate(module, training, verbose=False)  # the first validation calibrates, ...
 (calibrated,) = trainer(callback).validate(module, held_out, verbose=False)  # ... later ones measure
 trainer(callback).fit(module, training, held_out)

@@ -93,7 +93,7 @@ module, data = Digits(), DigitsData()
 trainer(options.epochs).fit(module, data)
 full = accuracy()
 
-callback = QuantizationAwareTraining(SCHEME, module="net", learn_scales=True)
+callback = QuantizationAwareTraining(SCHEME, module="net", train="all")
 # The first validation calibrates, later ones measure. It is given training data: held-out data choose no range.
 trainer(1, callback).validate(module, data.train_dataloader(), verbose=False)
 calibrated = accuracy(callback)

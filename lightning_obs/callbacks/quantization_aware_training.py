@@ -14,17 +14,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack, override
 
 from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
 from lightning_obs.callbacks.quantized_fit import FitKeywords, QuantizedFit, require_not_negative
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.fine_tuning.learned_scales import frozen
 from lightning_obs.forward.calls import in_evaluation_mode, logits_of
 from lightning_obs.model.additions import keep_hook_out, set_attributes
 from lightning_obs.schemes.config import SchemeLike
@@ -45,11 +47,15 @@ class QuantizationAwareTraining(QuantizedFit):
 
     Args:
         scheme: as for :class:`CalibrationCallback`.
-        learn_scales: train the scales (learned step size) from where calibration put them. They join the first
-            parameter group of the optimizer that trains their module, and are observed no more. (Those of q, k and v
-            are, as ever.)
+        train: ``"weights"``; ``"scales"`` alone, from where calibration put them; or ``"all"``, both. Scales (not those
+            of q, k and v) join the first parameter group of the optimizer that trains their module, and are observed
+            no more. With ``"scales"`` the optimizer keeps nothing else; while fit runs every parameter of the
+            LightningModule is frozen, and dropout and batch norms are in evaluation mode. Weights in NVFP4, and those
+            that ``rounding`` rounded, keep their numbers. NVFP4's block scales are learned with ``"scales"`` only;
+            global scales, zero points and scales of MX never are.
         distill: weight of the divergence of the quantized model's logits from the teacher's, added to the loss that
-            ``training_step`` returns; 0: none. It costs one more forward per step. Logged as ``quant/distillation``.
+            ``training_step`` returns; ``"only"``: it is the loss; 0: none. Default: ``"only"`` for scales alone,
+            else 0. It costs one more forward per step. Logged as ``quant/distillation``.
         teacher: takes the calls that the quantized model takes. None: the model itself, unquantized.
         **options: of :class:`~lightning_obs.callbacks.quantized_fit.QuantizedFit` and
             :class:`~lightning_obs.callbacks.base.SessionCallback`, and the fields of
@@ -62,7 +68,7 @@ class QuantizationAwareTraining(QuantizedFit):
 
     Reference:
         Jacob et al., Quantization and Training of Neural Networks, 2018, arXiv:1712.05877, section 3; for
-        ``learn_scales`` Esser et al., Learned Step Size Quantization, 2020, arXiv:1902.08153.
+        ``train`` Esser et al., Learned Step Size Quantization, 2020, arXiv:1902.08153.
     """
 
     @takes_keywords_of(QuantizedFit)
@@ -70,23 +76,46 @@ class QuantizationAwareTraining(QuantizedFit):
         self,
         scheme: SchemeLike | CalibrationOptions | None,
         *,
-        learn_scales: bool = False,
-        distill: float = 0.0,
+        train: Literal["weights", "scales", "all"] = "weights",
+        distill: float | Literal["only"] | None = None,
         teacher: nn.Module | None = None,
         **options: Unpack[FitKeywords],
     ) -> None:
         super().__init__(scheme, **options)
-        require_not_negative("distill", distill)
-        if self.options.rounding is not None:
+        if train not in ("weights", "scales", "all"):
+            raise CalibrationError("train", got=repr(train), expected="'weights', 'scales', 'all'")
+        if distill is None:
+            distill = "only" if train == "scales" else 0.0
+        if distill != "only":
+            require_not_negative("distill", distill)
+        if self.options.rounding is not None and train != "scales":
             raise CalibrationError(
                 "weights in training have no rounding that would stay",
                 got="QuantizationAwareTraining(rounding=...)",
-                remedy="train without it, then calibrate the trained model with CalibrationCallback(rounding='gptq').",
+                remedy="train='scales'; or train without it, then calibrate the trained model with "
+                "CalibrationCallback(rounding='gptq').",
+            )
+        if train == "scales" and not distill:
+            raise CalibrationError(
+                "train='scales' learns from the unquantized model",
+                got="distill=0",
+                expected="distill='only', or the weight of its term beside your loss",
             )
         if teacher is not None and not distill:
             raise CalibrationError("a teacher without distill", remedy="set distill, the weight of its term.")
-        self.learn_scales, self.distill, self.teacher = learn_scales, distill, teacher
-        self._on_fit = ExitStack()  # closed when fit ends: gives the LightningModule its training_step back
+        self.train, self.distill, self.teacher = train, distill, teacher
+        self._on_fit = ExitStack()  # closed when fit ends: the LightningModule is as it was
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a model that the user froze: no optimizer could be made of it, nor DDP."""
+        super().setup(trainer, pl_module, stage)
+        trained = [parameter.requires_grad for parameter in pl_module.parameters()]
+        if stage == "fit" and self.train == "scales" and trained and not any(trained):
+            raise CalibrationError(
+                "every parameter is frozen, so configure_optimizers has nothing to make an optimizer of",
+                remedy="leave requires_grad on: fit freezes the parameters, and puts the scales in their place.",
+            )
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -115,6 +144,22 @@ class QuantizationAwareTraining(QuantizedFit):
             )
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Freeze the weights where scales are trained alone."""
+        super().on_train_start(trainer, pl_module)
+        if self.train == "scales":
+            self._on_fit.enter_context(frozen(pl_module))
+            if isinstance(trainer.strategy.model, DistributedDataParallel):
+                self._on_fit.enter_context(trainer.strategy.model.no_sync())  # it would wait for frozen weights
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn if training scales alone has changed none: a float8 is its neighbour only after 3 to 6 %."""
+        learned = None if self._training is None or self.train != "scales" else self._training.learned
+        if learned is not None and trainer.is_global_zero and trainer.global_step and not learned.has_changed:
+            warn(f"{self.label}: no scale has changed in {trainer.global_step} steps; raise the learning rate (0.01)")
+
+    @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Average the gradients of learned scales over ranks; DDP knows only the module's own parameters.
 
@@ -136,7 +181,8 @@ class QuantizationAwareTraining(QuantizedFit):
                 remedy="add the divergence in your training_step (callbacks.quantization_aware_training.divergence), "
                 "and leave distill=0.",
             )
-        training_step = pl_module.training_step
+        assert self._training is not None
+        training_step, training = pl_module.training_step, self._training
 
         @functools.wraps(training_step)
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -159,8 +205,11 @@ class QuantizationAwareTraining(QuantizedFit):
             mean = torch.stack(terms).mean()
             if log:
                 pl_module.log("quant/distillation", mean.detach())
-            extra = self.distill * mean
-            return {**result, "loss": result["loss"] + extra} if isinstance(result, dict) else result + extra
+            loss = result["loss"] if isinstance(result, dict) else result
+            loss = mean if self.distill == "only" else loss + self.distill * mean
+            if not loss.requires_grad and not training.is_quantized and training.learned is not None:
+                loss = loss + sum(0 * factor.sum() for factor in training.learned.parameters)
+            return {**result, "loss": loss} if isinstance(result, dict) else loss
 
         return step
 
@@ -172,7 +221,7 @@ class QuantizationAwareTraining(QuantizedFit):
 
     @override
     def clean_up(self) -> None:
-        """Give the model its own forward back, and the LightningModule its ``training_step``."""
+        """Give the model its own forward back, and the LightningModule its ``training_step`` and trained weights."""
         super().clean_up()
         self._on_fit.close()
 

@@ -65,7 +65,7 @@ class QuantizedFit(SessionCallback):
         **options: of :class:`~lightning_obs.callbacks.base.SessionCallback`.
     """
 
-    learn_scales = False
+    train: str = "weights"
 
     @takes_keywords_of(SessionCallback)
     def __init__(
@@ -115,7 +115,7 @@ class QuantizedFit(SessionCallback):
         else:
             if self._training is not None:
                 self._training.stop()
-            self._training = QuantizedTraining(session, self.learn_scales)
+            self._training = QuantizedTraining(session, self.train)
         return session
 
     def _running(self, trainer: Trainer, pl_module: LightningModule) -> QuantizedTraining:

@@ -31,6 +31,7 @@ from lightning_obs.forward.quantized_forward import fake_quantized_states, quant
 from lightning_obs.forward.quantized_tensors import Switch, has_range
 from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.qparams import get_scheme
+from lightning_obs.observers.base import Key, Observer
 
 
 class Phase(Enum):
@@ -49,13 +50,18 @@ class Phase(Enum):
 
 
 class QuantizedTraining:
-    """Ranges of one session's model; with ``learn_scales`` an optimizer trains the scales that can be (``learned``)."""
+    """Ranges of one session's model.
 
-    def __init__(self, session: CalibrationSession, learn_scales: bool = False) -> None:
+    Args:
+        session: of the model.
+        train: what an optimizer trains: ``"weights"``; ``"scales"``, those that can be (``learned``); ``"all"``, both.
+    """
+
+    def __init__(self, session: CalibrationSession, train: str = "weights") -> None:
         self.session = session
         #: what is quantized now
         self.switch = Switch()
-        self.learned = LearnedScales(session.plan) if learn_scales else None
+        self.learned = None if train == "weights" else LearnedScales(session.plan, alone=train == "scales")
         self.phase = Phase.NEW
         #: batches still to be observed, while OBSERVING
         self.batches_left = 0
@@ -136,9 +142,21 @@ class QuantizedTraining:
         )
 
     @property
+    def _of_inputs(self) -> dict[Key, Observer]:
+        """The observers of inputs that choose a weight's scale or rounding."""
+        observers = self.session.observers | self.session.second
+        return {key: observer for key, observer in observers.items() if observer.needs_inputs}
+
+    @property
+    def _weights_stay(self) -> bool:
+        """Whether weights were observed once and for all: they are frozen, and their scales are learned from there."""
+        return self.learned is not None and self.learned.alone and self.is_quantized
+
+    @property
     def can_refresh(self) -> bool:
-        """Whether data would change the range of an activation that is known."""
-        return self.session.needs_data and (self.learned is None or not self.learned.covers_activations)
+        """Whether data would change the range of an activation that is known; with frozen weights, none should."""
+        frozen = self.learned is not None and (self.learned.alone or self.learned.covers_activations)
+        return self.session.needs_data and not frozen
 
     # ------------------------------------------------------------------ transitions
 
@@ -213,8 +231,7 @@ class QuantizedTraining:
 
     def write(self, weights: bool = False) -> None:
         """Write the ranges that data gave; of ``weights`` too, if asked or if their observers want inputs."""
-        wants_inputs = any(observer.needs_inputs for observer in self.session.observers.values())
-        self.session.finalize(weights=weights or wants_inputs)
+        self.session.finalize(weights=(weights or bool(self._of_inputs)) and not self._weights_stay)
         self.phase, self.batches_left = Phase.TRAINING, 0
         self._write_learned()
 
@@ -224,7 +241,7 @@ class QuantizedTraining:
         """Observe the weights as they are now, if they changed; write learned scales as they are now."""
         session = self.session
         excused = session.skipped | set(session.result.fallback if session.result is not None else ())
-        wanting = {name: o.lacks_inputs for (name, _), o in session.observers.items() if o.needs_inputs}
+        wanting = {name: o.lacks_inputs for (name, _), o in self._of_inputs.items()}
         # What was seen differs from rank to rank until it is merged.
         unfinished = self.phase in (Phase.OBSERVING, Phase.GATHERED) or not self.is_quantized
         lacking = bool(wanting) and (unfinished or any(wanting[name] for name in wanting.keys() - excused))
@@ -252,8 +269,8 @@ class QuantizedTraining:
         state: dict[str, Any] = {"phase": self.phase.value, "left": self.batches_left, "batches": session.batches}
         if self.phase in (Phase.OBSERVING, Phase.GATHERED):
             state["observed"] = dump_observation(session.fed, session.collectives)
-        else:  # what a weight's next observation needs, the same on all ranks
-            state["statistics"] = dump_statistics({key: o for key, o in session.observers.items() if o.needs_inputs})
+        elif not self._weights_stay:  # what a weight's next observation needs, the same on all ranks
+            state["statistics"] = dump_statistics(self._of_inputs)
         return state if self.learned is None else {**state, "learned": self.learned.state_dict()}
 
     @torch.inference_mode(False)
@@ -266,7 +283,7 @@ class QuantizedTraining:
         self._resumed = True
         self.phase, self.batches_left = Phase(state["phase"]), state["left"]
         self.session.batches = state["batches"]
-        load_statistics(self.session.observers, state.get("statistics", {}))
+        load_statistics(self._of_inputs, state.get("statistics", {}))
         if "observed" in state and not load_observation(self.session.fed, state["observed"], self.session.collectives):
             self.give_up()
         if self.learned is not None and "learned" in state:

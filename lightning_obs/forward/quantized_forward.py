@@ -188,9 +188,12 @@ def fake_quantized_states(
         yield
 
 
-def set_learned_scale(module: nn.Module, base_name: str, calibrated: torch.Tensor, log_factor: nn.Parameter) -> None:
-    """Take a :func:`learned_scale` in place of the module's own, until the training forward is undone."""
-    getattr(module, STATE).learned[base_name] = partial(learned_scale, calibrated, log_factor)
+def set_learned_scale(module: nn.Module, base_name: str, *of_scale: Any) -> None:
+    """Take a :func:`learned_scale` in place of the module's own, until the training forward is undone.
+
+    ``of_scale`` are its arguments.
+    """
+    getattr(module, STATE).learned[base_name] = partial(learned_scale, *of_scale)
 
 
 def _quantized_attributes(

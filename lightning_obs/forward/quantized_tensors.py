@@ -117,7 +117,8 @@ def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> tor
     zero_point = getattr(module, f"{base_name}_zero_point", None)
     rounded = getattr(module, ROUNDED, None) if base_name == "weight" else None
     if rounded is not None:
-        return straight_through(value, dequantize(rounded, scale, zero_point, args, global_scale=global_scale))
+        found = dequantize(rounded, scale, zero_point, args, global_scale=global_scale)
+        return straight_through(value, found) if learned is None else found.to(value.dtype)
     tokens = 1 if base_name == "weight" else count_tokens(module, value)
     found = fake_quantize_with(value, scale, zero_point, args, global_scale=global_scale, observations=tokens)
     if kept is not None:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization import fake_quantize as exact_fake_quantize
+from compressed_tensors.quantization.quant_args import round_to_quantized_type_dtype
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from torch import nn
 
@@ -63,7 +64,7 @@ def fake_quantize(
 
     Raises:
         CalibrationError: a gradient is asked for a parameter that the checkpoint stores rounded: a zero point, a
-            global scale, the scale of a tensor_group or of an MX format.
+            global scale, the scale of a tensor_group or of an MX format; see :func:`dequantize` for the first two.
 
     Reference:
         Esser et al., Learned Step Size Quantization, 2020, arXiv:1902.08153, equations 1 to 3 and section 2.2.
@@ -127,7 +128,9 @@ def fake_quantize_dynamic(
     return _StraightThrough.apply(value, quantized.detach(), None)
 
 
-def learned_scale(calibrated: torch.Tensor, log_factor: torch.Tensor) -> torch.Tensor:
+def learned_scale(
+    calibrated: torch.Tensor, log_factor: torch.Tensor, stored: torch.dtype | None = None
+) -> torch.Tensor:
     """A scale that can be learned and keeps its sign: ``calibrated * exp(log_factor)``.
 
     The paper learns the scale itself. Under Adam, whose steps are about the learning rate whatever the gradient is,
@@ -138,17 +141,23 @@ def learned_scale(calibrated: torch.Tensor, log_factor: torch.Tensor) -> torch.T
     Args:
         calibrated: the scale that calibration found; a constant.
         log_factor: ``calibrated``'s shape, float32, zeros at first: the parameter that the optimizer gets.
+        stored: a narrower float dtype in which the scale is stored (NVFP4: float8, in steps of 6 to 12 %). The scale is
+            rounded to it, and the gradient passes straight through.
 
     Returns:
-        The scale in ``calibrated``'s dtype, its magnitude at least that dtype's smallest normal number.
+        The scale in ``calibrated``'s dtype, its magnitude at least the smallest normal number of the dtype in which it
+        is stored, unless the calibrated one is smaller.
 
     >>> log_factor = nn.Parameter(torch.zeros(1))
     >>> learned_scale(torch.tensor([0.25]), log_factor).item()
     0.25
     """
-    scale = (calibrated.detach() * log_factor.exp()).to(calibrated.dtype)
-    least = torch.finfo(calibrated.dtype).tiny
-    return torch.where(calibrated < 0, scale.clamp(max=-least), scale.clamp(min=least))
+    calibrated = calibrated.detach()
+    wide = calibrated * log_factor.exp()
+    least = calibrated.abs().clamp(max=torch.finfo(stored or calibrated.dtype).tiny)
+    wide = torch.where(calibrated < 0, torch.minimum(wide, -least), torch.maximum(wide, least))
+    scale = wide.to(calibrated.dtype)
+    return scale if stored is None else straight_through(scale, round_to_quantized_type_dtype(wide.detach(), stored))
 
 
 def straight_through(value: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
@@ -292,10 +301,35 @@ def dequantize(
     *,
     global_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weight ``(R, C)`` that levels of a grid stand for, in float32."""
-    step = elementwise(scale.float() if global_scale is None else scale.float() / global_scale, levels, args)
-    level = levels.float() if zero_point is None else levels.float() - elementwise(zero_point.float(), levels, args)
-    return level * step
+    """The weight ``(R, C)`` that levels of a grid stand for, in float32, with the gradient to ``scale``."""
+    step = scale.float() if global_scale is None else scale.float() / global_scale
+    weight: torch.Tensor = _Dequantized.apply(levels, step, zero_point, args)
+    return weight
+
+
+class _Dequantized(torch.autograd.Function):
+    """``(levels - zero_point) * step``. What the backward keeps of a weight is its levels, a byte each."""
+
+    @staticmethod
+    def forward(
+        levels: torch.Tensor, step: torch.Tensor, zero_point: torch.Tensor | None, args: QuantizationArgs
+    ) -> torch.Tensor:
+        return _from_zero(levels, zero_point, args) * elementwise(step, levels, args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        levels, step, zero_point, ctx.args = inputs
+        ctx.save_for_backward(levels, step, zero_point)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        levels, step, zero_point = ctx.saved_tensors
+        each = _group(grad * _from_zero(levels, zero_point, ctx.args), ctx.args)
+        return None, each.sum_to_size(_broadcastable(step, ctx.args).shape).reshape(step.shape), None, None
+
+
+def _from_zero(levels: torch.Tensor, zero_point: torch.Tensor | None, args: QuantizationArgs) -> torch.Tensor:
+    return levels.float() if zero_point is None else levels.float() - elementwise(zero_point.float(), levels, args)
 
 
 def _refuse_learned(

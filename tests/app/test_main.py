@@ -132,6 +132,21 @@ def test_fine_tuning_prints_four_perplexities_of_which_the_last_two_are_one(comp
     assert report["seconds_trained"] > 0
 
 
+def test_scales_alone_are_fine_tuned_from_a_named_experiment(composed, tmp_path, capsys, verified_here):
+    run(
+        composed(
+            "experiment=qat_nvfp4_scales",
+            "data.tokens=32",
+            "data.train_batches=4",
+            "trainer.max_steps=8",
+            "model.learning_rate=0.05",
+        )
+    )
+    assert "largest difference of logits 0.0" in capsys.readouterr().out
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["divergence_reloaded"] == report["divergence"] != report["divergence_calibrated"]
+
+
 def test_fine_tuning_twice_gives_the_same_numbers(composed):
     small = ("task=finetune", "scheme=w8a8", "data.train_batches=4", "trainer.max_steps=4", "model.learning_rate=1e-3")
     first, second = (run(composed(*small, "export=none")) for _ in range(2))

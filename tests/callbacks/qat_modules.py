@@ -10,10 +10,20 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.model.qparams import read_qparams
 
 W4 = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 8}}
 ASYMMETRIC = {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel", "symmetric": False}}
+#: NVFP4 for modules of eight columns in float32, of which transformers has none
+NVFP4_SMALL = CalibrationOptions(
+    {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 8,
+                    "scale_dtype": "torch.float8_e4m3fn"},
+    },
+    reload="unchecked",
+)  # fmt: skip
 W8 = {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}
 
 

@@ -154,7 +154,7 @@ def test_where_nothing_is_calibrated_anew_a_checkpoint_of_other_options_is_refus
 
 
 def test_fine_tuning_cannot_drop_its_ranges_and_names_the_fields_that_differ(tmp_path):
-    options = {"calibration_batches": 1, "learn_scales": True}
+    options = {"calibration_batches": 1, "train": "all"}
     fit_and_save(tmp_path / "c.ckpt", QuantizationAwareTraining("INT8_STATIC", **options))
     other = QuantizationAwareTraining("INT8_STATIC", ignore=["net.2"], **options)
     with pytest.raises(CalibrationError) as error:

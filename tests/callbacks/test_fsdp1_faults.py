@@ -72,9 +72,9 @@ def test_a_weight_that_changed_since_is_refused_at_export_on_every_rank(tmp_path
 def on_refused(rank, how):
     like_torchrun(rank, 2)
     callback, module, entry = calibration(), Module(), "validate"
-    if how == "learn_scales":
+    if how == "scales":
         how, entry = {}, "fit"
-        callback = QuantizationAwareTraining("INT8_STATIC", module="net", learn_scales=True)
+        callback = QuantizationAwareTraining("INT8_STATIC", module="net", train="all")
     elif how == "adapters":
         how, peft = {}, pytest.importorskip("peft")
         peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["few"]), module.net)
@@ -89,10 +89,10 @@ def on_refused(rank, how):
     [
         ({"use_orig_params": False}, "Remedy: FSDPStrategy(use_orig_params=True)"),
         ({"cpu_offload": True}, "Remedy: FSDPStrategy(cpu_offload=False), or FSDP2: ModelParallelStrategy."),
-        ("learn_scales", "learn_scales is not supported with sharded weights (FSDP)"),
+        ("scales", "scales of sharded weights (FSDP) cannot be learned"),
         ("adapters", "adapters beside weights that FSDP1 shards are not supported: few."),
     ],
-    ids=["use_orig_params", "cpu_offload", "learn_scales", "adapters"],
+    ids=["use_orig_params", "cpu_offload", "scales", "adapters"],
 )
 def test_what_is_not_supported_is_refused_on_every_rank_with_what_to_do(how, text):
     if how == "adapters":

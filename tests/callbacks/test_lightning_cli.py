@@ -77,10 +77,10 @@ def test_every_option_of_calibration_can_stand_in_yaml(tmp_path):
 
 
 def test_fine_tuning_from_yaml_ends_with_a_checkpoint(tmp_path):
-    options = {"scheme": "INT8_STATIC", "module": "net", "learn_scales": True, "export_folder": str(tmp_path / "out")}
+    options = {"scheme": "INT8_STATIC", "module": "net", "train": "all", "export_folder": str(tmp_path / "out")}
     path = config(tmp_path, callback("QuantizationAwareTraining", **options), max_epochs=2)
     cli = run("fit", path)
-    assert of(cli, QuantizationAwareTraining).learn_scales
+    assert of(cli, QuantizationAwareTraining).train == "all"
     found = load_checkpoint(Plain().net, tmp_path / "out")[0].input_scale
     assert torch.equal(found, cli.model.net[0].input_scale)
 

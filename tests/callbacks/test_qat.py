@@ -57,7 +57,7 @@ def test_a_module_of_ones_own_reloads_with_the_outputs_of_the_last_validation(sc
 
 
 def test_learned_scales_are_exported(tmp_path):
-    module, callback = Regression(), QuantizationAwareTraining("INT8_STATIC", learn_scales=True, calibration_batches=2)
+    module, callback = Regression(), QuantizationAwareTraining("INT8_STATIC", train="all", calibration_batches=2)
     trainer(callback).fit(module, loader(), loader(seed=2))
     absmax = module.net[0].weight.abs().amax(1, keepdim=True) / 127.5
     assert not torch.allclose(module.net[0].weight_scale, absmax, rtol=1e-4)

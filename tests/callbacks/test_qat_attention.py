@@ -163,8 +163,8 @@ def test_the_reloaded_checkpoint_gives_the_logits_of_the_last_validation(case, o
 
 
 @pytest.mark.parametrize("freeze_after", [None, 1])
-@pytest.mark.parametrize("learn_scales", [False, True])
-def test_states_are_observed_anew_after_each_validation(learn_scales, freeze_after, tiny_llama, batches):
+@pytest.mark.parametrize("train", ["weights", "all"])
+def test_states_are_observed_anew_after_each_validation(train, freeze_after, tiny_llama, batches):
     module, watch = Language(tiny_llama()), Watch()
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.0)
     expected = cached_states(module.model, batches[:2])["k"][0].abs().amax((0, 2, 3)) / 448
@@ -174,8 +174,8 @@ def test_states_are_observed_anew_after_each_validation(learn_scales, freeze_aft
             module.model.model.layers[0].self_attn.k_proj.weight.mul_(2 if module.current_epoch else 1)
 
     module.on_train_epoch_start = double
-    scheme = attention("attn_head") | ({"W8A16": ["lm_head"]} if learn_scales else {})
-    options = {"learn_scales": learn_scales, "freeze_after": freeze_after, "calibration_batches": 2}
+    scheme = attention("attn_head") | ({"W8A16": ["lm_head"]} if train == "all" else {})
+    options = {"train": train, "freeze_after": freeze_after, "calibration_batches": 2}
     callback = QuantizationAwareTraining(scheme, **options)
     trainer(callback, watch).fit(module, language_data(batches), language_data(batches))
     assert [sorted(seen) for seen in watch.scales] == [[]] + [["k_scale", "q_scale", "v_scale"]] * 5

@@ -132,12 +132,12 @@ def test_a_sharded_run_resumes_bit_for_bit(options, full, tmp_path):
 def on_learned(rank):
     like_torchrun(rank, 2)
     try:
-        fit_sharded(qat(learn_scales=True), Sharded(), rank=rank)
+        fit_sharded(qat(train="all"), Sharded(), rank=rank)
     except CalibrationError as error:
         return str(error)
 
 
 def test_learned_scales_of_sharded_weights_are_refused_on_every_rank():
     for error in run_ranks(on_learned, 2, timeout=30):
-        assert "learn_scales is not supported with sharded weights (FSDP): first" in error
+        assert "scales of sharded weights (FSDP) cannot be learned: first" in error
         assert "use DDP" in error

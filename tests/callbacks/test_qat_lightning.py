@@ -41,7 +41,7 @@ from tests.versions import checkpointing_of
 def test_12896_a_checkpoint_is_tested_by_a_fresh_trainer(entry, tmp_path):
     """pytorch-lightning #12896: Trainer.test(ckpt_path=...) failed beside the callback."""
     module, saver = Regression(), ModelCheckpoint(tmp_path, filename="best", monitor="val_loss")
-    options = {"scheme": "INT8_STATIC", "calibration_batches": 2, "learn_scales": True}
+    options = {"scheme": "INT8_STATIC", "calibration_batches": 2, "train": "all"}
     trainer(QuantizationAwareTraining(**options), saver, max_epochs=1).fit(module, loader(), loader(seed=2))
     fresh = Regression()
     tr = trainer(QuantizationAwareTraining(**options))
@@ -148,11 +148,11 @@ def test_early_stopping_ends_it_with_nothing_left_behind(tmp_path):
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("learn_scales", [False, True])
-def test_the_learning_rate_finder_leaves_ranges_and_scales_as_they_were(order, learn_scales, tmp_path, monkeypatch):
+@pytest.mark.parametrize("train", ["weights", "all"])
+def test_the_learning_rate_finder_leaves_ranges_and_scales_as_they_were(order, train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module, watch = Regression(), Watch()
-    callback = QuantizationAwareTraining("INT8_STATIC", learn_scales=learn_scales, calibration_batches=2)
+    callback = QuantizationAwareTraining("INT8_STATIC", train=train, calibration_batches=2)
     finder = LearningRateFinder(num_training_steps=8, update_attr=False)
     callbacks = [callback, finder] if order == "before" else [finder, callback]
     data = DataLoader(loader(count=64).dataset, batch_size=4)
@@ -195,7 +195,7 @@ def test_activation_checkpointing_changes_nothing(reentrant):
         torch.manual_seed(0)
         module = kind()
         callback = QuantizationAwareTraining(
-            "INT8_STATIC", calibration_batches=2, observers={"input": "minmax"}, learn_scales=True
+            "INT8_STATIC", calibration_batches=2, observers={"input": "minmax"}, train="all"
         )
         trainer(callback).fit(module, loader(), loader(seed=2))
         runs.append((module.losses, read_qparams(module.net[2])))
@@ -268,7 +268,7 @@ def test_a_module_compiled_in_place_is_quantized():
 
 def test_bf16_mixed_trains_float32_weights():
     module = Regression()
-    callback = QuantizationAwareTraining("INT8_STATIC", learn_scales=True, calibration_batches=1)
+    callback = QuantizationAwareTraining("INT8_STATIC", train="all", calibration_batches=1)
     trainer(callback, precision="bf16-mixed", max_epochs=20).fit(module, loader(), loader(seed=2))
     assert {p.dtype for p in module.parameters()} == {torch.float32}
     assert sum(module.losses[-4:]) < sum(module.losses[:4]) / 2
@@ -276,7 +276,7 @@ def test_bf16_mixed_trains_float32_weights():
 
 def test_fp16_with_a_loss_scale_trains_float32_weights():
     module = Regression()
-    callback = QuantizationAwareTraining("INT8_STATIC", learn_scales=True, calibration_batches=1)
+    callback = QuantizationAwareTraining("INT8_STATIC", train="all", calibration_batches=1)
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     trainer(callback, plugins=[plugin], max_epochs=20).fit(module, loader(), loader(seed=2))
     assert {p.dtype for p in module.parameters()} == {torch.float32}
@@ -310,7 +310,7 @@ def test_gradients_are_clipped_to_the_norm_over_weights_and_learned_scales(preci
             after.append(norm(group["params"]))
             scales.append(norm(group["params"][-4:]))
 
-    callback = QuantizationAwareTraining("INT8_STATIC", learn_scales=True, calibration_batches=1)
+    callback = QuantizationAwareTraining("INT8_STATIC", train="all", calibration_batches=1)
     trainer(callback, Look(), precision=precision, gradient_clip_val=1e-2).fit(Regression(), loader(), loader(seed=2))
     assert min(before) > 2e-2
     assert after == pytest.approx([1e-2] * 8, rel=1e-3)
@@ -325,7 +325,7 @@ def test_gradients_are_clipped_by_value_learned_scales_too():
             (group,) = trainer.optimizers[0].param_groups
             largest.append(max(p.grad.abs().max().item() for p in group["params"][-2:]))
 
-    callback = QuantizationAwareTraining(W4, learn_scales=True)
+    callback = QuantizationAwareTraining(W4, train="all")
     options = {"gradient_clip_val": 1e-5, "gradient_clip_algorithm": "value"}
     trainer(callback, Look(), **options).fit(Regression(), loader(), loader(seed=2))
     assert largest == pytest.approx([1e-5] * 8)
@@ -381,7 +381,7 @@ def test_manual_optimization_works():
             self.optimizers().step()
 
     module = Manual()
-    trainer(QuantizationAwareTraining("INT8_STATIC", learn_scales=True, calibration_batches=1)).fit(
+    trainer(QuantizationAwareTraining("INT8_STATIC", train="all", calibration_batches=1)).fit(
         module, loader(), loader()
     )
     assert module.losses[-1] < module.losses[0]

@@ -25,7 +25,7 @@ from tests.callbacks.qat_modules import (
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", "FP8", W4])
 def test_learned_scales_are_trained_and_stay_positive(scheme):
     module, watch = Regression(), Watch()
-    callback = QuantizationAwareTraining(scheme, learn_scales=True, calibration_batches=1)
+    callback = QuantizationAwareTraining(scheme, train="all", calibration_batches=1)
     trainer(callback, watch, max_epochs=3).fit(module, loader(), loader())
     first, last = watch.scales[1], read_qparams(module.net[0])
     assert first.keys() == last.keys()
@@ -39,7 +39,7 @@ def test_learned_scales_join_the_optimizer_and_its_schedule():
             return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=20)]
 
     module = Scheduled()
-    callback = QuantizationAwareTraining("INT8_STATIC", learn_scales=True, calibration_batches=1)
+    callback = QuantizationAwareTraining("INT8_STATIC", train="all", calibration_batches=1)
     tr = trainer(callback, gradient_clip_val=0.1, accumulate_grad_batches=2)
     tr.fit(module, loader(), loader())
     (group,) = tr.optimizers[0].param_groups
@@ -51,8 +51,8 @@ def test_learned_scales_join_the_optimizer_and_its_schedule():
 
 
 def test_a_scheme_without_a_scale_to_learn_is_refused(tiny_llama, batches):
-    callback = QuantizationAwareTraining("NVFP4", ignore=["lm_head"], learn_scales=True)
-    with pytest.raises(CalibrationError, match=r"no scale of this scheme can be learned.*learn_scales=False"):
+    callback = QuantizationAwareTraining("NVFP4", ignore=["lm_head"], train="all")
+    with pytest.raises(CalibrationError, match=r"no scale of this scheme can be learned.*train=.weights."):
         trainer(callback).fit(Language(tiny_llama(torch.bfloat16)), language_data(batches), language_data(batches))
 
 

@@ -61,7 +61,7 @@ class Trained(Module):
 
     def on_before_optimizer_step(self, optimizer):
         if self.gradients is None:
-            self.gradients = {name: p.grad.clone() for name, p in self.named_parameters()}
+            self.gradients = {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
 
     def on_validation_epoch_start(self):
         self.validated = []
@@ -117,10 +117,11 @@ OPTIONS = {
     "static": {"calibration_batches": 3},
     "observe val": {"calibration_batches": 3, "observe": "val"},
     "histogram": {"calibration_batches": 3, "observers": {"input": "histogram"}},
-    "learned": {"calibration_batches": 3, "learn_scales": True},
+    "learned": {"calibration_batches": 3, "train": "all"},
     "distilled": {"calibration_batches": 3, "distill": 1.0},
     "weights": {"scheme": W4},
-    "learned weights": {"scheme": W4, "learn_scales": True},
+    "learned weights": {"scheme": W4, "train": "all"},
+    "scales": {"scheme": W4, "train": "scales"},
 }
 
 
@@ -145,7 +146,7 @@ def on_device(options):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_two_ranks_train_as_one_device_and_end_alike(options):
     # The model is in float64, the factors of learned scales are in float32: their mean over ranks is rounded so.
-    rtol = torch.finfo(torch.float32).eps if options.get("learn_scales") else 1e-9
+    rtol = torch.finfo(torch.float32).eps if options.get("train") else 1e-9
     one = on_device(options)
     first, second = run_ranks(on_fit, 2, 2, options)
     assert same(first["weights"], second["weights"])
@@ -171,7 +172,7 @@ def on_two_halves(rank, ranks, halves):
             found.append({str(i): p.grad.clone() for i, p in enumerate(optimizer.param_groups[0]["params"])})
 
     data = DataLoader(TensorDataset(X[:8][rank::ranks]), batch_size=8 // ranks // halves)
-    callback = qat(W4, learn_scales=True)
+    callback = qat(W4, train="all")
     fit(callback, Trained(), Look(), rank=rank, ranks=ranks, data=data, max_steps=1, accumulate_grad_batches=halves)
     return found[0]
 
@@ -190,7 +191,7 @@ def on_overflow(rank):
     """fp16 with a loss scale on a CPU; at the second step a scale's gradient is infinite on rank 1 alone."""
     like_torchrun(rank, 2)
     torch.manual_seed(0)
-    module, callback, steps = Trained().float(), qat(calibration_batches=1, learn_scales=True), []
+    module, callback, steps = Trained().float(), qat(calibration_batches=1, train="all"), []
 
     class Overflow(Callback):
         def on_train_batch_start(self, with_trainer, module, batch, batch_idx):

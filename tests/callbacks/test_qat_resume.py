@@ -12,6 +12,7 @@ from lightning_obs import CalibrationError, QuantizationAwareTraining
 from lightning_obs.calibration.saved_state import sealed
 from tests.callbacks.qat_modules import (
     ASYMMETRIC,
+    NVFP4_SMALL,
     W4,
     Classifier,
     Regression,
@@ -32,14 +33,17 @@ OPTIONS = {
     "frozen": {"scheme": "INT8_STATIC", "calibration_batches": 2, "freeze_after": 1},
     "histogram": {"scheme": "INT8_STATIC", "calibration_batches": 3, "observers": {"input": "histogram"}},
     "moving": {"scheme": "INT8_STATIC", "calibration_batches": 3, "observers": {"input": "mse"}},
-    "learned": {"scheme": "INT8_STATIC", "calibration_batches": 2, "learn_scales": True},
-    "learned weights": {"scheme": W4, "learn_scales": True},
-    "learned asymmetric": {"scheme": ASYMMETRIC, "learn_scales": True},
+    "learned": {"scheme": "INT8_STATIC", "calibration_batches": 2, "train": "all"},
+    "learned weights": {"scheme": W4, "train": "all"},
+    "learned asymmetric": {"scheme": ASYMMETRIC, "train": "all"},
+    "scales": {"scheme": NVFP4_SMALL, "train": "scales"},
+    "scales of inputs": {"scheme": "INT8_STATIC", "calibration_batches": 3, "train": "scales"},
+    "scales, rounded": {"scheme": NVFP4_SMALL, "calibration_batches": 3, "train": "scales", "rounding": "gptq"},
     "imatrix": {"scheme": W4, "calibration_batches": 2, "observers": {"weight": "imatrix_mse"}},
     "hessian": {
         "scheme": W4,
         "calibration_batches": 2,
-        "learn_scales": True,
+        "train": "all",
         "observers": {"weight": {"name": "hessian", "signed": True}},
     },
     "distilled": {"scheme": W4, "distill": 1.0},
@@ -75,7 +79,7 @@ def test_6457_8485_a_resumed_run_has_the_losses_of_an_uninterrupted_one(options,
 
 def test_a_checkpoint_loads_strictly_without_the_callback(tmp_path):
     module = Regression()
-    callback = QuantizationAwareTraining("INT8_STATIC", learn_scales=True, calibration_batches=1)
+    callback = QuantizationAwareTraining("INT8_STATIC", train="all", calibration_batches=1)
     tr = trainer(callback)
     tr.fit(module, loader(), loader())
     tr.save_checkpoint(tmp_path / "c.ckpt")
@@ -91,7 +95,7 @@ def test_the_modules_state_dict_is_the_same_while_training():
             assert pl_module.state_dict().keys() == Regression().state_dict().keys()
             assert dict(pl_module.named_parameters()).keys() == dict(Regression().named_parameters()).keys()
 
-    callback = QuantizationAwareTraining("INT8_STATIC", learn_scales=True, calibration_batches=1)
+    callback = QuantizationAwareTraining("INT8_STATIC", train="all", calibration_batches=1)
     trainer(callback, Look()).fit(Regression(), loader(), loader())
 
 
@@ -120,10 +124,10 @@ def test_an_observation_that_the_end_of_fit_interrupts_goes_on_in_the_next_fit(t
         assert torch.equal(resumed.net[2].input_scale, whole.net[2].input_scale)
 
 
-@pytest.mark.parametrize("learn_scales", [False, True])
-def test_a_callback_can_train_one_model_after_another(learn_scales, tmp_path):
+@pytest.mark.parametrize("train", ["weights", "all"])
+def test_a_callback_can_train_one_model_after_another(train, tmp_path):
     def make():
-        return QuantizationAwareTraining("INT8_STATIC", calibration_batches=2, learn_scales=learn_scales)
+        return QuantizationAwareTraining("INT8_STATIC", calibration_batches=2, train=train)
 
     again = make()
     trainer(again).fit(Regression(), loader(seed=5), loader(seed=6))
@@ -186,7 +190,7 @@ def test_validate_and_test_under_inference_mode_leave_nothing_that_training_cann
     ids=["other values", "phase", "no dict", "no factors", "shape", "method", "qparams"],
 )
 def test_a_damaged_state_is_named_and_the_model_stays_what_it_was(damage, message):
-    options = {"scheme": "INT8_STATIC", "learn_scales": True, "calibration_batches": 1}
+    options = {"scheme": "INT8_STATIC", "train": "all", "calibration_batches": 1}
     trained, other, module = QuantizationAwareTraining(**options), QuantizationAwareTraining(**options), Regression()
     trainer(trained).fit(Regression(), loader(), loader())
     state = copy.deepcopy(trained.state_dict())

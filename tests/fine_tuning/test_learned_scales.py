@@ -66,7 +66,7 @@ class Adversarial(L.LightningModule):
 
 def test_the_scales_of_the_discriminator_are_trained_by_its_optimizer():
     module = Adversarial()
-    callback = QuantizationAwareTraining("INT8_STATIC", module="d", learn_scales=True, calibration_batches=1)
+    callback = QuantizationAwareTraining("INT8_STATIC", module="d", train="all", calibration_batches=1)
     run = trainer(callback, max_epochs=1, limit_val_batches=0)
     run.fit(module, loader())
     of_g, of_d = ([p for group in each.param_groups for p in group["params"]] for each in run.optimizers)

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics import compute_global_scale
-from lightning_obs.numerics.fake_quantize import fake_quantize, fake_quantize_dynamic, learned_scale
+from lightning_obs.numerics.fake_quantize import dequantize, fake_quantize, fake_quantize_dynamic, learned_scale
 from tests.numerics.fake_quantize_cases import (
     DTYPES,
     DYNAMIC,
@@ -171,6 +171,38 @@ def test_a_learned_scale_starts_as_calibrated_and_can_only_stay_positive():
     assert scale.dtype == calibrated.dtype
     assert (scale > 0).all()
     assert (1 / scale).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("log_factor", [None, -1e3, 1e3], ids=["near", "far below", "far above"])
+def test_a_learned_scale_that_is_stored_as_float8_is_the_nearest_of_its_numbers(log_factor, dtype):
+    numbers = levels_of(QuantizationArgs(num_bits=8, type="float"))
+    calibrated = numbers[numbers > 0].to(dtype)  # subnormal ones too
+    assert torch.equal(learned_scale(calibrated, torch.zeros(len(calibrated)), torch.float8_e4m3fn), calibrated)
+    factors = torch.randn(len(calibrated)) * 0.3 if log_factor is None else torch.full((len(calibrated),), log_factor)
+    wanted = (calibrated.double() * factors.double().exp()).clamp(calibrated.double().clamp(max=2.0**-6)).clamp(max=448)
+    expected = numbers[(wanted.unsqueeze(-1) - numbers).abs().argmin(-1)]
+    assert torch.equal(learned_scale(calibrated, factors, torch.float8_e4m3fn).double(), expected)
+
+
+@pytest.mark.parametrize("args", named(**LEARNABLE, NVFP4=preset("NVFP4")))
+def test_the_gradient_of_the_scale_of_numbers_that_stay_is_that_of_a_product(args):
+    weight = torch.randn(12, 64)
+    calibrated, zero_point, global_scale = qparams_of(weight, args)
+    levels = levels_of(args)[torch.randint(len(levels_of(args)), weight.shape)]
+    codes = levels.to(torch.int8 if args.type == "int" else torch.float8_e4m3fn)
+    stored = torch.float8_e4m3fn if global_scale is not None else None
+    log_factor, upstream = nn.Parameter(torch.randn(calibrated.shape) * 0.2), torch.randn_like(weight)
+    scale = learned_scale(calibrated, log_factor, stored)
+    found = dequantize(codes, scale, zero_point, args, global_scale=global_scale)
+    found.backward(upstream)
+
+    number, divisor = scale_number(weight.shape, args), 1.0 if global_scale is None else global_scale.double()
+    level = levels - zero_point.double().flatten()[number]
+    torch.testing.assert_close(found.double(), level * (scale.detach().double() / divisor).flatten()[number])
+    total = torch.zeros(scale.numel()).double().index_add(0, number.flatten(), (upstream * level).flatten())
+    expected = total.view_as(scale) / divisor * calibrated.double() * log_factor.detach().double().exp()
+    torch.testing.assert_close(log_factor.grad.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("factor", [0.2, 5.0], ids=["too small", "too large"])

@@ -47,8 +47,8 @@ def test_options_of_a_callback_are_known_to_it_only():
     for callback in (CalibrationCallback, QuantizationAwareTraining):
         with pytest.raises(CalibrationError, match="did you mean `export_folder`"):
             callback("FP8", export_dir="out")
-    with pytest.raises(CalibrationError, match="did you mean `learn_scales`"):
-        QuantizationAwareTraining("FP8", learn_scale=True)
+    with pytest.raises(CalibrationError, match="did you mean `train`"):
+        QuantizationAwareTraining("FP8", trains="all")
     with pytest.raises(CalibrationError, match="unknown option: config"):
         CalibrationCallback("FP8", config=None)
 
