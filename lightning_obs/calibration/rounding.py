@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from lightning_obs.calibration.hooks import HESSIAN
 from lightning_obs.errors import name_list, warn
+from lightning_obs.numerics.qparams import rows_per_scale
 from lightning_obs.numerics.rounding import round_by_hessian
 from lightning_obs.observers import Key, Observer
-from lightning_obs.observers.rows import rows_per_scale
 from lightning_obs.observers.statistic import Statistic
 
 

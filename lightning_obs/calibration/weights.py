@@ -30,8 +30,8 @@ from torch import nn
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.kinds import kind_of
 from lightning_obs.model.weight import by_unit, place_of, rows_here, unit_of, whole_matrix, whole_shape, whole_unit
+from lightning_obs.numerics.qparams import rows_per_scale
 from lightning_obs.observers import Key, Observer
-from lightning_obs.observers.rows import rows_per_scale
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import share_weights
 

@@ -32,7 +32,7 @@ from lightning_obs.model.kinds import from_matrix, kind_of, to_matrix
 from lightning_obs.model.qparams import ROUNDED, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.weight import by_unit, full_weight, place_of, whole_tensor, whole_unit
 from lightning_obs.numerics.fake_quantize import dequantize
-from lightning_obs.observers.rows import rows_per_scale
+from lightning_obs.numerics.qparams import rows_per_scale
 from lightning_obs.ranks.collectives import gather_objects
 
 _Tensors: TypeAlias = dict[str, torch.Tensor]

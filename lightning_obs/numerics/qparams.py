@@ -101,6 +101,18 @@ def flatten_for_calibration(
     return _split_groups(value, args).unsqueeze(0)
 
 
+def rows_per_scale(args: QuantizationArgs) -> int | None:
+    """How many rows of a weight have a scale together; None: all of them.
+
+    >>> rows_per_scale(QuantizationArgs(strategy="block", block_structure=[4, 8]))
+    4
+    """
+    if args.strategy == QuantizationStrategy.TENSOR:
+        return None
+    structure = args.block_structure if args.strategy == QuantizationStrategy.BLOCK else None
+    return 1 if structure is None else int(structure[0])
+
+
 def split_blocks(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
     """``(R, C)`` to ``(R/h, C/w, h, w)``, padded with zeros where blocks do not divide it; a view where they do."""
     assert args.block_structure is not None  # QuantizationArgs validated it

@@ -30,9 +30,9 @@ from lightning_obs.numerics.qparams import (
     compute_qparams,
     flatten_for_calibration,
     power_of_two,
+    rows_per_scale,
 )
 from lightning_obs.observers.registry import Registry
-from lightning_obs.observers.rows import join_rows, rows_per_scale
 from lightning_obs.observers.statistic import Statistics
 
 __all__ = ["Key", "MinMaxTuple", "Observer", "QParamsDict"]
@@ -275,7 +275,7 @@ class Observer(Statistics, Registry):
         height = rows_per_scale(self.args)
         by_rows = [statistic for statistic in self.declared if statistic.rows]
         self.load_statistics(
-            {s.name: join_rows([(row, getattr(part, s.name)) for row, part in parts], height, s) for s in by_rows}
+            {s.name: s.join([(row, getattr(part, s.name)) for row, part in parts], height) for s in by_rows}
         )
 
     @staticmethod

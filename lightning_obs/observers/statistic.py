@@ -60,6 +60,26 @@ class Statistic(NamedTuple):
             return old + new
         return torch.minimum(old, new) if self.reduction == "min" else torch.maximum(old, new)
 
+    def join(self, parts: Sequence[tuple[int, torch.Tensor]], height: int | None) -> torch.Tensor:
+        """The statistic of a whole weight from those of its parts: rows below rows, reduced where parts share a scale.
+
+        Args:
+            parts: first row and statistic ``(*Q,)`` of each part; the weight's rows, none left out.
+            height: rows that have a scale together; None: all.
+
+        >>> one = torch.tensor([[-1.0], [-2.0]])
+        >>> Statistic("min_vals", rows="min").join([(0, one), (3, one * 3)], height=2).flatten()
+        tensor([-1., -3., -6.])
+        """
+        placed = [(0 if height is None else row // height, values) for row, values in parts]
+        first = placed[0][1]
+        count = max(at + len(values) for at, values in placed)
+        reduce, identity = (torch.maximum, -torch.inf) if self.rows == "max" else (torch.minimum, torch.inf)
+        joined = first.new_full((count, *first.shape[1:]), identity)
+        for at, values in placed:
+            joined[at : at + len(values)] = reduce(joined[at : at + len(values)], values)
+        return joined
+
     def is_exact(self, value: Any) -> bool:
         """Whether the reduction has the same bits whoever adds ``value`` to the others, in whatever order."""
         counts = isinstance(value, torch.Tensor) and not value.is_floating_point()

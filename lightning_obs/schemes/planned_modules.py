@@ -33,8 +33,6 @@ from lightning_obs.model.qparams import ROUNDED, scheme_args
 from lightning_obs.model.weight import matrix_shape, whole_shape
 from lightning_obs.numerics.qparams import ATTENTION, can_be_signed, flatten_for_calibration
 
-_GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
-
 
 @dataclass(frozen=True)
 class PlannedModule:
@@ -177,7 +175,7 @@ def scale_shape(target: PlannedModule, base_name: str, args: QuantizationArgs) -
     matrix = matrix_shape(target.module)
     if base_name == "weight" and matrix is not None:
         return tuple(flatten_for_calibration(torch.empty(matrix, device="meta"), "weight", args).shape[1:-1])
-    if args.strategy not in _GROUPED:
+    if args.strategy not in ("group", "tensor_group"):
         return (1,)
     if matrix is None or len(whole_shape(target.module) or ()) != 2:
         return None
