@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_obs.calibration.checkpoint_weights import quantize_checkpoint
     from lightning_obs.calibration.options import CalibrationOptions
     from lightning_obs.calibration.result import CalibrationResult
     from lightning_obs.calibration.session import CalibrationSession
@@ -45,6 +46,7 @@ _HOME = {
     "linearize_experts": "lightning_obs.moe.experts",
     "load_checkpoint": "lightning_obs.checkpoint.load",
     "mixed_precision": "lightning_obs.choice.mixed_precision",
+    "quantize_checkpoint": "lightning_obs.calibration.checkpoint_weights",
     "quantized": "lightning_obs.forward.quantized_forward",
     "sensitivity": "lightning_obs.choice.sensitivity",
 }
@@ -64,6 +66,7 @@ __all__ = [
     "linearize_experts",
     "load_checkpoint",
     "mixed_precision",
+    "quantize_checkpoint",
     "quantized",
     "sensitivity",
 ]

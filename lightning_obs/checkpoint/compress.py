@@ -39,7 +39,7 @@ _Tensors: TypeAlias = dict[str, torch.Tensor]
 #: takes a tensor of the checkpoint, or rows of it: name in the state dict, rows, number of the first of them
 Put: TypeAlias = Callable[[str, torch.Tensor, int], None]
 #: elements of a weight that are compressed at once; compressed-tensors takes up to 36 bytes for each
-_AT_ONCE = 1 << 21
+_AT_ONCE = 1 << 20
 
 
 def stored_layout(model: nn.Module) -> _Tensors:
@@ -103,6 +103,11 @@ def store(model: nn.Module, layout: Container[str], put: Put | None) -> Exceptio
                 give(_entries(module, keys, known_as[0]), known_as)
     give(((name, whole_tensor(value), 0) for name, value in state.items()), [""])
     return failure
+
+
+def module_entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """One module's entries in a checkpoint, those of a compressed weight in blocks: key, rows, number of the first."""
+    return _entries(module, _own_names(module, "", {**dict(module.named_parameters()), **module.state_dict()}), "")
 
 
 @torch.no_grad()

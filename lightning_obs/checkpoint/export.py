@@ -11,6 +11,7 @@ compressed-tensors' own readers do not know (convolutions...), which :func:`~lig
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
@@ -171,17 +172,44 @@ def _write_tensors(
 
 
 def _write_config(model: nn.Module, folder: Path, tensors: Set[str], tokenizer: Any) -> None:
+    if is_transformers_model(model):
+        _save_without_tensors(model, folder)
+    write_quantization_config(model, folder, tensors)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+
+
+def write_quantization_config(
+    model: nn.Module, folder: Path, tensors: Set[str], unknown: Set[str] = frozenset()
+) -> None:
+    """Add to ``config.json`` what is quantized, and how.
+
+    Args:
+        model: calibrated.
+        folder: of the checkpoint.
+        tensors: names in its files, of what the model holds.
+        unknown: of what it does not know, which is in full precision.
+    """
     queries = [module for _, module in calibrated_modules(model) if "q" in quantized_states(module)]
     with marked_as_hooked(model, queries) if queries else nullcontext():
         compressor = ModelCompressor.from_pretrained_model(model)
     config = compressor.quantization_config
     config.quantization_status = QuantizationStatus.COMPRESSED
-    if is_transformers_model(model):
-        _save_without_tensors(model, folder)
     _name_modules(config, model, tensors)
+    config.ignore += _patterns_of(unknown, {*dict(model.named_modules()), *(t.rpartition(".")[0] for t in tensors)})
     compressor.update_config(str(folder))
-    if tokenizer is not None:
-        tokenizer.save_pretrained(str(folder))
+
+
+def _patterns_of(tensors: Set[str], modules: Set[str]) -> list[str]:
+    """A pattern for each subtree of modules that holds some of ``tensors`` and none of ``modules``."""
+    parents = {".".join(name.split(".")[:depth]) for name in modules for depth in range(1, name.count(".") + 2)}
+    found = dict[str, None]()
+    for tensor in sorted(tensors):
+        parts = tensor.split(".")[:-1]
+        prefixes = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+        if (first := next((prefix for prefix in prefixes if prefix not in parents), None)) is not None:
+            found[f"re:{re.escape(first)}($|\\.)"] = None
+    return list(found)
 
 
 def _name_modules(config: QuantizationConfig, model: nn.Module, tensors: Set[str]) -> None:

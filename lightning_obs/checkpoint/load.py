@@ -107,7 +107,7 @@ def _decompressed(target: PlannedModule, state: dict[str, torch.Tensor], folder:
     keys = [key for key in state if key.rpartition(".")[0] == target.name]
     local = {key[len(prefix) :]: state.pop(key) for key in keys}
     # Names, shapes and formats are to be those that the module itself, compressed, would have.
-    expected = compress_entries(module, own | _any_qparams(target), scheme)
+    expected = compress_entries(module, own | any_qparams(target), scheme)
     here, there = ({prefix + key: _form(value) for key, value in one.items()} for one in (local, expected))
     _refuse_other(here, there, folder)
     local = decompress_entries(module, local, scheme)
@@ -115,7 +115,7 @@ def _decompressed(target: PlannedModule, state: dict[str, torch.Tensor], folder:
     return {key: value for key, value in local.items() if key not in own and key.endswith(("scale", "zero_point"))}
 
 
-def _any_qparams(target: PlannedModule) -> dict[str, torch.Tensor]:
+def any_qparams(target: PlannedModule) -> dict[str, torch.Tensor]:
     """Quantization parameters as the module will have them, but for their values."""
     qparams, device = {}, next(target.module.parameters(), torch.empty(0)).device
     for base, args in target.args.items():

@@ -123,6 +123,15 @@ class TensorWriter:
             give_back_freed()
             self._untrimmed = 0
 
+    def copy(self, name: str, reader: TensorReader, source: str) -> int:
+        """Copy a tensor as bytes; returns how many."""
+        place, start = self._places[name], 0
+        for block in reader.blocks(source):
+            _write_all(place.file, block, place.start + start)
+            start += len(block)
+        self._left[name] -= start
+        return start
+
     def require_complete(self) -> None:
         """Refuse files that lack tensors."""
         refuse([name for name, left in self._left.items() if left], "tensors of the checkpoint were not written")
@@ -213,6 +222,15 @@ class TensorReader:
         for done in range(0, size, _BLOCK):
             _read_all(place.file, view[done : done + _BLOCK], start + done)
         return data.view(place.dtype).view(shape)
+
+    def blocks(self, name: str) -> Iterator[memoryview]:
+        """The bytes of a tensor, in order; each block is overwritten by the next."""
+        place = self._places[name]
+        buffer = memoryview(bytearray(min(place.size, _BLOCK)))
+        for done in range(0, place.size, _BLOCK):
+            block = buffer[: min(_BLOCK, place.size - done)]
+            _read_all(place.file, block, place.start + done)
+            yield block
 
     def close(self) -> None:
         """Close the files."""

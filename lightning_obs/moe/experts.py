@@ -42,13 +42,18 @@ class LinearExpert(nn.Module):
         super().__init__()
         for role, name in projections.items():
             self.add_module(name, layers[role])
-        self._names = projections
+        self.projections = projections
         self._origin = (origin,)  # in a tuple, so that it is no submodule
+
+    @property
+    def origin(self) -> nn.Module:
+        """The stacked module."""
+        return self._origin[0]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``(tokens, hidden)`` to ``(tokens, hidden)``, before the router's weight."""
         origin: Any = self._origin[0]
-        layers: dict[str, Any] = {role: self._modules[name] for role, name in self._names.items()}
+        layers: dict[str, Any] = {role: self._modules[name] for role, name in self.projections.items()}
         up = layers["up"](hidden_states)
         inner = _gated(origin, layers["gate"](hidden_states), up) if "gate" in layers else origin.act_fn(up)
         output = layers["down"](inner)
@@ -252,15 +257,9 @@ def _build(module: nn.Module) -> LinearExperts:
     stacks, names = dict(module.named_parameters(recurse=False)), hub_names(module)
 
     def taken(role: str, suffix: str, index: int) -> nn.Parameter:
-        """A copy of what one expert has, the output channels as rows."""
         joined = role != "down" and "gate_up_proj" in stacks
         stack = stacks[("gate_up_proj" if joined else f"{role}_proj") + suffix]
-        rows = stack.detach()[index]
-        if getattr(module, "is_transposed", False) and not suffix:
-            rows = rows.T
-        if joined:
-            place = ("gate", "up").index(role)
-            rows = rows.chunk(2)[place] if getattr(module, "is_concatenated", True) else rows[place::2]
+        rows = rows_of_expert(module, stack.detach()[index], role, joined, bool(suffix))
         return nn.Parameter(rows.clone(memory_format=torch.contiguous_format), stack.requires_grad)
 
     experts = []
@@ -274,6 +273,23 @@ def _build(module: nn.Module) -> LinearExperts:
                 layers[role].bias = taken(role, "_bias", index)
         experts.append(LinearExpert(module, names, layers))
     return LinearExperts(module, experts)
+
+
+def rows_of_expert(origin: nn.Module, item: torch.Tensor, role: str, joined: bool, is_bias: bool) -> torch.Tensor:
+    """What one projection of an expert has of the expert's item in a stack, the output channels as rows.
+
+    Args:
+        origin: the stacked module, which says how its experts lie.
+        item: of the stack.
+        role: gate, up or down.
+        joined: the stack is of gate and up together.
+        is_bias: it is of biases.
+    """
+    rows = item.T if getattr(origin, "is_transposed", False) and not is_bias else item
+    if not joined:
+        return rows
+    place = ("gate", "up").index(role)
+    return rows.chunk(2)[place] if getattr(origin, "is_concatenated", True) else rows[place::2]
 
 
 def _gated(origin: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

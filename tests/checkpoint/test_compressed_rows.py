@@ -136,7 +136,7 @@ def test_packed_zero_points_are_packed_along_the_column_so_the_weight_is_gathere
 @pytest.mark.parametrize("scheme", [*SCHEMES, "W4A16_ASYM", "INT8_STATIC_ASYM"])
 def test_a_weight_that_is_compressed_in_blocks_of_rows_gives_the_file_of_the_whole(scheme, tmp_path, monkeypatch):
     model, written = calibrated(Layers().bfloat16(), scheme, torch.bfloat16), []
-    for at_once in (1 << 21, 3 * WIDTH, 130 * WIDTH):
+    for at_once in (1 << 20, 3 * WIDTH, 130 * WIDTH):
         monkeypatch.setattr("lightning_obs.checkpoint.compress._AT_ONCE", at_once)
         folder = export_checkpoint(model, tmp_path / str(at_once))
         written.append((folder / "model.safetensors").read_bytes())

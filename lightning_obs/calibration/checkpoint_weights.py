@@ -1,0 +1,229 @@
+"""Quantize the weights of a checkpoint's files, without a model in memory.
+
+A scheme that needs no data looks at weights alone, a fused set at a time. So a set is read, observed, compressed,
+written to its place and forgotten; all else is copied as bytes. Plan, observers, checks and compression are those of a
+model in memory, laid over the model on the meta device, so the tensors are the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from typing_extensions import Unpack
+
+from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
+from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.checkpoint.compress import module_entries, stored_layout
+from lightning_obs.checkpoint.export import write_quantization_config
+from lightning_obs.checkpoint.load import any_qparams
+from lightning_obs.checkpoint.source import CheckpointSource
+from lightning_obs.errors import refuse, warn
+from lightning_obs.files.contents import CONTENTS_FILE
+from lightning_obs.files.tensors import TensorWriter
+from lightning_obs.files.write import require_free, require_room, whole_folder
+from lightning_obs.model.qparams import clear_qparams, scheme_args, write_qparams
+from lightning_obs.moe.experts import linear_experts
+from lightning_obs.schemes.config import SchemeLike, config_groups, make_observer
+
+#: told of what was written: name of the module or tensor, bytes so far, bytes in all
+Progress: TypeAlias = Callable[[str, int, int], None]
+
+#: files that hold weights, of which the safetensors files alone are read
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+@takes_keywords_of(CalibrationOptions)
+def quantize_checkpoint(
+    folder: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    scheme: SchemeLike | CalibrationOptions,
+    *,
+    overwrite: bool = False,
+    max_shard_size: int | str = "50GB",
+    progress: Progress | None = None,
+    **options: Unpack[OptionKeywords],
+) -> CalibrationResult:
+    """Quantize the weights of a checkpoint, from its files to new ones, in the memory of one fused set of weights.
+
+    The tensors of ``out`` are byte for byte those of :func:`~lightning_obs.export_checkpoint` of the model in memory.
+    All else that is in ``folder`` is carried over: tokenizer, chat template, code, licence; tensors that the model's
+    class does not know (multi-token prediction...) in full precision, their modules in ``ignore``.
+
+    Args:
+        folder: a checkpoint of transformers, in full precision: ``config.json`` and safetensors files.
+        out: written whole or not at all.
+        scheme: that needs no data: weight-only or dynamic activations.
+        overwrite: replace the checkpoint in ``out``. What no export wrote is never deleted.
+        max_shard_size: bytes of one file of weights, or ``"5GB"``.
+        progress: called with the name of what was written, the bytes written so far, and those in all.
+        **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``ignore``, ``observers``...
+
+    Returns:
+        What was done, without quantization parameters.
+
+    Raises:
+        CalibrationError: the scheme needs data, which is said before anything is read; ``folder`` is damaged, quantized
+            already, or its files hold other tensors than its config says; whatever is wrong with scheme and targets;
+            ``out`` cannot be written, or has no room. Nothing was written then.
+    """
+    started, folder, out = time.perf_counter(), Path(folder), Path(out)
+    chosen = CalibrationOptions.of(scheme, **options)
+    _require_no_data(chosen)
+    require_free(out, overwrite)
+    source = CheckpointSource(folder)
+    with closing(source.reader), torch.inference_mode(False), torch.no_grad():
+        session = CalibrationSession(source.model, chosen)
+        for target in session.plan.targets:  # with them the model is laid out as it will be stored
+            write_qparams(target.module, target.scheme, any_qparams(target))
+        with whole_folder(out, overwrite) as partial:
+            job = _Streaming(source, session, progress)
+            require_room(partial, job.total)
+            left_out = list(_copy_others(folder, partial))
+            write_quantization_config(source.model, partial, job.of_model, job.unknown)
+            with closing(TensorWriter(partial, job.layout, max_shard_size)) as writer:
+                job.run(writer)
+                writer.require_complete()
+    if left_out:
+        warn(f"weights beside those of {folder} that transformers reads were left out: {', '.join(left_out)}")
+    return CalibrationResult(
+        scheme=session.label,
+        modules=[target.name for target in session.plan.targets],
+        observers=len(session.observers),
+        batches=0,
+        measurements=0,
+        seconds=time.perf_counter() - started,
+        qparams={},
+        fused=session.together,
+        engines=session.engines,
+    )
+
+
+def _require_no_data(options: CalibrationOptions) -> None:
+    """Refuse what the weights alone do not say."""
+    args = [each for group in config_groups(options.config) for each in scheme_args(group)]
+    needs = [f"static {base} activations" for base, each in args if base != "weight" and each.dynamic is not True]
+    needs += [f"{each.observer} on the inputs" for base, each in args if base == "weight" and _observes_data(each)]
+    needs += ["the kv cache"] if options.config.kv_cache_scheme is not None else []
+    needs += ["rounding"] if options.rounding is not None else []
+    refuse(
+        list(dict.fromkeys(needs)),
+        f"{options.label} needs data, and quantize_checkpoint reads weights alone",
+        expected="weight-only or dynamic schemes (W4A16, NVFP4A16, FP8_DYNAMIC, W8A8)",
+        remedy="calibrate the model on data: CalibrationCallback or CalibrationSession (task=calibrate); where it does "
+        "not fit into memory, load it with a device_map that offloads it.",
+    )
+
+
+def _observes_data(args: Any) -> bool:
+    return make_observer("weight", args).observes_data
+
+
+class _Streaming:
+    """From the files of a source to those of its quantized checkpoint.
+
+    Attributes:
+        layout: a meta tensor of each stored tensor, by its name in the new files.
+        of_model: the stored names of what the model has; ``unknown``: of what it does not know.
+    """
+
+    def __init__(self, source: CheckpointSource, session: CalibrationSession, progress: Progress | None) -> None:
+        self.source, self.session, self._progress = source, session, progress
+        planned = {target.name for target in session.plan.targets}
+        # The experts of a stack that is not copied as it is are stored one by one, like those that are quantized.
+        split = [name for name in linear_experts(source.model) if any(p.startswith(f"{name}.") for p in planned)]
+        self._taken = [
+            name
+            for name, module in source.model.named_modules()
+            if name in planned or (isinstance(module, nn.Linear) and name.startswith(tuple(f"{s}." for s in split)))
+        ]
+        stored, names = stored_layout(source.model), dict.fromkeys(self._taken)
+        of_taken = {name: tensor for name, tensor in stored.items() if name.rpartition(".")[0] in names}
+        own = {name: s for name, s in source.sources.items() if name.rpartition(".")[0] not in names}
+        self._entries = {name: self._stored_name(name) for name in of_taken}
+        consumed = {source.sources[n].name for n in source.sources.keys() - own.keys()}
+        self._copied = {s.name: source.stored_as.get(n, s.name) for n, s in own.items() if s.index is None}
+        self._copied |= {s.name: s.name for s in own.values() if s.index is not None}
+        self.unknown = {name for name in source.reader if name not in consumed and name not in self._copied}
+        self.of_model = {*self._entries.values(), *self._copied.values()}
+        self._copied |= {name: name for name in self.unknown}
+        self.layout = {self._entries[name]: tensor for name, tensor in of_taken.items()}
+        self.layout |= {stored: source.reader.meta(name) for name, stored in self._copied.items()}
+        self.total, self._done = sum(tensor.nbytes for tensor in self.layout.values()), 0
+
+    def _stored_name(self, name: str) -> str:
+        """The name in files of an entry, beside that of the module's weight."""
+        module, _, key = name.rpartition(".")
+        weight = self.source.stored_as[f"{module}.weight"]
+        return f"{weight.removesuffix('weight')}{key}"
+
+    def run(self, writer: TensorWriter) -> None:
+        """Write every tensor."""
+        for names in self._units():
+            with self.source.loaded(names):
+                part = _part(self.session, names)
+                if part.plan.targets:
+                    part.finalize()
+                for name in names:
+                    module = self.source.model.get_submodule(name)
+                    for key, rows, first in module_entries(module):
+                        writer.write(self._entries[f"{name}.{key}"], rows, first)
+                        self._done += rows.nbytes
+                    if self._progress is not None:
+                        self._progress(name, self._done, self.total)
+                for target in part.plan.targets:
+                    clear_qparams(target.module)
+                for observer in part.observers.values():
+                    observer.reset()
+        for name, stored in self._copied.items():
+            self._done += writer.copy(stored, self.source.reader, name)
+            if self._progress is not None:
+                self._progress(stored, self._done, self.total)
+
+    def _units(self) -> Iterator[list[str]]:
+        """Modules that are observed together: fused sets, and single ones."""
+        group_of = {name: group for group in self.session.plan.fused for name in group}
+        seen = set[str]()
+        for name in self._taken:
+            if name not in seen:
+                unit = group_of.get(name, [name])
+                seen.update(unit)
+                yield unit
+
+
+def _part(session: CalibrationSession, names: Sequence[str]) -> CalibrationSession:
+    """The session of these modules alone."""
+    part, plan = copy(session), session.plan
+    part.plan = replace(
+        plan,
+        targets=[target for target in plan.targets if target.name in names],
+        fused=[group for group in plan.fused if group[0] in names],
+    )
+    part.observers = {key: observer for key, observer in session.observers.items() if key[0] in names}
+    part.model = nn.ModuleList(target.module for target in part.plan.targets)
+    return part
+
+
+def _copy_others(folder: Path, partial: Path) -> Iterator[str]:
+    """Copy all but weights; the names of weights that are not the checkpoint's are returned."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if any(part.startswith(".") for part in name.parts) or not path.is_file() or name.as_posix() == CONTENTS_FILE:
+            continue
+        if name.name.removesuffix(".index.json").endswith(_WEIGHTS):
+            if not re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", name.as_posix()):
+                yield name.as_posix()
+            continue
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, partial / name)

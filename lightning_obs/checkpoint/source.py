@@ -1,0 +1,172 @@
+"""A folder of safetensors files as a model without data, and where each of its tensors lies in the files.
+
+The structure comes from ``config.json``: the class that wrote the checkpoint is built on the meta device, experts as
+Linears. A tensor lies in the files under the name that transformers would save it by, under its own, or as the item of
+one expert in a stack of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_obs.checkpoint.compress import stored_layout
+from lightning_obs.checkpoint.stored_names import StoredNames
+from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.files.contents import refuse_damage
+from lightning_obs.files.read import naming, read_json
+from lightning_obs.files.tensors import TensorReader
+from lightning_obs.moe.experts import LinearExpert, fused_experts, linear_experts, linearize_experts, rows_of_expert
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a parameter lies in the files.
+
+    Attributes:
+        name: of the tensor in the files.
+        index: of the expert whose item it is, in a stack.
+        role: of the expert's projection (``gate``, ``up``, ``down``).
+    """
+
+    name: str
+    index: int | None = None
+    role: str = ""
+
+
+class CheckpointSource:
+    """A checkpoint's folder.
+
+    Attributes:
+        model: on the meta device, experts linearized.
+        reader: of the tensors.
+        sources: of each parameter and buffer that the files hold, by its name in the model.
+        stored_as: its name in a checkpoint that transformers saves.
+
+    Raises:
+        CalibrationError: the folder is damaged, quantized already, of an architecture that transformers does not know,
+            or its files hold other tensors than its config says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        remedy = "give a folder with config.json and safetensors files."
+        raw = read_json(folder / CONFIG_FILE, remedy=remedy)
+        if "quantization_config" in raw or "compression_config" in raw:
+            raise CalibrationError(
+                f"{folder} is quantized already, its weights are on another grid",
+                expected="a checkpoint in full precision",
+                remedy="quantize the checkpoint that it was made from.",
+            )
+        refuse_damage(folder)
+        with ExitStack() as stack:
+            self.reader = TensorReader(folder)
+            stack.callback(self.reader.close)
+            with naming(folder / CONFIG_FILE, remedy=remedy):
+                self.model = _on_meta(folder, self.reader)
+            stacks = _stacks(self.model)
+            linearize_experts(self.model)
+            names = StoredNames(self.model, stored_layout(self.model))
+            self.stored_as = names.renamed
+            found = {name: self._find(name, stacks) for name in names.entries}
+            self.sources = {name: source for name, source in found.items() if source is not None}
+            self._require_fit(folder, [name for name, source in found.items() if source is None])
+            stack.pop_all()
+
+    def _find(self, name: str, stacks: dict[str, str]) -> Source | None:
+        for candidate in (self.stored_as.get(name, name), name):
+            if candidate in self.reader:
+                return Source(candidate)
+        for container in linear_experts(self.model):
+            parts = name.removeprefix(f"{container}.").split(".")
+            if name.startswith(f"{container}.") and len(parts) == 3 and parts[0].isdigit():
+                index, projection, key = parts
+                expert = self.model.get_submodule(f"{container}.{index}")
+                assert isinstance(expert, LinearExpert)
+                role = next(role for role, known_as in expert.projections.items() if known_as == projection)
+                suffix = "_bias" if key == "bias" else ""
+                for stack in (f"{role}_proj{suffix}", f"gate_up_proj{suffix}"):
+                    stored = stacks.get(f"{container}.{stack}", "")
+                    if stored in self.reader:
+                        return Source(stored, int(index), role)
+        return None
+
+    def _require_fit(self, folder: Path, missing: list[str]) -> None:
+        wrong = [f"{name} (missing)" for name in missing]
+        for name, source in self.sources.items():
+            here, there = self.reader.meta(source.name).shape, self.meta(name).shape
+            if source.index is None and here != there:
+                wrong.append(f"{name} ({tuple(here)} instead of {tuple(there)})")
+        refuse(
+            wrong,
+            f"the files of {folder} hold other tensors than its config says",
+            remedy="copy or download the checkpoint again; config.json and weights belong together.",
+        )
+
+    def meta(self, name: str) -> torch.Tensor:
+        """A parameter or buffer of the model, without data."""
+        module, _, key = name.rpartition(".")
+        value: torch.Tensor = getattr(self.model.get_submodule(module), key)
+        return value
+
+    def read(self, name: str) -> torch.Tensor:
+        """A parameter or buffer of the model, in the dtype that it has there."""
+        source, meta = self.sources[name], self.meta(name)
+        value = self.reader.read(source.name, source.index)
+        if source.index is not None:
+            expert = self.model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
+            assert isinstance(expert, LinearExpert)
+            is_bias = name.endswith(".bias")
+            value = rows_of_expert(expert.origin, value[0], source.role, "gate_up_proj" in source.name, is_bias)
+        return value.to(meta.dtype).contiguous()
+
+    @contextmanager
+    def loaded(self, names: list[str]) -> Iterator[None]:
+        """Let modules have their parameters inside the ``with`` block."""
+        before: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+        try:
+            for name in names:
+                module = self.model.get_submodule(name)
+                for key, parameter in list(module._parameters.items()):
+                    if parameter is not None:
+                        before.append((module, key, parameter))
+                        module._parameters[key] = nn.Parameter(self.read(f"{name}.{key}"), requires_grad=False)
+            yield
+        finally:
+            for module, key, parameter in before:
+                module._parameters[key] = parameter
+
+
+def _on_meta(folder: Path, reader: TensorReader) -> Any:
+    """The model that wrote the checkpoint, without data, in the dtype that ``from_pretrained`` gives it."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    written_by = (getattr(transformers, each, None) for each in config.architectures or ())
+    kind: Any = next(filter(None, written_by), None)
+    if kind is None:
+        raise CalibrationError(
+            f"transformers {transformers.__version__} does not know the architecture of {folder}",
+            got=", ".join(config.architectures or ()) or "no architectures",
+            remedy="load the model with its own code, and calibrate it in memory (CalibrationSession).",
+        )
+    floating = (dtype for name in reader if (dtype := reader.meta(name).dtype).is_floating_point)
+    with torch.device("meta"):
+        model = kind._from_config(config, dtype=config.dtype or next(floating, None))
+    model.tie_weights()
+    return model.eval()
+
+
+def _stacks(model: nn.Module) -> dict[str, str]:
+    """The name in files of each stack of experts that is stored as it is."""
+    names = StoredNames(model, stored_layout(model))
+    own = [f"{name}.{key}" for name, module in fused_experts(model).items() for key in dict(module.named_parameters())]
+    # One that is stored under its own name, but converted, would be read as something else.
+    return {name: names.renamed.get(name, name) for name in own if name in names.renamed or name not in names.files}

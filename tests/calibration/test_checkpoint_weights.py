@@ -1,0 +1,229 @@
+"""Weights quantized from a checkpoint's files: the tensors, and what else comes out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from lightning_obs import (
+    CalibrationError,
+    CalibrationSession,
+    export_checkpoint,
+    linearize_experts,
+    quantize_checkpoint,
+)
+from tests.moe_models import W4A16_32, tiny_moe
+from tests.tiny_model import tiny_tokenizer
+
+IGNORE = ["lm_head"]
+DATA_FREE = {
+    "W4A16": {},
+    "W4A16 mse": {"weight": "memoryless_mse"},
+    "FP8_DYNAMIC": {},
+    "NVFP4A16": {},
+    "MXFP4": {},
+    "W8A8": {},
+    "W4A16_ASYM": {},
+}
+
+
+def tiny_llama(folder, tied=False, **saved):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied, initializer_range=0.1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder, **saved)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def in_memory(folder, out, scheme, **options):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    linearize_experts(model)
+    with CalibrationSession(model, scheme, **options):
+        pass
+    return export_checkpoint(model, out)
+
+
+def sums(folder):
+    files = sorted(folder.glob("*.safetensors"))
+    tensors = {name: value for file in files for name, value in load_file(file).items()}
+    assert tensors
+    return {
+        name: (str(v.dtype), tuple(v.shape), hashlib.sha256(v.reshape(-1).view(torch.uint8).numpy().tobytes()).digest())
+        for name, v in tensors.items()
+    }
+
+
+def quantization(folder):
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("scheme", DATA_FREE)
+def test_tensors_are_those_of_an_export_from_memory(scheme, tied, tmp_path):
+    source, name = tiny_llama(tmp_path / "llama", tied), scheme.partition(" ")[0]
+    options = {"ignore": IGNORE, "observers": DATA_FREE[scheme], "reload": "unchecked"}
+    expected = in_memory(source, tmp_path / "memory", name, **options)
+    result = quantize_checkpoint(source, tmp_path / "files", name, **options)
+    assert len(result.modules) == 14
+    assert sums(tmp_path / "files") == sums(expected)
+    assert quantization(tmp_path / "files") == quantization(expected)
+
+
+@pytest.mark.parametrize("own_names", [False, True], ids=["hub names", "3-D experts"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_experts_are_those_of_an_export_from_memory(kind, own_names, tmp_path):
+    model = tiny_moe(kind, torch.bfloat16)
+    model.save_pretrained(tmp_path / "hub")
+    model.save_pretrained(tmp_path / "moe", save_original_format=not own_names)
+    options = {"ignore": [*IGNORE, *(["re:.*router"] if kind == "gpt_oss" else [])], "reload": "unchecked"}
+    expected = in_memory(tmp_path / "hub", tmp_path / "memory", W4A16_32, **options)
+    quantize_checkpoint(tmp_path / "moe", tmp_path / "files", W4A16_32, **options)
+    assert sums(tmp_path / "files") == sums(expected)
+    one, other = quantization(tmp_path / "files"), quantization(expected)
+    assert sorted(one.pop("ignore")) == sorted(other.pop("ignore"))
+    assert one == other
+
+
+def test_members_of_a_fused_set_lie_in_different_files(tmp_path):
+    source = tiny_llama(tmp_path / "llama")
+    tensors = load_file(source / "model.safetensors")
+    files = {name: f"model-{1 + i % 5:05d}-of-00005.safetensors" for i, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({n: t for n, t in tensors.items() if files[n] == file}, source / file, metadata={"format": "pt"})
+    (source / "model.safetensors").unlink()
+    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    expected = in_memory(source, tmp_path / "memory", "NVFP4A16", ignore=IGNORE)
+    quantize_checkpoint(source, tmp_path / "files", "NVFP4A16", ignore=IGNORE, max_shard_size="50KB")
+    assert len(list((tmp_path / "files").glob("*.safetensors"))) > 1
+    assert sums(tmp_path / "files") == sums(expected)
+
+
+def test_float32_files_of_a_bfloat16_model_are_quantized_as_transformers_loads_them(tmp_path):
+    source = tiny_llama(tmp_path / "llama")
+    tensors = {name: value.float() for name, value in load_file(source / "model.safetensors").items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    expected = in_memory(source, tmp_path / "memory", "W4A16", ignore=IGNORE)
+    quantize_checkpoint(source, tmp_path / "files", "W4A16", ignore=IGNORE)
+    found, expected = sums(tmp_path / "files"), sums(expected)
+    assert {n: v for n, v in found.items() if "proj" in n} == {n: v for n, v in expected.items() if "proj" in n}
+
+
+def test_all_that_was_in_the_folder_comes_out(tmp_path):
+    source = tiny_llama(tmp_path / "llama")
+    tensors = load_file(source / "model.safetensors")
+    further = {
+        "mtp.layers.0.proj.weight": torch.randn(4, 4),
+        "mtp.norm.weight": torch.randn(4),
+        "model.layers.2.x.weight": torch.ones(3),
+    }
+    save_file({**tensors, **further}, source / "model.safetensors", metadata={"format": "pt"})
+    others = ["chat_template.jinja", "LICENSE", "modeling_own.py", "preprocessor_config.json", "templates/tool.jinja"]
+    (source / "templates").mkdir()
+    for name in others:
+        (source / name).write_text(f'"{name}"')
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    seen = []
+    quantize_checkpoint(source, tmp_path / "out", "W4A16", ignore=IGNORE, progress=lambda *told: seen.append(told))
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(out[name].equal(value) for name, value in further.items())
+    assert {r"re:mtp($|\.)", r"re:model\.layers\.2($|\.)", "lm_head"} == set(quantization(tmp_path / "out")["ignore"])
+    for name in [*others, "tokenizer.json", "generation_config.json"]:
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert seen[-1][1] == seen[-1][2] == sum(value.nbytes for value in out.values())
+    assert [name for name, *_ in seen[:3]] == [f"model.layers.0.self_attn.{each}_proj" for each in "qkv"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(in_memory(source, tmp_path / "memory", "W4A16", ignore=IGNORE))
+    tokens = torch.arange(8)[None]
+    assert loaded(tokens).logits.equal(model(tokens).logits)
+
+
+def test_other_weights_are_left_out_and_said(tmp_path):
+    source = tiny_llama(tmp_path / "llama")
+    shutil.copy(source / "model.safetensors", source / "consolidated.safetensors")
+    with pytest.warns(UserWarning, match=r"were left out: consolidated.safetensors"):
+        quantize_checkpoint(source, tmp_path / "out", "W4A16", ignore=IGNORE)
+    assert not (tmp_path / "out" / "consolidated.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "needs"),
+    [
+        ("FP8", {}, "static input activations"),
+        ("NVFP4", {}, "static input activations"),
+        ("W4A16", {"observers": {"weight": "imatrix_mse"}}, "imatrix_mse on the inputs"),
+        ("W4A16", {"kv_cache": "FP8"}, "the kv cache"),
+        ("W4A16", {"rounding": "gptq"}, "rounding"),
+    ],
+)
+def test_a_scheme_that_needs_data_is_refused_before_anything_is_read(scheme, options, needs, tmp_path):
+    with pytest.raises(CalibrationError, match=f"needs data, .*reads weights alone: {needs}"):
+        quantize_checkpoint(tmp_path / "not there", tmp_path / "out", scheme, **options)
+
+
+def drop(name):
+    def damage(folder):
+        tensors = load_file(folder / "model.safetensors")
+        tensors.pop(name)
+        save_file(tensors, folder / "model.safetensors")
+
+    return damage
+
+
+def in_config(**entries):
+    def damage(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **entries}))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), r"config.json does not exist"),
+        (lambda folder: (folder / "model.safetensors").unlink(), r"model.safetensors is missing"),
+        (
+            drop("model.layers.1.mlp.up_proj.weight"),
+            r"other tensors than its config says: .*up_proj.weight \(missing\)",
+        ),
+        (drop("model.norm.weight"), r"other tensors than its config says: model.norm.weight \(missing\)"),
+        (in_config(intermediate_size=512), r"gate_proj.weight \(\(256, 128\) instead of \(512, 128\)\)"),
+        (in_config(quantization_config={}), "is quantized already"),
+        (in_config(architectures=["MyOwnModel"]), "does not know the architecture"),
+    ],
+)
+def test_a_folder_that_cannot_be_quantized_is_named_and_nothing_is_written(damage, message, tmp_path):
+    source = tiny_llama(tmp_path / "llama")
+    damage(source)
+    with pytest.raises(CalibrationError, match=message):
+        quantize_checkpoint(source, tmp_path / "out", "W4A16", ignore=IGNORE)
+    assert [path.name for path in tmp_path.iterdir()] == ["llama"]
+
+
+def test_too_little_disk_is_named_before_anything_is_written(tmp_path, monkeypatch):
+    source = tiny_llama(tmp_path / "llama")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
+    with pytest.raises(CalibrationError, match=r"out cannot be written. Got .*10 bytes are free"):
+        quantize_checkpoint(source, tmp_path / "out", "W4A16", ignore=IGNORE)
+    assert [path.name for path in tmp_path.iterdir()] == ["llama"]
+
+
+def test_a_weight_that_is_not_finite_is_named_and_nothing_is_written(tmp_path):
+    source = tiny_llama(tmp_path / "llama")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CalibrationError, match=r"layers.1.mlp.up_proj"):
+        quantize_checkpoint(source, tmp_path / "out", "W4A16", ignore=IGNORE)
+    assert [path.name for path in tmp_path.iterdir()] == ["llama"]
