@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from lightning_obs.errors import printable
 
@@ -25,3 +25,16 @@ def step(text: str) -> Iterator[None]:
         task = progress.add_task(text, total=None)
         yield
         progress.update(task, total=1, completed=1)
+
+
+@contextmanager
+def bytes_written(text: str) -> Iterator[Callable[[str, int, int], None]]:
+    """As :func:`step`, of known length: call what is given with a name, the bytes so far, and those in all."""
+    columns = TextColumn("· {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, TextColumn("{task.fields[name]}"), disable=rank_zero_only.rank != 0) as progress:
+        task = progress.add_task(text, total=None, name="")
+
+        def advance(name: str, done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, name=printable(name))
+
+        yield advance

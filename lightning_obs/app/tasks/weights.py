@@ -1,0 +1,57 @@
+"""Quantize the weights of a checkpoint from its files; no model is loaded and no data is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_obs.app.console import bytes_written, say
+from lightning_obs.app.job import make_options
+from lightning_obs.app.models.pretrained import default_model_folder
+from lightning_obs.app.tasks.task import Task
+from lightning_obs.calibration.checkpoint_weights import quantize_checkpoint
+from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.errors import CalibrationError
+from lightning_obs.files.write import require_free
+from lightning_obs.report.numbers import folder_size
+
+
+class Weights(Task):
+    """:func:`~lightning_obs.quantize_checkpoint` of ``model.path``, to ``export.folder``."""
+
+    result: CalibrationResult
+
+    @override
+    def check(self) -> None:
+        self.options = make_options(self.config)
+        if not self.config.export.folder:
+            raise CalibrationError("task=weights writes a checkpoint, and export.folder names none")
+        require_free(Path(self.config.export.folder), self.config.export.overwrite)
+
+    @override
+    def run(self) -> None:
+        wanted, path = self.config.export, self.config.model.get("path")
+        source = default_model_folder() if path is None else Path(path)
+        with bytes_written(f"quantizing {source.name} to {self.options.label}") as progress:
+            self.result = quantize_checkpoint(
+                source,
+                wanted.folder,
+                self.options,
+                overwrite=wanted.overwrite,
+                max_shard_size=self.config.task.max_shard_size,
+                progress=progress,
+            )
+        say(
+            f"{self.result.scheme} · {len(self.result.modules):,} modules · {self.result.seconds:.1f} s · "
+            f"{folder_size(source) / 1e6:,.1f} MB -> {folder_size(Path(wanted.folder)) / 1e6:,.1f} MB"
+        )
+        for name, verdict in self.result.engines.items():
+            say(f"{'loaded by' if verdict.loads else 'not loaded by'} {name}{': ' * bool(verdict.text)}{verdict.text}")
+        say(f"wrote {wanted.folder}")
+
+    @override
+    def row(self) -> dict[str, Any]:
+        size = folder_size(Path(self.config.export.folder))
+        return {"run": self.result.scheme, "size": size, "seconds": self.result.seconds}

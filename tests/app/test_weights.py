@@ -1,0 +1,52 @@
+"""``task=weights`` on a tiny model."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from lightning_obs import CalibrationSession, export_checkpoint
+from tests.in_process import run_command_line
+from tests.moe_models import W4A16_32
+from tests.tiny_model import save_tiny_llama
+
+PAGE = (Path(__file__).parents[2] / "docs" / "large_models.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"), torch.bfloat16)
+
+
+def test_the_command_of_the_page_writes_the_tensors_of_an_export_from_memory(tiny, tmp_path):
+    command = re.search(r"^python -m lightning_obs (task=weights .*)$", PAGE, flags=re.MULTILINE).group(1)
+    words = command.replace("<folder>", str(tiny)).replace("<out>", str(tmp_path / "out")).split()
+    done = run_command_line(*words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"int4 group 32 weights · 14 modules · [\d.]+ s · [\d.]+ MB -> [\d.]+ MB", done.stdout)
+    assert f"wrote {tmp_path / 'out'}" in done.stdout
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype="auto")
+    with CalibrationSession(model, W4A16_32, ignore=["lm_head"]):
+        pass
+    expected = load_file(export_checkpoint(model, tmp_path / "memory") / "model.safetensors")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(value) for name, value in expected.items())
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["scheme=fp8"], "FP8 needs data"),
+        (["scheme=w4a16", "export.folder=null"], "task=weights writes a checkpoint, and export.folder names none"),
+        (["scheme=w4a16", "data.batches=3"], "task=weights does not read what was given: data.batches"),
+    ],
+)
+def test_what_it_cannot_do_is_said(tiny, tmp_path, words, message):
+    done = run_command_line("task=weights", f"model.path={tiny}", *words, folder=tmp_path)
+    assert done.returncode == 1
+    assert message in done.stderr
