@@ -2,31 +2,38 @@
 
     python benchmarks/mixed_precision.py                       # everything, about 25 minutes on two free cores
     python benchmarks/mixed_precision.py --only agreement      # or int8, int4, cost
+    python benchmarks/mixed_precision.py --only rounded --model $(python benchmarks/unquantized_model.py)
+    python benchmarks/mixed_precision.py --only rounded --model FOLDER      # an encoder, as MiniLM is
 
-On the default model. Sensitivities are measured on text that is calibrated on, all results on text that is not.
+On the default model, or another. Sensitivities are measured on text that is calibrated on, results on text that is not.
 
 ``agreement``: Spearman's rank correlation, over every fifth Linear, of the estimate (one forward and one backward a
 batch) with the measured KL divergence of the logits, one layer quantized; and of the truth on one half of the text with
-the truth on the other. ``int8`` and ``int4``: perplexity of plans, with what was estimated. ``cost``: CPU time of the
-estimate in forwards of the same batch.
+the truth on the other. ``int8`` and ``int4``: perplexity of plans, with what was estimated. ``rounded``: 4 bits with
+signed scales, Hessians and rounding, for weights that were never quantized. ``cost``: CPU time of the estimate in
+forwards of the same batch. An encoder's predictions are which of 64 other texts a text is most like; measured is
+1 - cosine of its embedding to the unquantized model's.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from pydoc_data.topics import topics
+from typing import Any, ClassVar
 
 import torch
 from scipy.stats import spearmanr
 from torch import nn
 from torch.nn import functional as F
 from torchmetrics.text import Perplexity
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession, quantized, sensitivity
@@ -38,8 +45,6 @@ from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.qparams import calibration_of, put_back
 from lightning_obs.report.facts import poor_layers
 from lightning_obs.report.layer_errors import measure_layer_errors
-
-IGNORE = ["lm_head"]
 
 
 def weights(
@@ -57,23 +62,28 @@ def static_int8(observer: str) -> dict[str, Any]:
 class Bench:
     """The model, its text, and one way to measure a plan."""
 
-    def __init__(self, batches: int, measured: int, eval_batches: int) -> None:
-        self.model, tokenizer = load_causal_lm(None, "float32")
+    measures: ClassVar[dict[str, int]] = {"perplexity": 2, "KL": 4}  # digits
+    ignore = ("lm_head",)
+    # vLLM loads packed weights with zero points beside others, transformers does not.
+    reload = "vllm"
+
+    def __init__(self, model: str | None, dtype: str, batches: int, measured: int, eval_batches: int) -> None:
+        self.model, tokenizer = load_causal_lm(model, dtype)
         data = TextData(tokenizer, batches=batches, eval_batches=eval_batches)
         self.calibration = [{**batch, "use_cache": False} for batch in data.val_dataloader()]
         self.held_out = [{**batch, "use_cache": False} for batch in data.test_dataloader()]
-        self.measured = measured
+        self.measured, self.logits = measured, []
 
     def sensitivity(self, schemes: dict[str, Any], data: bool = True) -> Sensitivity:
         batches = self.calibration[: self.measured] if data else None
-        # vLLM loads packed weights with zero points beside others, transformers does not.
-        return sensitivity(self.model, batches, schemes, calibration=self.calibration, ignore=IGNORE, reload="vllm")
+        options = {"ignore": self.ignore, "reload": self.reload}
+        return sensitivity(self.model, batches, schemes, calibration=self.calibration, **options)
 
     @contextmanager
     def calibrated(self, scheme: Any, **options: Any) -> Iterator[nn.Module]:
         before = calibration_of(self.model)  # a module that this plan leaves out would keep an earlier plan's scales
         try:
-            with CalibrationSession(self.model, scheme, reload="vllm", **options) as session, torch.no_grad():
+            with CalibrationSession(self.model, scheme, reload=self.reload, **options) as session, torch.no_grad():
                 for batch in self.calibration if session.needs_data else ():
                     self.model(**batch)
             yield self.model
@@ -81,28 +91,78 @@ class Bench:
             put_back(before)
 
     @torch.inference_mode()
-    def perplexity(self, plan: MixedPlan | None) -> float:
-        metric = Perplexity()
+    def quality(self, plan: MixedPlan | None) -> tuple[float, ...]:
         if plan is None:
-            return self._perplexity(metric)
+            return self._quality()
         with self.calibrated(plan.config), quantized(self.model):
-            return self._perplexity(metric)
+            return self._quality()
 
-    def _perplexity(self, metric: Perplexity) -> float:
-        for batch in self.held_out:
-            metric.update(self.model(**batch).logits[:, :-1].float(), batch["input_ids"][:, 1:])
-        return float(metric.compute())
+    def _quality(self) -> tuple[float, ...]:
+        metric, divergences = Perplexity(), []
+        for number, batch in enumerate(self.held_out):
+            logits = self.model(**batch).logits
+            if number == len(self.logits):
+                self.logits.append(logits)  # unquantized: the first that is measured
+            metric.update(logits[:, :-1].float(), batch["input_ids"][:, 1:])
+            now, plain = (each.float().log_softmax(-1).flatten(0, -2) for each in (logits, self.logits[number]))
+            divergences.append(float(F.kl_div(now, plain, log_target=True, reduction="batchmean")))
+        return float(metric.compute()), sum(divergences) / len(divergences)
 
     def print_rows(self, rows: dict[str, MixedPlan]) -> None:
-        full = self.perplexity(None)
-        print("| plan | bits per weight | MB | modules | estimated KL | perplexity expected from it | perplexity |")
-        print("|---|---|---|---|---|---|---|")
-        print(f"| full precision | 32 | | | 0 | | {full:.2f} |", flush=True)
+        full = self.quality(None)
+        of_text, bits = "perplexity" in self.measures, 8 * next(self.model.parameters()).itemsize
+        columns = "perplexity expected from it | " * of_text + " | ".join(self.measures) + " |"
+        print(f"| plan | bits per weight | MB | modules | estimated KL | {columns}")
+        print("|---|---|---|---|---|" + "---|" * (of_text + len(self.measures)))
+        print(f"| full precision | {bits} | | | 0 | {'| ' * of_text}{self._cells(full)}", flush=True)
         for name, plan in rows.items():
             counts = ", ".join(f"{count} {scheme}" for scheme, count in plan.counts.items())
             size = f"{plan.bits:.3f} | {plan.size / 1e6:.1f} | {counts}"
-            expected = f"{plan.loss:.4f} | {full * math.exp(plan.loss):.2f}"
-            print(f"| {name} | {size} | {expected} | {self.perplexity(plan):.2f} |", flush=True)
+            expected = f"{plan.loss:.4f}" + f" | {full[0] * math.exp(plan.loss):.2f}" * of_text
+            print(f"| {name} | {size} | {expected} | {self._cells(self.quality(plan))}", flush=True)
+
+    def _cells(self, values: tuple[float, ...]) -> str:
+        return "".join(f"{value:.{digits}f} | " for value, digits in zip(values, self.measures.values(), strict=True))
+
+
+class Similarities(nn.Module):
+    """An encoder whose logits are 20 times the cosines of a text's embedding to those of some other texts."""
+
+    def __init__(self, encoder: Any, others: list[dict[str, torch.Tensor]]) -> None:
+        super().__init__()
+        self.encoder = encoder.eval()
+        with torch.no_grad():
+            self.others = torch.cat([self.embedding(**text) for text in others])
+
+    def embedding(self, **text: torch.Tensor) -> torch.Tensor:
+        return F.normalize(self.encoder(**text).last_hidden_state.float().mean(1), dim=-1)
+
+    def forward(self, **text: torch.Tensor) -> torch.Tensor:
+        return 20 * self.embedding(**text) @ self.others.T
+
+
+class EncoderBench(Bench):
+    """The same of an encoder. Texts come one by one, so that nothing is padded."""
+
+    measures: ClassVar[dict[str, int]] = {"1 - cosine": 4}
+    ignore = ("re:.*pooler.*",)
+    reload = "unchecked"
+
+    def __init__(self, model: str, dtype: str, batches: int, measured: int, eval_batches: int) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        texts = [text.strip() for key in sorted(topics) for text in re.split(r"\n\s*\n", topics[key])]
+        texts = [text for text in texts if 60 < len(text) < 600]
+        read = [dict(tokenizer(text, return_tensors="pt", truncation=True, max_length=128)) for text in texts]
+        self.calibration, self.held_out = read[0:400:4][: 4 * batches], read[1:2000:6][: 16 * eval_batches]
+        self.measured = len(self.calibration)
+        encoder = AutoModel.from_pretrained(model, dtype=getattr(torch, dtype))
+        self.model = Similarities(encoder, read[3:2000:6][:64])
+        with torch.no_grad():
+            self.expected = torch.cat([self.model.embedding(**text) for text in self.held_out])
+
+    def _quality(self) -> tuple[float, ...]:
+        found = torch.cat([self.model.embedding(**text) for text in self.held_out])
+        return (1 - float((found * self.expected).sum(-1).mean()),)
 
 
 def only(measured: Sensitivity, *names: str) -> Sensitivity:
@@ -118,7 +178,7 @@ def int8(bench: Bench) -> None:
     """Static INT8, with dynamic INT8 for a tenth of the weights, or full precision for the bytes of 23 layers."""
     observers = ("static_minmax", "histogram", "minmax")
     found = bench.sensitivity({**{name: static_int8(name) for name in observers}, "dynamic": "W8A8", "none": None})
-    with bench.calibrated(static_int8("static_minmax"), ignore=IGNORE) as model:
+    with bench.calibrated(static_int8("static_minmax"), ignore=bench.ignore) as model:
         poor = set(poor_layers(measure_layer_errors(model, bench.held_out[:1])))
     static = plan_of(found, "static_minmax")
     by_hand = plan_of(found, {name: "none" if name in poor else "static_minmax" for name in static.schemes})
@@ -178,6 +238,32 @@ def int4(bench: Bench, budgets: list[float]) -> None:
     bench.print_rows(rows)
 
 
+def rounded(bench: Bench, budgets: list[float]) -> None:
+    """Groups of 64 and 32 with signed scales, Hessians and rounding, with 8-bit weights as the alternative.
+
+    ``imatrix4`` is the best without them.
+    """
+    imatrix, gptq = {"name": "imatrix_mse", "norm": 2.0}, {"rounding": "gptq"}
+    signed, hessian = ({"observers": {"weight": {**each, "signed": True}}} for each in (imatrix, {"name": "hessian"}))
+    candidates = {
+        "imatrix4": {"scheme": weights(4, group=64), "observers": {"weight": imatrix}},
+        "signed imatrix, gptq": {"scheme": weights(4, group=64), **signed, **gptq},
+        "signed imatrix, gptq, groups of 32": {"scheme": weights(4, group=32), **signed, **gptq},
+        "signed hessian, gptq, groups of 32": {"scheme": weights(4, group=32), **hessian, **gptq},
+        "asymmetric imatrix, gptq, groups of 32": {
+            "scheme": weights(4, group=32, symmetric=False), "observers": {"weight": imatrix}, **gptq,
+        },
+        "int8": {"scheme": weights(8)},
+    }  # fmt: skip
+    found = bench.sensitivity(candidates)
+    rows = {name: plan_of(found, name) for name in candidates if name != "int8"}
+    most = max(budgets)
+    rows[f"{most:g} bits, imatrix4 and int8"] = choose_schemes(only(found, "imatrix4", "int8"), most)
+    rows |= {f"{budget:g} bits": choose_schemes(found, budget) for budget in budgets}
+    print(flush=True)
+    bench.print_rows(rows)
+
+
 def agreement(bench: Bench, tokens: int = 256, sequences: int = 4) -> None:
     """Spearman of the estimate with the truth, and of the truth with itself."""
     schemes = {"W4A16": weights(4, group=64), "INT8 static": static_int8("static_minmax")}
@@ -188,7 +274,7 @@ def agreement(bench: Bench, tokens: int = 256, sequences: int = 4) -> None:
     print("\n| scheme | layers | truth on one half and the other | estimate and truth | median estimate / truth |")
     print("|---|---|---|---|---|")
     for name, scheme in schemes.items():
-        with bench.calibrated(scheme, ignore=IGNORE) as model:
+        with bench.calibrated(scheme, ignore=bench.ignore) as model:
             truth = torch.tensor([divergences(model, layer, texts) for layer in sample], dtype=torch.float64)
         estimate = torch.tensor([found.layers[name][layer] for layer in sample], dtype=torch.float64)
         half = sequences // 2
@@ -237,7 +323,7 @@ def cost(bench: Bench, repeats: int = 3) -> None:
             taken = []
             for batches in (1, 2):
                 start = time.process_time()
-                sensitivity(bench.model, bench.calibration[:batches], chosen, ignore=IGNORE)
+                sensitivity(bench.model, bench.calibration[:batches], chosen, ignore=bench.ignore)
                 taken.append(time.process_time() - start)
             ratios.append((taken[1] - taken[0]) / forward)
         print(f"| {', '.join(chosen)} | {sorted(ratios)[repeats // 2]:.1f} |", flush=True)
@@ -245,7 +331,9 @@ def cost(bench: Bench, repeats: int = 3) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=["agreement", "int8", "int4", "cost"], default=None)
+    parser.add_argument("--only", nargs="+", choices=["agreement", "int8", "int4", "rounded", "cost"])
+    parser.add_argument("--model", help="folder of a causal language model or an encoder; default: the default model")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32; rounded: bfloat16")
     parser.add_argument("--batches", type=int, default=16, help="calibration batches of 512 tokens")
     parser.add_argument("--measured", type=int, default=8, help="of these, how many sensitivities are measured on")
     parser.add_argument("--eval-batches", type=int, default=16)
@@ -253,10 +341,20 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers_logging.disable_progress_bar()
-    bench = Bench(options.batches, options.measured, options.eval_batches)
-    parts = {"agreement": agreement, "int8": int8, "int4": lambda b: int4(b, options.budgets), "cost": cost}
+    parts = {
+        "agreement": agreement,
+        "int8": int8,
+        "int4": lambda b: int4(b, options.budgets),
+        "rounded": lambda b: rounded(b, options.budgets),
+        "cost": cost,
+    }
+    texts = options.batches, options.measured, options.eval_batches
+    kinds = AutoConfig.from_pretrained(options.model).architectures if options.model else []
+    is_encoder = any(kind.endswith("Model") for kind in kinds or [])
+    dtype = options.dtype or ("bfloat16" if options.only == ["rounded"] else "float32")
+    bench = (EncoderBench if is_encoder else Bench)(options.model, dtype, *texts)
     for name, part in parts.items():
-        if options.only is None or name in options.only:
+        if name in (options.only or set(parts) - {"rounded"}):
             part(bench)
 
 

@@ -70,9 +70,9 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
     qparams = {t.name: as_stored(t.module, _qparams_of(t, computed, weights, activations)) for t in left}
     _check_scales(qparams, {f"{name}.{base}_scale" for (name, base), o in session.observers.items() if o.signed})
     _check_heads(session.model, qparams)
-    if weights and session.options.rounding is not None:
-        observers = {key: session.observers[key] for key in searched}
-        roundings = make_roundings(observers, session.second, qparams, session.options.rounding)
+    if weights and session.rounding:
+        observers = {key: session.observers[key] for key in searched if key[0] in session.rounding}
+        roundings = make_roundings(observers, session.second, qparams, session.rounding)
         rounded = {key: modules[key] for key in roundings}
         collectives += _observe(session.collectives, rounded, roundings, rounded, owners, lambda _, o, rows: o(rows))
         for (name, _), rounding in roundings.items():

@@ -41,10 +41,19 @@ RANGE, HESSIAN = "input range", "weight by its inputs"
 class Read:
     """The tensor that was read last, the tokens of it that count, and what observers found in them."""
 
-    tensor: Callable[[], torch.Tensor | None]
-    stamp: Hashable  # changes with the tensor
+    tensor: Callable[[], torch.Tensor | None] | None = None
+    stamp: Hashable = None  # changes with the tensor
     tokens: torch.Tensor | None = None  # not selected yet
     measured: dict[Hashable, Any] = field(default_factory=dict)  # by the observers' kind
+
+    def forget(self) -> None:
+        """As if nothing was read."""
+        vars(self).update(vars(Read()))
+
+    def see(self, tensor: torch.Tensor, stamp: Hashable) -> None:
+        """Go on with what was found in a tensor, if it was read last and has not changed; else anew."""
+        if self.tensor is None or self.tensor() is not tensor or self.stamp != stamp:
+            vars(self).update(vars(Read(weakref.ref(tensor), stamp)))
 
 
 class ObserverHooks:
@@ -122,8 +131,7 @@ class ObserverHooks:
                 value = tokens_of(module, value)
             stamp = (self._fused.get(name, name), session.batches) if value.is_inference() else value._version
             read = session.read
-            if read is None or read.tensor() is not value or read.stamp != stamp:
-                session.read = read = Read(weakref.ref(value), stamp)
+            read.see(value, stamp)
             tokens = value.detach()
             if mask is not None:
                 if read.tokens is None and target.states:

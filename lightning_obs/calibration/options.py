@@ -17,7 +17,7 @@ from typing_extensions import TypedDict, Unpack
 from lightning_obs.engines.engine import Engine, engine_of
 from lightning_obs.errors import CalibrationError, likely, refuse_unknown
 from lightning_obs.schemes.attention_states import KVCacheLike
-from lightning_obs.schemes.config import ObserversLike, SchemeLike, label, resolve_config
+from lightning_obs.schemes.config import ObserversLike, RoundingLike, SchemeLike, label, resolve_config
 from lightning_obs.schemes.planned_modules import check_own_sets
 
 OnMissing: TypeAlias = Literal["error", "warn", "siblings"]
@@ -36,7 +36,7 @@ class OptionKeywords(TypedDict, total=False):
     calibrate_all_experts: bool
     fused_sets: Sequence[Sequence[str]]
     join_fused_scales: bool
-    rounding: str | Mapping[str, Any] | None
+    rounding: RoundingLike
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,12 @@ class CalibrationOptions:
             outputs change least (:func:`~lightning_obs.numerics.rounding.round_by_hessian`); or
             ``{"name": "gptq", "act_order": ..., "damping": ...}``. It needs data, and gathers the whole Hessian of each
             module's inputs (4 bytes per pair of channels). The weights of the model stay what they are: a module gets
-            the numbers beside its scale. None: the nearest numbers.
+            the numbers beside its scale. None: as the scheme says of each group, beside the hyperparameters of its
+            observer (``{"name": "hessian", "rounding": "gptq"}``); else the nearest numbers.
 
     Attributes:
-        config: the one ``QuantizationConfig`` that scheme, targets, ignore, observers and kv_cache say together.
+        config: the one ``QuantizationConfig`` that scheme, targets, ignore, observers, kv_cache and rounding say
+            together.
 
     Raises:
         CalibrationError: whatever is wrong without a model: an unknown scheme, field, observer or choice.
@@ -103,7 +105,7 @@ class CalibrationOptions:
     calibrate_all_experts: bool = False
     fused_sets: Sequence[Sequence[str]] = ()
     join_fused_scales: bool = False
-    rounding: str | Mapping[str, Any] | None = None
+    rounding: RoundingLike = None
     config: QuantizationConfig = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -115,11 +117,9 @@ class CalibrationOptions:
             got = repr(self.on_missing) + likely(str(self.on_missing), choices)
             raise CalibrationError("on_missing", got=got, expected=", ".join(map(repr, choices)))
         engine_of(self.reload)
-        object.__setattr__(self, "rounding", _rounding(self.rounding))
         check_own_sets(self.fused_sets)
-        config = resolve_config(
-            self.scheme, targets=self.targets, ignore=self.ignore, observers=self.observers, kv_cache=self.kv_cache
-        )
+        names = ("targets", "ignore", "observers", "kv_cache", "rounding")
+        config = resolve_config(self.scheme, **{name: getattr(self, name) for name in names})
         object.__setattr__(self, "config", config)
 
     @classmethod
@@ -140,17 +140,17 @@ class CalibrationOptions:
     @property
     def label(self) -> str:
         """Short name of scheme and rounding, for reports."""
-        return label(self.scheme, self.config) + ("" if self.rounding is None else " + gptq")
+        return label(self.scheme, self.config)
 
     @property
     def beside_scheme(self) -> dict[str, Any]:
         """The fields that say nothing of what is quantized and how it is observed."""
-        names = ("on_missing", "reload", "calibrate_all_experts", "fused_sets", "join_fused_scales", "rounding")
+        names = ("on_missing", "reload", "calibrate_all_experts", "fused_sets", "join_fused_scales")
         return {name: getattr(self, name) for name in names}
 
     def with_config(self, config: QuantizationConfig) -> CalibrationOptions:
-        """These options with a config that says scheme, targets, ignore and observers together."""
-        return replace(self, scheme=config, targets=None, ignore=(), observers=None)
+        """These options with a config that says scheme, targets, ignore, observers and rounding together."""
+        return replace(self, scheme=config, targets=None, ignore=(), observers=None, rounding=None)
 
     @property
     def engine(self) -> Engine:
@@ -181,16 +181,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, (str, tuple)):
         return [_plain(each) for each in value]
     return value
-
-
-def _rounding(given: Any) -> dict[str, Any] | None:
-    """Options of :func:`~lightning_obs.numerics.rounding.round_by_hessian`; None: no rounding."""
-    if given is None:
-        return None
-    options = {"name": given} if isinstance(given, str) else given
-    known = {"name": "gptq", "act_order": True, "damping": 0.01}
-    found = {**known, **options} if isinstance(options, Mapping) else {}
-    order, damping = found.pop("act_order", None), found.pop("damping", None)
-    if found != {"name": "gptq"} or not isinstance(order, bool) or not isinstance(damping, (int, float)) or damping < 0:
-        raise CalibrationError("rounding", got=repr(given), expected=f"None, 'gptq' or {known}")
-    return {"act_order": order, "damping": damping}

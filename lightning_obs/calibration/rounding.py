@@ -76,17 +76,18 @@ def make_roundings(
     observers: Mapping[Key, Observer],
     second: Mapping[Key, Observer],
     qparams: Mapping[str, dict[str, torch.Tensor]],
-    options: Any,
+    options: Mapping[str, Mapping[str, Any]],
 ) -> dict[Key, WeightRounding]:
     """A rounding for each weight of ``observers``, by a Hessian of theirs or of the ``second`` observers.
 
-    A warning names the weights that keep the nearest numbers.
+    ``options`` are by module (:func:`~lightning_obs.schemes.config.rounding_of`). A warning names the weights that keep
+    the nearest numbers.
     """
     hessians = {k: getattr(second.get((k[0], HESSIAN), o), "input_hessian", None) for k, o in observers.items()}
     if without := [name for (name, _), hessian in hessians.items() if hessian is None]:
         warn(f"no inputs were seen to round these weights by, they keep the nearest numbers: {name_list(without)}")
     return {
-        key: WeightRounding(observers[key].args, qparams[key[0]], hessian, options)
+        key: WeightRounding(observers[key].args, qparams[key[0]], hessian, options[key[0]])
         for key, hessian in hessians.items()
         if hessian is not None
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -52,8 +52,8 @@ from lightning_obs.observers.base import Key
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan
 from lightning_obs.schemes.checks_before_data import check_inputs_fit
-from lightning_obs.schemes.config import SchemeLike, make_observer
-from lightning_obs.schemes.planned_modules import Plan
+from lightning_obs.schemes.config import SchemeLike, make_observer, rounding_of
+from lightning_obs.schemes.planned_modules import Plan, PlannedModule
 
 
 def _make_observers(plan: Plan) -> dict[Key, Observer]:
@@ -122,8 +122,10 @@ class CalibrationSession:
             #: names of modules that are quantized together or not at all
             self.together = [*self.plan.fused, *self._whole_layers()]
         self.observers = _make_observers(self.plan)
+        #: by module, how the weights are rounded that do not get the nearest numbers
+        self.rounding = {t.name: r for t in self.plan.targets if (r := _rounding_of(t)) is not None}
         #: second observers of inputs: of their extremes, for the result, and of the Hessian that a rounding takes
-        self.second = _second_observers(self.observers, rounded=self.options.rounding is not None)
+        self.second = _second_observers(self.observers, self.rounding)
         inputs_of = {(name, "weight"): observer for (name, base), observer in self.second.items() if base == HESSIAN}
         check_inputs_fit(self.plan.targets, self.observers | inputs_of)
         for group in self.plan.fused:
@@ -139,8 +141,8 @@ class CalibrationSession:
         self.is_paused = False
         #: which tokens, ``(batch, tokens)``, or samples count; None: all
         self.mask: torch.Tensor | None = None
-        #: what observers were given last, under this mask
-        self.read: Read | None = None
+        #: what observers were given last, under this mask; sessions that observe the same runs may share it
+        self.read = Read()
         #: observers that no data reached on any rank; None: the ranks were not reduced yet
         self.unreached: list[Key] | None = None
         #: modules left in full precision, because no data reached them
@@ -153,7 +155,7 @@ class CalibrationSession:
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, made with the model that holds it: it is not attached."""
-        return {**vars(self), "_attached": None, "read": None}
+        return {**vars(self), "_attached": None, "read": Read()}
 
     @property
     def needs_data(self) -> bool:
@@ -202,7 +204,8 @@ class CalibrationSession:
 
     def detach(self) -> None:
         """Remove every hook. Can be called at any time, any number of times."""
-        attached, self._attached, self.mask, self.read = self._attached, None, None, None
+        attached, self._attached, self.mask = self._attached, None, None
+        self.read.forget()
         if attached is not None:
             attached.close()
 
@@ -221,7 +224,7 @@ class CalibrationSession:
         ``mask`` is ``(batch, tokens)``, nonzero for a token that counts; None for all. Another shape is an error.
         """
         self.mask = None if mask is None else require_mask(mask, "mask_tokens")
-        self.read = None
+        self.read.forget()
 
     def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if INSIDE in vars(module):
@@ -370,12 +373,17 @@ class CalibrationSession:
             put_back(now)
 
 
-def _second_observers(observers: Mapping[Key, Observer], rounded: bool) -> dict[Key, Observer]:
+def _rounding_of(target: PlannedModule) -> dict[str, Any] | None:
+    weights = target.args.get("weight")
+    return None if weights is None else rounding_of(weights)
+
+
+def _second_observers(observers: Mapping[Key, Observer], rounded: Collection[str]) -> dict[Key, Observer]:
     """Observers of what the first do not keep: an input's smallest and largest value, a weight's Hessian."""
     second: dict[Key, Observer] = {}
     for (name, base_name), observer in observers.items():
         if base_name == "input" and not observer.keeps_extremes:
             second[name, RANGE] = StaticMinMaxObserver("input", QuantizationArgs())
-        elif base_name == "weight" and rounded and not isinstance(observer, HessianObserver):
+        elif base_name == "weight" and name in rounded and not isinstance(observer, HessianObserver):
             second[name, HESSIAN] = HessianObserver("weight", QuantizationArgs())
     return second

@@ -8,7 +8,7 @@ runs all of it again. Later validations calibrate with what was chosen.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.copies import KEPT_BYTES, KeptBatches
 from lightning_obs.callbacks.which_module import require_forward
-from lightning_obs.choice.observer_choice import ObserverChoice, choose_for
+from lightning_obs.choice.observer_choice import Candidates, ObserverChoice, check_candidates, choose_for
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.calls import call_on, logits_of
 from lightning_obs.model.additions import keep_hook_out
@@ -35,20 +35,21 @@ class AutoObservers:
     """The choice of one callback: before it, while inputs are kept, and after it.
 
     Attributes:
-        asked: the callback's options, without observers.
+        asked: the callback's options, without what is chosen.
+        candidates: by base name; None: those of our own that fit.
         options: these with the observers that were chosen; None before.
         choice: what was scored; None before, and after a resume.
     """
 
-    def __init__(self, asked: CalibrationOptions, masked: bool) -> None:
-        self.asked, self._masked = asked, masked
+    def __init__(self, asked: CalibrationOptions, masked: bool, candidates: Candidates | None = None) -> None:
+        self.asked, self.candidates, self._masked = asked, candidates, masked
         self.options: CalibrationOptions | None = None
         self.choice: ObserverChoice | None = None
         self._kept = KeptBatches()
         self._remove_hook: Callable[[], None] | None = None
 
     def require_possible(self, session: CalibrationSession, trainer: Trainer) -> None:
-        """Refuse, before any training, a module without ``forward``, several devices, and a token mask."""
+        """Refuse, before training, a module without ``forward``, several devices, a token mask, wrong candidates."""
         require_forward(session.model, 'observers="auto"')
         if trainer.world_size > 1 or self._masked:
             raise CalibrationError(
@@ -56,6 +57,7 @@ class AutoObservers:
                 got=f"{trainer.world_size} devices{', a token mask' if self._masked else ''}",
                 remedy="choose there (callback.choice.config), then calibrate here with that scheme.",
             )
+        check_candidates(session.model, self.asked, self.candidates)
 
     def start(self, session: CalibrationSession, trainer: Trainer) -> None:
         """Keep what the model is called with, until :meth:`choose` or :meth:`stop`; nothing after the choice."""
@@ -101,7 +103,7 @@ class AutoObservers:
         kept = [inputs for inputs, _ in self._kept.taken()]
         self.stop()
         session.detach()
-        self.choice, self.options = choose_for(model, kept[:SCORED], self.asked)
+        self.choice, self.options = choose_for(model, kept[:SCORED], self.asked, self.candidates)
         for base, counts in self.choice.counts.items():
             rank_zero_info(f'observers="auto", {base}: ' + ", ".join(f"{name} {n}" for name, n in counts.most_common()))
         chosen = CalibrationSession(model, self.options)
@@ -117,15 +119,30 @@ class AutoObservers:
         """The chosen config, and the one that it was chosen for, as strings."""
         if self.options is None:
             return {}
-        configs = {"chosen_config": self.options.config, "asked_config": self.asked.config}
-        return {name: config.model_dump_json() for name, config in configs.items()}
+        return {"chosen_config": self.options.config.model_dump_json(), "asked_config": self._question}
+
+    @property
+    def _question(self) -> str:
+        return f"{self.asked.config.model_dump_json()} {self.candidates or ''}".rstrip()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what :meth:`state_dict` gave; the next validation chooses what it lacks, or chose for other options."""
         text = state.get("chosen_config")
-        same = text is not None and state.get("asked_config") == self.asked.config.model_dump_json()
+        same = text is not None and state.get("asked_config") == self._question
         self.options = self.asked.with_config(QuantizationConfig.model_validate_json(text)) if same else None
         self.choice = None
+
+
+def given_candidates(observers: Any) -> tuple[Any, Candidates | None]:
+    """What is left of a callback's ``observers`` beside the lists to choose from; None: nothing is to be chosen.
+
+    >>> given_candidates({"input": "minmax", "weight": ["memoryless_mse", "imatrix_mse"]})
+    ({'input': 'minmax'}, {'weight': ['memoryless_mse', 'imatrix_mse']})
+    """
+    if not isinstance(observers, Mapping):
+        return observers, None
+    lists = {base: each for base, each in observers.items() if isinstance(each, Sequence) and not isinstance(each, str)}
+    return {base: each for base, each in observers.items() if base not in lists}, lists or None
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

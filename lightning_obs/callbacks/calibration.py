@@ -18,7 +18,7 @@ from typing_extensions import Unpack, override
 from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
 from lightning_obs.calibration.saved_state import sealed
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.auto_observers import AutoObservers
+from lightning_obs.callbacks.auto_observers import AutoObservers, given_candidates
 from lightning_obs.callbacks.base import SessionCallback, SessionKeywords, validation_loaders
 from lightning_obs.callbacks.quantized_validation import QuantizedValidation, require_batches
 from lightning_obs.callbacks.strategies import collectives_of
@@ -62,7 +62,8 @@ class CalibrationCallback(SessionCallback):
         **options: of :class:`~lightning_obs.callbacks.base.SessionCallback`, and the fields of
             :class:`~lightning_obs.CalibrationOptions`. ``observers="auto"`` chooses them in the first validation
             (:func:`~lightning_obs.choose_observers`; ``callback.choice`` says what was scored), on one device, for
-            models with logits. It keeps what the model is called with, and runs it again.
+            models with logits; ``observers={"weight": ["imatrix_mse", {"name": "hessian", "rounding": "gptq"}]}`` from
+            a list of your own. It keeps what the model is called with, and runs it again.
 
     Raises:
         CalibrationError: by the constructor for a wrong option; before the first batch for targets, shapes or devices;
@@ -81,10 +82,12 @@ class CalibrationCallback(SessionCallback):
         show: bool = True,
         **options: Unpack[SessionKeywords],
     ) -> None:
-        if is_auto := options.get("observers") == "auto":
-            options["observers"] = None
+        observers, candidates = given_candidates(options.get("observers"))
+        is_auto = candidates is not None or observers == "auto"
+        options["observers"] = None if observers == "auto" else observers
         super().__init__(scheme, **options)
-        self._auto = AutoObservers(self.options, masked=self.token_mask is not None) if is_auto else None
+        masked = self.token_mask is not None
+        self._auto = AutoObservers(self.options, masked, candidates) if is_auto else None
         if not 0 <= float(evaluate) <= 1:
             raise CalibrationError("evaluate", got=evaluate, expected="True, False, or a share in (0, 1]")
         for name, number in (("every_n_epochs", every_n_epochs), ("max_batches", max_batches)):

@@ -29,7 +29,7 @@ from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.fine_tuning.learned_scales import frozen
 from lightning_obs.forward.calls import in_evaluation_mode, logits_of
 from lightning_obs.model.additions import keep_hook_out, set_attributes
-from lightning_obs.schemes.config import SchemeLike
+from lightning_obs.schemes.config import SchemeLike, has_rounding
 
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
@@ -88,7 +88,7 @@ class QuantizationAwareTraining(QuantizedFit):
             distill = "only" if train == "scales" else 0.0
         if distill != "only":
             require_not_negative("distill", distill)
-        if self.options.rounding is not None and train != "scales":
+        if has_rounding(self.options.config) and train != "scales":
             raise CalibrationError(
                 "weights in training have no rounding that would stay",
                 got="QuantizationAwareTraining(rounding=...)",

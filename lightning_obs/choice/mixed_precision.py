@@ -91,7 +91,7 @@ def mixed_precision(
     Args:
         model: a module whose output is logits; it is not changed.
         batches: to measure on, and to calibrate candidates that need it; None: the weights' own error decides.
-        schemes: candidates: preset names or ``{name: scheme}``; None is full precision.
+        schemes: candidates, with their observers and rounding: as :func:`~lightning_obs.sensitivity` takes them.
         budget: bits per weight on average over all modules that the candidates target, scales included (``4.5``), or
             bytes (``"90 MB"``); None: as much as the best needs.
         at_most: by name of a scheme, the largest share of the weights that may have it (``{"W8A8": 0.1}``).

@@ -22,14 +22,16 @@ from torch import nn
 from typing_extensions import Unpack
 
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
+from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.choice.mixed_precision import config_of
 from lightning_obs.choice.sensitivity import Batches, Group, Sensitivity, sensitivity
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.schemes.config import SchemeLike, config_groups, make_observer, resolve_config
+from lightning_obs.schemes.config import ROUNDING, SchemeLike, config_groups, resolve_config
 
 #: an observer's name under ``name``, and its hyperparameters
 _Named: TypeAlias = dict[str, Any]
-#: what is tried for what a scheme observes, where it fits the scheme; the first is always tried
+#: what is tried for what a scheme observes, where it fits the scheme; the first is always tried. Only weights
+#: below 8 bits are tried by Hessians, and with signed scales where format and engine take them
 CANDIDATES: dict[str, list[_Named]] = {
     "input": [
         {"name": "static_minmax"},
@@ -42,12 +44,14 @@ CANDIDATES: dict[str, list[_Named]] = {
         {"name": "memoryless_mse"},
         {"name": "imatrix_mse"},
         {"name": "imatrix_mse", "norm": 2.0},
+        {"name": "local_hessian"},
+        {"name": "hessian"},
     ],
 }
 #: share of the overall best candidate's loss below which another one is taken for a tensor: estimates of one tensor are
 #: noisy, and the best of several noisy ones is often only lucky
 CLEARLY = 0.8
-#: by base name (input, weight), names of observers or dicts of name and hyperparameters
+#: by base name (input, weight), names of observers or dicts of name, hyperparameters and (weight) rounding
 Candidates: TypeAlias = Mapping[str, Sequence[str | Mapping[str, Any]]]
 _FIELDS = {"input": "input_activations", "weight": "weights"}
 
@@ -114,8 +118,9 @@ def choose_observers(
         model: a module whose output is logits; it is not changed.
         batches: to observe. Without ``held_out`` every second one is scored instead.
         scheme: as for :class:`~lightning_obs.CalibrationSession`.
-        candidates: by base name (input, weight), names of observers or dicts of name and hyperparameters. Default:
-            those of :data:`CANDIDATES` that fit the scheme.
+        candidates: by base name (input, weight), names of observers or dicts of name and hyperparameters, of a weight
+            with ``rounding``, too: ``{"name": "hessian", "signed": True, "rounding": "gptq"}``; one that does not say
+            is rounded as the scheme says. Default: those of :data:`CANDIDATES` that fit the scheme.
         held_out: batches to score on, if not every second one.
         seed: as for :func:`~lightning_obs.sensitivity`.
         **options: fields of :class:`~lightning_obs.CalibrationOptions` (``ignore``, ``targets``...).
@@ -131,13 +136,18 @@ def choose_observers(
         >>> sorted(choice.losses["input"]), set(choice.observers["0"])
         (['minmax', 'static_minmax'], {'input'})
     """
+    base = resolve_config(
+        scheme,
+        targets=options.pop("targets", None),
+        ignore=options.pop("ignore", ()),
+        rounding=options.pop("rounding", None),
+    )
+    tried = _fitting(model, base, candidates, options)
     observed = list(batches)
     scored = observed[1::2] if held_out is None else list(held_out)
     observed = observed[0::2] if held_out is None else observed
     if not observed or not scored:
         raise CalibrationError("observers are compared on batches that they did not observe", got="too few batches")
-    base = resolve_config(scheme, targets=options.pop("targets", None), ignore=options.pop("ignore", ()))
-    tried = _fitting(base, candidates)
     schemes = {
         f"{base_name}: {label}": _with_observers(base, {base_name: one})
         for base_name, ones in tried.items()
@@ -153,9 +163,17 @@ def choose_for(
 
     The kv cache has no weights to score, so its observers stay what they are.
     """
-    scheme = options.config.model_copy(deep=True, update={"kv_cache_scheme": None})
-    choice = choose_observers(model, batches, scheme, candidates, **options.beside_scheme)
+    choice = choose_observers(model, batches, _without_cache(options), candidates, **options.beside_scheme)
     return choice, options.with_config(choice.config)
+
+
+def check_candidates(model: nn.Module, options: CalibrationOptions, candidates: Candidates | None = None) -> None:
+    """Refuse without data what :func:`choose_for` would refuse of its candidates."""
+    _fitting(model, _without_cache(options), candidates, options.beside_scheme)
+
+
+def _without_cache(options: CalibrationOptions) -> QuantizationConfig:
+    return options.config.model_copy(deep=True, update={"kv_cache_scheme": None})
 
 
 def _choose(
@@ -200,8 +218,9 @@ def _observed_by(group: QuantizationScheme, of_bases: Mapping[str, _Named]) -> Q
     group = group.model_copy(deep=True)
     for base_name, one in of_bases.items():
         if (args := _observed_args(group, base_name)) is not None:
+            rounding = {key: value for key, value in args.observer_kwargs.items() if key == ROUNDING}
             args.observer = one["name"]
-            args.observer_kwargs = {key: value for key, value in one.items() if key != "name"}
+            args.observer_kwargs = rounding | {key: value for key, value in one.items() if key != "name"}
     return group
 
 
@@ -211,26 +230,32 @@ def _observed_args(group: QuantizationScheme, base_name: str) -> QuantizationArg
     return None if args is None or args.dynamic is True else args
 
 
-def _fitting(base: QuantizationConfig, candidates: Candidates | None) -> dict[str, dict[str, _Named]]:
+def _fitting(
+    model: nn.Module, base: QuantizationConfig, candidates: Candidates | None, options: Mapping[str, Any]
+) -> dict[str, dict[str, _Named]]:
     """Candidates by base name and label. The user's have to fit the scheme; of our own, those that do are taken."""
     refuse(sorted(set(candidates or {}) - set(_FIELDS)), "observers are chosen for input and weight")
     tried: dict[str, dict[str, _Named]] = {}
     for base_name, (first, *others) in CANDIDATES.items():
         given: Sequence[Any] = others if candidates is None else candidates.get(base_name, ())
-        observed = any(_observed_args(group, base_name) is not None for group in config_groups(base))
+        observed = [args for group in config_groups(base) if (args := _observed_args(group, base_name)) is not None]
         if not observed or not given:
             continue
+        is_small = base_name == "weight" and all(args.num_bits < 8 for args in observed)
         for one in [first, *([given] if isinstance(given, (str, Mapping)) else given)]:
             named = {"name": one} if isinstance(one, str) else dict(one)
-            try:
-                for group in config_groups(_with_observers(base, {base_name: named})):
-                    if (args := _observed_args(group, base_name)) is not None:
-                        make_observer(base_name, args)
-            except CalibrationError:
-                if candidates is not None:
-                    raise
-                continue
-            tried.setdefault(base_name, {})[_label(named)] = named
+            asked, forms = candidates is not None or one is first, [named]
+            if not asked and base_name == "weight":
+                forms = [named | {"signed": True}, named] if is_small else [named] * ("hessian" not in named["name"])
+            for form in forms:
+                try:
+                    CalibrationSession(model, _with_observers(base, {base_name: form}), **options)
+                except CalibrationError:
+                    if asked:
+                        raise
+                    continue
+                tried.setdefault(base_name, {})[_label(form)] = form
+                break
     if not tried:
         raise CalibrationError(
             "there is no observer to choose", got=f"candidates {candidates}", remedy="choose a scheme that observes."

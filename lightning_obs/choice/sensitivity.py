@@ -1,7 +1,8 @@
 """How much each layer's quantization changes what the model says, for every candidate scheme at once.
 
-Every candidate is calibrated in one pass over the data, on copies of the modules that share their parameters; then
-:mod:`.divergence` measures all copies in one forward and backward pass per batch.
+Every candidate is calibrated in one pass over the data, on copies of the modules that share their parameters; what
+several candidates gather of one input (a Hessian) is gathered and kept once. Then :mod:`.divergence` measures all
+copies in one forward and backward pass per batch.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from lightning_obs.model.weight import in_shards
 from lightning_obs.schemes.config import SchemeLike, as_names
 
 Batches: TypeAlias = Iterable[Mapping[str, Any] | torch.Tensor]
-#: candidate schemes by name; None is full precision
-Schemes: TypeAlias = Sequence[str | None] | Mapping[str, SchemeLike | None]
+#: a scheme, or with ``scheme`` the options of a calibration:
+#: ``{"scheme": "W4A16", "observers": {"weight": {"name": "hessian", "signed": True}}, "rounding": "gptq"}``
+Candidate: TypeAlias = SchemeLike | Mapping[str, Any]
+#: candidates by name; None is full precision
+Schemes: TypeAlias = Sequence[str | None] | Mapping[str, Candidate | None]
 Method: TypeAlias = Literal["divergence", "weight error"]
 
 #: the name of full precision among candidates
@@ -111,11 +115,13 @@ def sensitivity(
         model: a module whose output is logits ``(..., classes)``, or has them as ``logits``.
         batches: keyword arguments (or one tensor) for the model, to measure on; a few thousand tokens are enough.
             None: no data; the weights' own error is all there is then.
-        schemes: names of presets, or ``{name: scheme}``; None is full precision.
+        schemes: names of presets, or ``{name: scheme}``; None is full precision. A candidate that differs in more than
+            its scheme is a dict of ``scheme`` and fields of :class:`~lightning_obs.CalibrationOptions`:
+            ``{"scheme": "W4A16", "observers": {"weight": {"name": "hessian", "signed": True}}, "rounding": "gptq"}``.
         calibration: batches for candidates that observe data; default: ``batches``.
         seed: of the random signs.
-        **options: fields of :class:`~lightning_obs.CalibrationOptions` for all candidates (``ignore``, ``targets``,
-            ``observers``, ``fused_sets``...).
+        **options: fields of :class:`~lightning_obs.CalibrationOptions` for all candidates that do not name them
+            (``ignore``, ``targets``, ``observers``, ``fused_sets``...).
 
     Raises:
         CalibrationError: a scheme that does not fit; no candidates, or the same name twice; weights in shards; a model
@@ -132,8 +138,14 @@ def sensitivity(
         ([('0',), ('2',)], {'int8': 320, 'none': 1024})
     """
     candidates = _named(schemes)
+    refuse([n for n, m in model.named_modules() if in_shards(m)], "sensitivities need whole weights, on one device")
+    sessions = {
+        name: CalibrationSession(model, candidate_options(scheme, **options))
+        for name, scheme in candidates.items()
+        if scheme is not None
+    }
     measured = None if batches is None else list(batches)
-    sessions, twins = _calibrate(model, candidates, measured if calibration is None else list(calibration), options)
+    twins = _calibrate(model, sessions, measured if calibration is None else list(calibration))
     groups = _groups(model, sessions)
     every = dict.fromkeys([*groups, *((name,) for group in groups for name in group)])
     if measured is None:
@@ -150,11 +162,19 @@ def sensitivity(
     )
 
 
-def _named(schemes: Schemes) -> dict[str, SchemeLike | None]:
+def candidate_options(candidate: Candidate, **options: Any) -> CalibrationOptions:
+    """The options of one candidate: its own before those of all candidates."""
+    if not isinstance(candidate, Mapping) or "scheme" not in candidate:
+        return CalibrationOptions.of(candidate, **options)
+    observers = {**(options.get("observers") or {}), **(candidate.get("observers") or {})}
+    return CalibrationOptions.of(**{**options, **candidate, "observers": observers})
+
+
+def _named(schemes: Schemes) -> dict[str, Candidate | None]:
     if isinstance(schemes, str) or not isinstance(schemes, (Mapping, Sequence)):
         raise CalibrationError("schemes", got=repr(schemes), expected="a list of preset names, or {name: scheme}")
     if isinstance(schemes, Mapping):
-        named: dict[str, SchemeLike | None] = dict(schemes)
+        named: dict[str, Candidate | None] = dict(schemes)
     else:
         names = [FULL_PRECISION if name is None else name for name in schemes]
         refuse(sorted({n for n in names if names.count(n) > 1}), "a candidate scheme stands twice")
@@ -164,22 +184,11 @@ def _named(schemes: Schemes) -> dict[str, SchemeLike | None]:
     return named
 
 
-def _calibrate(
-    model: nn.Module,
-    candidates: Mapping[str, SchemeLike | None],
-    batches: Sequence[Any] | None,
-    options: Mapping[str, Any],
-) -> tuple[dict[str, CalibrationSession], Twins]:
+def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], batches: Sequence[Any] | None) -> Twins:
     """Calibrate every candidate in one pass over the data."""
-    refuse([n for n, m in model.named_modules() if in_shards(m)], "sensitivities need whole weights, on one device")
     twins: Twins = {}
     before = calibration_of(model)
     try:
-        sessions = {
-            name: CalibrationSession(model, CalibrationOptions.of(scheme, **options))
-            for name, scheme in candidates.items()
-            if scheme is not None
-        }
         refuse(
             [t.name for session in sessions.values() for t in session.plan.targets if t.states],
             "attention states have no weights to choose a scheme for",
@@ -193,18 +202,21 @@ def _calibrate(
         )
         with ExitStack() as stack, in_evaluation_mode(model), torch.no_grad():
             for session in observing.values():
+                session.read = next(iter(observing.values())).read
                 session.attach()
                 stack.callback(session.detach)
             for batch in (batches or ()) if observing else ():
                 call_on(model, batch)
         for name, session in sessions.items():
             session.finalize()  # and detach
+            for observer in session.fed.values():
+                observer.reset()  # a Hessian is large
             for target in session.plan.targets:
                 if target.name not in session.skipped:
                     twins.setdefault(target.name, {})[name] = _twin(target.module)
     finally:
         put_back(before)
-    return sessions, twins
+    return twins
 
 
 def _twin(module: nn.Module) -> nn.Module:

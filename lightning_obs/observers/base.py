@@ -72,6 +72,9 @@ class Observer(Statistics, Registry):
     #: declared hyperparameters and their defaults; each becomes an attribute. None: takes anything.
     hyperparameters: ClassVar[dict[str, Any] | None] = None
 
+    #: beside ``measure_inputs``: the fields of ``args`` that it reads, if it reads no hyperparameter
+    _inputs_by: ClassVar[tuple[str, ...]]
+
     #: whether scales may be negative, a hyperparameter of observers of weights; see
     #: :func:`~lightning_obs.numerics.qparams.signed_scale`
     signed: bool = False
@@ -168,15 +171,29 @@ class Observer(Statistics, Registry):
 
         Args:
             value: what the module reads. An empty one changes nothing.
-            measured: see :meth:`observe_shared`.
+            measured: see :meth:`observe_shared`. Observers that were given the same inputs so far hold the same
+                tensors afterwards: a Hessian of many inputs is added up and kept once.
         """
         if not value.numel():
             return
-        measured = {} if measured is None else measured
+        measured, kind = {} if measured is None else measured, self._kind_of_inputs
         with self._observing():
-            if self._kind not in measured:
-                measured[self._kind] = self.measure_inputs(value)
-            self._combine(measured[self._kind], of_inputs=True)
+            if kind not in measured:
+                measured[kind] = self.measure_inputs(value), {}
+            new, combined = measured[kind]
+            before = [getattr(self, name, None) for name in self.input_statistics]
+            same = tuple(map(id, before))
+            if same not in combined:
+                self._combine(new, of_inputs=True)
+                combined[same] = before, {name: getattr(self, name) for name in self.input_statistics}
+            self.__dict__ |= combined[same][1]
+
+    @property
+    def _kind_of_inputs(self) -> Hashable:
+        """Equal for observers that find the same in an input."""
+        owner = next(cls for cls in type(self).__mro__ if "measure_inputs" in vars(cls))
+        fields = vars(owner).get("_inputs_by")
+        return self._kind if fields is None else (owner, *(str(getattr(self.args, field)) for field in fields))
 
     def observe_without_inputs(self, weight: torch.Tensor) -> None:
         """Observe a weight whose module no data reached, if that is possible."""

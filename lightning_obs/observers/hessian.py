@@ -72,6 +72,7 @@ class LocalHessianObserver(ByInputsObserver):
         "expand": None,
     }
     _rounds_global_scale: ClassVar[bool] = True
+    _inputs_by: ClassVar[tuple[str, ...]] = ("strategy", "group_size", "block_structure")
     input_hessian: torch.Tensor
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
@@ -143,6 +144,7 @@ class HessianObserver(LocalHessianObserver):
 
     statistics: ClassVar[tuple[Statistic, ...]] = LocalHessianObserver.statistics
     hyperparameters: ClassVar[dict[str, Any] | None] = {"patience": 0, "sweeps": 3, "damping": 0.01}
+    _inputs_by: ClassVar[tuple[str, ...]] = ()
     sweeps: int
     damping: float
 

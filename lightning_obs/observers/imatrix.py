@@ -55,6 +55,7 @@ class IMatrixMSEObserver(ByInputsObserver):
         "grid": 20.0,
         "norm": 3.0,
     }
+    _inputs_by: ClassVar[tuple[str, ...]] = ()
     input_squares: torch.Tensor
 
     @override

@@ -32,7 +32,12 @@ from lightning_obs.schemes.attention_states import (
 )
 
 SchemeLike: TypeAlias = str | Mapping[str, Any] | QuantizationScheme | QuantizationConfig
-ObserversLike: TypeAlias = Mapping[str, str | Mapping[str, Any] | None] | None
+#: one for each base name; a sequence of them for what chooses by measurement
+ObserversLike: TypeAlias = Mapping[str, str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None] | None
+RoundingLike: TypeAlias = str | Mapping[str, Any] | None
+
+#: the key of ``observer_kwargs`` that says how numbers are chosen after the observer's scales
+ROUNDING = "rounding"
 
 DEFAULT_TARGETS = ("Linear",)
 
@@ -69,6 +74,7 @@ def resolve_config(
     ignore: str | Sequence[str] = (),
     observers: ObserversLike | Literal["auto"] = None,
     kv_cache: KVCacheLike = None,
+    rounding: RoundingLike = None,
 ) -> QuantizationConfig:
     """Make one ``QuantizationConfig`` of a scheme and options (see :class:`~lightning_obs.CalibrationOptions`).
 
@@ -76,17 +82,19 @@ def resolve_config(
     ``input_activations`` / ``output_activations``; a dict of groups (``{"FP8": ["re:.*mlp.*_proj"],
     "W4A16": ["Linear"]}`` or ``{"group": {"targets": [...], "weights": {...}}}``); a full ``{"config_groups": ...}``;
     or the compressed-tensors object. None with ``kv_cache``, for the cache alone. ``observers``, by base name, replace
-    those that the scheme names.
+    those that the scheme names, with their hyperparameters. ``rounding`` is of all weights; a scheme says it of one
+    group's beside the hyperparameters of their observer: ``"observer_kwargs": {"rounding": "gptq"}``.
 
     Raises:
-        CalibrationError: an unknown preset, field, base name or observer; targets given twice; a scheme that
+        CalibrationError: an unknown preset, field, base name, observer or rounding; targets given twice; a scheme that
             compressed-tensors refuses (its own message is in the error).
     """
-    if isinstance(observers, str):
+    lists = [each for each in observers.values() if isinstance(each, list)] if isinstance(observers, Mapping) else []
+    if isinstance(observers, str) or lists:
         raise CalibrationError(
             "observers",
             got=repr(observers),
-            expected="a dict by base name, {'input': 'minmax'}",
+            expected="one for each base name, {'input': 'minmax'}",
             remedy="CalibrationCallback(observers='auto'), choose_observers(model, batches, scheme) and "
             "`task=observers` choose by measurement, for each tensor.",
         )
@@ -104,7 +112,7 @@ def resolve_config(
     )
     if any(observers and observers.get(name) for name in ATTENTION):
         config = StatesConfig(**dict(config), state_observers={})
-    _set_observers(config, observers or {})
+    _set_observers(config, observers or {}, rounding)
     return config
 
 
@@ -194,7 +202,7 @@ def _preset(name: str, targets: list[str]) -> QuantizationScheme:
     return QuantizationScheme(targets=targets, **own) if own else preset_name_to_scheme(upper, targets)
 
 
-def _set_observers(config: QuantizationConfig, observers: Mapping[str, str | Mapping[str, Any] | None]) -> None:
+def _set_observers(config: QuantizationConfig, observers: Mapping[str, Any], rounding: RoundingLike) -> None:
     for base_name, value in observers.items():
         if base_name not in BASE_NAMES:
             hint = likely(base_name, BASE_NAMES)
@@ -219,6 +227,11 @@ def _set_observers(config: QuantizationConfig, observers: Mapping[str, str | Map
             continue
         for args in observed:
             args.observer, args.observer_kwargs = name, kwargs
+    weights = [args for base_name, args in _all_args(config) if base_name == "weight"]
+    if rounding is not None and not weights:
+        raise CalibrationError("rounding is given, but the scheme quantizes no weights", got=f"rounding={rounding!r}")
+    for args in weights if rounding is not None else ():
+        args.observer_kwargs = {**args.observer_kwargs, ROUNDING: rounding}
     for base_name, args in _all_args(config):
         if args.dynamic is not True:  # an unknown name or hyperparameter is refused now, not after the data
             make_observer(base_name, state_args(config, args, base_name))
@@ -235,10 +248,41 @@ def _all_args(config: QuantizationConfig) -> Iterator[tuple[str, QuantizationArg
 
 
 def make_observer(base_name: str, args: QuantizationArgs) -> Observer:
-    """The observer that ``args`` names; ``memoryless_minmax`` for weights and ``minmax`` otherwise if it names none."""
+    """The observer that ``args`` names; ``memoryless_minmax`` for weights and ``minmax`` otherwise if it names none.
+
+    What is said of rounding beside its hyperparameters is checked, and is not the observer's.
+    """
+    if ROUNDING in args.observer_kwargs:
+        if rounding_of(args) is not None and base_name != "weight":
+            raise CalibrationError("only weights are rounded", got=f"rounding for {base_name}")
+        others = {name: value for name, value in args.observer_kwargs.items() if name != ROUNDING}
+        args = args.model_copy(update={"observer_kwargs": others})
     name = args.observer or ("memoryless_minmax" if base_name == "weight" else "minmax")
     observer: Observer = Observer.load_from_registry(name, base_name=base_name, args=args)
     return observer
+
+
+def rounding_of(args: QuantizationArgs) -> dict[str, Any] | None:
+    """How a weight is rounded: options of :func:`~lightning_obs.numerics.rounding.round_by_hessian`; None: to nearest.
+
+    >>> rounding_of(QuantizationArgs(num_bits=4, observer_kwargs={"rounding": "gptq"}))
+    {'act_order': True, 'damping': 0.01}
+    """
+    given = args.observer_kwargs.get(ROUNDING)
+    if given is None:
+        return None
+    options = {"name": given} if isinstance(given, str) else given
+    known = {"name": "gptq", "act_order": True, "damping": 0.01}
+    found = {**known, **options} if isinstance(options, Mapping) else {}
+    order, damping = found.pop("act_order", None), found.pop("damping", None)
+    if found != {"name": "gptq"} or not isinstance(order, bool) or not isinstance(damping, (int, float)) or damping < 0:
+        raise CalibrationError("rounding", got=repr(given), expected=f"None, 'gptq' or {known}")
+    return {"act_order": order, "damping": damping}
+
+
+def has_rounding(config: QuantizationConfig) -> bool:
+    """Whether the weights of any group are rounded otherwise than to nearest."""
+    return any(base_name == "weight" and rounding_of(args) is not None for base_name, args in _all_args(config))
 
 
 def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
@@ -254,6 +298,8 @@ def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
         parts = list(dict.fromkeys(map(describe_scheme, config_groups(config))))
     if config.kv_cache_scheme is not None:
         parts.append(f"{describe(config.kv_cache_scheme)} kv cache")
+    if has_rounding(config):
+        parts.append("gptq")
     return " + ".join(parts)
 
 

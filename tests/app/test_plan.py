@@ -6,9 +6,13 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationError
+from lightning_obs.app.data.module import TextData
 from lightning_obs.app.main import run
 
-SMALL = ("task=plan", "task.candidates.int4.weights.group_size=32", "task.batches=1", "task.frontier=4")
+W4 = "weights: {num_bits: 4, strategy: group, group_size: 32}"
+W4A8 = f"{{{W4}, input_activations: {{num_bits: 8, strategy: token, dynamic: true}}}}"
+SIGNED = "observers: {weight: {name: mse, signed: true}}"
+SMALL = ("task=plan", "task.candidates.int4.scheme.weights.group_size=32", "task.batches=1", "task.frontier=4")
 
 
 def test_a_plan_is_chosen_calibrated_exported_and_verified(composed, tmp_path, capsys, verified_here):
@@ -65,3 +69,48 @@ def test_observers_are_chosen_calibrated_and_written_for_a_later_run(composed, c
     again = command_line(folder, "scheme=observers", "export=none", "output_dir=again")
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "again" / "report.json").read_text())["perplexity"] == list(first["perplexity"])
+
+
+def test_candidates_with_observers_and_rounding_are_planned_exported_and_taken_again(
+    composed, command_line, tmp_path, capsys
+):
+    scheme = f"scheme: {{{W4}}}"
+    candidates = (
+        f"+task.candidates.hessian={{{scheme}, observers: {{weight: {{name: hessian, signed: true}}}}}}",
+        f"+task.candidates.rounded={{{scheme}, observers: {{weight: memoryless_mse}}, rounding: gptq}}",
+        "+task.at_most={rounded: 0.4, int8: 0.2, int4: 0.0}",
+    )
+    first = run(composed(*SMALL, "budget=null", *candidates))
+    output = capsys.readouterr().out
+    assert "largest difference of logits 0.0" in output
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert set(plan["schemes"].values()) == {"hessian", "rounded", "int8"}
+    assert all(name in output for name in ("hessian", "rounded"))
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert {layer["name"]: layer["choice"] for layer in report["layers"]} == plan["schemes"]
+    folder = f"--config-dir={tmp_path / 'run' / 'configs'}"
+    again = command_line(folder, "scheme=plan", "export=none", "output_dir=again")
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "again" / "report.json").read_text())["perplexity"] == list(first["perplexity"])
+
+
+def test_observers_with_rounding_are_chosen_and_exported(composed, capsys):
+    candidates = "task.candidates={weight: [imatrix_mse, {name: hessian, signed: true, rounding: gptq}]}"
+    run(composed("task=observers", "scheme=w4a16", "group_size=32", candidates))
+    output = capsys.readouterr().out
+    assert "hessian(signed=True, rounding=gptq)" in output
+    assert "largest difference of logits 0.0" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (("task=plan", f"+task.candidates.x={{scheme: {W4A8}, {SIGNED}}}"), "negative"),
+        (("task=plan", "+task.candidates.x={scheme: NVFP4A16, rounding: gtpq}"), "rounding"),
+        (("task=observers", "scheme=fp8", "task.candidates={weight: [{name: hessian, signed: true}]}"), "signed"),
+    ],
+)
+def test_candidates_that_cannot_be_are_refused_before_data(composed, words, match, monkeypatch):
+    monkeypatch.setattr(TextData, "val_dataloader", lambda self: pytest.fail("data were read"))
+    with pytest.raises(CalibrationError, match=match):
+        run(composed(*words, "export.reload=vllm", "evaluate=false"))

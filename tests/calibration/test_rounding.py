@@ -123,6 +123,37 @@ def test_scales_can_be_those_of_any_observer(observer):
     assert lost < 0.9 * nearest
 
 
+def test_a_scheme_says_it_of_each_group(tmp_path):
+    rounded = {"weights": {**GROUPS, "observer": "hessian", "observer_kwargs": {"signed": True, "rounding": "gptq"}}}
+    scheme = {"rounded": {"targets": ["0"], **rounded}, "nearest": {"targets": ["2"], "weights": GROUPS}}
+    model, alone, inputs = net(), net(), data()
+    session = calibrated(model, scheme, observers=None, rounding=None)
+    assert hasattr(model[0], "weight_rounded")
+    assert not hasattr(model[2], "weight_rounded")
+    assert session.observers["0", "weight"].args.observer_kwargs == {"signed": True}
+    assert session.label.endswith(" + gptq")
+    calibrated(alone, rounded, observers=None, rounding=None)
+    assert torch.equal(model[0].weight_rounded, alone[0].weight_rounded)
+    with quantized(model):
+        expected = model(inputs)
+    assert torch.equal(load_checkpoint(net(), export_checkpoint(model, tmp_path / "out"))(inputs), expected)
+
+    state = session.state_dict()
+    CalibrationSession(net(), scheme).load_state_dict(state)
+    with pytest.raises(CalibrationError, match=r"another scheme.*rounding: 'gptq' -> 'x'".replace("'x'", "None")):
+        CalibrationSession(net(), scheme, observers=NEAREST).load_state_dict(state)
+    with pytest.raises(CalibrationError, match=r"rounding: .*act_order"):
+        CalibrationSession(net(), scheme, rounding={"act_order": False}).load_state_dict(state)
+
+
+def test_what_cannot_be_rounded_is_refused():
+    with pytest.raises(CalibrationError, match=r"only weights are rounded\. Got rounding for input"):
+        CalibrationSession(net(), "INT8_STATIC", observers={"input": {"name": "minmax", "rounding": "gptq"}})
+    only_inputs = {"input_activations": {"num_bits": 8, "strategy": "tensor"}}
+    with pytest.raises(CalibrationError, match=r"the scheme quantizes no weights\. Got rounding='gptq'"):
+        CalibrationSession(net(), only_inputs, rounding="gptq")
+
+
 def test_without_data_it_is_an_error():
     session = CalibrationSession(net(), SCHEMES["int4"], observers={"weight": "memoryless_mse"}, rounding="gptq")
     session.attach()
@@ -132,8 +163,9 @@ def test_without_data_it_is_an_error():
 
 
 def test_training_is_refused():
-    with pytest.raises(CalibrationError, match=r"no rounding that would stay.*CalibrationCallback"):
-        QuantizationAwareTraining("W4A16", **OPTIONS)
+    for options in (OPTIONS, {"observers": {"weight": {"name": "hessian", "rounding": "gptq"}}}):
+        with pytest.raises(CalibrationError, match=r"no rounding that would stay.*CalibrationCallback"):
+            QuantizationAwareTraining("W4A16", **options)
 
 
 def test_a_module_without_data_keeps_the_nearest_numbers():
@@ -177,13 +209,13 @@ def test_experts_without_tokens_keep_the_nearest_numbers(x):
 # ---------------------------------------------------------------------- ranks
 
 
-def _on_ranks(rank: int, scheme, sharded: bool):
+def _on_ranks(rank: int, scheme, sharded: bool, options=OPTIONS):
     model, collectives = net(torch.float32), Collectives.of_group()
     if sharded:
         for layer in (model[0], model[2]):
             fully_shard(layer)
         fully_shard(model)
-    with CalibrationSession(model, scheme, collectives=collectives, **OPTIONS):
+    with CalibrationSession(model, scheme, collectives=collectives, **options):
         model(data(torch.float32)[rank::2])
     return {n: m.weight_rounded.float() for n, m in model.named_modules() if hasattr(m, "weight_rounded")}
 
@@ -198,3 +230,18 @@ def test_ranks_round_as_one_device_does(scheme, sharded):
         assert torch.equal(found["0"], alone[0].weight_rounded.float())
         # what the second layer reads is not whole numbers: sums differ in their last bits
         assert (found["2"] == alone[2].weight_rounded.float()).float().mean() > 0.97
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "FSDP2"])
+def test_ranks_round_the_groups_whose_scheme_says_so(sharded):
+    by_hessian = {"observer": "local_hessian", "observer_kwargs": {"signed": True, "rounding": "gptq"}}
+    scheme = {
+        "rounded": {"targets": ["0"], "weights": GROUPS | by_hessian},
+        "nearest": {"targets": ["2"], "weights": GROUPS},
+    }
+    alone = net(torch.float32)
+    calibrated(alone, scheme, observers=None, rounding=None)
+    for found in run_ranks(_on_ranks, 2, scheme, sharded, {}):
+        assert found.keys() == {"0"}
+        assert torch.equal(found["0"], alone[0].weight_rounded.float())

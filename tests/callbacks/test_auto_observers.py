@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession, load_checkpoint
+from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession, load_checkpoint, quantized
 from lightning_obs.callbacks.auto_observers import AutoObservers
 from lightning_obs.model.qparams import read_qparams
 from tests.callbacks.calibration_modules import Plain, hooks_on, loader, trainer
@@ -138,3 +138,44 @@ def test_a_token_mask_and_several_devices_are_refused():
     session = CalibrationSession(Plain().net, SCHEME)
     with pytest.raises(CalibrationError, match=r"on one device.*2 devices"):
         AutoObservers(session.options, masked=False).start(session, SimpleNamespace(world_size=2))
+
+
+LISTS = {"weight": ["memoryless_mse", {"name": "hessian", "signed": True, "rounding": "gptq"}], "input": "histogram"}
+
+
+def test_a_list_of_observers_is_chosen_from_and_a_single_one_is_taken(tmp_path):
+    torch.manual_seed(0)
+    module = Outliers()
+    callback = CalibrationCallback(SCHEME, observers=LISTS, module="net", export_folder=tmp_path / "net")
+    trainer(callback).validate(module, loader(count=64), verbose=False)
+    labels = ["memoryless_minmax", "memoryless_mse", "hessian(signed=True, rounding=gptq)"]
+    assert {of: list(losses) for of, losses in callback.choice.losses.items()} == {"weight": labels}
+    assert {args.observer for args in (g.input_activations for g in callback.choice.config.config_groups.values())} == {
+        "histogram"
+    }
+    assert all(hasattr(module.net[place], "weight_rounded") for place in (0, 2))
+    x = torch.randn(16, 8)
+    with quantized(module.net):
+        expected = module.net(x)
+    assert torch.equal(load_checkpoint(Plain().net, tmp_path / "net")(x), expected)
+    state = callback.state_dict()
+    for candidates, is_taken in ((LISTS, True), (LISTS | {"weight": ["memoryless_mse"]}, False)):
+        resumed = CalibrationCallback(SCHEME, observers=candidates, module="net")
+        resumed.load_state_dict(state)
+        assert (resumed.options.config == callback.options.config) == is_taken
+
+
+def test_a_candidate_that_does_not_fit_is_refused_before_the_first_batch():
+    candidates = {"input": [{"name": "minmax", "signed": True}]}
+    callback = CalibrationCallback(SCHEME, observers=candidates, module="net")
+    with pytest.raises(CalibrationError, match="signed"):
+        trainer(callback, max_epochs=1).fit(Outliers(), loader(2), loader())
+    with pytest.raises(CalibrationError, match=r"expected one for each base name.*choose_observers"):
+        CalibrationSession(Plain().net, SCHEME, observers=candidates)
+
+
+def test_rounding_holds_for_all_that_auto_tries():
+    module, callback = Outliers(), automatic(rounding="gptq")
+    trainer(callback).validate(module, loader(count=64), verbose=False)
+    assert "hessian(signed=True)" in callback.choice.losses["weight"]
+    assert all(hasattr(module.net[place], "weight_rounded") for place in (0, 2))

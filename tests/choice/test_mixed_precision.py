@@ -184,6 +184,32 @@ def test_the_plan_calibrates_exports_and_loads_back(mixed, batches, tmp_path):
         assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(**batches[0]).logits, expected)
 
 
+def test_a_plan_with_other_observers_and_rounding_by_layer_loads_back(tiny_llama, batches, tmp_path):
+    model, signed = tiny_llama(), {"name": "local_hessian", "signed": True}
+    candidates = {
+        "nearest": {"scheme": INT4, "observers": {"weight": signed}},
+        "rounded": {"scheme": INT4, "observers": {"weight": "memoryless_mse"}, "rounding": "gptq"},
+        "in order": {"scheme": INT4, "rounding": {"name": "gptq", "act_order": False}},
+        "int8": INT8,
+    }
+    shares = {"rounded": 0.3, "in order": 0.3, "int8": 0.3}
+    measured = sensitivity(model, batches, candidates, ignore=["lm_head"])
+    plan = choose_schemes(measured, at_most=shares)
+    assert set(plan.counts) == set(candidates)
+    assert QuantizationConfig.model_validate_json(plan.config.model_dump_json()) == plan.config
+    with CalibrationSession(model, plan.config) as session, torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    rounded = {name for name, scheme in plan.schemes.items() if scheme in ("rounded", "in order")}
+    assert {name for name, module in model.named_modules() if hasattr(module, "weight_rounded")} == rounded
+    assert set(session.rounding) == rounded
+    folder = export_checkpoint(model, tmp_path / "mixed")
+    with torch.no_grad(), quantized(model):
+        expected = model(**batches[0]).logits
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(**batches[0]).logits, expected)
+
+
 def test_modules_that_are_fused_have_one_scheme_at_every_budget(mixed):
     _, measured = mixed
     for plan in frontier(measured):

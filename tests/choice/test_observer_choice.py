@@ -6,11 +6,12 @@ from rich.console import Console
 from torch import nn
 
 from lightning_obs import CalibrationError, CalibrationOptions, CalibrationSession, choose_observers
-from lightning_obs.choice.observer_choice import _choose, _fitting
+from lightning_obs.choice.observer_choice import _choose, _fitting, choose_for
 from lightning_obs.choice.sensitivity import Group, Sensitivity, sensitivity
-from lightning_obs.schemes.config import resolve_config
+from lightning_obs.schemes.config import has_rounding, resolve_config
 
 INT4 = {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}
+CHANNELS = {"weights": {"num_bits": 4, "strategy": "channel"}}
 
 
 @pytest.fixture
@@ -138,4 +139,71 @@ def test_a_tensor_leaves_the_overall_best_observer_only_for_one_that_is_clearly_
 def test_one_candidate_is_a_name_and_not_its_letters():
     base = resolve_config("INT8_STATIC")
     for one in ("histogram", {"name": "histogram"}, ["histogram"]):
-        assert list(_fitting(base, {"input": one})["input"]) == ["static_minmax", "histogram"]
+        assert list(_fitting(nn.Linear(8, 8), base, {"input": one}, {})["input"]) == ["static_minmax", "histogram"]
+
+
+# ---------------------------------------------------------------------- signed scales, Hessians, rounding
+
+SIGNED = {"name": "hessian", "signed": True}
+ROUNDED = {**SIGNED, "rounding": "gptq"}
+
+
+def test_a_candidate_carries_hyperparameters_and_rounding(classifier):
+    batches = torch.randn(6, 256, 8) @ torch.randn(8, 32)
+    choice = choose_observers(classifier, batches, INT4, {"weight": [SIGNED, ROUNDED]})
+    losses = choice.losses["weight"]
+    assert list(losses) == ["memoryless_minmax", "hessian(signed=True)", "hessian(signed=True, rounding=gptq)"]
+    assert losses["hessian(signed=True, rounding=gptq)"] < losses["hessian(signed=True)"] < losses["memoryless_minmax"]
+    assert {str(of["weight"]) for of in choice.observers.values()} == {str(ROUNDED)}
+    assert "hessian(signed=True, rounding=gptq)" in str(choice.table())
+    with CalibrationSession(classifier, choice.config) as session:
+        classifier(batches.flatten(0, 1))
+    assert set(session.rounding) == {"0", "2"}
+
+
+def test_candidates_are_rounded_as_the_scheme_says(classifier, outliers):
+    candidates = {"weight": ["memoryless_mse", {"name": "memoryless_mse", "rounding": None}]}
+    options = CalibrationOptions(INT4, rounding="gptq")
+    choice, chosen = choose_for(classifier, outliers, options, candidates)
+    losses = choice.losses["weight"]
+    assert losses["memoryless_mse"] < losses["memoryless_mse(rounding=None)"]
+    assert has_rounding(chosen.config)
+    assert chosen.rounding is None
+    assert choose_observers(classifier, outliers, INT4, candidates, rounding="gptq").losses == choice.losses
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reload", "labels"),
+    [
+        (INT4, "default", {"hessian(signed=True)", "local_hessian(signed=True)", "imatrix_mse(norm=2.0, signed=True)"}),
+        ("NVFP4A16", "unchecked", {"hessian", "local_hessian", "memoryless_mse"}),
+        ("W8A16", "default", {"memoryless_mse", "imatrix_mse", "imatrix_mse(norm=2.0)"}),
+    ],
+)
+def test_our_own_candidates_are_those_that_the_format_takes(classifier, scheme, reload, labels):
+    scheme = {"weights": {"num_bits": 8, "strategy": "channel"}} if scheme == "W8A16" else scheme
+    tried = _fitting(classifier, resolve_config(scheme), None, {"reload": reload})["weight"]
+    assert labels < set(tried)
+    assert ("hessian" in str(tried)) == ("hessian" in str(labels))
+    assert ("signed" in str(tried)) == ("signed" in str(labels))
+
+
+@pytest.mark.filterwarnings("ignore:where vLLM has no kernel")
+def test_signed_scales_that_the_engine_reads_wrongly_are_not_tried_unless_asked_for(tiny_llama):
+    model, base = tiny_llama(), resolve_config("W4A8", ignore="lm_head")
+    base.config_groups["group_0"].weights.group_size = 32
+    tried = _fitting(model, base, None, {"reload": "vllm"})["weight"]
+    assert "hessian" in tried
+    assert "signed" not in str(tried)
+
+    def untouched():
+        raise AssertionError("data were read")
+        yield
+
+    with pytest.raises(CalibrationError, match="does not read the negative scales"):
+        choose_observers(model, untouched(), base, {"weight": [SIGNED]}, reload="vllm")
+
+
+def test_modules_whose_inputs_have_other_channels_are_not_tried_by_hessians():
+    tried = _fitting(nn.Sequential(nn.Conv2d(4, 4, 3)), resolve_config(CHANNELS, targets="Conv2d"), None, {})
+    assert list(tried["weight"]) == ["memoryless_minmax", "memoryless_mse(signed=True)"]

@@ -8,7 +8,9 @@ from safetensors import safe_open
 from torch import nn
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, linearize_experts, sensitivity
+from lightning_obs.choice.sensitivity import candidate_options
 from lightning_obs.forward.quantized_forward import quantize_forward
+from lightning_obs.numerics.moments import channel_products
 from tests.moe_models import tiny_moe
 
 INT4 = {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}
@@ -194,3 +196,85 @@ def test_logits_that_are_not_finite_are_refused(classifier):
 def test_attention_states_are_refused(tiny_llama, batches):
     with pytest.raises(CalibrationError, match="attention states have no weights"):
         sensitivity(tiny_llama(), batches, {"fp8": "FP8"}, ignore=["lm_head"], kv_cache="FP8")
+
+
+# ---------------------------------------------------------------------- candidates with observers and rounding
+
+SIGNED = {"name": "hessian", "signed": True}
+CANDIDATES = {
+    "nearest": {"scheme": INT4, "observers": {"weight": {"name": "memoryless_mse", "signed": True}}},
+    "imatrix": {"scheme": INT4, "observers": {"weight": "imatrix_mse"}},
+    "local": {"scheme": INT4, "observers": {"weight": {"name": "local_hessian", "signed": True}}},
+    "hessian": {"scheme": INT4, "observers": {"weight": SIGNED}},
+    "one sweep": {"scheme": INT4, "observers": {"weight": {**SIGNED, "sweeps": 1}}},
+    "rounded": {"scheme": INT4, "observers": {"weight": SIGNED}, "rounding": "gptq"},
+    "nearest, rounded": {"scheme": INT4, "rounding": {"name": "gptq", "damping": 0.02}},
+}
+
+
+def correlated(count=512):
+    return torch.randn(count, 8) @ torch.randn(8, 32) + 0.1 * torch.randn(count, 32)
+
+
+def test_candidates_differ_in_observers_and_rounding_and_each_is_what_it_is_alone(classifier):
+    x = correlated()
+    found = sensitivity(classifier, [x], CANDIDATES)
+    for name, candidate in CANDIDATES.items():
+        assert found.layers[name] == sensitivity(classifier, [x], {name: candidate}).layers[name]
+    losses = {name: of_layers["0"] for name, of_layers in found.layers.items()}
+    assert losses["rounded"] < losses["hessian"] < losses["local"] < losses["nearest"]
+    assert losses["nearest, rounded"] < losses["nearest"]
+    assert len({group.sizes[name] for group in found.groups[:1] for name in CANDIDATES}) == 1
+
+
+def test_a_hessian_is_gathered_and_kept_once_for_all_candidates(classifier, monkeypatch):
+    gathered, finalize, kept = [], CalibrationSession.finalize, {}
+
+    def counting(value, width):
+        gathered.append(width)
+        return channel_products(value, width)
+
+    def looking(session):
+        for (name, _), observer in session.fed.items():
+            for statistic in observer.input_statistics:
+                tensor = getattr(observer, statistic)
+                if tensor.numel() > 1:
+                    kept.setdefault((name, tensor.shape), set()).add(tensor.data_ptr())
+        return finalize(session)
+
+    monkeypatch.setattr("lightning_obs.observers.hessian.channel_products", counting)
+    monkeypatch.setattr(CalibrationSession, "finalize", looking)
+    sensitivity(classifier, [correlated(), correlated(64), correlated(64)], CANDIDATES)
+    assert sorted(gathered) == sorted([32, 64, 64] * 3 + [32] * 9)  # whole ones, and those of groups of 32
+    assert {name: len(tensors) for name, tensors in kept.items()} == {
+        (layer, shape): 1
+        for layer, channels in (("0", 32), ("2", 64), ("4", 64))
+        for shape in ((channels, channels), (channels // 32, 32, 32), (channels,))
+    }
+
+
+def test_a_candidate_has_its_own_options_before_those_of_all():
+    options = candidate_options({"scheme": INT4, "rounding": None}, rounding="gptq", observers={"weight": "mse"})
+    assert (options.rounding, options.observers) == (None, {"weight": "mse"})
+    own = {"scheme": "INT8_STATIC", "observers": {"weight": "mse"}, "ignore": "2"}
+    options = candidate_options(own, ignore="0", observers={"input": "histogram", "weight": "minmax"})
+    assert (options.ignore, options.observers) == (["2"], {"input": "histogram", "weight": "mse"})
+    with pytest.raises(CalibrationError, match="roundin"):
+        candidate_options({"scheme": INT4, "roundin": "gptq"})
+
+
+@pytest.mark.parametrize(
+    ("candidate", "match"),
+    [
+        ({"scheme": "W4A8", "observers": {"weight": SIGNED}}, "does not read the negative scales"),
+        ({"scheme": "NVFP4A16", "observers": {"weight": SIGNED}}, "signed scales are for weights in symmetric integer"),
+        ({"scheme": INT4, "rounding": "gtpq"}, r"rounding\. Got 'gtpq'"),
+    ],
+)
+def test_a_candidate_that_the_engine_or_the_format_cannot_take_is_refused_before_data(tiny_llama, candidate, match):
+    def untouched():
+        raise AssertionError("data were read")
+        yield
+
+    with pytest.raises(CalibrationError, match=match):
+        sensitivity(tiny_llama(), untouched(), {"it": candidate}, ignore=["lm_head"], reload="vllm")

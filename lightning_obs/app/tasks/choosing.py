@@ -22,8 +22,8 @@ from lightning_obs.app.tasks.finetune import PASSES_OF_A_STEP
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.choice.mixed_precision import budget_in_bytes, choose_schemes, frontier, plan_of
-from lightning_obs.choice.observer_choice import choose_for
-from lightning_obs.choice.sensitivity import sensitivity
+from lightning_obs.choice.observer_choice import check_candidates, choose_for
+from lightning_obs.choice.sensitivity import candidate_options, sensitivity
 from lightning_obs.errors import CalibrationError, refuse_unknown
 from lightning_obs.files.write import write_text
 from lightning_obs.report.page import as_json
@@ -73,9 +73,7 @@ class Observers(ChoosingTask):
     @override
     def check_task(self) -> None:
         super().check_task()
-        for base_name, observers in self.candidates.items():
-            for observer in [observers] if isinstance(observers, (str, dict)) else observers:
-                replace(self.job.callback.options, observers={base_name: observer})
+        check_candidates(self.job.model, self.job.callback.options, self.candidates or None)
 
     @override
     def choose(self) -> dict[str, Any]:
@@ -109,7 +107,7 @@ class Plan(ChoosingTask):
         super().check_task()
         for scheme in self.candidates.values():
             if scheme is not None:
-                CalibrationSession(self.job.model, CalibrationOptions.of(scheme, **self._of_candidates()))
+                CalibrationSession(self.job.model, candidate_options(scheme, **self._of_candidates()))
 
     @override
     def check_scheme(self) -> None:
@@ -152,5 +150,5 @@ class Plan(ChoosingTask):
 
     def _of_candidates(self) -> dict[str, Any]:
         options = self.job.callback.options
-        given = {"targets": options.targets, "ignore": options.ignore, "observers": options.observers}
-        return {**given, **options.beside_scheme}
+        names = ("targets", "ignore", "observers", "rounding")
+        return {**{name: getattr(options, name) for name in names}, **options.beside_scheme}
