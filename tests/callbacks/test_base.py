@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
+from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationCallback, CalibrationError
 from lightning_obs.callbacks.which_module import find_module
 from tests.callbacks.calibration_modules import Language, Plain, trainer
+from tests.tiny_model import save_tiny_llama
 
 # ---------------------------------------------------------------------- which module
 
@@ -87,6 +89,13 @@ def test_which_module_is_calibrated_and_what_is_left_out_is_said_once(tiny_llama
     assert said(caplog, callback, module=module, runs=2) == [
         "FP8: calibrating LlamaForCausalLM (`model.backbone`): 14 of 15 Linear; left out: lm_head; "
         "not part of it, and left in full precision: model.head"
+    ]
+
+
+def test_a_tied_head_is_left_out_and_it_is_said(tmp_path, caplog):
+    module = Language(AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path)))
+    assert said(caplog, CalibrationCallback("FP8", show=False), module=module) == [
+        "FP8: calibrating LlamaForCausalLM (`model`): 14 of 15 Linear; left out: lm_head (tied to model.embed_tokens)"
     ]
 
 
