@@ -95,7 +95,8 @@ def mixed_precision(
         budget: bits per weight on average over all modules that the candidates target, scales included (``4.5``), or
             bytes (``"90 MB"``); None: as much as the best needs.
         at_most: by name of a scheme, the largest share of the weights that may have it (``{"W8A8": 0.1}``).
-        calibration, seed: as for :func:`~lightning_obs.sensitivity`.
+        calibration: as for :func:`~lightning_obs.sensitivity`.
+        seed: as there.
         **options: fields of :class:`~lightning_obs.CalibrationOptions` (``ignore``, ``targets``, ``fused_sets``...).
 
     Returns:
