@@ -35,4 +35,5 @@ def test_the_command_runs(command, tiny, tmp_path):
     small = ["data.tokens=16", "data.batches=2", "evaluate=false", "export=none", "report.layer_error_batches=0"]
     done = run_command_line(*words[3:], f"model.path={tiny}", "trainer=cpu", *small, "output_dir=out", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out" / "configs" / "scheme" / "plan.yaml").is_file()
+    task = next(word.removeprefix("task=") for word in words if word.startswith("task="))
+    assert (tmp_path / "out" / "configs" / "scheme" / f"{task}.yaml").is_file()
