@@ -4,7 +4,7 @@
     python benchmarks/search_equality.py --tensors 400 --seed 1
 
 Each tensor is searched twice, with the loops and as without numba: smallest and largest value of every scale must be
-the same, and in a search of some rows of a weight (``part``) also which candidates improved any. Every dtype meets
+the same, and in a search of some rows of a weight (``is_part``) also which candidates improved any. Every dtype meets
 every format; values, shape, norm, expansion, patience and importance are drawn. Two in three tensors hold odd values:
 tiny, huge, at the end of float16 and above, constant, zeros of both signs, on the format's own grid, rows of
 very different size. No NaN or infinity: they are no range.
@@ -30,7 +30,8 @@ from lightning_obs.numerics.candidates import shrink_factors
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.qparams import flatten_for_calibration
-from lightning_obs.numerics.search.ranges import Found, search_block_range, search_range
+from lightning_obs.numerics.search.definition import GridSearch
+from lightning_obs.numerics.search.ranges import Found, search_range
 
 BLOCK = {"strategy": "block", "block_structure": [8, 16]}
 FORMATS: dict[str, Any] = {
@@ -117,16 +118,16 @@ def draw_search(name: str, dtype: torch.dtype, generator: torch.Generator) -> tu
     value = value.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
     expand, maxshrink = one_of((1.0, 0.2), (1.0, 0.2), (1.0, 0.8), (1.8, 1 - 0.8 / 1.8))
     options: dict[str, Any] = {"expand": expand, "norm": one_of(2.4, 2.4, 2.0, 1.0, 3.0)}
-    options |= {"patience": one_of(5, 5, 1, None), "part": one_of(False, False, True)}
+    options |= {"patience": one_of(5, 5, 1, None), "is_part": one_of(False, False, True)}
     grid = NumberGrid.of(args, name.endswith("signed"))
-    factors = shrink_factors(maxshrink, one_of(100.0, 20.0))
-    what = f"{args.strategy}, {rows}x{columns}, {kind}, {options}, {len(factors)} candidates"
+    search = GridSearch(grid, shrink_factors(maxshrink, one_of(100.0, 20.0)), **options)
+    what = f"{args.strategy}, {rows}x{columns}, {kind}, {options}, {len(search.factors)} candidates"
     if args.strategy == "block":
-        return lambda: search_block_range(value, grid, factors, **options), options["part"], what
-    observed = flatten_for_calibration(value, "weight", args)
+        return lambda: search_range(value, search), search.is_part, what
+    observed, importance = flatten_for_calibration(value, "weight", args), None
     if one_of(True, False, False):
-        options["importance"] = torch.rand(observed.shape[-1], generator=generator) ** 3
-    return lambda: search_range(observed, grid, factors, **options), options["part"], what
+        importance = torch.rand(observed.shape[-1], generator=generator) ** 3
+    return lambda: search_range(observed, search, importance=importance), search.is_part, what
 
 
 def normal(rows: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

@@ -51,15 +51,8 @@ class WeightRounding(Observer):
             last = -(-(self._first + len(value)) // height)
             qparams = {k: x if "global" in k else x[self._first // height : last] for k, x in qparams.items()}
         with self._observing():
-            self.rounded = round_by_hessian(
-                value,
-                qparams["weight_scale"],
-                qparams.get("weight_zero_point"),
-                self.args,
-                hessian,
-                global_scale=qparams.get("weight_global_scale"),
-                **options,
-            )
+            found: Any = {name.removeprefix("weight_"): x for name, x in qparams.items()}
+            self.rounded = round_by_hessian(value, found, self.args, hessian, **options)
         return self
 
     @override

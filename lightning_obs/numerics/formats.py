@@ -144,9 +144,8 @@ class NumberGrid(NamedTuple):
         if self.signed:
             return signed_scale(low, high, args).float(), None
         if self.global_scale is not None:
-            return calculate_qparams(low, high, args, global_scale=self.global_scale)[
-                0
-            ].float() / self.global_scale, None
+            scale, _ = calculate_qparams(low, high, args, global_scale=self.global_scale)
+            return scale.float() / self.global_scale, None
         if args.scale_dtype != self.scale_dtype:
             args = args.model_copy(update={"scale_dtype": None})
         scale, zero_point = calculate_qparams(low, high, args)
@@ -158,6 +157,14 @@ class NumberGrid(NamedTuple):
         """The nearest numbers of the format (ties to even) to a float32 tensor; see :func:`round_to_grid`."""
         rounding = () if self.number is None else self.number.rounding
         return round_to_grid(value, self.low, self.high, *rounding, out=out, scratch=scratch)
+
+    def error(
+        self, value: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What quantizing and dequantizing a float32 tensor adds to it; scale and zero point broadcast against it."""
+        levels = value / scale
+        levels = self.round(levels if zero_point is None else levels.add_(zero_point))
+        return torch.mul(levels if zero_point is None else levels.sub_(zero_point), scale, out=out).sub_(value)
 
 
 def round_to_grid(

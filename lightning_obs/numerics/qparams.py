@@ -55,20 +55,16 @@ def flatten_for_calibration(
     ==============  ==============================  =====================================  =================
 
     Args:
-        value: a weight ``(R, C)``, an activation ``(..., C)`` (a vector ``(C,)`` is one observation), or an
-            attention state ``(B, H, S, D)``.
+        value: a weight ``(R, C)``, an activation ``(..., C)`` (a vector is one observation), an attention state.
         base_name: one of weight, input, output, q, k, v.
         args: gives strategy, group size and block structure.
-        g_idx: group of each column ``(C,)``, for group weights stored in activation order: columns are sorted by
-            group first.
+        g_idx: group of each column ``(C,)`` of a weight in activation order: columns are sorted by group first.
 
     Returns:
-        A view where possible. Blocks that do not divide the weight are padded with zeros, which do not widen a
-        range that must contain zero anyway.
+        A view where possible. Blocks that do not divide the weight are padded with zeros, as every range has zero.
 
     Raises:
-        CalibrationError: an unknown base name, a strategy that the base name cannot have, or columns that the
-            group size does not divide.
+        CalibrationError: an unknown base name, a strategy that it cannot have, columns that groups do not divide.
     """
     if base_name not in BASE_NAMES:
         raise CalibrationError(f"unknown base name {base_name!r}", expected=f"one of {', '.join(BASE_NAMES)}")

@@ -16,6 +16,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.fake_quantize import elementwise
 from lightning_obs.numerics.formats import NumberGrid
+from lightning_obs.numerics.qparams import QParamsDict
 
 _PANEL = 128
 
@@ -23,12 +24,10 @@ _PANEL = 128
 @torch.no_grad()
 def round_by_hessian(
     weight: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
+    qparams: QParamsDict,
     args: QuantizationArgs,
     hessian: torch.Tensor,
     *,
-    global_scale: torch.Tensor | None = None,
     act_order: bool = True,
     damping: float = 0.01,
 ) -> torch.Tensor:
@@ -36,7 +35,7 @@ def round_by_hessian(
 
     Args:
         weight: ``(R, C)``.
-        scale, zero_point, global_scale: as compressed-tensors stores them for ``args``; not changed.
+        qparams: as compressed-tensors stores them for ``args``; not changed.
         args: number format and strategy.
         hessian: ``(C, C)``, the sum or mean of ``x x^T`` over the module's inputs. A column that no input reached
             (zero on the diagonal) is rounded to nearest.
@@ -55,10 +54,11 @@ def round_by_hessian(
 
     >>> weight, inputs = torch.tensor([[0.4, 0.4]]), torch.tensor([[1.0, 1.0]])
     >>> args = QuantizationArgs(num_bits=4, strategy="channel")
-    >>> round_by_hessian(weight, torch.tensor([[1.0]]), None, args, inputs.T @ inputs)
+    >>> round_by_hessian(weight, {"scale": torch.tensor([[1.0]])}, args, inputs.T @ inputs)
     tensor([[0, 1]], dtype=torch.int8)
     """
-    grid = NumberGrid.of(args)
+    grid, scale, zero_point = NumberGrid.of(args), qparams["scale"], qparams.get("zero_point")
+    global_scale = qparams.get("global_scale")
     step = elementwise(scale.float() if global_scale is None else scale.float() / global_scale, weight, args)
     zero = torch.zeros_like(step) if zero_point is None else elementwise(zero_point.float(), weight, args)
     diagonal = hessian.diagonal()

@@ -117,7 +117,7 @@ class LocalHessianObserver(ByInputsObserver):
         if self.args.strategy == QuantizationStrategy.BLOCK:
             value = _in_whole_blocks(value, self.args)
             moments = pad(moments, (0, 0, 0, 0, 0, value.shape[1] // part - parts))
-            return self._search(value, True, hessian=moments.view(-1, width // part, part, part))
+            return self._search(value, hessian=moments.view(-1, width // part, part, part))
         if width < value.shape[1]:
             observed = flatten_for_calibration(value, "weight", self.args)
             return self._search(observed, hessian=moments.view(-1, width // part, part, part))
@@ -172,9 +172,7 @@ class HessianObserver(LocalHessianObserver):
             value = _in_whole_blocks(value, self.args)
         hessian = pad(moments, (0, value.shape[1] - len(moments)) * 2)
         hessian.diagonal().add_(self.damping)  # the mean of the diagonal is 1
-        low, high = descend(
-            *(value, hessian, self._grid(value), self.candidates(), block), sweeps=self.sweeps, expand=self.widest
-        )
+        low, high = descend(value, hessian, self._grid_search(value), block, self.sweeps)
         scales = (1,) if self.args.strategy == QuantizationStrategy.TENSOR else low.shape
         return low.reshape(scales), high.reshape(scales)
 

@@ -13,7 +13,8 @@ from typing_extensions import override
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.candidates import shrink_factors, visited
 from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.search.ranges import search_block_range, search_range
+from lightning_obs.numerics.search.definition import GridSearch
+from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers.base import Observer
 from lightning_obs.observers.moving_average import MovingAverageObserver
 from lightning_obs.observers.statistic import Statistic
@@ -89,7 +90,7 @@ class MemorylessMSEObserver(Observer):
         if self.base_name != "weight" or not _in_whole_blocks(value, self.args):
             return super().forward(value, g_idx)
         with self._observing():
-            self.combine(self._search(value, in_blocks=True))
+            self.combine(self._search(value))
         return self
 
     @override
@@ -119,14 +120,15 @@ class MemorylessMSEObserver(Observer):
     def _grid(self, observed: torch.Tensor) -> NumberGrid:
         return NumberGrid.of(self.args, self.signed)
 
-    def _search(self, observed: torch.Tensor, in_blocks: bool = False, **of_inputs: Any) -> Sequence[torch.Tensor]:
-        options: dict[str, Any] = {"norm": self.norm, "expand": self.widest, "patience": self.idle_limit}
-        factors = self.candidates()
-        if self.stop is not None:
-            factors, options["patience"] = factors[: self.stop], None
-        options["part"] = self.is_part and self.stop is None
-        search = search_block_range if in_blocks else search_range
-        low, high, improved = search(observed, self._grid(observed), factors, **options, **of_inputs)
+    def _grid_search(self, observed: torch.Tensor) -> GridSearch:
+        """The search that is due: all of it, that of a part of the rows, or the one that the parts agreed on."""
+        search = GridSearch(self._grid(observed), self.candidates(), self.idle_limit, self.norm, self.widest)
+        if self.stop is None:
+            return search._replace(is_part=self.is_part)
+        return search._replace(factors=search.factors[: self.stop], patience=None)
+
+    def _search(self, observed: torch.Tensor, **of_inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+        low, high, improved = search_range(observed, self._grid_search(observed), **of_inputs)
         return (low, high, torch.tensor(improved)) if self.is_part else (low, high)
 
     @override

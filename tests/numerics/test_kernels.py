@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_obs.model.checksums import checksum
+from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.moments import channel_squares
+from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -66,7 +68,7 @@ def test_the_storage_of_what_was_read_can_be_freed():
     launch.count_values(value.flatten())
     channel_squares(value)
     checksum(value)
-    search_range(value[None, :, None], QuantizationArgs(num_bits=4), [1.0, 0.9])
+    search_range(value[None, :, None], GridSearch(NumberGrid.of(QuantizationArgs(num_bits=4)), [1.0, 0.9]))
     value.untyped_storage().resize_(0)
 
 

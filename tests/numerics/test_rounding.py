@@ -64,7 +64,7 @@ def test_levels_are_those_of_the_algorithm(name, act_order):
     if qparams["zero_point"] is not None:
         zero = -dequantize(ones * 0, qparams["scale"], qparams["zero_point"], args) / step
 
-    levels = round_by_hessian(weight, hessian=hessian, args=args, act_order=act_order, **qparams)
+    levels = round_by_hessian(weight, qparams, args, hessian, act_order=act_order)
 
     expected = by_the_book(weight, step, zero.round(), args, hessian, order)
     # float32 panels and float64 updates part ways where a value lies on the middle of two levels
@@ -79,7 +79,7 @@ def test_loses_less_than_rounding_to_nearest_and_stays_on_the_grid(name):
     torch.manual_seed(1)
     args, weight, hessian = FORMATS[name], torch.randn(24, 160) * 0.05, correlated()
     qparams = qparams_of(weight, args)
-    levels = round_by_hessian(weight, hessian=hessian, args=args, **qparams)
+    levels = round_by_hessian(weight, qparams, args, hessian)
     rounded = dequantize(levels, qparams["scale"], qparams["zero_point"], args, global_scale=qparams["global_scale"])
 
     def again(value: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def test_independent_inputs_are_rounded_to_nearest():
     torch.manual_seed(0)
     args, weight = FORMATS["int4 groups"], torch.randn(8, 64)
     qparams = qparams_of(weight, args)
-    levels = round_by_hessian(weight, hessian=torch.diag(torch.rand(64)), args=args, **qparams)
+    levels = round_by_hessian(weight, qparams, args, torch.diag(torch.rand(64)))
     nearest = fake_quantize(weight, **{**qparams, "args": args})
     torch.testing.assert_close(dequantize(levels, qparams["scale"], None, args), nearest, rtol=0, atol=0)
 
@@ -104,11 +104,11 @@ def test_a_column_that_no_input_reached_is_rounded_to_nearest():
     args, weight, hessian = FORMATS["int8 channels"], torch.randn(8, 160), correlated()
     hessian[3], hessian[:, 3] = 0, 0
     qparams = qparams_of(weight, args)
-    levels = round_by_hessian(weight, hessian=hessian, args=args, **qparams)
+    levels = round_by_hessian(weight, qparams, args, hessian)
     assert torch.equal(levels[:, 3].float(), (weight[:, 3] / qparams["scale"][:, 0]).round())
 
 
 def test_a_hessian_that_is_not_positive_definite_is_an_error():
     args, weight = FORMATS["int8 channels"], torch.randn(2, 2)
     with pytest.raises(CalibrationError, match=r"not positive definite[\s\S]*damping"):
-        round_by_hessian(weight, torch.ones(2, 1), None, args, torch.tensor([[1.0, 4.0], [4.0, 1.0]]))
+        round_by_hessian(weight, {"scale": torch.ones(2, 1)}, args, torch.tensor([[1.0, 4.0], [4.0, 1.0]]))

@@ -7,7 +7,9 @@ from torch.distributed import ReduceOp
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.candidates import shrink_factors
+from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import flatten_for_calibration
+from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.numerics.search.rows import observed_range
 from lightning_obs.observers import MovingAverageMSEObserver, Observer
@@ -127,7 +129,8 @@ def test_hyperparameters_reach_the_search(name):
     given = {"maxshrink": 0.5, "patience": 2, "grid": 20, "norm": 2.0, "expand": 1.25}
     found = make(name, args=INT4, **given)(weight).get_min_max()
     observed = flatten_for_calibration(weight, "weight", INT4)
-    expected = search_range(observed, INT4, shrink_factors(0.5, 20), patience=2, norm=2.0, expand=1.25)
+    search = GridSearch(NumberGrid.of(INT4), shrink_factors(0.5, 20), patience=2, norm=2.0, expand=1.25)
+    expected = search_range(observed, search)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
     assert not torch.equal(found[0], make(name, args=INT4)(weight).min_vals)

@@ -13,11 +13,17 @@ from numba.extending import overload
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def jit(*fastmath: str) -> Callable[[Function], Function]:
-    """Compile with numba when it is first called; keep the result on disk where that is possible."""
+def jit(*fastmath: str, inline: bool = False) -> Callable[[Function], Function]:
+    """Compile with numba when it is first called; keep the result on disk where that is possible.
+
+    Args:
+        *fastmath: what LLVM may do with floats.
+        inline: part of a loop that calls it, instead of a function: a call costs some 100 ns where tuples are passed.
+    """
 
     def compiled(function: Function) -> Function:
-        options = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath)}
+        options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath)}
+        options["inline"] = "always" if inline else "never"
         try:
             return numba.njit(cache=True, **options)(function)
         except RuntimeError:  # no folder that can be written to

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_obs.numerics.kernels.jit import jit
+from lightning_obs.numerics.search.cpu_format import Format, near, near_integer, qparams, stored
 from lightning_obs.numerics.search.cpu_power import Power
-from lightning_obs.numerics.search.cpu_tile import LANES, add_up, lanes_of, some_lanes, spread
+from lightning_obs.numerics.search.cpu_tile import LANES, add_up, lanes, lanes_of, spread
 
 #: numbers that a lane of a long row adds up in float32
 STEPS = 32
@@ -30,87 +31,62 @@ _MOST_DOUBT = 0.004
 f32, i32 = np.float32, np.int32
 
 
-class Format(NamedTuple):
-    """Numbers of a format, and how a range becomes a scale: float32 and int32, so that a loop stays in them.
+class Measure(NamedTuple):
+    """How errors are measured: the format, and the power of a distance to its numbers."""
 
-    Rounding to a floating format adds and subtracts ``1.5 * 2**(23 - mantissa)`` times the power of two of the value,
-    which is at least that of the smallest normal number: ``normal`` and ``magic`` hold both as bits.
-    """
+    form: Format
+    power: Power
 
-    low: Any
+
+class Rows(NamedTuple):
+    """The rows of a block, a number for each; row r is in lane r, and in the lanes that many further on."""
+
+    side: int  # rows of a full block, a power of two
+    count: Any  # rows of this one
+    least: Any  # the smallest value
+    most: Any  # the largest
+    low: Any  # the range that is searched: both times a factor
     high: Any
-    is_float: bool
-    normal: Any
-    magic: Any
-    symmetric: bool
-    signed: bool  # whether the scale is negative where the range reaches farther above zero
-    divisor: Any  # of the range: the scale
-    exact: bool  # whether scales are rounded to less than float32, or zero points or signs depend on the last bit
-    range: Any  # (normal, magic, largest number) of the range's dtype; magic 0: float32
-    scale: Any  # the same of the scale's; magic 0: the range's
-    mx_round: Any  # power of two scales (MX): what is added to the bits before the mantissa goes; 0: none
-    mx_offset: Any
-    eps: Any  # instead of a scale of zero
-    least: Any  # no magnitude that is smaller is searched here
-    most: Any  # nor one that is more scales
+    squares: Any  # sum of the weighed squares
+    weight: Any  # sum of the weights
+    unit: Any  # one over the first candidate's scale, in every lane
+    best: Any  # the least error
+    index: Any  # its candidate, int32
+    doubt: Any  # see :func:`doubt`
+
+
+class Candidate(NamedTuple):
+    """A candidate of each row, in every lane, and what it loses."""
+
+    inverse: Any  # one over the scale
+    ratio: Any  # the scale in units of the first candidate's
+    zero: Any  # the zero point
+    before: Any  # ``inverse`` of the candidate before
+    shift: Any  # its zero point
+    total: Any  # sum of errors
+    distance: Any  # memory to write over
+
+
+class Choices(NamedTuple):
+    """What a search finds: for each row (R), and how many rows each candidate (C) improved."""
+
+    low: Any  # the range that was searched, (R,)
+    high: Any
+    index: Any  # the best candidate, (R,)
+    rival: Any  # the one candidate that may be as good, -1 (none) or :data:`ALL`, (R,)
+    improved: Any  # rows that are certainly better by it than by all before, (C,)
+    unsure: Any  # rows that may be, (C,)
 
 
 power_of = jit("contract")(Power.__call__)
 
 
-@jit()
-def near(x: Any, normal: Any, magic: Any) -> Any:
-    """The nearest number of a floating format, ties to even, without its largest number."""
-    power = i32(f32(x).view(i32) & i32(0x7F800000))
-    shift = i32(max(power, normal) + magic).view(f32)
-    return (x + shift) - shift
-
-
-@jit()
-def near_integer(x: Any) -> Any:
-    """The nearest integer, ties to even, up to 2**22."""
-    return (x + f32(12582912.0)) - f32(12582912.0)
-
-
-@jit()
-def stored(x: Any, form: Format) -> Any:
-    """Rounded to the dtype of the range; infinite beyond its largest number, which float16 reaches early."""
-    if not form.range[1]:
-        return x
-    rounded = near(x, form.range[0], form.range[1])
-    return rounded if abs(rounded) <= form.range[2] else x * f32(np.inf)
-
-
-@jit()
-def qparams(low: Any, high: Any, form: Format) -> Any:
-    """Scale and zero point as compressed-tensors computes them, rounding after every operation as it does."""
-    low, high = min(low, f32(0)), max(high, f32(0))
-    zero = f32(0)
-    if form.symmetric:
-        size = max(-low, high)
-        if form.mx_round:
-            power = i32(i32(f32(size).view(i32) + form.mx_round) & i32(0x7F800000))
-            scale = i32(max(i32(power - form.mx_offset), i32(0))).view(f32)
-            if form.range[1] and power.view(f32) > form.range[2]:  # the power of two is taken in the range's dtype
-                scale = f32(np.inf)
-        else:
-            scale = stored(size / form.divisor, form)
-            if form.signed and high > -low:
-                scale = -scale
-    else:
-        scale = stored(stored(high - low, form) / form.divisor, form)
-        zero = near_integer(min(max(stored(form.low - stored(low / scale, form), form), form.low), form.high))
-    if form.scale[1]:
-        scale = near(min(scale, form.scale[2]), form.scale[0], form.scale[1])
-    return (scale if scale != f32(0) else form.eps), zero
-
-
-@jit("contract")
-def add_errors(
-    tile: Any, weights: Any, inverse: Any, ratio: Any, zero: Any, form: Format, power: Power, total: Any, distance: Any
-) -> None:
-    """Add the errors of one candidate to ``total (LANES,)``; ``weights`` without steps: all 1."""
+@jit("contract", inline=True)
+def add_errors(tile: Any, weights: Any, candidate: Candidate, measure: Measure) -> None:
+    """Add the errors of a candidate to its total, lane by lane; ``weights`` without steps: all 1."""
+    form, power = measure.form, measure.power
     low, high, normal, magic = form.low, form.high, form.normal, form.magic
+    inverse, ratio, zero, _, _, total, distance = candidate
     for s in range(tile.shape[0]):
         values = tile[s]
         if form.is_float:
@@ -137,7 +113,7 @@ def root_above(x: Any, exponent: Any) -> Any:
 
 
 @jit()
-def doubt(best: Any, unit: Any, size: Any, squares: Any, weight: Any, steps: int, form: Format, power: Power) -> Any:
+def doubt(best: Any, unit: Any, size: Any, squares: Any, weight: Any, steps: int, measure: Measure) -> Any:
     """By how much, relative to it, the least error of a row and another's can be wrong together; -1: not known.
 
     Args:
@@ -147,8 +123,9 @@ def doubt(best: Any, unit: Any, size: Any, squares: Any, weight: Any, steps: int
         squares: sum of the weighed squares.
         weight: sum of the weights.
         steps: how many terms are added up in float32.
-        form, power: of the search.
+        measure: of the search.
     """
+    form, power = measure.form, measure.power
     if squares == f32(0) and (size == f32(0) or weight == f32(0)):
         return f32(0)  # nothing is lost by any candidate
     unit = abs(unit)
@@ -168,163 +145,180 @@ def doubt(best: Any, unit: Any, size: Any, squares: Any, weight: Any, steps: int
 
 
 @jit("contract")
-def search(
-    tile: Any,
-    weights: Any,
-    count: int,
-    size: int,
-    factors: Any,
-    expand: Any,
-    form: Format,
-    power: Power,
-    low: Any,
-    high: Any,
-    index: Any,
-    rival: Any,
-    improved: Any,
-    unsure: Any,
-) -> None:
+def search(tile: Any, weights: Any, size: int, factors: Any, expand: Any, measure: Measure, found: Choices) -> None:
     """Find the best candidate of every row of a tile, and whether that is certain.
 
     Args:
         tile: from :func:`.cpu_tile.load`.
         weights: of each value, the same; without blocks: all 1.
-        count, size: rows of the tile, values of a row.
+        size: values of a row.
         factors: candidates, ``(C,)`` in float32.
         expand: factor on the observed range.
-        form, power: of the search.
-        low, high: receive the expanded range of each row, ``(count,)``.
-        index: receives the best candidate, ``(count,)``.
-        rival: receives the one candidate that may be as good, -1 (none) or :data:`ALL`, ``(count,)``.
-        improved: counts, per candidate, rows that are certainly better by it than by all before.
-        unsure: counts, per candidate, rows that may be.
+        measure: of the errors.
+        found: receives the result; as long as the tile has rows. Its counts are added to.
     """
-    steps, candidates, share = tile.shape[1], factors.size, lanes_of(size)
-    side = LANES // share
-    few = side <= 4 and size > 512
-    below, above, squares, weighed = some_lanes()
-    total, distance, inverse, ratio = some_lanes()
-    zero, unit, best, before = some_lanes()
-    shift, bound, least, most = some_lanes()
-    at = np.zeros(LANES, i32)
-    errors = np.empty((candidates, side), f32)
+    side, form, searched_low, searched_high = LANES // lanes_of(size), measure.form, found.low, found.high
+    least, most, low, high = lanes(), lanes(), lanes(), lanes()
+    squares, weighed, unit, best, bound = lanes(), lanes(), lanes(), lanes(), lanes()
+    candidate = Candidate(lanes(), lanes(), lanes(), lanes(), lanes(), lanes(), lanes())
+    errors, at = np.empty((factors.size, side), f32), np.zeros(LANES, i32)
     for b in range(tile.shape[0]):
-        first = b * side
-        rows = min(side, count - first)
-        if rows <= 0:
+        first, last = b * side, min(b * side + side, searched_low.size)
+        if first >= last:
             break
         block, weight = tile[b], weights[b] if weights.shape[0] else tile[b, :0]
+        rows = Rows(side, last - first, least, most, low, high, squares, weighed, unit, best, at, bound)
+        read(block, weight, size, rows)
+        for r in range(side):
+            low[r], high[r] = stored(least[r] * expand, form), stored(most[r] * expand, form)
+        for r in range(last - first):
+            searched_low[first + r], searched_high[first + r] = low[r], high[r]
+        measure_all(block, weight, rows, factors, candidate, measure, errors)
+        choose(errors, rows, block.shape[0], measure, found, first)
 
-        below[:], above[:], squares[:], weighed[:] = np.inf, -np.inf, f32(0), f32(0)
-        for s in range(steps):
-            held = min(share, size - s * share) * side
-            values = block[s]
+
+@jit("contract", inline=True)
+def read(block: Any, weight: Any, size: int, rows: Rows) -> None:
+    """Extremes and sums of the rows of a block, of ``size`` values each."""
+    side, share = rows.side, LANES // rows.side
+    least, most, squares, weighed = rows.least, rows.most, rows.squares, rows.weight
+    least[:], most[:], squares[:], weighed[:] = np.inf, -np.inf, f32(0), f32(0)
+    for s in range(block.shape[0]):
+        held = min(share, size - s * share) * side
+        values = block[s]
+        for i in range(held):
+            x = values[i]
+            least[i] = x if x < least[i] else least[i]
+            most[i] = x if x > most[i] else most[i]
+        if weight.shape[0]:
+            scaled = weight[s]
             for i in range(held):
-                x = values[i]
-                below[i] = x if x < below[i] else below[i]
-                above[i] = x if x > above[i] else above[i]
-            if weight.shape[0]:
-                scaled = weight[s]
-                for i in range(held):
-                    squares[i] += values[i] * values[i] * scaled[i]
-                    weighed[i] += scaled[i]
-            else:
-                for i in range(held):
-                    squares[i] += values[i] * values[i]
-                    weighed[i] += f32(1)
-        width = LANES // 2
-        while width >= side:
-            for i in range(width):
-                below[i] = below[width + i] if below[width + i] < below[i] else below[i]
-                above[i] = above[width + i] if above[width + i] > above[i] else above[i]
-            width //= 2
-        add_up(squares, side)
-        add_up(weighed, side)
-        for r in range(side):
-            least[r], most[r] = below[r], above[r]
-            below[r], above[r] = stored(below[r] * expand, form), stored(above[r] * expand, form)
-            best[r], at[r], before[r], shift[r] = np.inf, 0, f32(0), f32(0)
-        for r in range(rows):
-            low[first + r], high[first + r] = below[r], above[r]
+                squares[i] += values[i] * values[i] * scaled[i]
+                weighed[i] += scaled[i]
+        else:
+            for i in range(held):
+                squares[i] += values[i] * values[i]
+                weighed[i] += f32(1)
+    width = LANES // 2
+    while width >= side:
+        for i in range(width):
+            least[i] = least[width + i] if least[width + i] < least[i] else least[i]
+            most[i] = most[width + i] if most[width + i] > most[i] else most[i]
+        width //= 2
+    add_up(squares, side)
+    add_up(weighed, side)
 
-        for k in range(candidates):
-            if form.exact or k == 0:
-                for r in range(side):
-                    factor = factors[k]
-                    scale, zero[r] = qparams(stored(below[r] * factor, form), stored(above[r] * factor, form), form)
-                    inverse[r] = f32(1) / scale
-                    if k == 0:
-                        unit[r] = inverse[r]
-                    ratio[r] = abs(scale * unit[r])
-                spread(inverse, side)
-                spread(ratio, side)
-                spread(zero, side)
-                if k == 0:
-                    spread(unit, side)
-            else:
-                narrower, wider = factors[k] / factors[0], factors[0] / factors[k]
-                for i in range(LANES):
-                    ratio[i], inverse[i] = narrower, unit[i] * wider
-            hopeless = few and k > 0 and weight.shape[0] == 0
-            for r in range(rows if hopeless else 0):  # what the largest and the smallest value lose
-                ends = least[r] * inverse[r], most[r] * inverse[r]
-                cut = max(max(ends) + zero[r] - form.high, form.low - zero[r] - min(ends))
-                hopeless &= cut > f32(0.1) and (cut * f32(0.99) * ratio[r]) ** power.norm > best[r] * f32(1.01)
-            if hopeless:
-                errors[k] = np.inf
-                continue
-            total[:] = f32(0)
-            s = 0
-            while s < steps and not hopeless:
-                stop = min(steps, s + 8) if few else steps
-                add_errors(block[s:stop], weight[s:stop], inverse, ratio, zero, form, power, total, distance)
-                s = stop
-                if few and s < steps:  # the rest cannot make up for it
-                    hopeless = True
-                    distance[:] = total
-                    add_up(distance, side)
-                    for r in range(rows):
-                        hopeless &= distance[r] > best[r] * f32(1.01)
-            if hopeless:
-                errors[k] = np.inf
-                continue
-            add_up(total, side)
-            for r in range(side):
-                again = k > 0 and inverse[r] == before[r] and zero[r] == shift[r]  # the first of two equals wins
-                error = f32(np.inf) if again else total[r]
-                before[r], shift[r] = inverse[r], zero[r]
-                errors[k, r] = error
-                at[r] = k if error < best[r] else at[r]
-                best[r] = error if error < best[r] else best[r]
 
+@jit("contract", inline=True)
+def measure_all(
+    block: Any, weight: Any, rows: Rows, factors: Any, candidate: Candidate, measure: Measure, errors: Any
+) -> None:
+    """Errors ``(C, rows)`` of all candidates; infinite where one cannot be the best, or equals the one before."""
+    inverse, ratio, zero, before, shift, total, distance = candidate
+    side, best, at, steps, form = rows.side, rows.best, rows.index, block.shape[0], measure.form
+    few = side <= 4
+    best[:], at[:], before[:], shift[:] = np.inf, 0, f32(0), f32(0)
+    for k in range(factors.size):
+        if form.exact or k == 0:
+            take(candidate, k, factors, rows, form)
+        else:
+            narrower, wider, unit = factors[k] / factors[0], factors[0] / factors[k], rows.unit
+            for i in range(LANES):
+                ratio[i], inverse[i] = narrower, unit[i] * wider
+        hopeless = k > 0 and few and weight.shape[0] == 0 and clips_too_much(candidate, rows, measure)
+        total[:] = f32(0)
+        s = 0
+        while s < steps and not hopeless:
+            stop = min(steps, s + 8) if few else steps
+            add_errors(block[s:stop], weight[s:stop], candidate, measure)
+            s = stop
+            if few and s < steps:  # the rest cannot make up for it
+                hopeless = True
+                distance[:] = total
+                add_up(distance, side)
+                for r in range(rows.count):
+                    hopeless &= distance[r] > best[r] * f32(1.01)
+        if hopeless:
+            errors[k] = np.inf
+            continue
+        add_up(total, side)
         for r in range(side):
-            largest = max(-least[r], most[r])
-            bound[r] = doubt(best[r], unit[r], largest, squares[r], weighed[r], steps, form, power)
-        for r in range(rows):
-            index[first + r], rival[first + r] = at[r], -1 if bound[r] >= f32(0) else ALL
-        for k in range(candidates):
-            for r in range(rows):
-                if k != at[r] and errors[k, r] <= best[r] * (f32(1) + bound[r]) and bound[r] > f32(0):
-                    rival[first + r] = k if rival[first + r] == -1 else ALL
-        best[:] = np.inf
-        for k in range(candidates):
-            sure = maybe = 0
-            for r in range(rows):
-                error = errors[k, r] if bound[r] > f32(0) else f32(np.inf)
-                # Where nothing can be lost, the first candidate is as good as any.
-                if bound[r] == f32(0) and k == 0:
-                    error = f32(0)
-                sure += error < best[r] * (f32(1) - bound[r])
-                maybe += error < best[r] * (f32(1) + bound[r])
-                best[r] = min(best[r], error)
-            improved[k] += sure
-            unsure[k] += maybe - sure
+            again = k > 0 and inverse[r] == before[r] and zero[r] == shift[r]
+            error = f32(np.inf) if again else total[r]  # the first of two equals wins
+            before[r], shift[r] = inverse[r], zero[r]
+            errors[k, r] = error
+            at[r] = k if error < best[r] else at[r]
+            best[r] = error if error < best[r] else best[r]
+
+
+@jit("contract", inline=True)
+def take(candidate: Candidate, k: int, factors: Any, rows: Rows, form: Format) -> None:
+    """Make ``candidate`` the one of number ``k``."""
+    inverse, ratio, zero, unit, side = candidate.inverse, candidate.ratio, candidate.zero, rows.unit, rows.side
+    low, high, factor = rows.low, rows.high, factors[k]
+    for r in range(side):
+        scale, zero[r] = qparams(stored(low[r] * factor, form), stored(high[r] * factor, form), form)
+        inverse[r] = f32(1) / scale
+        if k == 0:
+            unit[r] = inverse[r]
+        ratio[r] = abs(scale * unit[r])
+    spread(inverse, side)
+    spread(ratio, side)
+    spread(zero, side)
+    if k == 0:
+        spread(unit, side)
+
+
+@jit("contract", inline=True)
+def clips_too_much(candidate: Candidate, rows: Rows, measure: Measure) -> bool:
+    """Whether the smallest or the largest value of every row alone loses more than the best candidate so far."""
+    form, hopeless, least, most, best = measure.form, True, rows.least, rows.most, rows.best
+    inverse, ratio, zero = candidate.inverse, candidate.ratio, candidate.zero
+    for r in range(rows.count):
+        ends = least[r] * inverse[r], most[r] * inverse[r]
+        cut = max(max(ends) + zero[r] - form.high, form.low - zero[r] - min(ends))
+        lost = (cut * f32(0.99) * ratio[r]) ** measure.power.norm
+        hopeless &= cut > f32(0.1) and lost > best[r] * f32(1.01)
+    return hopeless
+
+
+@jit("contract", inline=True)
+def choose(errors: Any, rows: Rows, steps: int, measure: Measure, found: Choices, first: int) -> None:
+    """Write down the best candidate of each row of a block, from row ``first`` of the tile on, and how certain it is.
+
+    Args:
+        errors: ``(C, rows)``.
+        rows, steps: of the block.
+        measure: of the errors.
+        found: receives the result.
+    """
+    candidates, count, best, at, bound = errors.shape[0], rows.count, rows.best, rows.index, rows.doubt
+    least, most, squares, weight, unit = rows.least, rows.most, rows.squares, rows.weight, rows.unit
+    index, rival = found.index[first : first + count], found.rival[first : first + count]
+    for r in range(count):
+        bound[r] = doubt(best[r], unit[r], max(-least[r], most[r]), squares[r], weight[r], steps, measure)
+        index[r], rival[r] = at[r], -1 if bound[r] >= f32(0) else ALL
+    for k in range(candidates):
+        for r in range(count):
+            if k != at[r] and errors[k, r] <= best[r] * (f32(1) + bound[r]) and bound[r] > f32(0):
+                rival[r] = k if rival[r] == -1 else ALL
+    best[:] = np.inf
+    for k in range(candidates):
+        sure = maybe = 0
+        for r in range(count):
+            error = errors[k, r] if bound[r] > f32(0) else f32(np.inf)
+            # Where nothing can be lost, the first candidate is as good as any.
+            if bound[r] == f32(0) and k == 0:
+                error = f32(0)
+            sure += error < best[r] * (f32(1) - bound[r])
+            maybe += error < best[r] * (f32(1) + bound[r])
+            best[r] = min(best[r], error)
+        found.improved[k] += sure
+        found.unsure[k] += maybe - sure
 
 
 @jit("contract")
-def sum_errors(
-    tile: Any, weights: Any, scales: Any, zeros: Any, unit: Any, form: Format, power: Power, sums: Any
-) -> None:
+def sum_errors(tile: Any, weights: Any, scales: Any, zeros: Any, unit: Any, measure: Measure, sums: Any) -> None:
     """Errors of candidates on a piece of a long row, the sum of its weighed squares, and of its weights.
 
     Args:
@@ -332,17 +326,16 @@ def sum_errors(
         weights: the same; without steps: all 1.
         scales, zeros: of the candidates, ``(C,)``.
         unit: the scale in units of which errors are measured.
-        form, power: of the search.
+        measure: of the errors.
         sums: receives the result, ``(C + 2,)`` in float64; the sum of weights only where there are any.
     """
-    total, distance, inverse, ratio = some_lanes()
-    zero = np.zeros(LANES, f32)
+    inverse, ratio, zero, total = lanes(), lanes(), lanes(), lanes()
+    candidate = Candidate(inverse, ratio, zero, inverse, zero, total, lanes())
     for k in range(scales.size):
         inverse[:], ratio[:], zero[:] = f32(1) / scales[k], abs(scales[k] / unit), zeros[k]
         for s in range(0, tile.shape[0], STEPS):
             total[:] = f32(0)
-            piece = slice(s, s + STEPS)
-            add_errors(tile[piece], weights[piece], inverse, ratio, zero, form, power, total, distance)
+            add_errors(tile[s : s + STEPS], weights[s : s + STEPS], candidate, measure)
             for i in range(LANES):
                 sums[k] += total[i]
     for s in range(tile.shape[0]):

@@ -7,7 +7,7 @@ need no freedom to be reordered, and what a row adds up does not depend on other
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,17 +17,26 @@ LANES = 256
 f32 = np.float32
 
 
+class Layout(NamedTuple):
+    """Where rows lie in memory, a tensor ``(A, columns, pieces, size)`` whose first two dimensions number them."""
+
+    columns: int
+    pieces: int
+    size: int
+    strides: Any  # of all four dimensions
+
+
 @jit()
-def load(bits: Any, first: int, count: int, columns: int, strides: Any, pieces: int, size: int, tile: Any) -> None:
+def load(bits: Any, layout: Layout, first: int, count: int, tile: Any) -> None:
     """Copy rows into a tile ``(blocks, steps, LANES)``: value e of row r of a block is its number ``e * side + r``.
 
     Args:
-        bits: memory of a tensor ``(A, columns, pieces, size)``, whose first two dimensions number the rows.
+        bits: memory of the tensor.
+        layout: of the rows in it.
         first, count: which rows.
-        columns, pieces, size: see ``bits``.
-        strides: of all four dimensions.
         tile: to write to; what the rows do not fill becomes zero.
     """
+    columns, pieces, size, strides = layout
     side, room = LANES // lanes_of(pieces * size), tile.shape[1] * LANES
     flat = tile.reshape(-1)
     if count % side or pieces * size * side != room:
@@ -39,49 +48,49 @@ def load(bits: Any, first: int, count: int, columns: int, strides: Any, pieces: 
         for n in range(pieces):
             at = start + n * strides[2]
             # Slices are indexed from 0, or nothing is vectorised.
-            values, lanes = bits[at : at + (size - 1) * strides[3] + 1], flat[to : to + size * side]
+            values, numbers = bits[at : at + (size - 1) * strides[3] + 1], flat[to : to + size * side]
             if side == 1 and strides[3] == 1:
                 for g in range(size):
-                    lanes[g] = value_of(values[g])
+                    numbers[g] = value_of(values[g])
             elif strides[3] == 1:
                 for g in range(size):
-                    lanes[g * side] = value_of(values[g])
+                    numbers[g * side] = value_of(values[g])
             else:
                 for g in range(size):
-                    lanes[g * side] = value_of(values[g * strides[3]])
+                    numbers[g * side] = value_of(values[g * strides[3]])
             to += size * side
 
 
 @jit()
 def lanes_of(size: int) -> int:
     """Lanes that a row of so many values is spread over: a power of two, for about 16 steps."""
-    lanes = 1
-    while lanes < LANES and lanes * 16 < size:
-        lanes *= 2
-    return lanes
+    share = 1
+    while share < LANES and share * 16 < size:
+        share *= 2
+    return share
 
 
 @jit()
-def some_lanes() -> Any:
-    """Four numbers per lane; apart, because loops over rows of one array are not vectorised."""
-    return np.zeros(LANES, f32), np.zeros(LANES, f32), np.zeros(LANES, f32), np.zeros(LANES, f32)
+def lanes() -> Any:
+    """A number per lane; arrays apart, because loops over rows of one array are not vectorised."""
+    return np.zeros(LANES, f32)
 
 
 @jit()
-def spread(lanes: Any, side: int) -> None:
+def spread(values: Any, side: int) -> None:
     """Give every lane the number of its row: lane i belongs to row ``i % side``, a power of two."""
     width = side
     while width < LANES:
         for i in range(width):
-            lanes[width + i] = lanes[i]
+            values[width + i] = values[i]
         width *= 2
 
 
 @jit()
-def add_up(lanes: Any, side: int) -> None:
+def add_up(values: Any, side: int) -> None:
     """Leave the sum of each row's lanes in the first of them."""
     width = LANES // 2
     while width >= side:
         for i in range(width):
-            lanes[i] += lanes[width + i]
+            values[i] += values[width + i]
         width //= 2

@@ -7,6 +7,7 @@ tile is added up in pieces, in float64: more accurate than one float32 sum, and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,12 +15,34 @@ import torch
 from lightning_obs.numerics.candidates import candidate_ranges, improves
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import tile_size
-from lightning_obs.numerics.search.rows import Rows
+from lightning_obs.numerics.search.rows import Range, Rows
 
 # Elements of a tile on a CPU, where it should stay near the core.
 _TILE = 1 << 17
 # Up to this size torch runs an elementwise operation on one thread.
 _SERIAL = (1 << 15) - 64
+
+
+class GridSearch(NamedTuple):
+    """The candidates of a search, and the error that is to be least.
+
+    Attributes:
+        grid: number format and symmetry. A tensor_group is searched without rounding its scales unless the grid has the
+            global scale, which is only known afterwards.
+        factors: candidates, in the order of the search; the first wins a tie.
+        patience: number of consecutive factors without an improvement that ends the search; None: it visits all.
+        norm: exponent of the error.
+        expand: factor on the observed range before the search; above 1 it tries ranges wider than the values.
+        is_part: other rows belong to the search too. So it visits all factors, and what they improve decides where the
+            search of all rows ends (:func:`~lightning_obs.numerics.candidates.visited`).
+    """
+
+    grid: NumberGrid
+    factors: Sequence[float]
+    patience: int | None = 5
+    norm: float = 2.4
+    expand: float = 1.0
+    is_part: bool = False
 
 
 class Visited(NamedTuple):
@@ -37,18 +60,16 @@ class Visited(NamedTuple):
     unsure: torch.Tensor
 
 
-def visit(rows: Rows, factors: torch.Tensor, grid: NumberGrid, norm: float, expand: float, tile: int = 0) -> Visited:
+def visit(rows: Rows, search: GridSearch, tile: int = 0) -> Visited:
     """Let every row meet all candidates; where none has a finite error, it keeps the expanded range.
 
     Args:
         rows: the values, and their importance.
-        factors: candidates, ``(C,)``; the first wins a tie.
-        grid: the number format.
-        norm: exponent of the error.
-        expand: factor on the observed range.
+        search: candidates and error.
         tile: elements of a tile; 0 chooses for the device.
     """
-    low, high = (end * expand for end in rows.observed_range())
+    factors = torch.tensor(search.factors, dtype=torch.float64, device=rows.device)
+    low, high = (end * search.expand for end in rows.observed_range())
     improved = torch.zeros(len(factors), dtype=torch.bool, device=rows.device)
     index = index_of(rows.count, len(factors), rows.device)
     step = max(1, (tile or tile_size(rows.device, _TILE)) // rows.size)
@@ -57,7 +78,7 @@ def visit(rows: Rows, factors: torch.Tensor, grid: NumberGrid, norm: float, expa
     for start in range(0, rows.count, step):
         part = slice(start, min(start + step, rows.count))
         lows, highs = candidate_ranges(low[part], high[part], factors)
-        errors = measure(rows, part, lows, highs, grid, norm, tile)
+        errors = measure(rows, part, (lows, highs), search, tile)
         better, best = improves(errors), errors.argmin(0, keepdim=True)
         improved |= better.any(1)
         index[part] = best[0].to(index.dtype)
@@ -71,31 +92,24 @@ def index_of(rows: int, candidates: int, device: torch.device | str = "cpu") -> 
     return torch.zeros(rows, dtype=torch.uint8 if candidates <= 256 else torch.int16, device=device)
 
 
-def measure(
-    rows: Rows, part: slice, lows: torch.Tensor, highs: torch.Tensor, grid: NumberGrid, norm: float, tile: int = 0
-) -> torch.Tensor:
+def measure(rows: Rows, part: slice, ranges: Range, search: GridSearch, tile: int = 0) -> torch.Tensor:
     """Errors of ranges ``(C, r)`` on consecutive rows, ``(C, r)``; infinite where they are not finite in float32."""
     tile = max(tile or tile_size(rows.device, _TILE), 0 if rows.hessian is None else rows.view.shape[3])
-    scale, zero_point = grid.qparams(lows, highs)
+    scale, zero_point = search.grid.qparams(*ranges)
     total = torch.zeros(scale.shape, dtype=torch.float64 if rows.size > tile else torch.float32, device=scale.device)
     for values, importance in rows.pieces(part, tile):
         step = max(1, tile // values.numel())
         for first in range(0, len(scale), step):
             some = slice(first, first + step)
-            by = scale[some].unsqueeze(-1)
-            padded, error = _room_for_power(values, len(by))
-            if zero_point is None:
-                torch.mul(grid.round(values / by), by, out=error)
-            else:
-                shift = zero_point[some].unsqueeze(-1)
-                torch.mul(grid.round((values / by).add_(shift)).sub_(shift), by, out=error)
-            error.sub_(values)
+            padded, error = _room_for_power(values, len(scale[some]))
+            shift = None if zero_point is None else zero_point[some].unsqueeze(-1)
+            search.grid.error(values, scale[some].unsqueeze(-1), shift, out=error)
             if rows.hessian is not None:
                 total[some] += quadratic_form(error, rows.hessian)
                 continue
             error.abs_()
             for piece in padded.split(_SERIAL if padded.device.type == "cpu" else len(padded)):
-                piece.pow_(norm)
+                piece.pow_(search.norm)
             if importance is not None:
                 error.mul_(importance)
             total[some] += error.sum(-1)

@@ -9,13 +9,12 @@ All candidates of a few rows are measured at once: the product with ``H_gg`` is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from lightning_obs.numerics.candidates import candidate_ranges
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import tile_size
+from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.rows import Range
 
 # Values of the errors of all candidates of one column of groups at once, and of the errors of all columns.
@@ -23,25 +22,16 @@ _TILE, _ROWS = 1 << 18, 1 << 22
 
 
 def descend(
-    weight: torch.Tensor,
-    hessian: torch.Tensor,
-    grid: NumberGrid,
-    factors: Sequence[float],
-    block: tuple[int, int],
-    *,
-    sweeps: int = 3,
-    expand: float = 1.0,
+    weight: torch.Tensor, hessian: torch.Tensor, search: GridSearch, block: tuple[int, int], sweeps: int = 3
 ) -> Range:
     """The ranges of a weight's scales after some sweeps.
 
     Args:
         weight: ``(R, C)``.
         hessian: ``(C, C)`` in float32.
-        grid: the number format.
-        factors: candidates; the first of two equals wins.
+        search: the number format and the candidates, all of which are visited.
         block: height and width of what one scale covers; they divide the weight.
         sweeps: how often each scale is chosen.
-        expand: factor on the observed range before the search.
 
     Returns:
         Smallest and largest value, ``(R / height, C / width)`` each, in the dtype of the weight. Where no candidate has
@@ -49,8 +39,8 @@ def descend(
     """
     height, width = block
     high_blocks = weight.unflatten(0, (-1, height)).unflatten(2, (-1, width))
-    low, high = (end * expand for end in (high_blocks.amin((1, 3)), high_blocks.amax((1, 3))))
-    candidates = torch.tensor(factors, dtype=torch.float64, device=weight.device)
+    low, high = (end * search.expand for end in (high_blocks.amin((1, 3)), high_blocks.amax((1, 3))))
+    candidates = torch.tensor(search.factors, dtype=torch.float64, device=weight.device)
     step = max(1, _ROWS // (height * weight.shape[1]))
     for start in range(0, len(low), step):
         part = slice(start, start + step)
@@ -65,7 +55,7 @@ def descend(
                 others = error[:, before] @ hessian[before, columns]
                 lows, highs = candidate_ranges(observed[0][:, k], observed[1][:, k], candidates)
                 best, error[:, columns] = _choose(
-                    values[:, columns], others * 2, hessian[columns, columns], grid.qparams(lows, highs), grid
+                    values[:, columns], others * 2, hessian[columns, columns], (lows, highs), search.grid
                 )
                 for end, ends in ((low, lows), (high, highs)):
                     chosen = ends.gather(0, best.clamp(min=0)[None])[0]
@@ -74,35 +64,21 @@ def descend(
 
 
 def _choose(
-    values: torch.Tensor,
-    others: torch.Tensor,
-    hessian: torch.Tensor,
-    qparams: tuple[torch.Tensor, torch.Tensor | None],
-    grid: NumberGrid,
+    values: torch.Tensor, others: torch.Tensor, hessian: torch.Tensor, ranges: Range, grid: NumberGrid
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The best of the candidates ``(K, r / height)`` for values ``(r, width)``, -1 where none has a finite error; and
     the error that it leaves."""
-    scale, zero_point = qparams
-    rows, width = values.shape
-    height = rows // scale.shape[1]
-    values, others = (each.contiguous().view(-1, height, width) for each in (values, others))
-
-    def errors_of(scale: torch.Tensor, zero_point: torch.Tensor | None) -> torch.Tensor:
-        by = scale[..., None, None]
-        if zero_point is None:
-            return grid.round(values / by).mul_(by).sub_(values)
-        shift = zero_point[..., None, None]
-        return grid.round((values / by).add_(shift)).sub_(shift).mul_(by).sub_(values)
-
-    lost = torch.empty_like(scale)
+    shape, (scale, zero_point) = values.shape, grid.qparams(*ranges)
+    scale, zero_point = scale[..., None, None], None if zero_point is None else zero_point[..., None, None]
+    values, others = (each.contiguous().view(scale.shape[1], -1, shape[1]) for each in (values, others))
+    lost = torch.empty_like(ranges[0], dtype=torch.float32)
     step = max(1, tile_size(values.device, _TILE) // values.numel())
     for first in range(0, len(scale), step):
         some = slice(first, first + step)
-        error = errors_of(scale[some], None if zero_point is None else zero_point[some])
+        error = grid.error(values, scale[some], None if zero_point is None else zero_point[some])
         lost[some] = (error @ hessian).add_(others).mul_(error).sum((-1, -2))
     lost.masked_fill_(~lost.isfinite(), torch.inf)
     best = lost.argmin(0)
-    chosen = [None if each is None else each.gather(0, best[None])[0] for each in (scale, zero_point)]
-    assert chosen[0] is not None
-    error = errors_of(chosen[0], chosen[1]).view(rows, width)
-    return torch.where(lost.amin(0).isfinite(), best, -1), error
+    at = best[None, :, None, None]
+    error = grid.error(values, scale.gather(0, at)[0], None if zero_point is None else zero_point.gather(0, at)[0])
+    return torch.where(lost.amin(0).isfinite(), best, -1), error.view(shape)

@@ -129,13 +129,6 @@ def rows_of_counts(observed: torch.Tensor) -> Rows | None:
     return Rows(torch.stack(values)[None, :, None], counts, observed.dtype)
 
 
-def rows_of_blocks(weight: torch.Tensor, height: int, width: int, hessian: torch.Tensor | None = None) -> Rows:
-    """Blocks of a weight, which they divide: a view."""
-    rows, columns = weight.shape
-    blocks = weight.view(rows // height, height, columns // width, width).transpose(1, 2)
-    return Rows(blocks, hessian=hessian)
-
-
 def _importance_rows(importance: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
     """Importance as ``(I, G)``, where I divides the number of scales and row r takes the weights of r modulo I."""
     if importance is None:

@@ -19,8 +19,9 @@ import lightning_obs
 from lightning_obs.numerics.candidates import shrink_factors
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.kernels import launch
-from lightning_obs.numerics.search import cpu, cpu_kernel, definition
+from lightning_obs.numerics.search import cpu, cpu_format, cpu_kernel, definition
 from lightning_obs.numerics.search.cpu_power import fit_power
+from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.numerics.search.rows import Rows, rows_of_observed
 from tests.numerics.search.test_ranges import FORMATS as SOME_FORMATS
@@ -37,6 +38,7 @@ FORMATS = SOME_FORMATS | {
         num_bits=4, type="float", strategy="group", group_size=16, scale_dtype=torch.float8_e4m3fn
     ),
 }
+INT4 = GridSearch(NumberGrid.of(FORMATS["int4"]), FACTORS)
 SIGNED = {name for name in FORMATS if name.endswith("signed")}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -44,9 +46,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def both(rows, name, factors=FACTORS, norm=2.4, expand=1.0):
     """The loops' outcome and the definition's."""
     grid = NumberGrid.of(FORMATS[name], name in SIGNED)
-    assert cpu.can_search(rows, grid, norm)
-    candidates = torch.tensor(factors, dtype=torch.float64)
-    return cpu.visit(rows, factors, grid, norm, expand, None), definition.visit(rows, candidates, grid, norm, expand)
+    search = GridSearch(grid, factors, None, norm, expand)
+    assert cpu.can_search(rows, search)
+    return cpu.visit(rows, search), definition.visit(rows, search)
 
 
 def assert_equal(loops, exact):
@@ -107,11 +109,11 @@ def test_rows_of_every_length_fill_a_tile(name, size):
 @pytest.mark.parametrize("name", FORMATS)
 def test_scales_are_rounded_as_compressed_tensors_rounds_them(name, dtype):
     grid = NumberGrid.of(FORMATS[name], name in SIGNED)
-    form, _ = cpu._format(grid, dtype, FACTORS, 1.0)
+    form, _ = cpu_format.loop_format(GridSearch(grid, FACTORS), dtype)
     ends = torch.randn(2000, 2).mul_(torch.rand(2000, 1) * 9 + 0.01).sort(1).values.to(dtype)
     scale, zero_point = grid.qparams(ends[:, 0], ends[:, 1])
     zero_point = torch.zeros_like(scale) if zero_point is None else zero_point
-    found = [cpu_kernel.qparams(np.float32(low), np.float32(high), form) for low, high in ends.float().numpy()]
+    found = [cpu_format.qparams(np.float32(low), np.float32(high), form) for low, high in ends.float().numpy()]
     assert [one[0] for one in found] == scale.tolist()
     assert [one[1] for one in found] == zero_point.tolist()
 
@@ -144,16 +146,16 @@ def test_candidates_that_tie_are_decided_by_the_definition():
 
 def test_nearly_all_rows_are_decided_by_the_loops(monkeypatch):
     left = []
-    settle = cpu._Search._settle
+    settle = cpu._Loops._settle
 
     def counting(self, start, low, high, best, rival):
         left.append((rival != -1).float().mean().item())
         return settle(self, start, low, high, best, rival)
 
-    monkeypatch.setattr(cpu._Search, "_settle", counting)
+    monkeypatch.setattr(cpu._Loops, "_settle", counting)
     for name in FORMATS:
         for dtype in DTYPES:
-            search_range(torch.randn(1, 512, 64).to(dtype), FORMATS[name], FACTORS)
+            search_range(torch.randn(1, 512, 64).to(dtype), GridSearch(NumberGrid.of(FORMATS[name]), FACTORS))
     assert len(left) >= len(FORMATS) * len(DTYPES)
     assert max(left) < 0.08
 
@@ -183,10 +185,11 @@ def test_any_number_of_threads_finds_the_same_bits(name, monkeypatch):
     threads, found = torch.get_num_threads(), []
     observed = torch.randn(1, 3000, 128)
     long = torch.randn(1, 1, 300_000)
+    search = GridSearch(NumberGrid.of(FORMATS[name]), FACTORS)
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append([*search_range(observed, FORMATS[name], FACTORS), *search_range(long, FORMATS[name], FACTORS)])
+            found.append([*search_range(observed, search), *search_range(long, search)])
     finally:
         torch.set_num_threads(threads)
     for other in found[1:]:
@@ -195,10 +198,9 @@ def test_any_number_of_threads_finds_the_same_bits(name, monkeypatch):
 
 def test_two_threads_of_python_may_search_at_once():
     observed = [torch.randn(1, 200, 64) for _ in range(8)]
-    expected, found = [search_range(x, FORMATS["int4"], FACTORS) for x in observed], {}
+    expected, found = [search_range(x, INT4) for x in observed], {}
     threads = [
-        threading.Thread(target=lambda i=i: found.update({i: search_range(observed[i], FORMATS["int4"], FACTORS)}))
-        for i in range(8)
+        threading.Thread(target=lambda i=i: found.update({i: search_range(observed[i], INT4)})) for i in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -242,12 +244,15 @@ SEARCH = """
 import warnings, torch
 from compressed_tensors.quantization import QuantizationArgs
 from lightning_obs.numerics.candidates import shrink_factors
+from lightning_obs.numerics.formats import NumberGrid
+from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 torch.manual_seed(0)
-args, x = QuantizationArgs(num_bits=4), torch.randn(1, 20, 64)
+search = GridSearch(NumberGrid.of(QuantizationArgs(num_bits=4)), shrink_factors(0.2, 100))
+x = torch.randn(1, 20, 64)
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
-    found = [search_range(x, args, shrink_factors(0.2, 100))[:2] for _ in range(2)]
+    found = [search_range(x, search)[:2] for _ in range(2)]
 print("warnings", [str(w.message) for w in said if w.category.__name__ == "CalibrationWarning"])
 print("range", found[0][0].sum().item())
 """

@@ -16,7 +16,7 @@ from lightning_obs.numerics.candidates import shrink_factors, visited
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import flatten_for_calibration
 from lightning_obs.numerics.search import cpu, definition, ranges
-from lightning_obs.numerics.search.ranges import search_block_range
+from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.rows import observed_range, rows_of_observed
 
 FACTORS = shrink_factors(maxshrink=0.2, grid=100.0)
@@ -48,9 +48,14 @@ def execution(request, monkeypatch):
     return request.param
 
 
+def search(observed, args, factors, importance=None, **options):
+    """What a grid search finds."""
+    return ranges.search_range(observed, GridSearch(NumberGrid.of(args), factors, **options), importance=importance)
+
+
 def search_range(*args, **kwargs):
     """The chosen range."""
-    return ranges.search_range(*args, **kwargs)[:2]
+    return search(*args, **kwargs)[:2]
 
 
 def brute_force(observed, args, factors, patience=5, norm=2.4, expand=1.0, importance=None):
@@ -150,9 +155,9 @@ def test_no_visited_candidate_has_less_error_in_float64(args, dtype):
 @pytest.mark.parametrize("tile", [1, 7, 64, 100, 1000])
 @pytest.mark.parametrize("shape", [(1, 12, 1, 64), (9, 4, 16), (9, 1, 33)])
 def test_the_tile_changes_nothing_but_rounding(shape, tile):
-    observed, factors = torch.randn(shape), torch.tensor(FACTORS, dtype=torch.float64)
-    grid, rows = NumberGrid.of(FORMATS["int4"]), rows_of_observed(observed)
-    results = [definition.visit(rows, factors, grid, 2.4, 1.0, tile=tile) for tile in (0, tile)]
+    observed = torch.randn(shape)
+    int4, rows = GridSearch(NumberGrid.of(FORMATS["int4"]), FACTORS), rows_of_observed(observed)
+    results = [definition.visit(rows, int4, tile) for tile in (0, tile)]
     ends = [(found.low.reshape(shape[1:-1]), found.high.reshape(shape[1:-1])) for found in results]
     whole, tiled = (error_at(observed, FORMATS["int4"], found) for found in ends)
     torch.testing.assert_close(tiled, whole, rtol=1e-5, atol=0)
@@ -170,10 +175,8 @@ def test_a_search_of_rows_ends_where_the_last_row_ends():
 @pytest.mark.parametrize("patience", [1, 2, 5])
 def test_parts_that_join_what_improved_end_where_the_whole_ends(name, patience):
     observed = torch.randn(1, 6, 64)
-    whole = ranges.search_range(observed, FORMATS[name], FACTORS, patience=patience)
-    halves = [
-        ranges.search_range(part, FORMATS[name], FACTORS, patience=patience, part=True) for part in observed.chunk(2, 1)
-    ]
+    whole = search(observed, FORMATS[name], FACTORS, patience=patience)
+    halves = [search(part, FORMATS[name], FACTORS, patience=patience, is_part=True) for part in observed.chunk(2, 1)]
     improved = [any(each) for each in zip(*(half.improved for half in halves), strict=True)]
     stop = visited(improved, patience)
     assert improved[:stop] == whole.improved
@@ -316,7 +319,7 @@ def test_blocks_are_searched_where_they_are_as_they_would_be_when_copied(dtype, 
     args = QuantizationArgs(**kwargs, strategy="block", block_structure=[8, 16])
     weight = (torch.randn(32, 80) * torch.rand(32, 1)).to(dtype)
     blocks = weight.reshape(4, 8, 5, 16).transpose(1, 2).flatten(-2).unsqueeze(0)
-    assert_same(search_block_range(weight, args, FACTORS)[:2], search_range(blocks, args, FACTORS))
+    assert_same(search_range(weight, args, FACTORS), search_range(blocks, args, FACTORS))
 
 
 @pytest.mark.parametrize("name", FORMATS)

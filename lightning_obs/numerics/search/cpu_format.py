@@ -1,0 +1,124 @@
+"""A number format for the compiled loops: its numbers, and how a range becomes a scale."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from compressed_tensors.quantization.utils import should_generate_mx_scales
+
+from lightning_obs.numerics.formats import NumberFormat, format_of_dtype
+from lightning_obs.numerics.kernels.jit import jit
+from lightning_obs.numerics.search.definition import GridSearch
+
+f32, i32 = np.float32, np.int32
+
+
+class Format(NamedTuple):
+    """Numbers of a format, and how a range becomes a scale: float32 and int32, so that a loop stays in them.
+
+    Rounding to a floating format adds and subtracts ``1.5 * 2**(23 - mantissa)`` times the power of two of the value,
+    which is at least that of the smallest normal number: ``normal`` and ``magic`` hold both as bits.
+    """
+
+    low: Any
+    high: Any
+    is_float: bool
+    normal: Any
+    magic: Any
+    symmetric: bool
+    signed: bool  # whether the scale is negative where the range reaches farther above zero
+    divisor: Any  # of the range: the scale
+    exact: bool  # whether scales are rounded to less than float32, or zero points or signs depend on the last bit
+    range: Any  # (normal, magic, largest number) of the range's dtype; magic 0: float32
+    scale: Any  # the same of the scale's; magic 0: the range's
+    mx_round: Any  # power of two scales (MX): what is added to the bits before the mantissa goes; 0: none
+    mx_offset: Any
+    eps: Any  # instead of a scale of zero
+    least: Any  # no magnitude that is smaller is searched here
+    most: Any  # nor one that is more scales
+
+
+def loop_format(search: GridSearch, dtype: torch.dtype) -> tuple[Format, float]:
+    """A format's parameters for the loops, and the largest distance of a value to its number, in first scales."""
+    grid, factors = search.grid, search.factors
+    number, mx = grid.number, should_generate_mx_scales(grid.args)
+    half = format_of_dtype(dtype)
+    rounded = None if mx or grid.scale_dtype in (None, dtype) else format_of_dtype(grid.scale_dtype)
+    # A scale may be narrower than its range asks for, by the last bit of its mantissa.
+    slack = 2.0 if mx else 1.01 if rounded is None else 1 + 0.56 * 2.0**-rounded.mantissa
+    span = -grid.low if grid.signed else (grid.high - grid.low) / (2 if grid.symmetric else 1)
+    most, narrowest = span * slack / (search.expand * factors[0]), min(factors) / factors[0]
+    distance = max(grid.last_step * max(factors) / factors[0], most - (span - 1) * narrowest / slack + 1)
+    zero = torch.zeros(1, dtype=dtype)
+    normal, magic, _ = _bits(number)
+    form = Format(
+        *(f32(grid.low), f32(grid.high), number is not None, normal, magic, grid.symmetric, grid.signed),
+        divisor=f32(span),
+        exact=half is not None or rounded is not None or mx or not grid.symmetric or grid.signed,
+        range=_bits(half),
+        scale=_bits(rounded),
+        mx_round=i32(1 << (22 - number.mx_mantissa) if mx and number is not None else 0),
+        mx_offset=i32(math.floor(math.log2(grid.high)) << 23),
+        eps=f32(grid.qparams(zero, zero)[0].item()),
+        least=f32(2.0 ** (-100 if half is None or not mx else max(-100, half.smallest + 1))),
+        most=f32(most * 1.01),
+    )
+    return form, distance
+
+
+def _bits(number: NumberFormat | None) -> tuple[Any, Any, Any]:
+    """``normal`` and ``magic`` of a floating format, and its largest number; None: ``magic`` is 0."""
+    if number is None:
+        return i32(127 << 23), i32(0), f32(0)
+    magic = ((23 - number.mantissa) << 23) + (1 << 22)
+    return i32((number.smallest + 127) << 23), i32(magic), f32(number.last)
+
+
+@jit()
+def near(x: Any, normal: Any, magic: Any) -> Any:
+    """The nearest number of a floating format, ties to even, without its largest number."""
+    power = i32(f32(x).view(i32) & i32(0x7F800000))
+    shift = i32(max(power, normal) + magic).view(f32)
+    return (x + shift) - shift
+
+
+@jit()
+def near_integer(x: Any) -> Any:
+    """The nearest integer, ties to even, up to 2**22."""
+    return (x + f32(12582912.0)) - f32(12582912.0)
+
+
+@jit()
+def stored(x: Any, form: Format) -> Any:
+    """Rounded to the dtype of the range; infinite beyond its largest number, which float16 reaches early."""
+    if not form.range[1]:
+        return x
+    rounded = near(x, form.range[0], form.range[1])
+    return rounded if abs(rounded) <= form.range[2] else x * f32(np.inf)
+
+
+@jit()
+def qparams(low: Any, high: Any, form: Format) -> Any:
+    """Scale and zero point as compressed-tensors computes them, rounding after every operation as it does."""
+    low, high = min(low, f32(0)), max(high, f32(0))
+    zero = f32(0)
+    if form.symmetric:
+        size = max(-low, high)
+        if form.mx_round:
+            power = i32(i32(f32(size).view(i32) + form.mx_round) & i32(0x7F800000))
+            scale = i32(max(i32(power - form.mx_offset), i32(0))).view(f32)
+            if form.range[1] and power.view(f32) > form.range[2]:  # the power of two is taken in the range's dtype
+                scale = f32(np.inf)
+        else:
+            scale = stored(size / form.divisor, form)
+            if form.signed and high > -low:
+                scale = -scale
+    else:
+        scale = stored(stored(high - low, form) / form.divisor, form)
+        zero = near_integer(min(max(stored(form.low - stored(low / scale, form), form), form.low), form.high))
+    if form.scale[1]:
+        scale = near(min(scale, form.scale[2]), form.scale[0], form.scale[1])
+    return (scale if scale != f32(0) else form.eps), zero
