@@ -18,6 +18,7 @@ from lightning_obs.app.console import step
 from lightning_obs.app.job import Job
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.quantized_forward import quantized, weights_kept
+from lightning_obs.model.offload import device_of
 
 #: texts, and how many tokens of each are given
 PROMPTS, PROMPT_TOKENS = 3, 32
@@ -47,8 +48,8 @@ def continuations(job: Job, as_quantized: bool) -> list[dict[str, Any]] | None:
             "generation_check is for causal language models of transformers", got=type(model).__name__,
             remedy="generation_check=0.",
         )  # fmt: skip
-    model.to(job.trainer.strategy.root_device)
-    prompts = _prompts(job).to(model.device)
+    job.module.to(job.trainer.strategy.root_device)
+    prompts = _prompts(job).to(device_of(model))
     loops = _Loops(prompts.shape[1], model.generation_config.eos_token_id)
     with ExitStack() as stack:
         which = "quantized" if as_quantized else "original"

@@ -32,6 +32,7 @@ from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.write import require_free
 from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.model.offload import device_of, stay_put
 from lightning_obs.report.predictions import Moved, Predictions
 from lightning_obs.schemes.config import as_names
 
@@ -84,7 +85,7 @@ class Job:
             inputs = self.module.model_inputs(batch)
         else:
             inputs = {**batch, **({"use_cache": False} if is_transformers_model(self.model) else {})}
-        return dict(move_data_to_device(inputs, device or next(self.model.parameters()).device))
+        return dict(move_data_to_device(inputs, device or device_of(self.model)))
 
     def quality(self, what: str, as_quantized: bool = True, again: LightningModule | None = None) -> Quality | None:
         """Quality of the model, which the user is told as ``what``; None where it is not measured.
@@ -148,7 +149,9 @@ def made(node: Any, **given: Any) -> Any:
 def load_module(config: DictConfig) -> LightningModule:
     """The LightningModule that ``model`` describes."""
     with step("loading the model"):
-        return made(config.model)
+        module: LightningModule = made(config.model)
+    stay_put(module)  # the Trainer that measures has no callback of ours
+    return module
 
 
 def check_data(config: DictConfig) -> None:

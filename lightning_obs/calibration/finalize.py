@@ -23,8 +23,9 @@ from lightning_obs.calibration.weights import Observe, ShardedWeights
 from lightning_obs.errors import CalibrationError, name_list, refuse, sendable, warn
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.kinds import count_heads
+from lightning_obs.model.offload import at_rest, is_offloaded
 from lightning_obs.model.qparams import ROUNDED, as_stored, clear_qparams, read_qparams, write_qparams
-from lightning_obs.model.weight import matrix_shape, place_of, reshard, rows_here
+from lightning_obs.model.weight import matrix_shape, onloaded, place_of, reshard, rows_here
 from lightning_obs.numerics.qparams import ATTENTION, QParamsDict
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.statistic import all_finite
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from lightning_obs.calibration.session import CalibrationSession
 
 
+@at_rest()
 @torch.inference_mode(False)
 @torch.no_grad()
 def finalize(session: CalibrationSession, weights: bool, activations: bool) -> CalibrationResult:
@@ -120,7 +122,7 @@ def _weights(
     modules = {key: t.module for t in session.plan.targets if (key := (t.name, "weight")) in observers}
     try:
         refuse(
-            [name for (name, _), module in modules.items() if module.weight.is_meta],
+            [name for (name, _), m in modules.items() if m.weight.is_meta and not is_offloaded(m)],
             "the weight is not materialized (meta device)",
             remedy="load it first.",
         )
@@ -158,7 +160,8 @@ def _observe(
         return sharded.observe(keys, owners, failure, observe)
 
     def search(key: Key) -> None:
-        observe(key, observers[key], rows_here(modules[key]))
+        with onloaded(modules[key]):
+            observe(key, observers[key], rows_here(modules[key]))
 
     return share_weights({key: observers[key] for key in keys}, owners, search, collectives, failure).collectives
 

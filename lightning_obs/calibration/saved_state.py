@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError, name_list, refuse
 from lightning_obs.files.read import naming
+from lightning_obs.model.offload import at_rest
 from lightning_obs.model.qparams import CHECKSUMS, write_qparams
 from lightning_obs.model.wrappers import without_adapters, without_wrappers
 from lightning_obs.observers import Observer
@@ -98,7 +99,7 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
     unknown = sorted(qparams.keys() - {target.name for target in plan.targets})
     refuse(unknown, "the saved calibration has modules that this model has not")
     refuse(list(_misfits(plan, qparams, state["checksums"])), "the saved calibration does not fit", remedy=_REMEDY)
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), at_rest():
         for target in plan.targets:
             if target.name in qparams:
                 write_qparams(target.module, target.scheme, qparams[target.name])

@@ -31,6 +31,7 @@ from lightning_obs.forward.quantized_forward import INSIDE
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.model.offload import at_rest, register_offload
 from lightning_obs.model.qparams import (
     CHECKSUMS,
     Calibration,
@@ -113,7 +114,8 @@ class CalibrationSession:
         self.label = self.options.label
         register_fsdp_units(model)
         self.model = unwrapped(model)
-        with without_wrappers(self.model):
+        register_offload(self.model)
+        with without_wrappers(self.model), at_rest():
             fused_sets = [*self.options.engine.fused_sets, *self.options.fused_sets]
             self.plan: Plan = build_plan(self.model, self.options.config, fused_sets)
             #: what each engine does with the checkpoint; empty for a model that is not of transformers

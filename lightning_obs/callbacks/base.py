@@ -22,7 +22,13 @@ from lightning_obs.calibration.saved_state import changed_options, require_whole
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import PADDING, find_mask
 from lightning_obs.callbacks.results import Results
-from lightning_obs.callbacks.strategies import collectives_of, repeated_in_batch, repeated_samples, require_exact
+from lightning_obs.callbacks.strategies import (
+    collectives_of,
+    leave_in_place,
+    repeated_in_batch,
+    repeated_samples,
+    require_exact,
+)
 from lightning_obs.callbacks.which_module import describe, find_module
 from lightning_obs.errors import name_list, refuse_unknown, warn
 from lightning_obs.model.checksums import refuse_unmerged
@@ -97,6 +103,12 @@ class SessionCallback(Results):
     def state_key(self) -> str:
         """Two calibrations in one Trainer keep their states apart."""
         return str(self._generate_state_key(scheme=self.label, module=self.module))
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what cannot work in the end; keep an offloaded model where it is."""
+        super().setup(trainer, pl_module, stage)
+        leave_in_place(trainer, pl_module)
 
     # ------------------------------------------------------------------ the session
 

@@ -25,10 +25,11 @@ from typing_extensions import Unpack, override
 
 from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
 from lightning_obs.callbacks.quantized_fit import FitKeywords, QuantizedFit, require_not_negative
-from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.errors import CalibrationError, refuse, warn
 from lightning_obs.fine_tuning.learned_scales import frozen
 from lightning_obs.forward.calls import in_evaluation_mode, logits_of
 from lightning_obs.model.additions import keep_hook_out, set_attributes
+from lightning_obs.model.offload import is_offloaded
 from lightning_obs.schemes.config import SchemeLike, has_rounding
 
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
@@ -122,6 +123,15 @@ class QuantizationAwareTraining(QuantizedFit):
         """Refuse what cannot work before any training; hand learned scales to the optimizer, wrap the loss."""
         self.require_precision(trainer)
         session = self.prepare(trainer, pl_module)
+        refuse(
+            [
+                name
+                for name, module in session.model.named_modules()
+                if is_offloaded(module) and any(p.requires_grad for p in module.parameters(recurse=False))
+            ],
+            "weights that are offloaded come and go, so they cannot be trained",
+            remedy="load the model whole, or freeze them (parameter.requires_grad_(False)) and train the others.",
+        )
         assert self._training is not None
         if self._training.learned is not None and trainer.optimizers:
             self._training.learned.join(trainer.optimizers)

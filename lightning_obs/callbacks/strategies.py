@@ -1,4 +1,4 @@
-"""What a Trainer's strategy says about the other ranks."""
+"""What a Trainer's strategy says about the other ranks, and where it puts the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.errors import CalibrationError
+from lightning_obs.model.offload import stay_put
 from lightning_obs.observers import Observer
 from lightning_obs.ranks.collectives import Collectives, Op, all_ranks_answer, gather_objects
 
@@ -58,6 +59,26 @@ def collectives_of(trainer: Trainer) -> Collectives:
         return reduced
 
     return Collectives(reduce, gather_objects, trainer.global_rank, strategy.root_device, trainer.world_size)
+
+
+def leave_in_place(trainer: Trainer, pl_module: LightningModule) -> None:
+    """Let the Trainer move nothing that accelerate or compressed-tensors has dispatched.
+
+    It moves the model to its device before the run, and to the CPU when it tears down the strategy, as the very last.
+    """
+    undo, strategy = stay_put(pl_module), trainer.strategy
+    own, teardown = vars(strategy), strategy.teardown
+    before = {name: own[name] for name in ("teardown",) if name in own}  # of another callback
+
+    def tear_down() -> None:
+        del own["teardown"]
+        own.update(before)
+        try:
+            teardown()
+        finally:
+            undo()
+
+    own["teardown"] = tear_down
 
 
 def require_exact(trainer: Trainer, session: CalibrationSession) -> None:

@@ -33,6 +33,7 @@ from lightning_obs.files.write import require_room, whole_folder
 from lightning_obs.forward.attention import marked_as_hooked
 from lightning_obs.model.checksums import require_ready
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model
+from lightning_obs.model.offload import at_rest
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.weight import in_shards, register_fsdp_units
 from lightning_obs.model.wrappers import adopt_adapters, unwrapped, without_adapters, without_wrappers
@@ -80,6 +81,7 @@ def export_checkpoint(
         return _export(model, Path(folder), tokenizer, overwrite, max_shard_size)
 
 
+@at_rest()
 def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool, max_shard_size: int | str) -> Path:
     refuse(
         [n for n, m in calibrated_modules(model) if "weight" in vars(m)],  # a plain attribute, no parameter
@@ -252,8 +254,10 @@ def _name_modules(config: QuantizationConfig, model: nn.Module, tensors: Set[str
 
 def _save_without_tensors(model: Any, folder: Path) -> None:
     """What transformers saves beside the tensors: configs, and the model's code if that is not its own."""
-    # A model that was itself loaded through a quantizer would save that one's config, one with adapters only these.
-    aside = {key: vars(model).pop(key) for key in ("hf_quantizer", "_hf_peft_config_loaded") if key in vars(model)}
+    # A model that was itself loaded through a quantizer would save that one's config, one with adapters only these, and
+    # one that is offloaded would warn of memory.
+    misleading = ("hf_quantizer", "_hf_peft_config_loaded", "hf_device_map")
+    aside = {key: vars(model).pop(key) for key in misleading if key in vars(model)}
     config = vars(model.config).pop("quantization_config", None)
     try:
         with _no_progress_bar():

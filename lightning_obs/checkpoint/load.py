@@ -24,6 +24,7 @@ from lightning_obs.files.tensors import WEIGHTS_FILE, TensorReader
 from lightning_obs.files.write import settle_dead
 from lightning_obs.forward.quantized_forward import quantize_for_good
 from lightning_obs.model.checksums import remember
+from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.qparams import write_qparams
 from lightning_obs.model.wrappers import unwrapped
 from lightning_obs.schemes.build_plan import is_meant
@@ -55,6 +56,11 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
             model is unchanged then.
     """
     given, model, folder = model, unwrapped(model), Path(folder)
+    refuse(
+        [name for name, module in model.named_modules() if is_offloaded(module)],
+        "a checkpoint cannot be loaded into a model that is offloaded",
+        remedy="load it into the whole model, then dispatch that.",
+    )
     if not folder.exists():
         settle_dead(Path(os.path.realpath(folder)).parent)
     raw = read_json(folder / CONFIG_FILE, remedy=_REMEDY).get("quantization_config")

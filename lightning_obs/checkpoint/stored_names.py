@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_obs.files.tensors import TensorWriter
 from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.model.weight import identities
 
 
 @dataclass
@@ -69,10 +70,10 @@ def _without_tied(model: Any, entries: Mapping[str, torch.Tensor]) -> dict[str, 
     """The entries that transformers saves."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    own = identities(model)
     # transformers compares addresses, which meta tensors do not have.
-    stand_ins = {id(tensor): torch.empty(1) for _, tensor in own}
-    tied = {name: stand_ins[id(tensor)] for name, tensor in own if name in entries}
+    stand_ins = {one: torch.empty(1) for one in own.values()}
+    tied = {name: stand_ins[one] for name, one in own.items() if name in entries}
     left_out = set(model._keys_to_ignore_on_save or ())
     kept = remove_tied_weights_from_state_dict({name: tied.get(name, torch.empty(1)) for name in entries}, model)
     return {name: tensor for name, tensor in entries.items() if name in kept and name not in left_out}

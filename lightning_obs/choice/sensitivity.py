@@ -25,6 +25,7 @@ from lightning_obs.choice.divergence import Losses, Twins, divergences
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.forward.calls import call_on, in_evaluation_mode
 from lightning_obs.forward.quantized_tensors import quantized_weight
+from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.qparams import calibration_of, put_back
 from lightning_obs.model.weight import in_shards
 from lightning_obs.schemes.config import SchemeLike, as_names
@@ -138,7 +139,8 @@ def sensitivity(
         ([('0',), ('2',)], {'int8': 320, 'none': 1024})
     """
     candidates = _named(schemes)
-    refuse([n for n, m in model.named_modules() if in_shards(m)], "sensitivities need whole weights, on one device")
+    elsewhere = [n for n, m in model.named_modules() if in_shards(m) or is_offloaded(m)]
+    refuse(elsewhere, "sensitivities need whole weights, on one device")
     sessions = {
         name: CalibrationSession(model, candidate_options(scheme, **options))
         for name, scheme in candidates.items()

@@ -27,6 +27,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.forward.quantized_forward import set_learned_scale
+from lightning_obs.model.offload import device_of
 from lightning_obs.model.qparams import ROUNDED
 from lightning_obs.model.weight import adapters_of, held, in_shards
 from lightning_obs.numerics.fake_quantize import learned_scale
@@ -182,7 +183,7 @@ class _Scale:
 
     def follow(self) -> None:
         """Go to the device where the module is now."""
-        device = next(self.target.module.parameters()).device
+        device = device_of(self.target.module)
         self.factor.data = self.factor.data.to(device)
         self.calibrated = None if self.calibrated is None else self.calibrated.to(device)
 

@@ -41,6 +41,8 @@ from lightning_obs.forward.quantized_tensors import (
 )
 from lightning_obs.model.additions import add, keep_hook_out, set_attributes
 from lightning_obs.model.checksums import not_ready, refuse_unmerged
+from lightning_obs.model.kinds import is_dispatched
+from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.qparams import calibrated_modules, quantized_states, read_qparams
 from lightning_obs.model.weight import adapters_of
 from lightning_obs.numerics.fake_quantize import learned_scale
@@ -101,7 +103,8 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
 
     Takes the memory of the weights once more; nothing may change them meanwhile.
     """
-    states = [state for _, module in calibrated_modules(model) if (state := getattr(module, STATE, None)) is not None]
+    modules = [module for _, module in calibrated_modules(model) if not is_offloaded(module)]  # else they come to stay
+    states = [state for module in modules if (state := getattr(module, STATE, None)) is not None]
     try:
         for state in states:
             state.kept = []
@@ -201,10 +204,14 @@ def _quantized_attributes(
 ) -> dict[str, Any]:
     """The attributes with which an instance runs quantized."""
     outer = getattr(module, STATE, None)  # of a block around this one: quantizing twice is not the same
+    # accelerate's hook stands around the forward, and has the weight there only while that runs.
+    place = "_old_forward" if "_hf_hook" in vars(module) else "forward"
     if outer is None:
-        before = vars(module).get("forward")
+        before = vars(module).get(place)
         if getattr(before, "__code__", before) in set_forward_quantized.__code__.co_consts:
             before = None  # compressed-tensors' quantized forward stands for the class's
+        if getattr(before, "__func__", None) is type(module).forward:
+            before = None
     else:
         before, trainable = outer.before, trainable and outer.trainable
         output_by_hook = output_by_hook or outer.output_by_hook
@@ -213,7 +220,7 @@ def _quantized_attributes(
     function: Callable[..., Any] = _linear_forward if plain_linear else _forward
     forward = partial(function, module)  # a bound method would not pickle...
     vars(forward)["__func__"] = function  # ...but compressed-tensors looks for its function
-    return {STATE: quantization, "forward": forward}
+    return {STATE: quantization, place: forward}
 
 
 def _move_qparams(module: nn.Module) -> None:
@@ -224,7 +231,13 @@ def _move_qparams(module: nn.Module) -> None:
 
 
 def _register_qparams(module: nn.Module) -> list[str]:
-    """Make buffers of a module's quantization parameters, and return the names of those that were none."""
+    """Make buffers of a module's quantization parameters, and return the names of those that were none.
+
+    A dispatched module is moved by nobody, and its buffers may be offloaded: there they stay attributes.
+    """
+    if is_dispatched(module):
+        _move_qparams(module)
+        return []
     with torch.inference_mode(False):
         plain = {name: value for name, value in read_qparams(module).items() if name not in module._buffers}
     for name, value in plain.items():

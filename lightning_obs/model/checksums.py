@@ -24,8 +24,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.model.kinds import is_dispatched
+from lightning_obs.model.offload import at_rest, is_offloaded
 from lightning_obs.model.qparams import CHECKSUMS, calibrated_modules
-from lightning_obs.model.weight import adapters_of, part_here, place_of, reshard
+from lightning_obs.model.weight import adapters_of, by_unit, identity, onloaded, part_here, place_of, reshard
 from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.ranks.collectives import all_ranks_answer
 
@@ -72,20 +74,27 @@ def not_ready(model: nn.Module) -> CalibrationError | None:
     )
 
 
+@at_rest()
 def checksums(places: Sequence[tuple[nn.Module, str]]) -> list[int]:
     """Of each tensor ``(module, name)`` the checksum of all of it; the weight of a LoRA layer counts as merged.
 
     Where parameters are sharded, all ranks must call this, with the same places.
     """
-    values = [getattr(module, name) for module, name in places]
-    keys = [  # a parameter of two modules is read once
-        (id(value), name if adapters_of(module) is None else id(module))
-        for value, (module, name) in zip(values, places, strict=True)
+    kept = [getattr(module, name) for module, name in places]  # an id is of one object while that is alive
+    keys: list[Hashable] = [  # a parameter of two modules is read once
+        (identity(module, name), name if adapters_of(module) is None else id(module)) for module, name in places
     ]
-    parts: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], dict[Hashable, torch.Tensor]] = {}
+    once: dict[nn.Module, list[tuple[Hashable, str]]] = {}
     for key, (module, name) in dict(zip(keys, places, strict=True)).items():
-        part, first = part_here(module, name)
-        parts.setdefault((part.device, place_of(module, name).groups), {})[key] = checksum(part, first)
+        once.setdefault(module, []).append((key, name))
+    parts: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], dict[Hashable, torch.Tensor]] = {}
+    for unit in by_unit(once):
+        with onloaded(unit[0]):
+            for module in unit:
+                for key, name in once[module]:
+                    part, first = part_here(module, name)
+                    parts.setdefault((part.device, place_of(module, name).groups), {})[key] = checksum(part, first)
+    del kept
     found: dict[Hashable, int] = {}
     for (_, groups), by_key in parts.items():  # one reduction and one copy to the host for all
         total = torch.stack(list(by_key.values()))
@@ -96,6 +105,7 @@ def checksums(places: Sequence[tuple[nn.Module, str]]) -> list[int]:
     return [found[key] for key in keys]
 
 
+@at_rest()
 def remember(model: nn.Module) -> None:
     """Keep the checksums of everything that a checkpoint of ``model`` holds, on its modules.
 
@@ -110,6 +120,7 @@ def remember(model: nn.Module) -> None:
         vars(module)[CHECKSUMS] = by_module.get(module, {})
 
 
+@at_rest()
 def changed_since(model: nn.Module) -> list[str]:
     """Names of parameters and buffers that are not what they were when ``model`` was calibrated.
 
@@ -130,11 +141,13 @@ def changed_since(model: nn.Module) -> list[str]:
 
 def _held(module: nn.Module) -> Iterator[str]:
     """What a checkpoint holds of a module by itself. Buffers of integers count steps, which changes no output."""
+    offloaded = is_dispatched(module) and is_offloaded(module)
     for name, parameter in module.named_parameters(recurse=False):
-        if not parameter.is_meta and not is_lazy(parameter):
+        if (offloaded or not parameter.is_meta) and not is_lazy(parameter):
             yield name
     for name, buffer in module.named_buffers(recurse=False):
-        if buffer.is_floating_point() and not buffer.is_meta and name not in module._non_persistent_buffers_set:
+        there = offloaded or not buffer.is_meta
+        if buffer.is_floating_point() and there and name not in module._non_persistent_buffers_set:
             yield name
 
 

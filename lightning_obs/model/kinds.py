@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from compressed_tensors.offload import OffloadCache
 from compressed_tensors.quantization import is_cached_attention_module
 from compressed_tensors.utils import get_num_attn_heads, get_num_kv_heads
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+#: the attribute of a module that holds the module whose hook brings in its parameters (:mod:`.offload`)
+OWNER = "brought_in_by"
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,12 @@ def count_tokens(module: nn.Module, value: torch.Tensor) -> int:
 def is_transformers_model(module: object) -> bool:
     """Whether transformers can save and load it (by what it has; transformers is not imported)."""
     return hasattr(module, "save_pretrained") and hasattr(module, "config")
+
+
+def is_dispatched(module: nn.Module) -> bool:
+    """Whether accelerate or compressed-tensors says on which device the module's own tensors are (:mod:`.offload`)."""
+    own = vars(module)
+    return "_hf_hook" in own or OWNER in own or isinstance(own["_parameters"], OffloadCache)
 
 
 def holds_parameters(module: nn.Module) -> bool:

@@ -28,7 +28,8 @@ from compressed_tensors.quantization import (
 )
 from torch import nn
 
-from lightning_obs.model.kinds import has_kv_cache, kind_of
+from lightning_obs.model.kinds import has_kv_cache, is_dispatched, kind_of
+from lightning_obs.model.offload import at_rest, execution_device
 from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.numerics.qparams import ATTENTION
 
@@ -71,8 +72,12 @@ def quantized_states(module: nn.Module) -> tuple[str, ...]:
     return tuple(base for base in ATTENTION if isinstance(getattr(module, f"{base}_scale", None), torch.Tensor))
 
 
+@at_rest()
 def qparams_home(module: nn.Module) -> torch.Tensor | None:
-    """The tensor whose dtype scales are stored in, and beside which they live: the weight, or attention's first."""
+    """The tensor whose dtype scales are stored in, and beside which they live: the weight, or attention's first.
+
+    Of an offloaded module it is at rest: qparams live on the device on which the module computes.
+    """
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.Tensor):
         return weight
@@ -129,15 +134,15 @@ def storage_format(kind: type[nn.Module], scheme: QuantizationScheme) -> str:
 def as_stored(module: nn.Module, qparams: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies of quantization parameters as the module will hold them.
 
-    They are on its weight's device (attention: its first parameter's). Scales are in the weight's dtype, as
-    compressed-tensors stores them, global scales in float32.
+    They are on its weight's device (attention: its first parameter's; an offloaded module: where it computes). Scales
+    are in the weight's dtype, as compressed-tensors stores them, global scales in float32.
     """
     home, stored = qparams_home(module), {}
+    device = _device_of_qparams(module)
     for name, value in qparams.items():
         in_weights_dtype = name.endswith("_scale") and not name.endswith("_global_scale")
         dtype = home.dtype if home is not None and home.is_floating_point() and in_weights_dtype else value.dtype
-        device = value.device if home is None else home.device
-        stored[name] = value.detach().to(device=device, dtype=dtype, copy=True)
+        stored[name] = value.detach().to(device=device or value.device, dtype=dtype, copy=True)
     return stored
 
 
@@ -149,8 +154,14 @@ def read_qparams(module: nn.Module) -> dict[str, torch.Tensor]:
     own = _own_names(module)
     found = {name: getattr(module, name) for name in _QPARAMS if name in own}
     qparams = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-    home = qparams_home(module) if qparams else None
-    return qparams if home is None else {n: v.to(home.device) for n, v in qparams.items()}
+    device = _device_of_qparams(module) if qparams else None
+    return qparams if device is None else {n: v.to(device) for n, v in qparams.items()}
+
+
+def _device_of_qparams(module: nn.Module) -> torch.device | None:
+    home = qparams_home(module)
+    device = execution_device(module) if any(map(is_dispatched, module.modules())) else None
+    return home.device if home is not None and device is None else device
 
 
 def _own_names(module: nn.Module) -> set[str]:

@@ -1,8 +1,9 @@
 """One way to a module's weight: its metadata without its data, and its data for the length of a block.
 
 Where a parameter rests is not the caller's business. It is a row of :data:`PLACES`: whole on this rank, a DTensor
-(FSDP2, tensor parallelism), a piece of a flat shard of FSDP1. A further resting place (offload, a file) is a further
-row, and a case of :func:`whole_unit`. LoRA adapters beside a weight are added to it, wherever it rests.
+(FSDP2, tensor parallelism), a piece of a flat shard of FSDP1. A further resting place is a further row, and a case of
+:func:`whole_unit`. There offloaded parameters come in (:mod:`.offload`). LoRA adapters beside a weight are added to it,
+wherever it rests.
 
 FSDP1 joins the parameters of a unit (what one wrapper holds, without the wrappers inside it) to one flat tensor and
 cuts that into equal lengths, wherever a weight begins or ends. Outside of a forward a module has a one-dimensional
@@ -13,8 +14,8 @@ at hand, every module is told (:func:`register_fsdp_units`). Only one unit is ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.model.kinds import to_matrix
+from lightning_obs.model.kinds import is_dispatched, to_matrix
+from lightning_obs.model.offload import at_rest, brought_in, brought_in_by, source_of
 from lightning_obs.model.wrappers import ADAPTERS, inside
 from lightning_obs.ranks.collectives import all_ranks_answer
 
@@ -43,6 +45,7 @@ def matrix_shape(module: nn.Module) -> torch.Size | None:
     return None if matrix is None else matrix.shape
 
 
+@at_rest()
 def whole_shape(module: nn.Module, name: str = "weight") -> torch.Size | None:
     """The shape of one of the module's own tensors where all of it is; None without such a tensor."""
     return place_of(module, name).shape if isinstance(getattr(module, name, None), torch.Tensor) else None
@@ -93,9 +96,37 @@ def adapters_of(module: nn.Module) -> Any:
     return None if layer is None or layer.merged else layer
 
 
+@at_rest()
 def in_shards(module: nn.Module) -> bool:
     """Whether this rank holds a part of the module's own parameters only (FSDP2, tensor parallelism, FSDP1)."""
     return any(place_of(module, name).groups for name, _ in module.named_parameters(recurse=False))
+
+
+def onloaded(module: nn.Module) -> AbstractContextManager[None]:
+    """A block in which the module's own tensors are there, if they are offloaded; of what is sharded, this rank's."""
+    return brought_in(module) if is_dispatched(module) else nullcontext()
+
+
+def identity(module: nn.Module, name: str = "weight") -> Hashable:
+    """What is equal for two parameters that are one (tied), also where each module that is offloaded makes its own."""
+    return source_of(module, name) if is_dispatched(module) else id(getattr(module, name))
+
+
+def identities(model: nn.Module) -> dict[str, Hashable]:
+    """The :func:`identity` of each parameter and buffer, under all of its names."""
+    return {
+        f"{path}.{name}" if path else name: identity(module, name)
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in [*module._parameters, *module._buffers]
+        if getattr(module, name) is not None
+    }
+
+
+@at_rest()
+def model_bytes(model: nn.Module) -> int:
+    """What parameters and buffers take, tied ones once."""
+    own = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    return sum({one: own[name].nbytes for name, one in identities(model).items()}.values())
 
 
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -249,12 +280,13 @@ def unit_of(module: nn.Module) -> FullyShardedDataParallel | None:
 
 @contextmanager
 def whole_unit(module: nn.Module) -> Iterator[None]:
-    """Make the parameters of the module's unit of FSDP1, if it has one, whole inside the ``with`` block.
+    """Make the module's parameters whole inside the ``with`` block: its unit of FSDP1, or what is offloaded.
 
     Every rank must enter it.
     """
     unit = unit_of(module)
     with ExitStack() as stack:
+        stack.enter_context(onloaded(module))
         if unit is not None:
             # A first forward in inference mode has left a buffer that can be written to there only.
             buffer = getattr(unit._flat_param, "_full_param_padded", None)
@@ -267,5 +299,6 @@ def by_unit(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
     """Modules that are made whole together, in the order of their first; without a unit each stands alone."""
     units: dict[object, list[nn.Module]] = {}
     for module in modules:
-        units.setdefault(unit_of(module) or module, []).append(module)
+        owner = brought_in_by(module) if is_dispatched(module) else module
+        units.setdefault(unit_of(module) or owner, []).append(module)
     return list(units.values())

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.model.kinds import is_dispatched
 from lightning_obs.model.weight import whole_shape
 
 _USUAL = "gate_proj", "up_proj", "down_proj"
@@ -244,7 +245,7 @@ def _require_known(name: str, module: nn.Module) -> None:
         )
     unusual = [key for key, value in parameters.items() if not value.is_floating_point() or value.itemsize < 2]
     sharded = [key for key, value in parameters.items() if isinstance(value, DTensor)]
-    if unusual or sharded or hasattr(module, "_hf_hook") or getattr(module, "_is_expert_parallel", False):
+    if unusual or sharded or is_dispatched(module) or getattr(module, "_is_expert_parallel", False):
         raise CalibrationError(
             "stacked experts are quantized, sharded or offloaded, and cannot be taken apart",
             where=[f"{name}.{key}" for key in unusual or sharded or parameters],

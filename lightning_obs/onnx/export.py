@@ -28,6 +28,7 @@ from lightning_obs.files.write import whole_file
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.checksums import require_ready
 from lightning_obs.model.kinds import from_matrix, kind_of
+from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.qparams import (
     ROUNDED,
     args_of,
@@ -100,8 +101,8 @@ def _check_model(model: nn.Module) -> None:
     if model.training:
         raise CalibrationError(f"{type(model).__name__} is in training mode", remedy="model.eval() first.")
     refuse(
-        [name for name, module in model.named_modules() if in_shards(module)],
-        "weights are sharded over ranks",
+        [name for name, module in model.named_modules() if in_shards(module) or is_offloaded(module)],
+        "weights are sharded over ranks, or offloaded",
         remedy="export_checkpoint, then load_checkpoint in one process and export_onnx there.",
     )
     refuse(

@@ -7,7 +7,7 @@ what the user had in mind.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 
 import torch
 from compressed_tensors.quantization import QuantizationScheme
@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_obs.errors import CalibrationError, likely, name_list, refuse, warn
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model, kind_of
 from lightning_obs.model.qparams import qparams_home
-from lightning_obs.model.weight import adapters_of, matrix_shape, unit_of, whole_shape
+from lightning_obs.model.weight import adapters_of, identity, matrix_shape, unit_of, whole_shape
 from lightning_obs.model.wrappers import is_adapted
 from lightning_obs.moe.experts import fused_experts, hub_names
 from lightning_obs.observers.base import Key, Observer
@@ -82,11 +82,11 @@ def tied_heads(model: nn.Module, targets: Sequence[PlannedModule], by_class: Set
 
 def _shared_weights(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
     """The modules that share each weight, where several do."""
-    users: dict[int, list[tuple[str, nn.Module]]] = {}
+    users: dict[Hashable, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, nn.Parameter) and not is_adapted(module):  # whose weight is that of its base layer
-            users.setdefault(id(weight), []).append((name, module))
+            users.setdefault(identity(module), []).append((name, module))
     return [modules for modules in users.values() if len(modules) > 1]
 
 

@@ -77,6 +77,9 @@ class LanguageModel(TaskModule):
         path: folder or hub name; None for the default model.
         dtype: auto, float32, bfloat16, float16.
         attn_implementation: as in transformers.
+        device_map: as in transformers (``auto``, or a device for each module); ``disk`` puts all of it there. What does
+            not fit is offloaded, and comes in one module at a time.
+        offload_folder: where transformers writes what is offloaded to disk and lies in no safetensors file.
         linearize_experts: give every expert Linear modules of its own, so that they can be quantized.
         learning_rate: of AdamW, see :class:`TaskModule`.
     """
@@ -88,10 +91,16 @@ class LanguageModel(TaskModule):
         path: str | os.PathLike[str] | None = None,
         dtype: str = "auto",
         attn_implementation: str | None = None,
+        device_map: str | Mapping[str, Any] | None = None,
+        offload_folder: str | None = None,
         linearize_experts: bool = True,
         learning_rate: float = 2e-5,
     ) -> None:
-        model, tokenizer = load_pretrained(path, self.auto_class, dtype, attn_implementation)
+        where = {
+            "device_map": dict(device_map) if isinstance(device_map, Mapping) else device_map,
+            "offload_folder": offload_folder,
+        }
+        model, tokenizer = load_pretrained(path, self.auto_class, dtype, attn_implementation, **where)
         super().__init__(model, learning_rate)
         self.tokenizer = tokenizer
         self.perplexity = Perplexity(ignore_index=-100)  # what transformers' losses leave out

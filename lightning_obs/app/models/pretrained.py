@@ -34,6 +34,7 @@ def load_pretrained(
     auto_class: Any = None,
     dtype: str = "auto",
     attn_implementation: str | None = None,
+    **where: Any,
 ) -> tuple[Any, Any]:
     """Load model and tokenizer.
 
@@ -42,6 +43,7 @@ def load_pretrained(
         auto_class: ``AutoModelForCausalLM``...; None: the class that wrote the checkpoint, with its head if it has one.
         dtype: auto (as it was saved), float32, bfloat16 or float16.
         attn_implementation: as in transformers (``sdpa``, ``eager``...); None lets transformers choose.
+        **where: ``device_map`` and ``offload_folder`` as in transformers; ``device_map="disk"`` puts all of it there.
 
     Raises:
         CalibrationError: an unknown dtype; no such folder or name; the default model's package is not installed; files
@@ -50,7 +52,9 @@ def load_pretrained(
     """
     if dtype not in _DTYPES:
         raise CalibrationError("model.dtype", got=repr(dtype), expected=f"one of {', '.join(_DTYPES)}")
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    options = {k: v for k, v in {"attn_implementation": attn_implementation, **where}.items() if v is not None}
+    if options.get("device_map") == "disk":
+        options["device_map"] = {"": "disk"}
     folder = default_model_folder() if source is None else Path(source)
     name = str(source or folder)
     if not folder.exists():
@@ -63,10 +67,11 @@ def load_pretrained(
         loader = auto_class or next(filter(None, written_by), AutoModel)
         _refuse_slow_patterns(config, loader, folder)
         model = loader.from_pretrained(name, dtype=dtype, **options).eval()
+    scales = {key: x for key, x in model.state_dict().items() if key.endswith("scale") and not x.is_meta}
     schemes = {f"{each}.weight_scale": args_of(module, "weight") for each, module in model.named_modules()}
     signed = {key for key, args in schemes.items() if args is not None and can_be_signed("weight", args)}
     refuse(
-        [key for key, x in model.state_dict().items() if key.endswith("scale") and not _is_scale(x, key in signed)],
+        [key for key, x in scales.items() if not _is_scale(x, key in signed)],
         f"model.path={name} has scales that are negative or not finite",  # it may carry no checksums
         remedy="copy or export the checkpoint again.",
     )

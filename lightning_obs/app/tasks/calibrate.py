@@ -26,6 +26,7 @@ from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.callbacks.which_module import describe, find_module
+from lightning_obs.model.weight import model_bytes
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.facts import Report, poor_layers
 from lightning_obs.report.layer_errors import LayerError, measure_layer_errors
@@ -202,8 +203,7 @@ class Calibrate(Task):
         """Write ``report.html``, ``report.json`` and ``layers.csv``, and print the closing report."""
         job, config = self.job, self.config
         if job.folder is not None:
-            tensors = {t.data_ptr(): t.nbytes for t in [*job.model.parameters(), *job.model.buffers()]}
-            self.sizes = (sum(tensors.values()), folder_size(job.folder))
+            self.sizes = (model_bytes(job.model), folder_size(job.folder))
         known: dict[str, Any] = {"result": self.result, "errors": self.errors, "sizes": self.sizes, "lines": self.lines}
         if self.full is not None and self.quantized is not None:
             known["metrics"] = {self.full.name: (self.full.value, self.quantized.value)}
