@@ -11,7 +11,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import distributed as dist
 
 from lightning_obs.app.imports import import_for
@@ -25,7 +25,8 @@ def run(config: DictConfig) -> dict[str, Any]:
     """Run the task of a composed config and return what a comparison shows of it."""
     _quiet_lightning()
     if HydraConfig.initialized():
-        refuse_unread(config.task, HydraConfig.get().overrides.task)
+        typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)  # ${...} as it stands
+        refuse_unread(config.task, list(map(str, typed)))
     for name in as_names(config.imports):
         import_for("imports", name, "run from the folder that holds it, or set PYTHONPATH.")
     with ended_by_sigterm():
