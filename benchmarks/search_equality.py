@@ -84,7 +84,7 @@ def compare(name: str, dtype: torch.dtype, seed: int) -> tuple[int, bool, str]:
         torch.equal(*(end.nan_to_num(nan=-0.1) for end in ends))
         for ends in zip(by_loops[:2], by_definition[:2], strict=True)
     )
-    same &= by_loops.improved == by_definition.improved or not is_part
+    same &= torch.equal(by_loops.improved, by_definition.improved) or not is_part
     return by_loops.low.numel(), not same, f"seed {seed}, {what}"
 
 

@@ -33,6 +33,7 @@ from lightning_obs.files.write import require_free
 from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.offload import device_of, stay_put
+from lightning_obs.model.weight import in_shards
 from lightning_obs.report.predictions import Moved, Predictions
 from lightning_obs.schemes.config import as_names
 
@@ -86,6 +87,11 @@ class Job:
         else:
             inputs = {**batch, **({"use_cache": False} if is_transformers_model(self.model) else {})}
         return dict(move_data_to_device(inputs, device or device_of(self.model)))
+
+    def to_device(self) -> None:
+        """Put the model where Lightning runs it: a Trainer leaves it on the CPU, where it was before."""
+        if not any(map(in_shards, self.module.modules())):
+            self.module.to(self.trainer.strategy.root_device)
 
     def quality(self, what: str, as_quantized: bool = True, again: LightningModule | None = None) -> Quality | None:
         """Quality of the model, which the user is told as ``what``; None where it is not measured.

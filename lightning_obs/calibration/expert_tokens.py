@@ -93,7 +93,7 @@ class ExpertWatch:
         rows, total = self._rows(self._of[name])
         of_tokens = _of_tokens(mask, total)
         if rows is not None and total == of_tokens.numel():
-            return value[of_tokens.to(value.device).flatten()[rows].bool()]
+            return value[of_tokens.flatten()[rows].bool()]
         if not self.is_forcing:
             return selection.of(value, mask, name, "routed")
         return selection.of(value, mask, name, "flattened" if self._flattened else "tokens")

@@ -26,6 +26,7 @@ from lightning_obs.model.kinds import count_heads
 from lightning_obs.model.offload import at_rest, is_offloaded
 from lightning_obs.model.qparams import ROUNDED, as_stored, clear_qparams, read_qparams, write_qparams
 from lightning_obs.model.weight import matrix_shape, onloaded, place_of, reshard, rows_here
+from lightning_obs.numerics.host import to_host
 from lightning_obs.numerics.qparams import ATTENTION, QParamsDict
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.statistic import all_finite
@@ -47,6 +48,8 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
     """
     reshard(session.model)
     modules, sizes, failure = _weights(session) if weights else ({}, {}, None)
+    if activations and session.collectives.size == 1:
+        _bring_to_host(session.fed)  # else the ranks reduce them where they are
     synced = sync_statistics(
         session.fed if activations and session.unreached is None else {},
         session.collectives,
@@ -54,6 +57,8 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
         failure=failure,
         note={name: [int(count) for count in counts] for name, counts in session.experts.tokens.items()},
     )
+    if activations:
+        _bring_to_host(session.fed)
     borrowed, computed, failure = _activations(session, synced.unreached) if activations else ({}, {}, None)
 
     def observe(key: Key, observer: Observer, rows: torch.Tensor) -> None:
@@ -86,6 +91,7 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
             clear_qparams(target.module)
     if weights:  # else they may have been trained on since their scale was chosen
         remember(session.model)
+    plain = {f"{n}.{key}": value for n, found in qparams.items() for key, value in found.items() if key != ROUNDED}
     return CalibrationResult(
         scheme=session.label,
         modules=list(qparams),
@@ -95,12 +101,7 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
         ranks=session.collectives.size,
         collectives=collectives if session.collectives.size > 1 else 0,
         seconds=time.perf_counter() - session.started,
-        qparams={
-            f"{name}.{key}": value.to("cpu", copy=True)
-            for name, found in qparams.items()
-            for key, value in found.items()
-            if key != ROUNDED
-        },
+        qparams=dict(zip(plain, to_host(list(plain.values())), strict=True)),
         input_ranges=_observed_ranges(session.fed),
         chosen_input_ranges=_chosen_ranges(session.observers),
         skipped=sorted(session.skipped),
@@ -164,6 +165,15 @@ def _observe(
             observe(key, observers[key], rows_here(modules[key]))
 
     return share_weights({key: observers[key] for key in keys}, owners, search, collectives, failure).collectives
+
+
+def _bring_to_host(observers: Mapping[Key, Observer]) -> None:
+    """Statistics of activations come from an accelerator at once: of each, many questions follow, and all are small."""
+    own = [o for o in observers.values() if o.base_name != "weight" and o._declares_all]
+    all_found = [(o, name, x) for o in own for name, x in o.get_statistics().items() if isinstance(x, torch.Tensor)]
+    found = [one for one in all_found if one[2].device.type != "cpu"]
+    for (observer, name, _), value in zip(found, to_host([x for *_, x in found]), strict=True):
+        setattr(observer, name, value)
 
 
 # ---------------------------------------------------------------------- what no data reached

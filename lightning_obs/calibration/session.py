@@ -48,6 +48,7 @@ from lightning_obs.model.weight import register_fsdp_units
 from lightning_obs.model.wrappers import unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import LinearExperts
 from lightning_obs.numerics.histogram import Support
+from lightning_obs.numerics.host import to_host
 from lightning_obs.observers import HessianObserver, Observer, StaticMinMaxObserver
 from lightning_obs.observers.base import Key
 from lightning_obs.ranks.collectives import Collectives
@@ -225,7 +226,7 @@ class CalibrationSession:
 
         ``mask`` is ``(batch, tokens)``, nonzero for a token that counts; None for all. Another shape is an error.
         """
-        self.mask = None if mask is None else require_mask(mask, "mask_tokens")
+        self.mask = None if mask is None else require_mask(mask, "mask_tokens").cpu()
         self.read.forget()
 
     def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -310,8 +311,9 @@ class CalibrationSession:
     @property
     def qparams(self) -> dict[str, torch.Tensor]:
         """What this session has written, ``{"layer.weight_scale": tensor}`` on the CPU."""
-        own = {target.name: qparams_of(self._own, target.module) for target in self.plan.targets}
-        return {f"{n}.{key}": value.to("cpu", copy=True) for n, found in own.items() for key, value in found.items()}
+        own = {t.name: qparams_of(self._own, t.module) for t in self.plan.targets}
+        named = {f"{name}.{key}": value for name, found in own.items() for key, value in found.items()}
+        return dict(zip(named, to_host(list(named.values())), strict=True))
 
     @property
     def input_counts(self) -> dict[str, Support]:

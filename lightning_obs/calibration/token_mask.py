@@ -56,7 +56,7 @@ class TokenSelection:
         tensor([[1.],
                 [2.]])
         """
-        chosen = mask.to(value.device).bool()
+        chosen = mask.bool()
         fits = value.shape[: chosen.ndim] == chosen.shape
         if layout == "positions" and fits:
             return value[chosen]

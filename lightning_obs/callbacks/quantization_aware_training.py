@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
@@ -136,7 +137,7 @@ class QuantizationAwareTraining(QuantizedFit):
         if self._training.learned is not None and trainer.optimizers:
             self._training.learned.join(trainer.optimizers)
         if self.distill:
-            if self.teacher is not None:
+            if self.teacher is not None and next(self.teacher.parameters()).device.type == "cpu":
                 self.teacher.to(pl_module.device)
             step = self._distilling_step(pl_module, session.model, self.logs(trainer))
             self._on_fit.callback(set_attributes(pl_module, training_step=step))
@@ -226,6 +227,8 @@ class QuantizationAwareTraining(QuantizedFit):
     def _teach(self, *args: Any, **kwargs: Any) -> Any:
         assert self._training is not None
         model = self.teacher if self.teacher is not None else self._training.session.model
+        if self.teacher is not None:
+            args, kwargs = move_data_to_device((args, kwargs), next(self.teacher.parameters()).device)
         with self._training.unquantized(), in_evaluation_mode(model), torch.no_grad():
             return model(*args, **kwargs)
 
@@ -245,6 +248,7 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor 
     >>> round(divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[100.0, 0.0]])).item(), 4)
     0.6931
     """
+    teacher = teacher.to(student.device)
     if mask is not None and mask.shape == student.shape[:-1]:
         chosen = mask.to(student.device).bool()
         student, teacher = student[chosen], teacher[chosen]

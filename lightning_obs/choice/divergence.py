@@ -33,6 +33,7 @@ from lightning_obs.forward.calls import call_on, in_evaluation_mode, logits_of
 from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.additions import keep_hook_out
+from lightning_obs.numerics.host import to_host
 
 #: tokens whose errors are taken to add up, not to be independent
 BLOCK = 16
@@ -53,7 +54,9 @@ def divergences(
         The KL divergence in nats per token for each scheme and each of ``groups``, and the number of predictions.
     """
     changes: _Changes = defaultdict(list)
-    squares: Losses = defaultdict(float)
+    # on the device until the end: no batch waits for them
+    squares: dict[tuple[str, tuple[str, ...]], torch.Tensor] = {}
+    finite: list[torch.Tensor] = []
     tokens = 0
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         stack.enter_context(run_eagerly())
@@ -69,14 +72,18 @@ def divergences(
         for number, batch in enumerate(batches):
             logits = logits_of(call_on(model, batch))
             generator = torch.Generator(logits.device).manual_seed(seed + number)
+            finite.append(torch.isfinite(logits.detach()).all())
             logits.backward(_probe(logits.detach(), generator))
             tokens += logits[..., 0].numel()
             for scheme in dict.fromkeys(scheme for scheme, _ in changes):
                 for group in groups:
                     members = [changes[scheme, name] for name in group if (scheme, name) in changes]
-                    squares[scheme, group] += _square(members)
+                    squares[scheme, group] = squares.get((scheme, group), 0) + _square(members)
             changes.clear()
-    return {key: total / (2 * max(1, tokens)) for key, total in squares.items()}, tokens
+    totals = to_host(list(squares.values()))
+    if finite and not torch.stack(finite).all():
+        raise CalibrationError("the model's logits are not finite", remedy="find the NaN in weights or data.")
+    return {key: float(x) / (2 * max(1, tokens)) for key, x in zip(squares, totals, strict=True)}, tokens
 
 
 def _tap(name: str, twins: Mapping[str, nn.Module], changes: _Changes) -> Callable[..., torch.Tensor | None]:
@@ -101,22 +108,20 @@ def _tap(name: str, twins: Mapping[str, nn.Module], changes: _Changes) -> Callab
     return tap
 
 
-def _square(members: list[list[torch.Tensor]]) -> float:
+def _square(members: list[list[torch.Tensor]]) -> torch.Tensor:
     """The squares of sums over :data:`BLOCK` neighbouring positions of a sequence, of all calls of some modules."""
     if len({tuple(call.shape for call in calls) for calls in members}) == 1:  # fused: what they do to a token adds up
         members = [[torch.stack(calls).sum(0) for calls in zip(*members, strict=True)]]
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64)
     for changes in chain.from_iterable(members):
         rows = changes.flatten(0, -2) if changes.ndim > 1 else changes[:, None]
         padded = nn.functional.pad(rows, (0, -rows.shape[-1] % BLOCK))
-        total += float(padded.unflatten(-1, (-1, BLOCK)).sum(-1).double().square().sum())
+        total = total + padded.unflatten(-1, (-1, BLOCK)).sum(-1).double().square().sum()
     return total
 
 
 def _probe(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """A random gradient of the logits whose covariance is the Fisher information, ``diag(p) - p p^T``."""
-    if not bool(torch.isfinite(logits).all()):
-        raise CalibrationError("the model's logits are not finite", remedy="find the NaN in weights or data.")
     p = logits.float().softmax(-1)
     signs = torch.empty(p.shape, dtype=torch.int8, device=p.device).random_(0, 2, generator=generator).mul_(2).sub_(1)
     probe = p.sqrt().mul_(signs)

@@ -173,8 +173,8 @@ class _Scale:
         self.stored = _stored_dtype(target.args[base_name])
         self.calibrated: torch.Tensor | None = None
         with torch.inference_mode(False):
-            self.factor = nn.Parameter(torch.zeros(shape))
-            self.follow()
+            device = next(target.module.parameters()).device
+            self.factor = nn.Parameter(torch.zeros(shape, device=device))
 
     def now(self) -> torch.Tensor:
         """The scale, with a gradient to the factor; only once it is calibrated."""

@@ -100,14 +100,15 @@ class LinearExperts(nn.Module):
         output = torch.zeros_like(hidden_states)
         self.total = len(hidden_states)
         try:
-            by_place = top_k_index.T
-            for index in top_k_index.unique().tolist():
+            by_place = top_k_index.T.cpu()  # only the router knows how many tokens each expert gets: one wait for all
+            for index in by_place.unique().tolist():
                 if not 0 <= index < self.num_experts:
                     continue
                 place, self.rows = torch.where(by_place == index)
-                given = self.get_submodule(str(index))(hidden_states[self.rows])
-                given = given * top_k_weights[self.rows, place, None]
-                output.index_add_(0, self.rows, given.to(output.dtype))
+                rows, place = self.rows.to(output.device), place.to(output.device)
+                given = self.get_submodule(str(index))(hidden_states[rows])
+                given = given * top_k_weights[rows, place, None]
+                output.index_add_(0, rows, given.to(output.dtype))
         finally:
             self.rows = None
         return output

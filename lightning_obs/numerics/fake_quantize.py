@@ -1,9 +1,9 @@
 """Differentiable fake quantization: compressed-tensors' forward, a gradient of our own.
 
 Forward, compressed-tensors' ``fake_quantize`` is called, so training sees bit for bit what the exported checkpoint
-gives. (On a CPU, formats of which torch has no dtype are computed here, to the same bits: the cast to fp4 makes eight
-masked passes, and would take most of a training step.) It runs under ``no_grad`` and would cut the graph, so the
-gradient is put beside it:
+gives. (Formats of which torch has no dtype are computed here, to the same bits: the cast to fp4 makes eight masked
+passes, which take most of a training step on a CPU, and for which the host waits eight times elsewhere.) It runs under
+``no_grad`` and would cut the graph, so the gradient is put beside it:
 
 * **value**: straight-through where the value lies on the grid, zero where it was clipped. The grid ends half a step
   beyond its last level, for what lies there still rounds to that level: compressed-tensors maps the absmax of a
@@ -224,7 +224,7 @@ def _forward(
     global_scale: torch.Tensor | None,
 ) -> torch.Tensor:
     number, wide = format_of(args), torch.promote_types(value.dtype, scale.dtype) == torch.float64
-    if number is None or number.dtype is not None or value.device.type != "cpu" or wide:
+    if number is None or number.dtype is not None or wide:
         return exact_fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
     step = _broadcastable(scale if global_scale is None else scale / global_scale, args)
     zero = 0.0 if zero_point is None else _broadcastable(zero_point, args).to(value.dtype)

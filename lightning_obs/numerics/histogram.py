@@ -32,7 +32,7 @@ from compressed_tensors.quantization.lifecycle import fake_quantize
 from lightning_obs.numerics.candidates import improves, visited
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.kernels import launch
-from lightning_obs.numerics.qparams import compute_qparams
+from lightning_obs.numerics.qparams import compute_qparams, tile_size
 
 BINS = 1 << 16
 _TILE = 1 << 22  # values whose codes lie beside them at once
@@ -85,7 +85,7 @@ def support(counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> Supp
         high: the exact largest value, a scalar.
     """
     codes = _ascending(counts)
-    return Support(_value_of(codes).float().clamp(low.float(), high.float()), counts[codes])
+    return Support(value_of(codes).float().clamp(low.float(), high.float()), counts[codes])
 
 
 def support_of(value: torch.Tensor) -> Support:
@@ -257,10 +257,10 @@ def _power_(value: torch.Tensor, norm: float) -> torch.Tensor:
 def _count_flat(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Counts ``(65536,)``, smallest and largest of a flat tensor."""
     counts = launch.count_values(values) if launch.can_read(values) else _count_plainly(values)
-    # Reading few values again is faster than looking through the bins.
-    if values.dtype != torch.bfloat16 or len(values) <= _TILE:
+    # Reading few values again is faster than looking through the bins, which an accelerator's host would wait for.
+    if values.dtype != torch.bfloat16 or len(values) <= _TILE or values.device.type != "cpu":
         return counts, *torch.aminmax(values)
-    low, high = _value_of(_ascending(counts)[[0, -1]])
+    low, high = value_of(_ascending(counts)[[0, -1]])
     if count_nan(counts):
         low = high = torch.full_like(low, torch.nan)
     return counts, low, high
@@ -268,9 +268,11 @@ def _count_flat(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
 
 def _count_plainly(values: torch.Tensor) -> torch.Tensor:
     counts = torch.zeros(BINS, dtype=torch.int64, device=values.device)
-    for part in values.split(_TILE):
-        # Unsigned, because a bin is no negative number; widened, because bincount takes no uint16.
-        counts += torch.bincount(part.bfloat16().view(torch.uint16).int(), minlength=BINS)
+    one = torch.ones((), dtype=torch.int64, device=values.device)
+    for part in values.split(tile_size(values.device, _TILE)):
+        # Unsigned, because a bin is no negative number; widened, because places are no uint16. An accelerator's host
+        # would wait for bincount.
+        counts.index_add_(0, part.bfloat16().view(torch.uint16).int(), one.expand(len(part)))
     return counts
 
 
@@ -282,5 +284,6 @@ def _ascending(counts: torch.Tensor) -> torch.Tensor:
     return torch.cat([codes[split:].flip(0), codes[:split]])
 
 
-def _value_of(codes: torch.Tensor) -> torch.Tensor:
+def value_of(codes: torch.Tensor) -> torch.Tensor:
+    """The value of each bin, in bfloat16."""
     return codes.to(torch.uint16).view(torch.bfloat16)

@@ -84,12 +84,12 @@ def _inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
     damped = hessian.double().clone()
     diagonal = damped.diagonal()
     mean = diagonal.mean()
-    diagonal[diagonal == 0] = mean if mean > 0 else 1.0  # no input: apart from all others, whatever it is
+    # no input: apart from all others, whatever it is
+    diagonal.copy_(torch.where(diagonal == 0, torch.where(mean > 0, mean, 1.0), diagonal))
     diagonal += damping * mean
     lower, failed = torch.linalg.cholesky_ex(damped)
-    if not failed:
-        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-    if failed:
+    upper, failed_again = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    if failed | failed_again:
         raise CalibrationError(
             "the Hessian of the inputs is not positive definite",
             got=f"{len(damped)} columns, damping={damping}",

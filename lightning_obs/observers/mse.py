@@ -129,7 +129,7 @@ class MemorylessMSEObserver(Observer):
 
     def _search(self, observed: torch.Tensor, **of_inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         low, high, improved = search_range(observed, self._grid_search(observed), **of_inputs)
-        return (low, high, torch.tensor(improved)) if self.is_part else (low, high)
+        return (low, high, improved) if self.is_part else (low, high)
 
     @override
     def for_rows(self, start: int) -> Observer | None:

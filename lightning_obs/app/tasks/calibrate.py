@@ -114,6 +114,7 @@ class Calibrate(Task):
             job.trainer.validate(job.module, datamodule=job.data, verbose=False)
         else:
             say(f"{callback.label} needs no data: no batch is run, data.batches is not used")
+            job.to_device()
             with session:
                 pass
         assert callback.result is not None  # it raised otherwise
@@ -132,6 +133,7 @@ class Calibrate(Task):
         job, batches = self.job, self.config.report.layer_error_batches
         if batches < 1:
             return ()
+        job.to_device()
         moved = [job.inputs(batch) for batch, _ in zip(job.data.test_dataloader(), range(batches), strict=False)]
         with step("measuring each layer's error"):
             errors = measure_layer_errors(job.model, moved, counts=counts)
@@ -148,9 +150,8 @@ class Calibrate(Task):
         passes = self.passes(session is None or session.needs_data)
         if passes < _WORTH_SAYING:
             return
-        device = job.trainer.strategy.root_device
-        batch = job.inputs(next(iter(job.data.test_dataloader())), device)
-        job.module.to(device)
+        job.to_device()
+        batch = job.inputs(next(iter(job.data.test_dataloader())))
         with torch.inference_mode():
             job.model(**batch)
             started = time.perf_counter()

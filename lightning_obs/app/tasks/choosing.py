@@ -49,9 +49,8 @@ class ChoosingTask(Calibrate):
 
     def calibration_batches(self) -> list[dict[str, Any]]:
         """All of them, as the model takes them."""
-        device = self.job.trainer.strategy.root_device
-        self.job.module.to(device)
-        return [self.job.inputs(batch, device) for batch in self.job.data.val_dataloader()]
+        self.job.to_device()
+        return [self.job.inputs(batch) for batch in self.job.data.val_dataloader()]
 
     def calibrate_with(self, options: CalibrationOptions) -> None:
         """Replace the callback by one with these options."""

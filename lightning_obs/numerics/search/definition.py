@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_obs.numerics.candidates import candidate_ranges, improves
+from lightning_obs.numerics.candidates import candidate_ranges, improves, shrink
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import tile_size
 from lightning_obs.numerics.search.rows import Range, Rows
@@ -60,31 +60,34 @@ class Visited(NamedTuple):
     unsure: torch.Tensor
 
 
-def visit(rows: Rows, search: GridSearch, tile: int = 0) -> Visited:
+def visit(rows: Rows, search: GridSearch, tile: int = 0, patience: int | None = None) -> Visited:
     """Let every row meet all candidates; where none has a finite error, it keeps the expanded range.
 
     Args:
         rows: the values, and their importance.
         search: candidates and error.
         tile: elements of a tile; 0 chooses for the device.
+        patience: candidates in a row without improvement after which none is chosen; None: all may be.
     """
     factors = torch.tensor(search.factors, dtype=torch.float64, device=rows.device)
     low, high = (end * search.expand for end in rows.observed_range())
-    improved = torch.zeros(len(factors), dtype=torch.bool, device=rows.device)
-    index = index_of(rows.count, len(factors), rows.device)
     step = max(1, (tile or tile_size(rows.device, _TILE)) // rows.size)
     if rows.hessian is not None:
         step = max(1, step // len(rows.hessian)) * len(rows.hessian)
+    measured = []
     for start in range(0, rows.count, step):
         part = slice(start, min(start + step, rows.count))
-        lows, highs = candidate_ranges(low[part], high[part], factors)
-        errors = measure(rows, part, (lows, highs), search, tile)
-        better, best = improves(errors), errors.argmin(0, keepdim=True)
-        improved |= better.any(1)
-        index[part] = best[0].to(index.dtype)
-        for end, ends in ((low, lows), (high, highs)):
-            end[part] = torch.where(better.any(0), ends.gather(0, best)[0], end[part])
-    return Visited(low, high, index, improved, torch.zeros_like(improved))
+        measured.append(measure(rows, part, candidate_ranges(low[part], high[part], factors), search, tile))
+    errors = torch.cat(measured, 1)
+    improved = improves(errors).any(1)
+    if patience is not None and len(factors) > max(1, patience):
+        number = torch.arange(1, len(factors) + 1, device=rows.device)
+        ended = number - torch.where(improved, number, 0).cummax(0).values >= max(1, patience)
+        errors.masked_fill_((ended.cumsum(0) > ended)[:, None], torch.inf)
+    best = errors.argmin(0)
+    known = errors.gather(0, best[None])[0].isfinite()
+    low, high = (torch.where(known, shrink(end, factors[best]), end) for end in (low, high))
+    return Visited(low, high, best.to(index_of(0, len(factors)).dtype), improved, torch.zeros_like(improved))
 
 
 def index_of(rows: int, candidates: int, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -18,7 +18,6 @@ nothing is lost by that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ import torch
 from lightning_obs.numerics.candidates import visited
 from lightning_obs.numerics.qparams import split_blocks
 from lightning_obs.numerics.search import cpu, definition
-from lightning_obs.numerics.search.definition import GridSearch, Visited
+from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.rows import Rows, rows_of_counts, rows_of_observed
 
 # Values of rows that are searched once more.
@@ -36,12 +35,13 @@ _AT_ONCE = 1 << 18
 class Found(NamedTuple):
     """Smallest and largest value of each chosen range, ``(*Q,)``.
 
-    ``improved`` tells which of the visited factors improved any scale, exactly if the search is one of a part.
+    ``improved``, ``(C,)``, tells which factors improved any scale, exactly if the search is one of a part; there may be
+    some behind the last that the search visits.
     """
 
     low: torch.Tensor
     high: torch.Tensor
-    improved: list[bool]
+    improved: torch.Tensor
 
 
 def search_range(
@@ -77,17 +77,22 @@ def search_range(
     factors, patience = search.factors, search.patience
     if not factors:
         low, high = (end * search.expand for end in rows.observed_range())
-        return Found(low.reshape(shape), high.reshape(shape), [])
-    visit: Callable[[Rows, GridSearch], Visited] = cpu.visit if cpu.can_search(rows, search) else definition.visit
-    result = visit(rows, search)
+        return Found(low.reshape(shape), high.reshape(shape), torch.zeros(0, dtype=torch.bool))
+
+    def by_definition() -> Found:
+        found = definition.visit(rows, search, patience=None if search.is_part else patience)
+        return Found(found.low.reshape(shape), found.high.reshape(shape), found.improved)
+
+    if not cpu.can_search(rows, search):
+        return by_definition()
+    result = cpu.visit(rows, search)
     stop = visited(result.improved.tolist(), patience)
     may_improve = (result.improved | result.unsure).tolist()
     if result.unsure.any() and (search.is_part or visited(may_improve, patience) != stop):
-        result = definition.visit(rows, search)
-        stop = visited(result.improved.tolist(), patience)
+        return by_definition()
     stop = len(factors) if search.is_part else stop
     late = (result.best >= stop).nonzero().squeeze(-1)  # their candidate comes after the end, which excludes it
     for some in late.split(max(1, _AT_ONCE // rows.size)) if len(late) else ():
-        sooner = visit(rows.only(some), search._replace(factors=factors[:stop], patience=None))
+        sooner = cpu.visit(rows.only(some), search._replace(factors=factors[:stop], patience=None))
         result.low[some], result.high[some] = sooner.low, sooner.high
-    return Found(result.low.reshape(shape), result.high.reshape(shape), result.improved.tolist()[:stop])
+    return Found(result.low.reshape(shape), result.high.reshape(shape), result.improved[:stop])

@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.numerics.histogram import count_values, support
+from lightning_obs.numerics.histogram import BINS, count_values, support, value_of
 from lightning_obs.numerics.kernels import launch
 
 Range = tuple[torch.Tensor, torch.Tensor]
@@ -119,6 +119,10 @@ def rows_of_counts(observed: torch.Tensor) -> Rows | None:
     if observed.dtype != torch.bfloat16 or observed.shape[0] * observed.shape[-1] < _COUNTED_FROM:
         return None
     counted = count_values(observed.flatten(1, -2))
+    if observed.device.type != "cpu":  # whose host does not ask which values occur: others have no importance
+        every = value_of(torch.arange(BINS, device=observed.device))
+        bins = torch.where(counted.counts > 0, every, counted.low[:, None])
+        return Rows(bins[None, :, None], counted.counts.float(), observed.dtype)
     if not bool((counted.low.isfinite() & counted.high.isfinite()).all()):
         return None
     each = [support(*one) for one in zip(*counted, strict=True)]
