@@ -1,0 +1,71 @@
+"""Each observer on 4.2 million bfloat16 values: the CPU's qparams, and what observing them may cost."""
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+
+from lightning_obs.observers import Observer
+from tests.accelerator.common import Budget, assert_same_bits
+from tests.pretend_device import DEVICE, counting
+
+TENSOR = {"num_bits": 8, "strategy": "tensor"}
+HEADS = {"num_bits": 8, "type": "float", "strategy": "attn_head"}
+GROUPS = {"num_bits": 4, "strategy": "group", "group_size": 128}
+CHANNEL = {"num_bits": 8, "strategy": "channel"}
+BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+#: observer, what it observes, its args: launches, bytes a value (2 is one read of bfloat16), reads by the host
+PATHS = [
+    ("static_minmax", "input", TENSOR, Budget(3, 2.01, 0)),
+    ("minmax", "input", TENSOR, Budget(3, 2.01, 0)),
+    ("histogram", "input", TENSOR, Budget(8, 12.76, 0)),
+    ("percentile", "input", TENSOR, Budget(8, 12.76, 0)),
+    ("mse", "input", TENSOR, Budget(104, 35, 0)),
+    ("normal_observer", "input", TENSOR, Budget(14, 42.01, 0)),
+    ("static_minmax", "k", HEADS, Budget(7, 8.07, 0)),
+    ("histogram", "k", HEADS, Budget(55, 28.01, 0)),
+    ("memoryless_minmax", "weight", GROUPS, Budget(6, 4.17, 0)),
+    ("memoryless_minmax", "weight", CHANNEL, Budget(6, 4.02, 0)),
+    ("memoryless_mse", "weight", GROUPS, Budget(135, 1303.3, 0)),
+    ("memoryless_mse", "weight", CHANNEL, Budget(135, 1272.2, 0)),
+    ("memoryless_mse", "weight", BLOCKS, Budget(155, 2074.5, 0)),
+    ("nvfp4_expanded_mse", "weight", NVFP4, Budget(134, 12483.8, 0)),
+]
+
+
+def value_of(name: str, base_name: str) -> torch.Tensor:
+    torch.manual_seed(0)
+    if base_name == "weight":
+        weight = (torch.randn(2048, 2048) * 0.02).bfloat16()
+        return weight[:256] if name == "nvfp4_expanded_mse" else weight
+    shape = (4, 8, 1024, 128) if base_name == "k" else (4, 512, 2048)
+    return torch.randn(shape).bfloat16()
+
+
+def observer_of(name: str, base_name: str, args: dict) -> Observer:
+    return Observer.load_from_registry(name, base_name=base_name, args=QuantizationArgs(**args))
+
+
+@pytest.mark.parametrize(("name", "base_name", "args", "budget"), PATHS)
+def test_an_observer_has_the_cpus_bits_within_its_budget(name, base_name, args, budget):
+    value = value_of(name, base_name)
+    expected, found = observer_of(name, base_name, args)(value), observer_of(name, base_name, args)
+    there = value.to(DEVICE)
+    with counting() as counts:
+        found(there)
+    assert_same_bits(drop_none(found.get_qparams()), drop_none(expected.get_qparams()))
+    budget.holds(counts, name, unit=value.numel())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("name", "base_name", "args", "budget"), PATHS)
+def test_an_observer_on_cuda_has_the_cpus_bits(name, base_name, args, budget):
+    value = value_of(name, base_name)
+    expected, found = (observer_of(name, base_name, args)(each) for each in (value, value.cuda()))
+    on_host = {key: x.cpu() for key, x in drop_none(found.get_qparams()).items()}
+    assert_same_bits(on_host, drop_none(expected.get_qparams()))
+
+
+def drop_none(qparams):
+    return {key: value for key, value in qparams.items() if value is not None}

@@ -1,0 +1,169 @@
+"""What follows a calibration, or is built on one, on the pretend device: the CPU's bits, and what it asks for."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from safetensors.torch import load_file
+
+from lightning_obs import (
+    CalibrationCallback,
+    CalibrationSession,
+    QuantizationAwareTraining,
+    choose_observers,
+    export_checkpoint,
+    sensitivity,
+)
+from lightning_obs.report.layer_errors import known_layer_errors, measure_layer_errors
+from tests.accelerator.common import Budget, assert_same_bits, llama, on_trainer_device, token_batches
+from tests.callbacks import qat_modules
+from tests.callbacks.calibration_modules import Plain, loader, trainer
+from tests.pretend_device import DEVICE, OTHER, PretendTensor, counting, on_cpu, on_device
+
+#: what is done, and the most that the package asks for meanwhile: launches, megabytes moved, reads
+BUDGETS = {
+    "layer errors of one batch": Budget(1955, 69.35, 253),
+    "layer errors without data": Budget(1236, 41.77, 170),
+    "export": Budget(407, 15.7, 78),
+    "restoring a state": Budget(28, 0.01, 0),
+}
+
+
+def calibrated(device="cpu", scheme="INT8_STATIC", **options):
+    model = llama().to(device)
+    with CalibrationSession(model, scheme, ignore=["lm_head"], **options) as session, torch.no_grad():
+        for ids in token_batches():
+            model(input_ids=ids.to(device), use_cache=False)
+    return session
+
+
+def batches_on(device, count):
+    return [{"input_ids": ids.to(device), "use_cache": False} for ids in token_batches(count)]
+
+
+def held(name, counts):
+    BUDGETS[name].holds(counts, name)
+
+
+def test_layer_errors_are_the_cpus():
+    expected = measure_layer_errors(calibrated().model, batches_on("cpu", 1))
+    model = calibrated(DEVICE).model
+    with counting() as counts:
+        found = measure_layer_errors(model, batches_on(DEVICE, 1))
+    assert [error.name for error in found] == [error.name for error in expected]
+    # Sums are of tiles, which are larger on an accelerator.
+    assert [error.sqnr for error in found] == pytest.approx([error.sqnr for error in expected], rel=1e-5)
+    assert [error.clipped for error in found] == [error.clipped for error in expected]
+    held("layer errors of one batch", counts)
+
+
+def test_layer_errors_without_data_are_the_cpus():
+    options = {"observers": {"input": "histogram"}}
+    sessions = calibrated(**options), calibrated(DEVICE, **options)
+    expected = known_layer_errors(sessions[0].model, sessions[0].input_counts)
+    with counting() as counts:
+        found = known_layer_errors(sessions[1].model, sessions[1].input_counts)
+    assert {error.name: error.sqnr for error in found} == pytest.approx(
+        {error.name: error.sqnr for error in expected}, rel=1e-5
+    )
+    held("layer errors without data", counts)
+
+
+def test_sensitivities_read_at_most_two_numbers_a_batch():
+    def measure(batches):
+        model = llama().to(DEVICE)
+        with counting() as counts:
+            found = sensitivity(model, batches_on(DEVICE, batches), ["INT8_STATIC", "W4A16"], ignore=["lm_head"])
+        assert all(0 < loss < 1 for losses in found.layers.values() for loss in losses.values())
+        return counts.of_package()[2]
+
+    assert measure(2) - measure(1) <= 2
+
+
+def test_observers_by_measurement_are_the_cpus():
+    def choose(device):
+        candidates = {"input": ["minmax", "histogram"]}
+        return choose_observers(
+            llama().to(device), batches_on(device, 4), "INT8_STATIC", candidates, ignore=["lm_head"]
+        )
+
+    # Losses are not the CPU's: its backward in bfloat16 has kernels of its own.
+    assert choose(DEVICE).observers == choose("cpu").observers
+
+
+@pytest.mark.filterwarnings("ignore:.*needs no data")
+@pytest.mark.parametrize("scheme", ["INT8_STATIC", "W4A16", "NVFP4"])
+def test_an_export_has_the_cpus_bytes(tmp_path, scheme):
+    expected = export_checkpoint(calibrated(scheme=scheme).model, tmp_path / "cpu")
+    model = calibrated(DEVICE, scheme).model
+    with counting() as counts:
+        found = export_checkpoint(model, tmp_path / "device")
+    assert_same_bits(*(load_file(folder / "model.safetensors") for folder in (found, expected)))
+    assert (found / "config.json").read_text() == (expected / "config.json").read_text()
+    if scheme == "INT8_STATIC":
+        held("export", counts)
+
+
+def test_a_state_of_the_device_is_restored_on_the_cpu_and_back():
+    state = calibrated(DEVICE).state_dict()
+    for device in ("cpu", DEVICE):
+        session = CalibrationSession(llama().to(device), "INT8_STATIC", ignore=["lm_head"])
+        with counting() as counts:
+            session.load_state_dict(state)
+        assert_same_bits(session.qparams, state["qparams"])
+        assert session.model.model.layers[0].mlp.up_proj.weight_scale.device == torch.device(device)
+        state = session.state_dict()
+    held("restoring a state", counts)
+
+
+def test_the_callback_calibrates_where_lightning_runs_the_model_under_autocast():
+    def validate(device, **options):
+        torch.manual_seed(0)
+        callback = CalibrationCallback("INT8_STATIC", show=False)
+        precision = MixedPrecision("bf16-mixed", device=device)
+        trainer(callback, plugins=[precision], **options).validate(Plain(), loader(), verbose=False)
+        return callback.result.qparams
+
+    assert_same_bits(validate("pretend", **on_trainer_device()), validate("cpu"))
+
+
+def fit(callback, **options):
+    torch.manual_seed(0)
+    module = qat_modules.Regression()
+    run = qat_modules.trainer(callback, max_epochs=2, limit_val_batches=0, **options)
+    run.fit(module, qat_modules.loader(), qat_modules.loader())
+    return module, callback
+
+
+def test_training_with_learned_scales_has_the_cpus_bits():
+    def learning():
+        return QuantizationAwareTraining("INT8_STATIC", train="all", calibration_batches=1)
+
+    expected, of_cpu = fit(learning())
+    found, of_device = fit(learning(), **on_trainer_device())
+    assert found.losses == expected.losses
+    assert_same_bits({n: p.detach() for n, p in found.named_parameters()}, dict(expected.named_parameters()))
+    assert_same_bits(of_device.session.qparams, of_cpu.session.qparams)
+
+
+def test_a_teacher_may_lie_on_another_device_than_the_model():
+    def distilling(device):
+        torch.manual_seed(7)
+        teacher = on_device(qat_modules.Regression(), device)
+        return QuantizationAwareTraining("INT8_STATIC", distill=1.0, teacher=teacher, calibration_batches=1)
+
+    expected, _ = fit(distilling("cpu"))
+    found, callback = fit(distilling(OTHER), **on_trainer_device())
+    assert found.losses == expected.losses
+    assert {parameter.device for parameter in callback.teacher.parameters()} == {OTHER}
+    moved, callback = fit(distilling("cpu"), **on_trainer_device())
+    assert moved.losses == expected.losses
+    assert {parameter.device for parameter in callback.teacher.parameters()} == {DEVICE}
+
+
+def test_a_copy_of_a_calibrated_model_is_on_the_device():
+    model = copy.deepcopy(calibrated(DEVICE).model)
+    scale = model.model.layers[0].mlp.up_proj.weight_scale
+    assert isinstance(scale, PretendTensor)
+    assert on_cpu(scale).isfinite().all()
