@@ -32,6 +32,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -86,6 +87,22 @@ def from_files(scheme: str, weight: str | None = None) -> Callable[..., Iterator
     return run
 
 
+def with_data(offload: bool) -> Callable[..., Iterator[None]]:
+    """Load, calibrate on 8 batches of 256 tokens, export; ``offload``: the model stays on disk."""
+
+    def run(folder: Path, out: Path) -> Iterator[None]:
+        yield
+        where = {"device_map": {"": "disk"}, "offload_folder": f"{out}-offload"} if offload else {}
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **where).eval()
+        generator = torch.Generator().manual_seed(1)
+        with CalibrationSession(model, "FP8", ignore=["lm_head"]), torch.no_grad():
+            for _ in range(8):
+                model(torch.randint(model.config.vocab_size, (1, 256), generator=generator))
+        export_checkpoint(model, out)
+
+    return run
+
+
 #: name, scheme, observer of the weights
 DATA_FREE = (
     ("W4A16 minmax", "W4A16", "memoryless_minmax"),
@@ -100,6 +117,8 @@ ROWS = {
     },
     **{f"in memory {name}": Row(in_memory(scheme, weight)) for name, scheme, weight in DATA_FREE},
     **{f"files {name}": Row(from_files(scheme, weight), limit=220) for name, scheme, weight in DATA_FREE},
+    "in memory FP8": Row(with_data(offload=False)),
+    "offloaded FP8": Row(with_data(offload=True), limit=440),
 }
 
 
@@ -175,7 +194,8 @@ def main() -> int:
         parser.error(f"unknown row: {', '.join(unknown)}; there are {', '.join(ROWS)}")
     options.scratch.mkdir(parents=True, exist_ok=True)
     folder, failed = make_model(options.scratch, options.size), False
-    table = Table("row", *(f"{name} [{unit}]" for name, unit in UNITS.items()), "limit [MB]")
+    columns = (escape(f"{name} [{unit}]") for name, unit in UNITS.items())
+    table = Table("row", *columns, escape("limit [MB]"))
     for name in options.rows or ROWS:
         command = [sys.executable, "-W", "ignore", __file__, "--measure", name, "--scratch", str(folder)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
