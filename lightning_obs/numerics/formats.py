@@ -162,9 +162,9 @@ class NumberGrid(NamedTuple):
         self, value: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """What quantizing and dequantizing a float32 tensor adds to it; scale and zero point broadcast against it."""
-        levels = value / scale
-        levels = self.round(levels if zero_point is None else levels.add_(zero_point))
-        return torch.mul(levels if zero_point is None else levels.sub_(zero_point), scale, out=out).sub_(value)
+        levels = self.round(value / scale if zero_point is None else (value / scale).add_(zero_point))
+        levels = levels if zero_point is None else levels.sub_(zero_point)
+        return torch.mul(levels, scale, out=levels if out is None else out).sub_(value)
 
 
 def round_to_grid(
