@@ -58,15 +58,15 @@ def quantize_checkpoint(
     """Quantize the weights of a checkpoint, from its files to new ones, in the memory of one fused set of weights.
 
     The tensors of ``out`` are byte for byte those of :func:`~lightning_obs.export_checkpoint` of the model in memory.
-    All else that is in ``folder`` is carried over: tokenizer, chat template, code, licence; tensors that the model's
-    class does not know (multi-token prediction...) in full precision, their modules in ``ignore``.
+    All else in ``folder`` is carried over: tokenizer, code, licence; tensors that the model's class does not know
+    (multi-token prediction...) in full precision, their modules in ``ignore``.
 
     Args:
         folder: a checkpoint of transformers, in full precision: ``config.json`` and safetensors files.
         out: written whole or not at all.
-        scheme: that needs no data: weight-only or dynamic activations.
-        overwrite: replace the checkpoint in ``out``. What no export wrote is never deleted.
-        max_shard_size: bytes of one file of weights, or ``"5GB"``.
+        scheme: weight-only or dynamic activations.
+        overwrite: replace the checkpoint in ``out``; files that no export wrote are never deleted.
+        max_shard_size: of one file of weights [bytes], or ``"5GB"``.
         progress: called with the name of what was written, the bytes written so far, and those in all.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``ignore``, ``observers``...
 
@@ -74,9 +74,8 @@ def quantize_checkpoint(
         What was done, without quantization parameters.
 
     Raises:
-        CalibrationError: the scheme needs data, which is said before anything is read; ``folder`` is damaged, quantized
-            already, or its files hold other tensors than its config says; whatever is wrong with scheme and targets;
-            ``out`` cannot be written, or has no room. Nothing was written then.
+        CalibrationError: before it writes: the scheme needs data or is wrong; ``folder`` is damaged, quantized
+            already, or has other tensors than its config says; ``out`` cannot be written, or has no room.
     """
     started, folder, out = time.perf_counter(), Path(folder), Path(out)
     chosen = CalibrationOptions.of(scheme, **options)
@@ -85,8 +84,6 @@ def quantize_checkpoint(
     source = CheckpointSource(folder)
     with closing(source.reader), torch.inference_mode(False), torch.no_grad():
         session = CalibrationSession(source.model, chosen)
-        for target in session.plan.targets:  # with them the model is laid out as it will be stored
-            write_qparams(target.module, target.scheme, any_qparams(target))
         with whole_folder(out, overwrite) as partial:
             job = _Streaming(source, session, progress)
             require_room(partial, job.total)
@@ -140,6 +137,8 @@ class _Streaming:
 
     def __init__(self, source: CheckpointSource, session: CalibrationSession, progress: Progress | None) -> None:
         self.source, self.session, self._progress = source, session, progress
+        for target in session.plan.targets:  # with them the model is laid out as it will be stored
+            write_qparams(target.module, target.scheme, any_qparams(target))
         planned = {target.name for target in session.plan.targets}
         # The experts of a stack that is not copied as it is are stored one by one, like those that are quantized.
         split = [name for name in linear_experts(source.model) if any(p.startswith(f"{name}.") for p in planned)]

@@ -26,10 +26,9 @@ from lightning_obs.model.kinds import count_heads
 from lightning_obs.model.offload import at_rest, is_offloaded
 from lightning_obs.model.qparams import ROUNDED, as_stored, clear_qparams, read_qparams, write_qparams
 from lightning_obs.model.weight import matrix_shape, onloaded, place_of, reshard, rows_here
-from lightning_obs.numerics.host import to_host
 from lightning_obs.numerics.qparams import ATTENTION, QParamsDict
 from lightning_obs.observers import Key, Observer
-from lightning_obs.observers.statistic import all_finite
+from lightning_obs.observers.statistic import all_finite, to_host
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import share_weights, sync_statistics
 from lightning_obs.schemes.planned_modules import PlannedModule
@@ -78,20 +77,10 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
     _check_scales(qparams, {f"{name}.{base}_scale" for (name, base), o in session.observers.items() if o.signed})
     _check_heads(session.model, qparams)
     if weights and session.rounding:
-        observers = {key: session.observers[key] for key in searched if key[0] in session.rounding}
-        roundings = make_roundings(observers, session.second, qparams, session.rounding)
-        rounded = {key: modules[key] for key in roundings}
-        collectives += _observe(session.collectives, rounded, roundings, rounded, owners, lambda _, o, rows: o(rows))
-        for (name, _), rounding in roundings.items():
-            qparams[name][ROUNDED] = rounding.rounded
-    for target in session.plan.targets:
-        if target.name in qparams:
-            write_qparams(target.module, target.scheme, qparams[target.name])
-        else:  # an earlier calibration's would pass for this one's
-            clear_qparams(target.module)
+        collectives += _round(session, modules, searched, owners, qparams)
+    _write(session, qparams)
     if weights:  # else they may have been trained on since their scale was chosen
         remember(session.model)
-    plain = {f"{n}.{key}": value for n, found in qparams.items() for key, value in found.items() if key != ROUNDED}
     return CalibrationResult(
         scheme=session.label,
         modules=list(qparams),
@@ -101,7 +90,7 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
         ranks=session.collectives.size,
         collectives=collectives if session.collectives.size > 1 else 0,
         seconds=time.perf_counter() - session.started,
-        qparams=dict(zip(plain, to_host(list(plain.values())), strict=True)),
+        qparams=_on_host(qparams),
         input_ranges=_observed_ranges(session.fed),
         chosen_input_ranges=_chosen_ranges(session.observers),
         skipped=sorted(session.skipped),
@@ -141,6 +130,37 @@ def _sharded(
 ) -> ShardedWeights | None:
     sharded = any(place_of(module).groups for module in modules.values())
     return ShardedWeights(modules, observers, collectives) if sharded else None
+
+
+def _write(session: CalibrationSession, qparams: Mapping[str, dict[str, torch.Tensor]]) -> None:
+    for target in session.plan.targets:
+        if target.name in qparams:
+            write_qparams(target.module, target.scheme, qparams[target.name])
+        else:  # an earlier calibration's would pass for this one's
+            clear_qparams(target.module)
+
+
+def _on_host(qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """All qparams but rounded weights, by ``module.name``."""
+    plain = {f"{n}.{key}": value for n, found in qparams.items() for key, value in found.items() if key != ROUNDED}
+    return dict(zip(plain, to_host(list(plain.values())), strict=True))
+
+
+def _round(
+    session: CalibrationSession,
+    modules: Mapping[Key, nn.Module],
+    searched: Collection[Key],
+    owners: Mapping[Key, int],
+    qparams: Mapping[str, dict[str, torch.Tensor]],
+) -> int:
+    """Round the weights that are to be rounded, into ``qparams``. Returns the number of collectives."""
+    observers = {key: session.observers[key] for key in searched if key[0] in session.rounding}
+    roundings = make_roundings(observers, session.second, qparams, session.rounding)
+    rounded = {key: modules[key] for key in roundings}
+    taken = _observe(session.collectives, rounded, roundings, rounded, owners, lambda _, one, rows: one(rows))
+    for (name, _), rounding in roundings.items():
+        qparams[name][ROUNDED] = rounding.rounded
+    return taken
 
 
 def _observe(

@@ -48,9 +48,9 @@ from lightning_obs.model.weight import register_fsdp_units
 from lightning_obs.model.wrappers import unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import LinearExperts
 from lightning_obs.numerics.histogram import Support
-from lightning_obs.numerics.host import to_host
 from lightning_obs.observers import HessianObserver, Observer, StaticMinMaxObserver
 from lightning_obs.observers.base import Key
+from lightning_obs.observers.statistic import to_host
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan
 from lightning_obs.schemes.checks_before_data import check_inputs_fit
@@ -208,7 +208,7 @@ class CalibrationSession:
     def detach(self) -> None:
         """Remove every hook. Can be called at any time, any number of times."""
         attached, self._attached, self.mask = self._attached, None, None
-        self.read.forget()
+        self.read = Read()
         if attached is not None:
             attached.close()
 

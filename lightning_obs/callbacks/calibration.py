@@ -84,7 +84,8 @@ class CalibrationCallback(SessionCallback):
     ) -> None:
         observers, candidates = given_candidates(options.get("observers"))
         is_auto = candidates is not None or observers == "auto"
-        options["observers"] = None if observers == "auto" else observers
+        if "observers" in options:
+            options["observers"] = None if observers == "auto" else observers
         super().__init__(scheme, **options)
         masked = self.token_mask is not None
         self._auto = AutoObservers(self.options, masked, candidates) if is_auto else None

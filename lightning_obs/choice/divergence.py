@@ -33,7 +33,7 @@ from lightning_obs.forward.calls import call_on, in_evaluation_mode, logits_of
 from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.additions import keep_hook_out
-from lightning_obs.numerics.host import to_host
+from lightning_obs.observers.statistic import to_host
 
 #: tokens whose errors are taken to add up, not to be independent
 BLOCK = 16

@@ -109,8 +109,7 @@ def sensitivity(
 ) -> Sensitivity:
     """Estimate what quantizing each layer alone does to the model's predictions, for every candidate scheme.
 
-    The model is run in evaluation mode, unquantized; afterwards it is as it was. Scales are those that
-    :class:`~lightning_obs.CalibrationSession` finds.
+    The model runs unquantized, in evaluation mode; afterwards it is as it was. Scales are a CalibrationSession's.
 
     Args:
         model: a module whose output is logits ``(..., classes)``, or has them as ``logits``.
@@ -121,12 +120,10 @@ def sensitivity(
             ``{"scheme": "W4A16", "observers": {"weight": {"name": "hessian", "signed": True}}, "rounding": "gptq"}``.
         calibration: batches for candidates that observe data; default: ``batches``.
         seed: of the random signs.
-        **options: fields of :class:`~lightning_obs.CalibrationOptions` for all candidates that do not name them
-            (``ignore``, ``targets``, ``observers``, ``fused_sets``...).
+        **options: fields of :class:`~lightning_obs.CalibrationOptions` for candidates that do not name them.
 
     Raises:
-        CalibrationError: a scheme that does not fit; no candidates, or the same name twice; weights in shards; a model
-            without logits, or with logits that are not finite.
+        CalibrationError: a scheme that does not fit; none, or a name twice; weights in shards; logits not finite.
 
     Reference:
         Martens, New Insights and Perspectives on the Natural Gradient Method, 2020, arXiv:1412.1193, sections 5 and 9
@@ -138,9 +135,8 @@ def sensitivity(
         >>> [group.names for group in found.groups], found.groups[0].sizes
         ([('0',), ('2',)], {'int8': 320, 'none': 1024})
     """
+    _require_whole(model)
     candidates = _named(schemes)
-    elsewhere = [n for n, m in model.named_modules() if in_shards(m) or is_offloaded(m)]
-    refuse(elsewhere, "sensitivities need whole weights, on one device")
     sessions = {
         name: CalibrationSession(model, candidate_options(scheme, **options))
         for name, scheme in candidates.items()
@@ -162,6 +158,11 @@ def sensitivity(
         "weight error" if measured is None else "divergence",
         tokens,
     )
+
+
+def _require_whole(model: nn.Module) -> None:
+    elsewhere = [n for n, m in model.named_modules() if in_shards(m) or is_offloaded(m)]
+    refuse(elsewhere, "sensitivities need whole weights, on one device")
 
 
 def candidate_options(candidate: Candidate, **options: Any) -> CalibrationOptions:

@@ -283,7 +283,7 @@ class QuantizedTraining:
         self._resumed = True
         self.phase, self.batches_left = Phase(state["phase"]), state["left"]
         self.session.batches = state["batches"]
-        load_statistics(self._of_inputs, state.get("statistics", {}))
+        load_statistics(self.session.observers | self.session.second, state.get("statistics", {}))
         if "observed" in state and not load_observation(self.session.fed, state["observed"], self.session.collectives):
             self.give_up()
         if self.learned is not None and "learned" in state:

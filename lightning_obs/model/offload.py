@@ -121,7 +121,9 @@ def register_offload(model: nn.Module) -> None:
             for module in owner.modules():
                 vars(module)[OWNER] = owner
     for holder in model.modules():
-        declared: dict[str, str] = getattr(holder, "get_expanded_tied_weights_keys", dict)()  # of transformers
+        # Of transformers; peft's wrappers have its attributes, under other names.
+        of = getattr(type(holder), "get_expanded_tied_weights_keys", None)
+        declared: dict[str, str] = of(holder) if of else {}
         for names in declared.items():
             tied, first = ((holder.get_submodule(path), name) for path, _, name in (n.rpartition(".") for n in names))
             if all(_hook_of(brought_in_by(module)) is not None for module, _ in (tied, first)):
