@@ -208,8 +208,8 @@ class CalibrationSession:
     def detach(self) -> None:
         """Remove every hook. Can be called at any time, any number of times."""
         attached, self._attached, self.mask = self._attached, None, None
-        self.read = Read()
         if attached is not None:
+            self.read.forget()
             attached.close()
 
     @contextmanager

@@ -6,8 +6,9 @@ starts, join the first group of their module's optimizer (its learning rate and 
 optimizer's state is restored by position), and travel in the callback's state.
 
 Where scales are trained alone, weights in NVFP4 keep the numbers that calibration gave them, the nearest or a
-rounding's (``weight_rounded``), and the scale has an exact gradient: a float8 scale moves by 6 to 12 % at a time, far for
-the straight-through gradient of a weight that is rounded anew. Integers, whose scales are not rounded, are rounded anew.
+rounding's (``weight_rounded``), and the scale has an exact gradient: a float8 scale moves by 6 to 12 % at a time, far
+for the straight-through gradient of a weight that is rounded anew. Integers, whose scales are not rounded, are rounded
+anew.
 """
 
 from __future__ import annotations

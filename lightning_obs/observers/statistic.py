@@ -237,7 +237,7 @@ def all_finite(values: Iterable[Any]) -> bool:
         wide = _wide(parts[0] if len(parts) == 1 else torch.cat(parts))
         # NaN where a value is not finite, else zero: two operations, not five
         answers.setdefault(wide.device, []).append((wide - wide).any())
-    return not any(bool(torch.stack(found).any()) for found in answers.values())
+    return not any(bool(torch.stack(found).any() if len(found) > 1 else found[0]) for found in answers.values())
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -97,7 +97,7 @@ PATHS = {
         Budget(169, 20.34, 1),
         weights("hessian", rounding="gptq"),
     ),
-    "NVFP4": Path("NVFP4", Budget(60, 0.38, 0), Budget(950, 15.46, 5), Budget(813, 56, 1)),
+    "NVFP4": Path("NVFP4", Budget(60, 0.38, 0), Budget(952, 15.46, 5), Budget(813, 56, 1)),
     "NVFP4 expanded": Path(
         "NVFP4", Budget(60, 0.38, 0), Budget(2056, 3685.01, 5), Budget(813, 56, 1), weights("nvfp4_expanded_mse")
     ),
