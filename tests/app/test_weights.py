@@ -42,7 +42,7 @@ def test_the_command_of_the_page_writes_the_tensors_of_an_export_from_memory(tin
     ("words", "message"),
     [
         (["scheme=fp8"], "FP8 needs data"),
-        (["scheme=w4a16", "export.folder=null"], "task=weights writes a checkpoint, and export.folder names none"),
+        (["scheme=w4a16", "export.folder=null"], "writes a checkpoint: export.folder. Got none. Remedy: name one."),
         (["scheme=w4a16", "data.batches=3"], "task=weights does not read what was given: data.batches"),
     ],
 )

@@ -27,7 +27,9 @@ class Weights(Task):
     def check(self) -> None:
         self.options = make_options(self.config)
         if not self.config.export.folder:
-            raise CalibrationError("task=weights writes a checkpoint, and export.folder names none")
+            raise CalibrationError(
+                "task=weights writes a checkpoint", where=["export.folder"], got="none", remedy="name one."
+            )
         require_free(Path(self.config.export.folder), self.config.export.overwrite)
 
     @override
