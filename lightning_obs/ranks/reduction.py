@@ -1,7 +1,9 @@
-"""Reduce all statistics of all observers in three reductions at most: extremes, sums of floats, sums of integers.
+"""Reduce all statistics of all observers in three reductions: extremes, sums of integers, sums of floats.
 
 Statistics of one reduction and dtype are put end to end as one tensor, widened without loss, and taken apart again
 afterwards: a model has hundreds of them, of a few bytes each, and every operation on one costs as much as on all.
+Hessians are not that small. Sums of floats are reduced in buckets of 256 MiB; an observer takes over its own before
+the next bucket is made.
 
 Smallest and largest values are sent as integers that are ordered as the values are. So one integer minimum serves every
 dtype, and largest values too (``~key`` reverses the order, without overflow); -0.0 is less than 0.0, and NaN has a
@@ -15,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -38,6 +39,7 @@ WIDE: dict[torch.dtype, torch.dtype] = {
 }
 _KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
 BLOCK = 128  # bins: one power of two of a histogram
+BUCKET_BYTES = 2**28  # of sums of floats that are reduced at a time
 
 
 class Form(NamedTuple):
@@ -75,28 +77,60 @@ _Part: TypeAlias = tuple[Agreed, list[torch.Tensor] | None]
 
 def reduce_statistics(
     agreed: Iterable[Agreed], observers: Mapping[Key, Observer], collectives: Collectives
-) -> tuple[dict[Key, dict[str, torch.Tensor]], int]:
-    """The reduced statistics of this rank's observers, in new tensors, and the number of reductions made."""
-    kinds: tuple[Callable[..., Iterable[Iterable[torch.Tensor]]], ...] = _extremes, _sums_of_floats, _sums_of_integers
-    buckets: list[list[_Part]] = [[], [], []]
+) -> Iterator[dict[Key, dict[str, torch.Tensor]]]:
+    """The reduced statistics of this rank's observers, in new tensors: one dict for each reduction that is made.
+
+    Extremes first, then integers: an error comes before any sum was given out, and extremes can be reduced again.
+    """
+    kinds: list[list[Agreed]] = [[], [], []]
     for one in agreed:
+        sums = 2 if one.form.dtype.is_floating_point else 1
+        kinds[0 if one.form.reduction in ("min", "max") else sums].append(one)
+    buckets = [(_extremes, kinds[0]), (_sums, kinds[1]), *((_sums, bucket) for bucket in _cut(kinds[2]))]
+    for kind, bucket in buckets:
+        if bucket:
+            yield _reduced(kind, bucket, observers, collectives)
+
+
+def _reduced(
+    kind: Callable[..., Iterable[Iterable[torch.Tensor]]],
+    bucket: Sequence[Agreed],
+    observers: Mapping[Key, Observer],
+    collectives: Collectives,
+) -> dict[Key, dict[str, torch.Tensor]]:
+    parts: list[_Part] = []
+    for one in bucket:
         has_it = collectives.rank in one.ranks
-        mine = [getattr(observers[key], one.form.name) for key in one.keys] if has_it else None
-        sums = 1 if one.form.dtype.is_floating_point else 2
-        buckets[0 if one.form.reduction in ("min", "max") else sums].append((one, mine))
+        parts.append((one, [getattr(observers[key], one.form.name) for key in one.keys] if has_it else None))
     reduced: dict[Key, dict[str, torch.Tensor]] = {}
-    for kind, parts in zip(kinds, buckets, strict=True):
-        for (one, mine), totals in zip(parts, kind(parts, collectives) if parts else (), strict=True):
-            if one.keys[0] not in observers:  # this rank holds all of the keys or none
-                continue
-            if mine is not None:
-                totals = [total.to(value.device) for total, value in zip(totals, mine, strict=True)]
-            for key, total in zip(one.keys, totals, strict=True):
-                reduced.setdefault(key, {})[one.form.name] = total
-    return reduced, sum(map(bool, buckets))
+    for (one, mine), totals in zip(parts, kind(parts, collectives), strict=True):
+        if one.keys[0] not in observers:  # this rank holds all of the keys or none
+            continue
+        if mine is not None:
+            totals = [total.to(value.device) for total, value in zip(totals, mine, strict=True)]
+        for key, total in zip(one.keys, totals, strict=True):
+            reduced.setdefault(key, {})[one.form.name] = total
+    return reduced
 
 
-# ---------------------------------------------------------------------- extremes, and sums of floats
+def _cut(statistics: Iterable[Agreed]) -> Iterator[list[Agreed]]:
+    """The same in buckets of at most ``BUCKET_BYTES``; a larger observer's alone."""
+    bucket: list[Agreed] = []
+    left = BUCKET_BYTES
+    for one in statistics:
+        size = 8 * one.form.numel
+        at_a_time = max(1, BUCKET_BYTES // max(1, size))
+        for at in range(0, len(one.keys), at_a_time):
+            keys = one.keys[at : at + at_a_time]
+            if len(keys) * size > left and bucket:
+                yield bucket
+                bucket, left = [], BUCKET_BYTES
+            bucket.append(one._replace(keys=keys, blocks=one.blocks[at : at + at_a_time]))
+            left -= len(keys) * size
+    yield bucket
+
+
+# ---------------------------------------------------------------------- extremes
 
 
 def ordered(values: torch.Tensor) -> torch.Tensor:
@@ -140,14 +174,6 @@ def _extremes(parts: Sequence[_Part], collectives: Collectives) -> Iterator[Sequ
         yield _apart(unordered(values, WIDE[one.form.dtype]), one)
 
 
-def _sums_of_floats(parts: Sequence[_Part], collectives: Collectives) -> Iterator[Sequence[torch.Tensor]]:
-    """Sums in float64, and means as sums over the number of ranks that have them."""
-    sums = [_flat(part, 0, collectives.device).double() for part in parts]
-    reduced = collectives.reduce(torch.cat(sums), "sum").split([len(values) for values in sums])
-    for (one, _), values in zip(parts, reduced, strict=True):
-        yield _apart(values / len(one.ranks) if one.form.reduction == "mean" else values, one)
-
-
 def _flat(part: _Part, identity: float, device: torch.device) -> torch.Tensor:
     """The values of all observers end to end, widened; where this rank has none, the identity."""
     one, mine = part
@@ -163,7 +189,7 @@ def _apart(values: torch.Tensor, one: Agreed) -> Sequence[torch.Tensor]:
     return apart
 
 
-# ---------------------------------------------------------------------- sums of integers
+# ---------------------------------------------------------------------- sums
 
 
 def occupied_blocks(values: list[torch.Tensor]) -> list[bytes]:
@@ -183,26 +209,30 @@ def union_of_blocks(parts: Iterable[bytes]) -> torch.Tensor:
     return torch.from_numpy(np.flatnonzero(np.unpackbits(union, bitorder="little")))
 
 
-def _sums_of_integers(parts: Sequence[_Part], collectives: Collectives) -> Iterator[Iterator[torch.Tensor]]:
-    """Sums of integers, of counts without their empty blocks."""
+def _sums(parts: Sequence[_Part], collectives: Collectives) -> Iterator[Sequence[torch.Tensor]]:
+    """Sums in float64 or int64, of counts without their empty blocks; means as sums over the ranks that have them."""
+    wide = torch.float64 if parts[0][0].form.dtype.is_floating_point else torch.int64
     sizes = [[one.form.numel if b is None else len(b) * BLOCK for b in one.blocks] for one, _ in parts]
-    bucket = torch.zeros(sum(map(sum, sizes)), dtype=torch.int64, device=collectives.device)
+    bucket = torch.zeros(sum(map(sum, sizes)), dtype=wide, device=collectives.device)
     for (one, mine), place, each in zip(parts, bucket.split(list(map(sum, sizes))), sizes, strict=True):
         for value, blocks, into in zip(mine or (), one.blocks, place.split(each), strict=False):
             rows = value if blocks is None else value.reshape(-1, BLOCK)[blocks.to(value.device)]
             into.copy_(rows.reshape(-1))
     bucket = collectives.reduce(bucket, "sum")
     for (one, _), place, each in zip(parts, bucket.split(list(map(sum, sizes))), sizes, strict=True):
-        yield map(partial(_read_sum, one.form), one.keys, one.blocks, place.split(each))
+        if one.form.reduction == "mean":
+            place /= len(one.ranks)
+        yield [_read_sum(one.form, *of) for of in zip(one.keys, one.blocks, place.split(each), strict=True)]
 
 
 def _read_sum(form: Form, key: Key, blocks: torch.Tensor | None, sums: torch.Tensor) -> torch.Tensor:
+    """One observer's sum, in its dtype and in memory of its own: a view would keep the whole bucket alive."""
     if blocks is not None:
         dense = sums.new_zeros(form.numel // BLOCK, BLOCK)
         dense[blocks.to(sums.device)] = sums.view(-1, BLOCK)
         return dense.view(form.shape)
     narrow = sums.to(form.dtype, copy=True)
-    if (sums != narrow).any():
+    if not form.dtype.is_floating_point and (sums != narrow).any():
         raise CalibrationError(
             f"the sum of {form.name} over ranks does not fit into {form.dtype}",
             where=[key_text(key)],

@@ -42,8 +42,9 @@ from lightning_obs.ranks.reduction import (
 )
 
 #: Collectives of one calibration, at most, for any number of observers: :func:`sync_statistics` takes one gather of
-#: objects and three reductions, :func:`share_weights` one gather. (``torch.distributed.all_gather_object`` makes
-#: two of a gather: lengths, then contents. Lightning's ``reduce`` adds a barrier to a reduction.)
+#: objects and three reductions, and one more for each 256 MiB of Hessians; :func:`share_weights` one gather.
+#: (``torch.distributed.all_gather_object`` makes two of a gather: lengths, then contents. Lightning's ``reduce`` adds
+#: a barrier to a reduction.)
 MAX_COLLECTIVES = 5
 _REMEDY = "declare SUM, AVG, MIN or MAX of a tensor in _act_sync_dict."
 
@@ -319,14 +320,16 @@ def _shown(form: Form) -> str:
 
 def _reduce_into(observers: Mapping[Key, Observer], every: Sequence[_Description], collectives: Collectives) -> int:
     """Give the observers the statistics of all ranks; returns how many reductions that took."""
-    reduced, reductions = reduce_statistics(_agree(every), observers, collectives)
-    given = list(reduced.items())
+    reductions = 0
+    for reduced in reduce_statistics(_agree(every), observers, collectives):
+        reductions += 1
+        for key, statistics in reduced.items():
+            observers[key].load_statistics(statistics)
     known: set[Key] = set()
     for rank, description in enumerate(every):  # the lowest rank gives what has no reduction
         lowest = {key: nest for key, nest in description.kept.items() if key in observers and key not in known}
         known |= lowest.keys()
         if lowest and rank != collectives.rank:
-            given += unpack_tensors(lowest, description.packed, collectives.device).items()
-    for key, statistics in given:
-        observers[key].load_statistics(statistics)
+            for key, statistics in unpack_tensors(lowest, description.packed, collectives.device).items():
+                observers[key].load_statistics(statistics)
     return reductions

@@ -7,10 +7,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_obs.observers import Observer
+from lightning_obs.observers.statistic import Statistic
+from lightning_obs.ranks import reduction
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import MAX_COLLECTIVES, share_weights, sync_statistics
 from tests.rank_processes import run_ranks
-from tests.ranks.common import EXACT, batches, counting, make, same, statistics
+from tests.ranks.common import EXACT, INT8, batches, counting, make, same, statistics
 
 # ---------------------------------------------------------------------- exact in any partition
 
@@ -167,6 +170,40 @@ def on_histograms(rank):
 def test_bins_that_no_rank_counted_into_are_not_sent():
     sent = run_ranks(on_histograms, 2)
     assert sent[0] == sent[1] <= 20 * 65536 / 10
+
+
+class Products(Observer):
+    """The largest statistic there is: of ``(N, 1, C)`` the sums of products of channels, as Hessians are."""
+
+    statistics = (Statistic("products", "sum"),)
+
+    def measure(self, observed):
+        rows = observed.reshape(-1, observed.shape[-1])
+        return (rows.T @ rows,)
+
+
+def on_products(rank, widths):
+    reduction.BUCKET_BYTES = 8 * 64 * 64
+    observers = {(f"layers.{i}", "input"): Products("input", INT8) for i in range(len(widths))}
+    data = torch.Generator().manual_seed(rank)
+    for width, observer in zip(widths, observers.values(), strict=True):
+        observer(torch.randint(-9, 9, (5, width), generator=data).float())
+    own = [observer.products for observer in observers.values()]
+    collectives, calls, elements = counting(Collectives.of_group())
+    synced = sync_statistics(observers, collectives)
+    now = [observer.products for observer in observers.values()]
+    return own, now, calls["sum", torch.float64], elements["sum", torch.float64], synced.collectives
+
+
+def test_large_sums_are_reduced_in_buckets_of_a_size_that_does_not_grow_with_the_model():
+    """Four of 32 x 32 take the place of one of 64 x 64; a larger one goes alone."""
+    widths = [32, 32, 64, 32, 96, 32, 32]
+    results = run_ranks(on_products, 2, widths)
+    for _, now, calls, elements, told in results:
+        assert (calls, told) == (4, 5)
+        assert elements == sum(width**2 for width in widths)
+        for mine, a, b in zip(now, results[0][0], results[1][0], strict=True):
+            assert torch.equal(mine, a + b)
 
 
 def test_one_device_talks_to_nobody_and_keeps_its_statistics():
