@@ -16,7 +16,6 @@ from compressed_tensors.utils.match import match_named_modules, match_targets
 from torch import nn
 
 from lightning_obs.checkpoint.compress import compress_entries, decompress_entries
-from lightning_obs.checkpoint.patterns import refuse_slow_patterns
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.contents import refuse_damage
 from lightning_obs.files.read import naming, read_json
@@ -64,7 +63,6 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
     if not folder.exists():
         settle_dead(Path(os.path.realpath(folder)).parent)
     raw = read_json(folder / CONFIG_FILE, remedy=_REMEDY).get("quantization_config")
-    refuse_slow_patterns(raw, [name for name, _ in model.named_modules()], folder / CONFIG_FILE)
     with naming(folder / CONFIG_FILE, remedy=_REMEDY):
         config = None if raw is None else QuantizationConfig.model_validate(raw)
         targets = [] if config is None else _compressed_targets(model, config)

@@ -16,7 +16,6 @@ import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from lightning_obs.app.console import say
-from lightning_obs.checkpoint.patterns import refuse_slow_patterns
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.contents import refuse_damage
 from lightning_obs.files.read import naming
@@ -47,8 +46,7 @@ def load_pretrained(
 
     Raises:
         CalibrationError: an unknown dtype; no such folder or name; the default model's package is not installed; files
-            that have changed since they were exported, or that transformers cannot load; a pattern that takes too long;
-            a model without tokenizer.
+            that have changed since they were exported, or that transformers cannot load; a model without tokenizer.
     """
     if dtype not in _DTYPES:
         raise CalibrationError("model.dtype", got=repr(dtype), expected=f"one of {', '.join(_DTYPES)}")
@@ -65,7 +63,6 @@ def load_pretrained(
         config = AutoConfig.from_pretrained(name)
         written_by = (getattr(transformers, each, None) for each in config.architectures or ())
         loader = auto_class or next(filter(None, written_by), AutoModel)
-        _refuse_slow_patterns(config, loader, folder)
         model = loader.from_pretrained(name, dtype=dtype, **options).eval()
     scales = {key: x for key, x in model.state_dict().items() if key.endswith("scale") and not x.is_meta}
     schemes = {f"{each}.weight_scale": args_of(module, "weight") for each, module in model.named_modules()}
@@ -110,15 +107,6 @@ def _convert_gguf(folder: Path) -> None:
     with whole_folder(folder, overwrite=True) as partial:  # another process may have been faster
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-
-
-def _refuse_slow_patterns(config: Any, loader: Any, folder: Path) -> None:
-    quantization = getattr(config, "quantization_config", None)
-    if isinstance(quantization, dict) and "re:" in str(quantization):
-        with torch.device("meta"):
-            model = getattr(loader, "from_config", None) or loader._from_config
-            names = [name for name, _ in model(config).named_modules()]
-        refuse_slow_patterns(quantization, names, folder / "config.json")
 
 
 def _is_scale(value: torch.Tensor, signed: bool) -> bool:
