@@ -72,12 +72,12 @@ class Bench:
         data = TextData(tokenizer, batches=batches, eval_batches=eval_batches)
         self.calibration = [{**batch, "use_cache": False} for batch in data.val_dataloader()]
         self.held_out = [{**batch, "use_cache": False} for batch in data.test_dataloader()]
-        self.measured, self.logits = measured, []
+        self.measured, self.observed, self.logits = self.calibration[:measured], self.calibration[measured:], []
 
     def sensitivity(self, schemes: dict[str, Any], data: bool = True) -> Sensitivity:
-        batches = self.calibration[: self.measured] if data else None
+        batches = self.measured if data else None
         options = {"ignore": self.ignore, "reload": self.reload}
-        return sensitivity(self.model, batches, schemes, calibration=self.calibration, **options)
+        return sensitivity(self.model, batches, schemes, calibration=self.observed, **options)
 
     @contextmanager
     def calibrated(self, scheme: Any, **options: Any) -> Iterator[nn.Module]:
@@ -154,7 +154,7 @@ class EncoderBench(Bench):
         texts = [text for text in texts if 60 < len(text) < 600]
         read = [dict(tokenizer(text, return_tensors="pt", truncation=True, max_length=128)) for text in texts]
         self.calibration, self.held_out = read[0:400:4][: 4 * batches], read[1:2000:6][: 16 * eval_batches]
-        self.measured = len(self.calibration)
+        self.observed, self.measured = self.calibration, read[5:2000:6][: 16 * measured]
         encoder = AutoModel.from_pretrained(model, dtype=getattr(torch, dtype))
         self.model = Similarities(encoder, read[3:2000:6][:64])
         with torch.no_grad():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
@@ -44,10 +44,7 @@ class ByInputsObserver(MemorylessMSEObserver):
     @property
     @override
     def lacks_inputs(self) -> bool:
-        return self.strict and not self._saw_inputs()
-
-    def _saw_inputs(self) -> bool:
-        return hasattr(self, "input_count")
+        return self.strict and not hasattr(self, "input_count")
 
     @override
     def observe_without_inputs(self, weight: torch.Tensor) -> None:
@@ -70,7 +67,7 @@ class ByInputsObserver(MemorylessMSEObserver):
                 f"{type(self).__name__} saw no inputs of the module, so it has no importance to weigh its weight with",
                 remedy="run data through the module first, or set strict=False for equal weights.",
             )
-        if not self._saw_inputs():
+        if not hasattr(self, "input_count"):
             return None
         mean = (getattr(self, self.input_statistics[0]) / self.input_count).float()
         squares = mean if mean.ndim == 1 else mean.diagonal(dim1=-2, dim2=-1)
@@ -110,3 +107,13 @@ class ByInputsObserver(MemorylessMSEObserver):
     @override
     def idle_limit(self) -> int | None:
         return self.patience or None
+
+
+def covered_by_scale(args: QuantizationArgs, weight: torch.Tensor) -> tuple[int, int]:
+    """Rows and columns of a weight that a scale covers."""
+    if args.strategy == QuantizationStrategy.BLOCK:
+        height, width = args.block_structure or (1, 1)
+        return height, width
+    if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
+        return len(weight) if args.strategy == QuantizationStrategy.TENSOR else 1, weight.shape[1]
+    return 1, int(args.group_size or 1)

@@ -22,7 +22,7 @@ from lightning_obs.numerics.moments import channel_products
 from lightning_obs.numerics.qparams import compute_global_scale, flatten_for_calibration, power_of_two
 from lightning_obs.numerics.search.descent import descend
 from lightning_obs.observers.base import Observer
-from lightning_obs.observers.by_inputs import ByInputsObserver
+from lightning_obs.observers.by_inputs import ByInputsObserver, covered_by_scale
 from lightning_obs.observers.statistic import Statistic
 
 # Columns of the largest part of a Hessian that ``local_hessian`` gathers.
@@ -100,7 +100,7 @@ class LocalHessianObserver(ByInputsObserver):
 
     def _width(self, channels: int) -> int:
         """Columns of a part: they divide those that a scale covers, unless that are all."""
-        width = _covers(self.args, torch.empty(1, channels, device="meta"))[1]
+        width = covered_by_scale(self.args, torch.empty(1, channels, device="meta"))[1]
         if self.args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
             return min(channels, _WIDEST)
         return max(part for part in range(1, min(width, _WIDEST) + 1) if width % part == 0)
@@ -113,7 +113,7 @@ class LocalHessianObserver(ByInputsObserver):
         channels = parts * part
         self._require_fit(channels, value, channels - part < value.shape[-1] <= channels and g_idx is None)
         moments.diagonal(dim1=-2, dim2=-1).add_(_LEAST)
-        width = _covers(self.args, value)[1]
+        width = covered_by_scale(self.args, value)[1]
         if self.args.strategy == QuantizationStrategy.BLOCK:
             value = _in_whole_blocks(value, self.args)
             moments = pad(moments, (0, 0, 0, 0, 0, value.shape[1] // part - parts))
@@ -136,14 +136,14 @@ class HessianObserver(LocalHessianObserver):
     is ``(C, C)`` in float32, 4 bytes for each pair of input channels.
 
     Keyword Args:
-        sweeps (int): how often each scale is chosen, at least 1.
+        sweeps (int): how often each scale is chosen, at least 1; the later, the closer to the range chosen before.
         damping (float): share of the mean of H's diagonal that is added to it, at least 0.
         maxshrink, grid, expand, strict, signed, norm: as of ``local_hessian``.
         patience (int): 0, all candidates are visited.
     """
 
     statistics: ClassVar[tuple[Statistic, ...]] = LocalHessianObserver.statistics
-    hyperparameters: ClassVar[dict[str, Any] | None] = {"patience": 0, "sweeps": 3, "damping": 0.01}
+    hyperparameters: ClassVar[dict[str, Any] | None] = {"patience": 0, "sweeps": 4, "damping": 0.01}
     _inputs_by: ClassVar[tuple[str, ...]] = ()
     sweeps: int
     damping: float
@@ -167,7 +167,7 @@ class HessianObserver(LocalHessianObserver):
         self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None
     ) -> Sequence[torch.Tensor]:
         self._require_fit(len(moments), value, value.shape[-1] == len(moments) and g_idx is None)
-        block = _covers(self.args, value)
+        block = covered_by_scale(self.args, value)
         if self.args.strategy == QuantizationStrategy.BLOCK:
             value = _in_whole_blocks(value, self.args)
         hessian = pad(moments, (0, value.shape[1] - len(moments)) * 2)
@@ -175,16 +175,6 @@ class HessianObserver(LocalHessianObserver):
         low, high = descend(value, hessian, self._grid_search(value), block, self.sweeps)
         scales = (1,) if self.args.strategy == QuantizationStrategy.TENSOR else low.shape
         return low.reshape(scales), high.reshape(scales)
-
-
-def _covers(args: QuantizationArgs, weight: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns of a weight that a scale covers."""
-    if args.strategy == QuantizationStrategy.BLOCK:
-        height, width = args.block_structure or (1, 1)
-        return height, width
-    if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
-        return len(weight) if args.strategy == QuantizationStrategy.TENSOR else 1, weight.shape[1]
-    return 1, int(args.group_size or 1)
 
 
 def _in_whole_blocks(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from compressed_tensors.quantization import QuantizationStrategy
 from typing_extensions import override
 
 from lightning_obs.numerics.moments import channel_squares
 from lightning_obs.numerics.qparams import flatten_for_calibration
 from lightning_obs.observers.base import Observer
-from lightning_obs.observers.by_inputs import ByInputsObserver
+from lightning_obs.observers.by_inputs import ByInputsObserver, covered_by_scale
 from lightning_obs.observers.mse import MemorylessMSEObserver
 from lightning_obs.observers.statistic import Statistic
 
@@ -67,12 +66,7 @@ class IMatrixMSEObserver(ByInputsObserver):
         self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None
     ) -> Sequence[torch.Tensor]:
         self._require_fit(len(moments), value, value.shape[-1] == len(moments))
-        rows = 1
-        if self.args.strategy == QuantizationStrategy.TENSOR:
-            rows = len(value)
-        elif self.args.strategy == QuantizationStrategy.BLOCK:
-            assert self.args.block_structure is not None  # QuantizationArgs validated it
-            rows = self.args.block_structure[0]
+        rows = covered_by_scale(self.args, value)[0]
         importance = flatten_for_calibration(moments.expand(rows, -1), "weight", self.args, g_idx)[0]
         observed = flatten_for_calibration(value, self.base_name, self.args, g_idx)
         return self._search(observed, importance=importance)

@@ -1,17 +1,21 @@
 """Ranges by a row's whole quadratic form, ``d H d^T`` with ``H = E[x x^T]``: what its output loses.
 
 Method. Coordinate descent: the candidates of one scale are judged given the errors that the row's other scales leave,
-``d^T H_gg d + 2 d^T (D H)_g``, one column of groups after the other, in some sweeps. Every integer is the nearest;
-only ranges are chosen. Rows do not depend on each other, but for those that share a scale.
+``d^T H_gg d + 2 d^T (D H)_g``, one column of groups after the other, in some sweeps. The first visits the candidates of
+the search. Each later one visits as many around the chosen range, in steps of the search's, then of half of them, a
+quarter...: a range that differs by a percent rounds other integers, whose errors may cancel. Every integer is the
+nearest; only ranges are chosen. Rows do not depend on each other, but for those that share a scale.
 
 All candidates of a few rows are measured at once: the product with ``H_gg`` is most of the time.
 """
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 
-from lightning_obs.numerics.candidates import candidate_ranges
+from lightning_obs.numerics.candidates import shrink
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import tile_size
 from lightning_obs.numerics.search.definition import GridSearch
@@ -22,14 +26,14 @@ _TILE, _ROWS = 1 << 18, 1 << 22
 
 
 def descend(
-    weight: torch.Tensor, hessian: torch.Tensor, search: GridSearch, block: tuple[int, int], sweeps: int = 3
+    weight: torch.Tensor, hessian: torch.Tensor, search: GridSearch, block: tuple[int, int], sweeps: int = 4
 ) -> Range:
     """The ranges of a weight's scales after some sweeps.
 
     Args:
         weight: ``(R, C)``.
         hessian: ``(C, C)`` in float32.
-        search: the number format and the candidates, all of which are visited.
+        search: the number format and the candidates of the first sweep, all of which are visited.
         block: height and width of what one scale covers; they divide the weight.
         sweeps: how often each scale is chosen.
 
@@ -38,28 +42,29 @@ def descend(
         a finite error, the expanded range.
     """
     height, width = block
-    high_blocks = weight.unflatten(0, (-1, height)).unflatten(2, (-1, width))
-    low, high = (end * search.expand for end in (high_blocks.amin((1, 3)), high_blocks.amax((1, 3))))
-    candidates = torch.tensor(search.factors, dtype=torch.float64, device=weight.device)
+    blocks = weight.unflatten(0, (-1, height)).unflatten(2, (-1, width))
+    low, high = (end * search.expand for end in (blocks.amin((1, 3)), blocks.amax((1, 3))))
+    candidates = torch.tensor(search.factors, dtype=torch.float64, device=weight.device)[:, None]
+    around = torch.arange(-(len(candidates) // 2), len(candidates) // 2 + 1, device=weight.device)[:, None]
+    around = around * (candidates[:2, 0].max() - candidates[:2, 0].min())
     step = max(1, _ROWS // (height * weight.shape[1]))
-    for start in range(0, len(low), step):
-        part = slice(start, start + step)
-        values = weight[start * height : (start + step) * height].float()
-        observed = low[part].clone(), high[part].clone()
+    for part in (slice(start, start + step) for start in range(0, len(low), step)):
+        values = weight[part.start * height : part.stop * height].float()
+        factors = torch.ones(low[part].shape, dtype=torch.float64, device=weight.device)
         error = torch.zeros_like(values)
-        for sweep in range(sweeps):
-            for k in range(low.shape[1]):
-                columns = slice(k * width, (k + 1) * width)
-                before = slice(0, None if sweep else k * width)  # where errors are known
-                error[:, columns] = 0
-                others = error[:, before] @ hessian[before, columns]
-                lows, highs = candidate_ranges(observed[0][:, k], observed[1][:, k], candidates)
-                best, error[:, columns] = _choose(
-                    values[:, columns], others * 2, hessian[columns, columns], (lows, highs), search.grid
-                )
-                for end, ends in ((low, lows), (high, highs)):
-                    chosen = ends.gather(0, best.clamp(min=0)[None])[0]
-                    end[part, k] = torch.where(best < 0, end[part, k], chosen)
+        for sweep, k in product(range(sweeps), range(low.shape[1])):
+            columns = slice(k * width, (k + 1) * width)
+            before = slice(0, None if sweep else k * width)  # where errors are known
+            error[:, columns] = 0
+            others = error[:, before] @ hessian[before, columns]
+            tried = factors[:, k] * (around / 2 ** (sweep - 1) + 1 if sweep else candidates)
+            ranges = shrink(low[part, k], tried), shrink(high[part, k], tried)
+            best, error[:, columns] = _choose(
+                values[:, columns], others * 2, hessian[columns, columns], ranges, search.grid
+            )
+            chosen = tried.gather(0, best.clamp(min=0)[None])[0]
+            factors[:, k] = torch.where(best < 0, factors[:, k], chosen)
+        low[part], high[part] = shrink(low[part], factors), shrink(high[part], factors)
     return low, high
 
 
