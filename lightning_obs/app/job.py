@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import get_class, get_object, instantiate
 from lightning.fabric.utilities import move_data_to_device
@@ -123,6 +124,16 @@ class Job:
         module: LightningModule = made(wanted)
         load_checkpoint(find_module(module, self.config.module)[1], folder)
         return module
+
+
+def typed_words() -> list[str] | None:
+    """What follows ``python -m lightning_obs`` in the command of this run; None: it was composed in Python."""
+    if not HydraConfig.initialized():
+        return None
+    hydra = HydraConfig.get()
+    folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
+    words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # ${...} as it stands
+    return [*(f"--config-dir={folder}" for folder in folders), *map(str, words)]
 
 
 def make_job(config: DictConfig, callback: SessionCallback) -> Job:

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import distributed as dist
 
 from lightning_obs.app.imports import import_for
+from lightning_obs.app.job import typed_words
 from lightning_obs.app.sigterm import ended_by_sigterm
 from lightning_obs.app.tasks.task import make_task
 from lightning_obs.errors import refuse
@@ -24,9 +24,7 @@ from lightning_obs.schemes.config import as_names
 def run(config: DictConfig) -> dict[str, Any]:
     """Run the task of a composed config and return what a comparison shows of it."""
     _quiet_lightning()
-    if HydraConfig.initialized():
-        typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)  # ${...} as it stands
-        refuse_unread(config.task, list(map(str, typed)))
+    refuse_unread(config.task, [word for word in typed_words() or () if not word.startswith("--")])
     for name in as_names(config.imports):
         import_for("imports", name, "run from the folder that holds it, or set PYTHONPATH.")
     with ended_by_sigterm():

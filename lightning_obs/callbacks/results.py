@@ -33,6 +33,7 @@ from lightning_obs.model.weight import in_shards, reshard
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.facts import Report, ScaleDrift, aggregates
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
+from lightning_obs.report.layer_facts import known_facts
 from lightning_obs.report.page import layer_row, write_csv, write_report
 from lightning_obs.report.pictures import layers_figure
 from lightning_obs.report.predictions import Moved
@@ -148,7 +149,7 @@ class Results(Callback):
         errors = self.layer_errors(batches, counts)
         if session.collectives.rank != 0:
             return Path(folder) / "report.html"
-        known: dict[str, Any] = {"title": self.label, "result": session.result, "errors": errors, "counts": counts}
+        known = known_facts(session) | {"title": self.label, "errors": errors, "counts": counts}
         known |= {"drift": self.drift, "moved": self.moved}
         return write_report(folder, Report(**{**known, **parts}))
 

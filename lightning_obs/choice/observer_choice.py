@@ -83,12 +83,20 @@ class ObserverChoice:
         table = _Table(title="observers", title_justify="left", box=None, pad_edge=False, header_style="dim")
         for column in ("of", "observer", "estimated loss", "tensors"):
             table.add_column(column, justify="left" if column in ("of", "observer") else "right")
+        for row in self.scores:
+            table.add_row(row["of"], row["observer"], f"{row['loss']:.4g}", str(row["tensors"]))
+        return table
+
+    @property
+    def scores(self) -> list[dict[str, Any]]:
+        """Candidates beside the choice, a row each: ``{"of", "observer", "loss", "tensors"}``."""
+        rows = []
         for base_name, losses in self.losses.items():
             used = self.counts[base_name]
-            for name, loss in losses.items():
-                table.add_row(base_name, name, f"{loss:.4g}", str(used[name]))
-            table.add_row(base_name, "chosen by tensor", f"{self.chosen[base_name]:.4g}", str(used.total()))
-        return table
+            for name, loss in [*losses.items(), ("chosen by tensor", self.chosen[base_name])]:
+                tensors = used[name] if name in losses else used.total()
+                rows.append({"of": base_name, "observer": name, "loss": loss, "tensors": tensors})
+        return rows
 
 
 class _Table(Table):

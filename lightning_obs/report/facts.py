@@ -9,11 +9,13 @@ from statistics import median, median_low
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationConfig
 
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import name_list
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError
+from lightning_obs.report.layer_facts import LayerFacts
 from lightning_obs.report.numbers import human_size, moved_texts, number
 from lightning_obs.report.predictions import Moved
 
@@ -70,16 +72,26 @@ class Report:
         title: of the page.
         result: of the calibration.
         errors: of the layers, worst first.
-        metrics: by name, before and after, ``{"perplexity": (14.80, 15.19)}``.
+        metrics: by name, before and after, ``{"perplexity": (14.80, 15.19)}``; the first one judges the run.
+        higher_is_better: the first metric; None: as its name says (perplexity, loss and error: lower).
+        curves: metrics over the steps of a fit, ``{"step": 100, "val_loss": 2.1, "val_loss_quantized": 2.3}``.
         moved: how far the predictions are from the original's.
-        sizes: bytes before and after.
+        was_trained: after calibration, so that predictions were meant to move.
+        sizes: bytes before and after; by default those of ``kinds``.
+        config: the scheme that was calibrated.
+        layers: what is known of each layer without data.
+        kinds: bytes before and after, by kind of tensor.
         counts: how often each input value was seen, by module name.
         drift: how scales have moved.
         sensitivity: of each module by itself, in any unit; the name of the unit is ``sensitivity_unit``.
+        losses: of each module with the scheme that was chosen for it, in the unit of ``frontier``.
         choices: the scheme that was chosen for each module.
-        frontier: points ``{"name", "bits_per_weight", "bytes", "loss"}``.
+        frontier: points ``{"name", "bits_per_weight", "bytes", "loss"}``; ``"mark": "chosen"``, ``"measured"`` or
+            ``"full precision"`` where a point is that.
+        scores: of observers that were tried, ``{"of", "observer", "loss", "tensors"}``.
         runs: other runs beside this one, as :func:`~lightning_obs.report.summary.comparison_table` takes them.
         lines: further lines of the summary.
+        words: what follows ``python -m lightning_obs`` in the run's command; None: it was not made by one.
         extra: further keys of ``report.json``.
     """
 
@@ -87,17 +99,31 @@ class Report:
     result: CalibrationResult | None = None
     errors: Sequence[LayerError] = ()
     metrics: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    higher_is_better: bool | None = None
+    curves: Sequence[Mapping[str, float]] = ()
     moved: Moved | None = None
+    was_trained: bool = False
     sizes: tuple[int, int] | None = None
+    config: QuantizationConfig | None = None
+    layers: Mapping[str, LayerFacts] = field(default_factory=dict)
+    kinds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     counts: Mapping[str, Support] = field(default_factory=dict)
     drift: ScaleDrift | None = None
     sensitivity: Mapping[str, float] = field(default_factory=dict)
     sensitivity_unit: str = ""
+    losses: Mapping[str, float] = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
     frontier: Sequence[Mapping[str, Any]] = ()
+    scores: Sequence[Mapping[str, Any]] = ()
     runs: Sequence[Mapping[str, Any]] = ()
     lines: Sequence[str] = ()
+    words: Sequence[str] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.sizes is None and self.kinds:
+            before, after = zip(*self.kinds.values(), strict=True)
+            self.sizes = sum(before), sum(after)
 
     @property
     def poor_layers(self) -> list[str]:

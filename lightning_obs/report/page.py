@@ -1,15 +1,14 @@
 """One page that says what was done, how well, and which layer loses what: a single file, no network.
 
-The page holds its data as JSON and draws the table from it when it is opened, a screenful of rows at a time: 5,000
-layers are as quick as 50. Pictures of the whole run are matplotlib's; the histogram of a layer is drawn when it is
-opened, from 64 numbers. The same data are written beside it, as ``report.json`` and ``layers.csv``.
+The judgement and its next steps are HTML. Pictures and table are drawn from the page's JSON when it is opened, rows a
+screenful at a time, a layer's own view when it is opened: 5,000 layers are as quick as 50. The same data are written
+beside it, as ``report.json`` and ``layers.csv``.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -22,9 +21,9 @@ from lightning_obs.errors import refuse
 from lightning_obs.files.write import whole_file, write_text
 from lightning_obs.numerics.histogram import linear_bins
 from lightning_obs.report.facts import POOR_SQNR, Report, facts
+from lightning_obs.report.judgement import Judgement, judge, layer_losses
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.numbers import finite, human_size, moved_texts, number, quality_of
-from lightning_obs.report.pictures import as_svg, comparison_figure, drift_figure, frontier_figure
 from lightning_obs.schemes.config import as_names
 
 BINS = 64
@@ -51,9 +50,12 @@ COLUMNS = [
     Column("weight_sqnr", "weight [dB]", 1, is_wide=True),
     Column("weight_bits", "weight [bit]", 2, is_wide=True),
     Column("input_sqnr", "input [dB]", 1, is_wide=True),
+    Column("share", "of the loss [%]", 1, smallest_first=False),
     Column("sensitivity", "sensitivity", smallest_first=False),
     Column("choice", "choice"),
 ]
+#: keys of a row that are lists or texts for the page alone
+_ONLY_PAGE = ("histogram", "channels", "at")
 
 
 def write_report(folder: str | os.PathLike[str], report: Report) -> Path:
@@ -68,11 +70,13 @@ def write_report(folder: str | os.PathLike[str], report: Report) -> Path:
     keys = ("name", "bits_per_weight", "loss")
     lacking = [f"point {at}" for at, point in enumerate(report.frontier) if not all(key in point for key in keys)]
     refuse(lacking, "a point of the frontier lacks something", expected=", ".join(keys))
-    folder, data = Path(folder), _data(report)
-    write_text(folder / "report.html", _page(report, data))
+    folder = Path(folder)
+    judgement = judge(report, folder)
+    data = _data(report, judgement)
+    write_text(folder / "report.html", _page(report, data, judgement))
     write_text(folder / "report.json", as_json(data))
     if data["layers"]:
-        rows = [{k: v for k, v in row.items() if k != "histogram"} for row in data["layers"]]
+        rows = [{k: v for k, v in row.items() if k not in _ONLY_PAGE} for row in data["layers"]]
         write_csv(folder / "layers.csv", rows)
     return folder / "report.html"
 
@@ -107,12 +111,16 @@ def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -
         writer.writerows({key: text(value) for key, value in row.items()} for row in rows)
 
 
-def _data(report: Report) -> dict[str, Any]:
+def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
     """All that the page shows as numbers, strings, lists and dicts."""
-    known = {k: v for k, v in facts(report, "\N{RIGHTWARDS ARROW}").items() if k not in _LEFT_OUT}
+    above = {*_LEFT_OUT, *(sign["label"] for sign in judgement.signs)}
+    known = {k: v for k, v in facts(report, "\N{RIGHTWARDS ARROW}").items() if k not in above}
+    ignored = [] if report.config is None else report.config.ignore or []
     return {
+        "ignore": list(dict.fromkeys([*ignored, *report.poor_layers])),
         **report.extra,
         "title": report.title,
+        "judgement": asdict(judgement),
         # a percentage is not torn from its sign
         "summary": [{"label": k, "value": v.replace(" %)", "\N{NO-BREAK SPACE}%)")} for k, v in known.items()],
         "lines": as_names(report.lines),
@@ -120,51 +128,47 @@ def _data(report: Report) -> dict[str, Any]:
         "metrics": {name: list(pair) for name, pair in report.metrics.items()},
         "sensitivity_unit": report.sensitivity_unit,
         "layers": list(_layers(report)),
+        "kinds": {kind: list(pair) for kind, pair in report.kinds.items()},
         "frontier": [dict(point) for point in report.frontier],
+        "scores": [dict(score) for score in report.scores],
+        "curves": [dict(point) for point in report.curves],
         "runs": [{**run, "quality": quality_of(run)._asdict(), "moved": moved_texts(run)} for run in report.runs],
         "drift": None if report.drift is None else {"steps": report.drift.steps, "drifts": report.drift.drifts},
     }
 
 
-def _page(report: Report, data: Mapping[str, Any]) -> str:
+def _page(report: Report, data: Mapping[str, Any], judgement: Judgement) -> str:
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"human_size": human_size, "number": number}
-    pictures = [(title, as_svg(figure, title)) for title, figure in _figures(report)]
     units = {"sensitivity": f" [{report.sensitivity_unit}]"} if report.sensitivity_unit else {}
     columns = [(key, title + units.get(key, ""), *how) for key, title, *how, _ in COLUMNS]
+    drawn = ("layers", "kinds", "frontier", "scores", "curves", "runs", "drift", "sensitivity_unit")
     # The page needs no more digits than it shows.
-    shown = {"layers": finite(data["layers"], digits=4), "shown": columns, "poor": POOR_SQNR}
+    shown = {key: finite(data[key], digits=4) for key in drawn} | {"shown": columns, "poor": POOR_SQNR}
+    fused = [] if report.result is None else report.result.fused
     template = environment.get_template("report.html.j2")
-    return template.render(data=data, pictures=pictures, shown=shown, poor=report.poor_layers)
+    return template.render(data=data, judgement=judgement, shown={**shown, "fused": fused})
 
 
 def _layers(report: Report) -> Iterable[dict[str, Any]]:
-    chosen = {} if report.result is None else report.result.chosen_input_ranges
-    named = {error.name: layer_row(error) for error in report.errors}
-    for name in dict.fromkeys([*named, *report.sensitivity, *report.choices]):
-        row = named.get(name, {"name": name})
-        if name in report.sensitivity:
-            row["sensitivity"] = report.sensitivity[name]
-        if name in report.choices:
-            row["choice"] = report.choices[name]
-        if name in chosen:
-            row["chosen_low"], row["chosen_high"] = chosen[name]
+    ranges = {} if report.result is None else report.result.chosen_input_ranges
+    order = {} if report.result is None else {name: at for at, name in enumerate(report.result.modules)}
+    rows: dict[str, dict[str, Any]] = {error.name: layer_row(error) for error in report.errors}
+    for name in [*report.layers, *report.sensitivity, *report.choices]:
+        rows.setdefault(name, {"name": name})
+    losses = layer_losses(report)
+    total = sum(one.loss for one in losses)
+    for one in losses if total else ():
+        rows[one.name] |= {"share": 100 * one.loss / total, "by_input": one.input}
+    for key, values in (("sensitivity", report.sensitivity), ("loss", report.losses), ("choice", report.choices)):
+        for name, value in values.items():
+            rows[name][key] = value
+    for name, row in rows.items():
+        row |= {} if name not in report.layers else asdict(report.layers[name])
+        row |= {"at": order[name]} if name in order else {}
+        if name in ranges:
+            row["chosen_low"], row["chosen_high"] = ranges[name]
         if name in report.counts and len(report.counts[name].values):
             low, high, numbers = linear_bins(report.counts[name], BINS)
             row["histogram"] = {"low": low, "high": high, "counts": numbers}
-        yield row
-
-
-def _figures(report: Report) -> Iterable[tuple[str, Any]]:
-    points = [point for point in report.frontier if math.isfinite(point["loss"])]
-    if points:
-        yield "Loss against size", frontier_figure(points)
-    if report.drift is not None and len(report.drift.steps) > 1:
-        yield "Drift of the scales", drift_figure(report.drift)
-    by_metric: dict[str, list[tuple[str, int, float]]] = {}
-    for run in report.runs:
-        name, _, after = quality_of(run)
-        if name is not None and after is not None and math.isfinite(after) and run.get("size"):
-            by_metric.setdefault(name, []).append((run["run"], run["size"], after))
-    for metric, runs in by_metric.items():
-        yield f"Runs: {metric} against size", comparison_figure(runs, metric)
+    return rows.values()

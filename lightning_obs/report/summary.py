@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compressed_tensors.quantization import QuantizationConfig
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.measure import Measurement
 from rich.segment import Segment
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from lightning_obs.choice.mixed_precision import MixedPlan
 from lightning_obs.errors import name_list, printable
-from lightning_obs.report.facts import POOR_SQNR, Report, facts, poor_layers
+from lightning_obs.report.facts import POOR_SQNR, Report, facts
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.numbers import human_size, moved_texts, number, quality_of
 from lightning_obs.schemes.config import as_names
@@ -41,22 +40,6 @@ def summary(report: Report, worst: int = 5) -> RenderableType:
         "  ".join(f"{name} {text}" for name, text in known.items()): known,
     }
     return Group(*parts, *(Text(line) for line, shown in lines.items() if shown), *map(Text, as_names(report.lines)))
-
-
-def better_inputs(config: QuantizationConfig, errors: Sequence[LayerError]) -> str | None:
-    """What to try where static integer inputs without a zero point leave layers poor; measured in README.md.
-
-    >>> from lightning_obs.schemes.config import resolve_config
-    >>> poor = LayerError("down_proj", sqnr=4.0, clipped=0.0, low=-1.0, high=1.0)
-    >>> better_inputs(resolve_config("INT8_STATIC"), [poor])
-    'int8 inputs with a zero point, their range found by `histogram`, may lose less: scheme=int8_static_asym'
-    >>> better_inputs(resolve_config("INT8_STATIC_ASYM"), [poor])
-    """
-    inputs = [args for scheme in config.config_groups.values() if (args := scheme.input_activations) is not None]
-    static = [args for args in inputs if args.type == "int" and args.num_bits == 8 and args.dynamic is False]
-    if not poor_layers(errors) or not any(args.symmetric for args in static):
-        return None
-    return "int8 inputs with a zero point, their range found by `histogram`, may lose less: scheme=int8_static_asym"
 
 
 def layer_table(errors: Sequence[LayerError]) -> Table:

@@ -28,7 +28,10 @@ def test_a_plan_is_chosen_calibrated_exported_and_verified(composed, tmp_path, c
     assert set(plan["schemes"].values()) == {"int4", "int8"}
     assert len(plan["frontier"]) > 1
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert report["frontier"] == plan["frontier"]
+    assert report["frontier"][:-1] == plan["frontier"]
+    marked = {point["mark"]: point for point in report["frontier"] if "mark" in point}
+    assert (marked["chosen"]["loss"], marked["measured"]["loss"]) == (plan["loss"], report["divergence"])
+    assert marked["full precision"]["bits_per_weight"] == 32
     assert {layer["name"]: layer["choice"] for layer in report["layers"]} == plan["schemes"]
     assert all(layer["sensitivity"] > 0 for layer in report["layers"])
     assert row["perplexity"][0] != row["perplexity"][1]

@@ -3,8 +3,6 @@
 import csv
 import json
 import re
-import shutil
-import subprocess
 import time
 from dataclasses import replace
 
@@ -14,12 +12,13 @@ from lightning_obs import CalibrationError
 from lightning_obs.errors import refuse
 from lightning_obs.report import page as report_page
 from lightning_obs.report.facts import Report, facts
+from lightning_obs.report.layer_errors import LayerError
+from lightning_obs.report.metrics import TensorError
 from lightning_obs.report.page import write_csv, write_report
 from lightning_obs.report.summary import comparison_table, print_report, summary
 from tests.markdown import page
+from tests.report.browser import Browser, in_chromium
 from tests.report.pages import made_up
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     started = time.process_time()
     write_report(folder, made_up(210))
-    assert time.process_time() - started < 10
+    assert time.process_time() - started < 5
     return folder
 
 
@@ -80,89 +79,141 @@ def test_a_point_that_lacks_something_is_refused_and_nothing_is_written(tmp_path
 
 # ---------------------------------------------------------------------- in a browser
 
-_SCRIPT = """
-<script>
-const $ = (query) => [...document.querySelectorAll(query)], said = {};
-const names = () => $("tr.layer td:first-child").map((cell) => cell.textContent);
-said.rows = $("tr.layer").length;
-said.count = document.getElementById("count").textContent;
-said.first = names()[0];
-const header = (title) => $("thead th button").find((one) => one.textContent.startsWith(title));
-header("sensitivity").click();
-said.largest = names()[0];
-said.sorted = header("sensitivity").parentElement.getAttribute("aria-sort");
-header("sensitivity").click();
-said.smallest = names()[0];
-$("tr.layer")[0].querySelector("button").click();
-said.bars = $("svg.histogram rect").length;
-said.out = $("svg.histogram rect.out").length;
-said.lines = $("svg.histogram line.chosen").length;
-$("tr.layer")[0].querySelector("button").click();
-said.closed = $("svg.histogram").length;
-const search = document.getElementById("search");
-search.value = "Q_PROJ 3"; search.dispatchEvent(new Event("input"));
-said.found = names();
-search.value = ""; search.dispatchEvent(new Event("input"));
-const more = document.getElementById("more");
-if (!more.hidden) more.click();
-said.more = $("tr.layer").length;
-said.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
-said.ready = Math.round(performance.now());
-said.pictures = $("figure svg").length;
-document.body.replaceChildren(Object.assign(document.createElement("pre"), { textContent: JSON.stringify(said) }));
-</script></body>"""
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser() as browser:
+        yield browser
+        assert browser.errors == []
 
 
-def opened(page, tmp_path, width=1280):
-    """What the script found in the page, opened in Chromium."""
-    # The window of a desktop's Chromium is 500 wide at least; a frame can be as narrow as a phone.
-    (tmp_path / "page.html").write_text(page.read_text().replace("</body>", _SCRIPT))
-    frame = '<body style="margin:0"><iframe id="f" src="page.html" style="width:{}px;height:2000px;border:0"></iframe>'
-    frame += '<script>f.onload=()=>document.body.append(f.contentDocument.querySelector("pre"))</script></body>'
-    (tmp_path / "frame.html").write_text(frame.format(width))
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    command += [
-        "--allow-file-access-from-files",
-        "--virtual-time-budget=20000",
-        "--window-size=1300,2000",
-        "--dump-dom",
-    ]
-    done = subprocess.run(
-        [*command, f"file://{tmp_path / 'frame.html'}"], capture_output=True, text=True, timeout=120, check=True
-    )
-    found = re.search(r"<pre>(.*?)</pre>", done.stdout, flags=re.DOTALL)
-    assert found, done.stdout[-500:]
-    return json.loads(found[1])
+NAMES = "[...document.querySelectorAll('tr.layer td:first-child')].map((cell) => cell.textContent)"
+WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
-in_chromium = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium: install the system's package `chromium` to test the page in a browser"
-)
+def sort_by(browser, title):
+    clicked = f"(one) => one.textContent.startsWith('{title}')"
+    browser.run(f"[...document.querySelectorAll('#layers thead button')].find({clicked}).click()")
+    return browser.run(NAMES)[0]
+
+
+def search(browser, words):
+    browser.run(f"document.getElementById('search').value = {words!r}")
+    browser.run("document.getElementById('search').dispatchEvent(new Event('input'))")
+    return browser.run(NAMES)
 
 
 @in_chromium
-@pytest.mark.parametrize("width", [1280, 390])
-def test_a_browser_shows_sorts_searches_and_opens(folder, tmp_path, width):
-    report, found = made_up(210), opened(folder / "report.html", tmp_path, width)
+@pytest.mark.parametrize("width", [1600, 1300, 390])
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_browser_shows_sorts_searches_and_opens_at_every_width(folder, browser, width, dark):
+    report = made_up(210)
+    browser.open(folder / "report.html", width=width, dark=dark)
     order = sorted(report.sensitivity, key=report.sensitivity.get)
-    assert (found["rows"], found["count"], found["more"]) == (200, "210 of 210 layers", 210)
-    assert (found["first"], found["largest"], found["smallest"]) == (report.errors[0].name, order[-1], order[0])
-    assert found["sorted"] == "descending"
-    assert (found["bars"], found["lines"], found["closed"]) == (64, 2, 0)
-    assert 0 < found["out"] < 64
-    assert sorted(found["found"]) == sorted(n for n in report.sensitivity if "q_proj" in n and "3" in n)
-    assert found["pictures"] == 2
-    assert found["wide"] <= 0  # nothing sticks out of the window, at the width of a phone either
+    assert browser.run("document.getElementById('count').textContent") == "210 of 210 layers"
+    assert (len(browser.run(NAMES)), browser.run(NAMES)[0]) == (200, report.errors[0].name)
+    assert (sort_by(browser, "sensitivity"), sort_by(browser, "sensitivity")) == (order[-1], order[0])
+    assert browser.run("document.querySelector('[aria-sort]').getAttribute('aria-sort')") == "ascending"
+    assert sorted(search(browser, "Q_PROJ 3")) == sorted(n for n in report.sensitivity if "q_proj" in n and "3" in n)
+    search(browser, "")
+    browser.click("#more")
+    assert len(browser.run(NAMES)) == 210
+    browser.click("tr.layer td:first-child button")
+    assert browser.run("document.querySelectorAll('tr.detail svg.histogram rect.bin').length") > 9
+    assert 0 < browser.run("document.querySelectorAll('tr.detail svg.histogram rect.out').length") < 64
+    assert browser.run("document.querySelectorAll('tr.detail svg.histogram rect.chosen').length") == 1
+    browser.click("tr.layer td:first-child button")
+    assert browser.run("document.querySelectorAll('tr.detail').length") == 0
+    assert browser.run(WIDE) <= 0  # nothing sticks out of the window, at the width of a phone either
+
+
+@in_chromium
+def test_a_click_in_the_map_opens_the_layer_and_escape_closes_it(folder, browser):
+    browser.open(folder / "report.html")
+    assert browser.run("document.querySelectorAll('.map td button').length") == 210
+    name = "model.layers.7.mlp.gate_proj"
+    browser.click(f".map [data-name='{name}']")
+    assert browser.run("document.querySelector('#layer h3').textContent") == name
+    assert browser.run("document.querySelectorAll('#layer svg.histogram').length") == 1
+    browser.press("Escape")
+    assert browser.run("document.getElementById('layer').hidden")
+
+
+@in_chromium
+def test_the_map_is_operated_by_keys_alone(folder, browser):
+    browser.open(folder / "report.html")
+    browser.run("document.querySelector('.map td button').focus()")
+    browser.press("ArrowRight", "ArrowDown", "Enter")
+    assert browser.run("document.querySelector('#layer h3').textContent") == "model.layers.1.self_attn.k_proj"
+
+
+@in_chromium
+def test_a_switch_of_the_map_changes_what_its_colours_say(folder, browser):
+    browser.open(folder / "report.html")
+    worst = made_up(210).errors[0]
+    for mode, said in (("sqnr", f"{worst.sqnr:.1f} dB"), ("choice", made_up(210).choices[worst.name])):
+        browser.click(f"[data-mode={mode}]")
+        label = browser.run(f"document.querySelector('[data-name=\"{worst.name}\"]').getAttribute('aria-label')")
+        assert label == f"{worst.name}: {said}"
+
+
+@in_chromium
+def test_a_screen_reader_finds_verdict_cells_charts_and_rows(folder, browser):
+    browser.open(folder / "report.html")
+    heard = browser.heard()
+    assert ("region", "verdict and next steps") in heard
+    assert ("image", "estimated loss against bits per weight") in heard
+    assert any(role == "button" and name.startswith("model.layers.3.mlp.up_proj: ") for role, name in heard)
+    assert any(role == "columnheader" and name.startswith("SQNR") for role, name in heard)
+    assert any(role == "button" and name.startswith("copy the Python") for role, name in heard)
+
+
+@in_chromium
+def test_210_layers_are_interactive_in_a_second(folder, browser):
+    """A margin of three for a machine on which other tests run; the best of three counts."""
+    ready = []
+    for _ in range(3):
+        browser.open(folder / "report.html")
+        ready.append(browser.run("performance.timing.domContentLoadedEventEnd - performance.timing.navigationStart"))
+    assert min(ready) < 3000
 
 
 @in_chromium
 @pytest.mark.slow
-def test_5000_layers_are_still_usable(tmp_path):
+def test_5000_layers_are_still_usable(tmp_path, browser):
     page = write_report(tmp_path / "out", made_up(5000))
-    found = opened(page, tmp_path)
-    assert (found["rows"], found["more"], found["count"]) == (200, 400, "5,000 of 5,000 layers")
-    assert found["ready"] < 5000
+    browser.open(page)
+    assert browser.run("document.getElementById('count').textContent") == "5,000 of 5,000 layers"
+    assert len(browser.run(NAMES)) == 200
+    assert browser.run("performance.now()") < 15000
     assert page.stat().st_size < 10 * 2**20
+
+
+@in_chromium
+def test_layers_without_depth_are_a_strip_and_unknown_numbers_leave_the_page_whole(tmp_path, browser):
+    nothing = TensorError(None, None, None, None, None, None, None)
+    names = ["encoder", "head", "extra.proj"]
+    errors = [LayerError(name, float("nan"), None, float("nan"), float("nan"), nothing, nothing) for name in names]
+    report = Report("odd", errors=errors, metrics={"loss": (0.0, float("nan"))}, sensitivity={"head": float("inf")})
+    browser.open(write_report(tmp_path, report), fragment="#layer=head")
+    assert browser.run("document.querySelector('.grade').textContent") == "Broken"
+    assert browser.run("document.querySelector('#map h2').textContent") == "All layers"
+    assert browser.run("document.querySelectorAll('.map td button.unknown').length") == 3
+    assert browser.run("document.querySelector('#layer h3').textContent") == "head"
+
+
+@in_chromium
+def test_runs_with_long_names_and_without_a_size_stay_in_the_comparison(tmp_path, browser):
+    runs = [
+        {"run": "scheme=int8_static " * 9, "metric": "perplexity", "perplexity": (14.8, 33.0), "size": 10**8},
+        {"run": "scheme=fp8", "metric": "perplexity", "perplexity": (14.8, 15.2), "size": None},
+    ]
+    browser.open(write_report(tmp_path, Report("comparison", runs=runs)), width=390)
+    assert browser.run("[...document.querySelectorAll('figure circle')].map((one) => one.getAttribute('class'))") == [
+        "mark",
+        "ring",
+    ]
+    assert browser.run(WIDE) <= 0
 
 
 def test_sensitivities_that_are_not_finite_leave_the_page_s_json_whole(tmp_path):

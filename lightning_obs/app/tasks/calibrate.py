@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_obs.app.checkpoint import write_checkpoint
 from lightning_obs.app.console import say, step
 from lightning_obs.app.generation import continuations, loop_line
-from lightning_obs.app.job import Job, Quality, make_job, make_options, plain, recovered_share
+from lightning_obs.app.job import Job, Quality, make_job, make_options, plain, recovered_share, typed_words
 from lightning_obs.app.models.pretrained import DEFAULT_MODEL
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.calibration.options import CalibrationOptions
@@ -29,10 +29,12 @@ from lightning_obs.callbacks.which_module import describe, find_module
 from lightning_obs.model.weight import model_bytes
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.facts import Report, poor_layers
+from lightning_obs.report.judgement import judge
 from lightning_obs.report.layer_errors import LayerError, measure_layer_errors
+from lightning_obs.report.layer_facts import known_facts
 from lightning_obs.report.numbers import folder_size, quality_row
 from lightning_obs.report.page import write_report
-from lightning_obs.report.summary import better_inputs, print_report, summary
+from lightning_obs.report.summary import print_report, summary
 
 #: from this many forward passes on, the run says how long they take
 _WORTH_SAYING = 20
@@ -205,17 +207,19 @@ class Calibrate(Task):
         job, config = self.job, self.config
         if job.folder is not None:
             self.sizes = (model_bytes(job.model), folder_size(job.folder))
-        known: dict[str, Any] = {"result": self.result, "errors": self.errors, "sizes": self.sizes, "lines": self.lines}
+        assert job.callback.session is not None
+        known = known_facts(job.callback.session) | {"errors": self.errors, "lines": self.lines, "sizes": self.sizes}
+        known |= {"was_trained": self.seconds_trained is not None, "words": typed_words()}
         if self.full is not None and self.quantized is not None:
             known["metrics"] = {self.full.name: (self.full.value, self.quantized.value)}
-            known["moved"] = self.quantized.moved
+            known |= {"moved": self.quantized.moved, "higher_is_better": self.quantized.higher_is_better}
         title = f"{job.callback.label} \N{MIDDLE DOT} {Path(str(config.model.get('path') or DEFAULT_MODEL)).name}"
         extra = {**self.row(), "config": plain(config)}
         report = Report(title, **known, counts=counts, drift=job.callback.drift, extra=extra, **parts)
         path = write_report(config.output_dir, report)
-        hint = "" if not poor_layers(self.errors) else f"  (leave out: ignore_from={path.with_suffix('.json')})"
-        advice = better_inputs(job.callback.options.config, self.errors)
-        report.lines = [*self.lines, *self.closing_lines(), *([advice] if advice else []), f"report {path}{hint}"]
+        advice = [f"{step.what}: {step.command}" for step in judge(report, path.parent).steps if step.command]
+        hint = "" if not report.poor_layers else f"  (leave out: ignore_from={path.with_suffix('.json')})"
+        report.lines = [*self.lines, *self.closing_lines(), *advice, f"report {path}{hint}"]
         print()
         print_report(summary(report, worst=config.report.worst_layers))
 

@@ -26,6 +26,7 @@ from lightning_obs.choice.observer_choice import check_candidates, choose_for
 from lightning_obs.choice.sensitivity import candidate_options, sensitivity
 from lightning_obs.errors import CalibrationError, refuse_unknown
 from lightning_obs.files.write import write_text
+from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.page import as_json
 from lightning_obs.report.summary import frontier_table, print_report
 
@@ -75,7 +76,7 @@ class Observers(ChoosingTask):
         check_candidates(self.job.model, self.job.callback.options, self.candidates or None)
 
     @override
-    def choose(self) -> dict[str, Any]:
+    def choose(self) -> Mapping[str, Any]:
         with step("scoring observers"):
             choice, options = choose_for(
                 self.job.model, self.calibration_batches(), self.job.callback.options, self.candidates or None
@@ -83,7 +84,7 @@ class Observers(ChoosingTask):
         print_report(choice.table())
         self.write_scheme(choice.config, "Observers chosen by task=observers.")
         self.calibrate_with(options)
-        return {}
+        return {"scores": choice.scores}
 
     @override
     def passes(self, needs_data: bool) -> int:
@@ -129,6 +130,9 @@ class Plan(ChoosingTask):
             raise CalibrationError("every module is best left in full precision", got=f"budget {config.budget}")
         plans = frontier(measured, config.task.frontier, at_most=at_most)
         rows = [*(p.row() for p in plans), *(plan_of(measured, name).row(name) for name in measured.schemes)]
+        width = next(self.job.model.parameters()).itemsize
+        full = {"bits_per_weight": 8.0 * width, "bytes": width * measured.weights, "loss": 0.0}
+        rows += [{**plan.row("chosen"), "mark": "chosen"}, {"name": "full precision", "mark": "full precision", **full}]
         print_report(frontier_table(plans, title=f"estimated {measured.method} against size"))
         counts = ", ".join(f"{name} {count}" for name, count in plan.counts.items())
         say(f"chosen: {plan.bits:.3f} bits per weight ({counts} modules), estimated {measured.method} {plan.loss:.4g}")
@@ -139,7 +143,18 @@ class Plan(ChoosingTask):
         self.calibrate_with(self.job.callback.options.with_config(plan.config))
         worst = {name: max(losses.get(name, 0.0) for losses in measured.layers.values()) for name in plan.schemes}
         unit = f"{measured.method}, worst candidate" + (", nats" if measured.method == "divergence" else "")
-        return {"sensitivity": worst, "sensitivity_unit": unit, "choices": plan.schemes, "frontier": rows}
+        losses = {name: measured.layers.get(scheme, {}).get(name, 0.0) for name, scheme in plan.schemes.items()}
+        chosen = {"choices": plan.schemes, "losses": losses}
+        return {"sensitivity": worst, "sensitivity_unit": unit, "frontier": rows, **chosen}
+
+    @override
+    def report(self, counts: Mapping[str, Support], parts: Mapping[str, Any]) -> None:
+        """With the divergence that was measured beside the one that was estimated."""
+        if self.quantized is not None and self.quantized.moved is not None and "nats" in parts["sensitivity_unit"]:
+            chosen = next(point for point in parts["frontier"] if point.get("mark") == "chosen")
+            measured = {"name": "measured", "mark": "measured", "loss": self.quantized.moved.divergence}
+            parts = {**parts, "frontier": [*parts["frontier"], {**chosen, **measured}]}
+        super().report(counts, parts)
 
     @override
     def passes(self, needs_data: bool) -> int:

@@ -1,89 +1,497 @@
 "use strict";
 (() => {
-  const { layers, shown: titles, poor } = JSON.parse(document.getElementById("data").textContent);
-  const table = document.getElementById("layers");
-  if (!table) return;
-  const digits = (n) => (v) => v.toFixed(n);
-  const short = (v) => String(Number(v.toPrecision(4)));
-  const shape = (places) => (v) => (typeof v === "string" ? v : places === null ? short(v) : digits(places)(v));
-  // key, title, how a number is shown, whether it is left out on a phone, whether sorting starts with the smallest
-  const columns = titles.map(([key, title, places, wide, up]) => [key, title, shape(places), wide, up])
-    .filter(([key]) => layers.some((row) => known(row[key])));
-  const step = 200;
-  let sorted = null, up = true, shown = step;
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const { layers, poor } = data;
+  const byName = new Map(layers.map((row) => [row.name, row]));
+  const known = (value) => value !== undefined && value !== null;
+  const short = (v) => (Math.abs(v) >= 1e4 ? Math.round(v).toLocaleString("en") : String(Number(v.toPrecision(4))));
+  const size = (bytes) => {
+    const at = bytes < 1024 ? 0 : Math.min(3, Math.floor(Math.log2(bytes) / 10));
+    return `${(bytes / 1024 ** at).toFixed(at > 2 ? 2 : 0)} ${["B", "KiB", "MiB", "GiB"][at]}`;
+  };
 
-  function known(value) { return value !== undefined && value !== null; }
-  function element(name, attributes = {}, ...children) {
-    const made = document.createElement(name);
-    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  // ------------------------------------------------------------------ elements
+  function filled(made, attributes, children) {
+    for (const [key, value] of Object.entries(attributes)) if (value !== false) made.setAttribute(key, value);
     made.append(...children);
     return made;
   }
-  function drawn(name, attributes, text) {
-    const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-    if (text !== undefined) made.textContent = text;
-    return made;
+  const element = (name, attributes = {}, ...children) => filled(document.createElement(name), attributes, children);
+  const drawn = (name, attributes = {}, ...children) =>
+    filled(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
+  // a line may end behind a dot or an underscore
+  const breakable = (name) => name.split(/(?<=[._])/).flatMap((part) => [part, document.createElement("wbr")]);
+
+  // ------------------------------------------------------------------ axes
+  function ticks(low, high, count) {
+    const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough * 0.999);
+    const first = Math.ceil(low / step - 1e-9), found = [];
+    for (let n = first; n * step <= high + step * 1e-6; n++) found.push(Number((n * step).toPrecision(12)));
+    return found;
+  }
+  // An empty plot: what x and y become in it, and the drawing. `x`, `y`: [low, high]; `log`: of y
+  function plot(width, height, label, { x, y, xlabel, ylabel, log = false, left = 52, format = short, yticks }) {
+    const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
+    const right = width - 12, top = 10, bottom = height - 36;
+    const of = (value, [low, high], from, to) => from + ((value - low) / (high - low || 1)) * (to - from);
+    const place = log ? (v) => Math.log10(v) : (v) => v, range = y.map(place);
+    const X = (v) => of(v, x, left, right), Y = (v) => of(place(v), range, bottom, top);
+    const powers = log && range[1] - range[0] >= 1.2;
+    const marks = yticks ?? (powers ? ticks(Math.ceil(range[0]), Math.floor(range[1]), 4).filter(Number.isInteger).map((v) => 10 ** v)
+      : log ? ticks(y[0], y[1], 4) : ticks(range[0], range[1], 4));
+    for (const value of marks) {
+      svg.append(drawn("line", { x1: left, x2: right, y1: Y(value), y2: Y(value), class: "grid" }));
+      svg.append(drawn("text", { x: left - 5, y: Y(value) + 4, "text-anchor": "end" }, format(value)));
+    }
+    for (const value of ticks(x[0], x[1], Math.max(2, Math.floor((right - left) / 75)))) {
+      svg.append(drawn("line", { x1: X(value), x2: X(value), y1: bottom, y2: bottom + 4, class: "axis" }));
+      svg.append(drawn("text", { x: X(value), y: bottom + 15, "text-anchor": "middle" }, short(value)));
+    }
+    svg.append(drawn("line", { x1: left, x2: right, y1: bottom, y2: bottom, class: "axis" }));
+    svg.append(drawn("text", { x: (left + right) / 2, y: height - 4, "text-anchor": "middle" }, xlabel));
+    const turned = `rotate(-90 11 ${(top + bottom) / 2})`;
+    svg.append(drawn("text", { x: 11, y: (top + bottom) / 2, "text-anchor": "middle", transform: turned }, ylabel));
+    return { svg, X, Y, left, right, top, bottom };
+  }
+  const path = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
+  const around = (values, share = 0.08) => {
+    const low = Math.min(...values), high = Math.max(...values), more = (high - low || Math.abs(high) || 1) * share;
+    return [low - more, high + more];
+  };
+  function dot(picture, x, y, shape, name, at = [7, -5]) {
+    const spot = [picture.X(x), picture.Y(y)];
+    const mark = shape === "chosen-mark"
+      ? drawn("path", { d: path([[spot[0], spot[1] - 7], [spot[0] + 7, spot[1]], [spot[0], spot[1] + 7], [spot[0] - 7, spot[1]]]) + "Z", class: shape })
+      : drawn("circle", { cx: spot[0], cy: spot[1], r: shape === "ring" ? 6 : 4, class: shape });
+    mark.append(drawn("title", {}, `${name} ${short(x)}, ${short(y)}`));
+    picture.svg.append(mark);
+    const ends = spot[0] > picture.right - 90;
+    const text = { x: spot[0] + (ends ? -9 : at[0]), y: spot[1] + at[1], "text-anchor": ends ? "end" : "start", class: shape.includes("mark") && shape !== "plain-mark" ? "strong" : "" };
+    if (name) picture.svg.append(drawn("text", text, name));
   }
 
-  function breakable(name) { // a line may end behind a dot or an underscore
-    return name.split(/(?<=[._])/).flatMap((part) => [part, document.createElement("wbr")]);
+  // ------------------------------------------------------------------ figures, drawn as wide as there is room
+  const drawings = [];
+  function figure(title, make, note) {
+    const place = element("div"), made = element("figure", {}, element("figcaption", {}, title), place);
+    if (note) made.append(element("p", { class: "note" }, note));
+    document.getElementById("pictures").append(made);
+    drawings.push(() => place.replaceChildren(...[make(Math.max(240, place.clientWidth || 460))].flat()));
   }
+  function legend(names, colour) {
+    const one = (name, i) => {
+      const swatch = element("i");
+      swatch.style.background = colour(name, i);
+      return element("span", {}, swatch, name);
+    };
+    return element("div", { class: "legend" }, ...names.map(one));
+  }
+  const colours = [0, 1, 2, 3, 4, 5, 6, 7].map((i) => `var(--c${i})`);
 
-  function histogram(row) {
-    const { low, high, counts } = row.histogram, width = 480, height = 150, bottom = 130;
-    const most = Math.log1p(Math.max(...counts)), span = high - low || 1;
-    const at = (value) => Math.min(width, Math.max(0, ((value - low) / span) * width));
-    const limited = known(row.chosen_low);
-    const svg = drawn("svg", {
-      viewBox: `0 0 ${width} ${height}`, role: "img", class: "histogram",
-      "aria-label": `histogram of the inputs of ${row.name}`,
+  // ------------------------------------------------------------------ where a layer stands: depth and kind
+  const inOrder = [...layers].sort((a, b) => (a.at ?? 1e9) - (b.at ?? 1e9));
+  const numbersOf = (name) => name.split(".").filter((part) => /^\d+$/.test(part)).map(Number);
+  const firsts = new Set(layers.map((row) => numbersOf(row.name)[0]).filter(known));
+  const twice = layers.filter((row) => numbersOf(row.name).length > 1 && !row.name.includes("experts"));
+  const level = firsts.size <= 6 && twice.length > layers.length / 2 ? 2 : 1;
+  for (const row of layers) {
+    let seen = 0;
+    const parts = row.name.split(".").map((part) => (/^\d+$/.test(part) ? (seen++ < level ? "\u2217" : "n") : part));
+    const numbers = numbersOf(row.name).slice(0, level);
+    row.depth = numbers.length ? numbers.join(".") : null;
+    row.kind = numbers.length ? parts.join(".") : row.name;
+  }
+  const deep = inOrder.filter((row) => known(row.depth));
+  const depths = [...new Set(deep.map((row) => row.depth))].sort((a, b) => {
+    const [x, y] = [a, b].map((text) => text.split(".").map(Number));
+    return x[0] - y[0] || (x[1] ?? -1) - (y[1] ?? -1);
+  });
+  const isStrip = depths.length < 2 || deep.length < layers.length / 2;
+  const kinds = isStrip ? [] : [...new Set(deep.map((row) => row.kind))];
+  const common = kinds.reduce((a, b) => { while (!b.startsWith(a)) a = a.slice(0, -1); return a; }, kinds[0] ?? "");
+  const cut = common.lastIndexOf("\u2217.") + 2;
+  const kindName = (kind) => (cut > 1 ? kind.slice(cut) : kind).replaceAll("\u2217.", "");
+  const called = (row) => (isStrip || !known(row.depth) ? row.name : `${row.depth} \u00b7 ${kindName(row.kind)}`);
+
+  // ------------------------------------------------------------------ the map
+  const mixed = (stops, t) => {
+    const at = Math.min(stops.length - 2, Math.floor(t * (stops.length - 1))), part = t * (stops.length - 1) - at;
+    return [0, 1, 2].map((i) => Math.round(stops[at][i] + part * (stops[at + 1][i] - stops[at][i])));
+  };
+  const hex = (...texts) => texts.map((text) => [1, 3, 5].map((i) => parseInt(text.slice(i, i + 2), 16)));
+  const RAMPS = { // blue to orange: told apart by colour-blind people, and by how dark they are
+    worse: hex("#2f6ea5", "#7fb0d3", "#f1e9da", "#f0a15e", "#c2410c", "#7c2400"),
+    more: hex("#f6ede2", "#f0a15e", "#c2410c", "#7c2400"), large: hex("#e9f0f6", "#7fb0d3", "#2f6ea5", "#173a63"),
+  };
+  const largest = (key) => Math.max(...layers.map((row) => row[key] ?? 0)) || 1;
+  const several = { weight_width: "bit weights", input_width: "bit inputs" };
+  const modes = [
+    { key: "sqnr", title: "dB", ramp: "worse", at: (v) => 1 - v / 50, ends: ["50 dB", `${poor} dB is poor`, "0 dB"], text: (v) => `${v.toFixed(1)} dB`, cell: (v) => v.toFixed(0), worst: (v) => -v },
+    { key: "share", title: "share of the loss", ramp: "more", at: (v) => Math.sqrt(v / largest("share")), ends: ["0 %", "", `${short(largest("share"))} %`], text: (v) => `${v.toFixed(1)} % of the loss`, cell: (v) => (v < 0.5 ? "" : v.toFixed(0)) },
+    { key: "sensitivity", title: "sensitivity", ramp: "more", at: (v) => Math.sqrt(Math.max(0, v) / largest("sensitivity")), ends: ["0", data.sensitivity_unit, short(largest("sensitivity"))], text: short, cell: () => "" },
+    { key: "choice", title: "choice" },
+    { key: "weight_width", title: "weight bits" },
+    { key: "input_width", title: "input bits" },
+    { key: "weight_observer", title: "weight observer" },
+    { key: "input_observer", title: "input observer" },
+    { key: "clipped", title: "clipped", ramp: "more", at: (v) => Math.sqrt(v / largest("clipped")), ends: ["0 %", "", `${short(largest("clipped"))} %`], text: (v) => `${v.toFixed(2)} % clipped`, cell: (v) => (v < 0.05 ? "" : v.toFixed(1)) },
+    { key: "after", title: "bytes", ramp: "large", at: (v) => v / largest("after"), ends: ["0", "", size(largest("after"))], text: size, cell: () => "" },
+  ].filter(({ key }, i) => !i || layers.some((row) => known(row[key]) && row[key] !== ""));
+  let mode = modes.find(({ key }) => key === "choice") ?? modes[0], current = null;
+
+  function cellOf(rows) {
+    const worst = mode.worst ?? ((v) => (typeof v === "number" ? v : 0));
+    const withValue = rows.filter((row) => known(row[mode.key]) && row[mode.key] !== "");
+    const row = withValue.sort((a, b) => worst(b[mode.key]) - worst(a[mode.key]))[0] ?? rows[0], value = row[mode.key];
+    const isKnown = known(value) && value !== "";
+    const said = !isKnown ? "not known" : mode.text ? mode.text(value) : several[mode.key] ? `${value} ${several[mode.key]}` : value;
+    const others = rows.length > 1 ? `, worst of ${rows.length}` : "";
+    const button = element("button", { "aria-label": `${row.name}: ${said}${others}`, title: `${row.name}: ${said}${others}`, tabindex: -1, "data-name": row.name });
+    if (!isKnown) button.className = "unknown";
+    else if (mode.ramp) {
+      const rgb = mixed(RAMPS[mode.ramp], Math.min(1, Math.max(0, mode.at(value))));
+      button.style.background = `rgb(${rgb.join()})`;
+      button.style.color = rgb[0] * 0.3 + rgb[1] * 0.59 + rgb[2] * 0.11 > 140 ? "#111" : "#fff";
+      button.textContent = mode.cell(value);
+    } else {
+      button.style.background = colours[mode.values.indexOf(value) % colours.length];
+      button.style.color = "#fff";
+      button.textContent = typeof value === "number" ? value : "";
+    }
+    if (current === row) button.setAttribute("aria-current", "true");
+    return button;
+  }
+  function cellsOf(head, body, columns, caption, dense) {
+    const table = element("table", { class: `map${dense ? " dense" : ""}` }, element("caption", { class: "note", hidden: "" }, caption));
+    table.append(element("colgroup", {}, element("col", { class: "names" }), ...columns.map(() => element("col"))));
+    if (head) {
+      const tenth = Math.max(1, Math.ceil(columns.length / 12));
+      const titles = columns.map((one, i) => element("th", { scope: "col", class: i % tenth ? "" : "tenth" }, one));
+      table.append(element("thead", {}, element("tr", {}, element("th", {}, head), ...titles)));
+    }
+    const lines = body.map(([name, cells]) => element("tr", {}, element("th", { scope: "row", title: name }, name),
+      ...cells.map((rows) => element("td", {}, ...(rows?.length ? [cellOf(rows)] : [])))));
+    table.append(element("tbody", {}, ...lines));
+    return table;
+  }
+  function drawMap() {
+    const place = document.getElementById("map"), hadFocus = place.contains(document.activeElement) && document.activeElement.dataset.mode;
+    mode.values = [...new Set(layers.map((row) => row[mode.key]).filter((v) => known(v) && v !== ""))].sort();
+    const buttons = modes.map((one) => {
+      const button = element("button", { "aria-pressed": one === mode, "data-mode": one.key }, one.title);
+      button.addEventListener("click", () => { mode = one; drawMap(); });
+      return button;
     });
+    const tools = element("div", { class: "tools" }, element("h2", { style: "margin:0" }, isStrip ? "All layers" : "Layers by depth and kind"),
+      element("div", { class: "switch", role: "group", "aria-label": "colour by" }, ...buttons));
+    if (mode.ramp) {
+      const bar = element("span", { class: "ramp" });
+      bar.style.background = `linear-gradient(to right, ${RAMPS[mode.ramp].map((rgb) => `rgb(${rgb.join()})`).join()})`;
+      tools.append(element("span", { class: "legend" }, element("span", {}, mode.ends[0], bar, mode.ends[2]), mode.ends[1]));
+    } else tools.append(legend(mode.values.map(String), (_, i) => colours[i % colours.length]));
+    const tables = [], others = isStrip ? [] : inOrder.filter((row) => !known(row.depth));
+    if (!isStrip) {
+      const at = new Map();
+      for (const row of deep) { const key = `${row.kind}|${row.depth}`; at.set(key, [...(at.get(key) ?? []), row]); }
+      const body = kinds.map((kind) => [kindName(kind), depths.map((depth) => at.get(`${kind}|${depth}`))]);
+      tables.push(cellsOf("depth", body, depths, "layers by depth and kind", depths.length > 40));
+    }
+    const rest = isStrip ? inOrder : others;
+    for (let from = 0; from < rest.length; from += 40) {
+      const part = rest.slice(from, from + 40), all = [...part, ...Array(rest.length > 40 ? 40 - part.length : 0)];
+      tables.push(cellsOf("", [[from ? "" : isStrip ? "in order" : "others", all.map((row) => row && [row])]], all, "layers in order", false));
+    }
+    const scroll = element("div", {}, ...tables);
+    const panel = document.getElementById("layer") ?? element("section", { id: "layer", hidden: "", "aria-live": "polite", "aria-label": "the layer that is open" });
+    place.replaceChildren(tools, scroll, panel);
+    const first = scroll.querySelector("[aria-current]") ?? scroll.querySelector("td button");
+    if (first) first.tabIndex = 0;
+    if (hadFocus) place.querySelector(`[data-mode=${hadFocus}]`).focus();
+    scroll.addEventListener("click", (event) => {
+      const button = event.target.closest("td button");
+      if (button) openBelow(byName.get(button.dataset.name), button);
+    });
+    scroll.addEventListener("keydown", (event) => {
+      const move = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
+      const cell = event.target.closest("td");
+      if (!move || !cell) return;
+      event.preventDefault();
+      const lines = [...scroll.querySelectorAll("tbody tr")];
+      let [line, column] = [lines.indexOf(cell.parentElement), cell.cellIndex], next = null;
+      do {
+        line += move[0]; column += move[1];
+        next = lines[line]?.cells[column];
+      } while (next && !next.querySelector("button"));
+      if (!next?.querySelector("button")) return;
+      event.target.tabIndex = -1;
+      next.querySelector("button").tabIndex = 0;
+      next.querySelector("button").focus();
+    });
+  }
+  function openBelow(row, button) {
+    const panel = document.getElementById("layer");
+    for (const other of document.querySelectorAll(".map [aria-current]")) other.removeAttribute("aria-current");
+    const wasOpen = current === row;
+    current = wasOpen ? null : row;
+    panel.hidden = wasOpen;
+    if (wasOpen) return;
+    button?.setAttribute("aria-current", "true");
+    const close = element("button", { class: "close" }, "close");
+    close.addEventListener("click", () => { openBelow(row); button?.focus(); });
+    panel.replaceChildren(element("div", { class: "bar" }, element("h3", {}, ...breakable(row.name)), close));
+    panel.append(detail(row, panel.clientWidth - 32));
+    panel.scrollIntoView({ block: "nearest" });
+  }
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape" && current) openBelow(current); });
+
+  // ------------------------------------------------------------------ a layer's own view
+  function histogram(row, width) {
+    const { low, high, counts } = row.histogram, limited = known(row.chosen_low);
+    const most = Math.log10(1 + Math.max(...counts)), powers = [...Array(Math.floor(most) + 1).keys()];
+    const marks = powers.filter((n) => n % Math.ceil((most + 1) / 5) === 0);
+    const ends = limited ? [Math.min(low, row.chosen_low), Math.max(high, row.chosen_high)] : [low, high];
+    const picture = plot(width, 190, `histogram of the inputs of ${row.name}, from ${short(low)} to ${short(high)}`, {
+      x: ends[0] < ends[1] ? ends : [ends[0] - 1, ends[1] + 1], y: [0, most || 1], xlabel: "input value", ylabel: "values seen", yticks: marks,
+      format: (v) => (v < 4 ? String(10 ** v) : `1e${v}`), left: 46,
+    });
+    const { svg, X, Y, bottom, top } = picture;
+    svg.setAttribute("class", "histogram");
+    if (limited) {
+      const band = drawn("rect", { x: X(row.chosen_low), width: Math.max(1, X(row.chosen_high) - X(row.chosen_low)), y: top, height: bottom - top, class: "chosen" });
+      band.append(drawn("title", {}, `chosen range ${short(row.chosen_low)} to ${short(row.chosen_high)}`));
+      svg.append(band);
+    }
+    const wide = (high - low) / counts.length;
     counts.forEach((count, i) => {
-      const x = (i * width) / counts.length, tall = most ? (Math.log1p(count) / most) * (bottom - 8) : 0;
-      const middle = low + ((i + 0.5) / counts.length) * span;
-      const out = limited && (middle < row.chosen_low || middle > row.chosen_high);
-      const bar = drawn("rect", {
-        x, y: bottom - tall, width: width / counts.length - 1, height: tall, class: out ? "bar out" : "bar",
-      });
+      if (!count) return;
+      const middle = low + (i + 0.5) * wide, out = limited && (middle < row.chosen_low || middle > row.chosen_high);
+      const y = Y(Math.log10(1 + count));
+      const bar = drawn("rect", { x: X(low + i * wide), width: Math.max(1, X(low + wide) - X(low) - 0.6), y, height: bottom - y, class: out ? "bin out" : "bin" });
       bar.append(drawn("title", {}, `${short(middle)}: ${count.toLocaleString("en")}`));
       svg.append(bar);
     });
-    svg.append(drawn("line", { x1: 0, x2: width, y1: bottom, y2: bottom, class: "axis" }));
-    if (limited)
-      for (const end of [row.chosen_low, row.chosen_high])
-        svg.append(drawn("line", { x1: at(end), x2: at(end), y1: 0, y2: bottom, class: "chosen" }));
-    svg.append(drawn("text", { x: 0, y: height - 4, class: "label" }, short(low)));
-    svg.append(drawn("text", { x: width, y: height - 4, class: "label", "text-anchor": "end" }, short(high)));
-    const caption = limited ? `chosen range ${short(row.chosen_low)} to ${short(row.chosen_high)}` : "no static range";
-    svg.append(drawn("text", { x: width / 2, y: height - 4, class: "label", "text-anchor": "middle" }, caption));
-    return svg;
+    svg.append(drawn("line", { x1: X(low), x2: X(high), y1: top - 4, y2: top - 4, class: "observed" }, drawn("title", {}, `observed ${short(low)} to ${short(high)}`)));
+    const levels = limited && known(row.step) && row.step > 0 ? Math.round((row.chosen_high - row.chosen_low) / row.step) : 0;
+    if (levels > 0 && (X(row.chosen_high) - X(row.chosen_low)) / levels >= 1.5)
+      for (let n = 0; n <= levels; n++)
+        svg.append(drawn("line", { x1: X(row.chosen_low + n * row.step), x2: X(row.chosen_low + n * row.step), y1: bottom, y2: bottom + 5, class: "level" }));
+    const said = [`observed ${short(low)} to ${short(high)} (line)`, limited ? `chosen ${short(row.chosen_low)} to ${short(row.chosen_high)} (band)` : "no static range"];
+    if (levels) said.push(`levels ${short(row.step)} apart`);
+    return element("div", {}, element("strong", {}, "Inputs"), svg, element("p", { class: "note" }, said.join("; ")));
   }
-
+  function channels(row, width) {
+    const values = row.channels, label = `largest weight of each output channel of ${row.name}`;
+    const picture = plot(width, 150, label, { x: [0, values.length], y: [0, Math.max(...values) || 1], xlabel: "output channels, in order", ylabel: "range", left: 46 });
+    values.forEach((value, i) => {
+      const y = picture.Y(value);
+      picture.svg.append(drawn("rect", { x: picture.X(i), width: Math.max(1, picture.X(1) - picture.X(0) - 0.6), y, height: picture.bottom - y, class: "bin" }));
+    });
+    return element("div", {}, element("strong", {}, "Weight, range by channel"), picture.svg);
+  }
   function numbers(row) {
-    const kinds = ["weight", "input", "output"].filter((kind) => known(row[kind + "_low"]) || known(row[kind + "_sqnr"]));
+    const bases = ["weight", "input", "output"].filter((base) => known(row[base + "_low"]) || known(row[base + "_sqnr"]));
     const keys = [["sqnr", "SQNR [dB]"], ["mse", "MSE"], ["cosine", "cosine"], ["clipped", "clipped [%]"],
       ["low", "smallest"], ["high", "largest"], ["bits", "bits in use"]];
-    const head = element("tr", {}, element("th", {}, ""), ...kinds.map((kind) => element("th", {}, kind)));
-    const lines = keys.map(([key, title]) => element("tr", {}, element("td", {}, title),
-      ...kinds.map((kind) => element("td", {}, known(row[`${kind}_${key}`]) ? short(row[`${kind}_${key}`]) : ""))));
-    return element("table", {}, element("thead", {}, head), element("tbody", {}, ...lines));
+    const head = element("tr", {}, element("th", {}, ""), ...bases.map((base) => element("th", { scope: "col" }, base)));
+    const lines = keys.map(([key, title]) => element("tr", {}, element("th", { scope: "row" }, title),
+      ...bases.map((base) => element("td", {}, known(row[`${base}_${key}`]) ? short(row[`${base}_${key}`]) : ""))));
+    const made = element("div", {}, element("table", {}, element("thead", {}, head), element("tbody", {}, ...lines)));
+    const fused = (data.fused.find((names) => names.includes(row.name)) ?? []).filter((name) => name !== row.name);
+    const said = {
+      scheme: row.scheme, choice: row.choice, "found by": [row.weight_observer, row.input_observer].filter(Boolean).join(" (weight), "),
+      size: known(row.after) && row.before ? `${size(row.before)} \u2192 ${size(row.after)}` : "",
+      "of the loss": known(row.share) ? `${row.share.toFixed(1)} %, of that ${(100 * row.by_input).toFixed(0)} % by its input` : "",
+      "shares its scheme with": fused.join(", "),
+    };
+    for (const [title, text] of Object.entries(said))
+      if (text) made.append(element("p", { class: "line" }, element("span", { class: "muted" }, `${title}: `), text));
+    return made;
   }
+  function detail(row, room) {
+    const views = [row.histogram, row.channels?.length].filter(Boolean).length + 1;
+    const width = Math.max(240, room / Math.max(1, Math.min(views, Math.floor(room / 320))) - 24);
+    const two = element("div", { class: "two" }, numbers(row));
+    if (row.histogram) two.append(histogram(row, width));
+    if (row.channels?.length) two.append(channels(row, width));
+    return two;
+  }
+  function opener(row) {
+    const button = element("button", { title: row.name }, called(row));
+    button.addEventListener("click", () => {
+      if (current !== row) openBelow(row, document.querySelector(`.map [data-name="${CSS.escape(row.name)}"]`));
+      document.getElementById("map").scrollIntoView({ block: "start" });
+    });
+    return button;
+  }
+
+  // ------------------------------------------------------------------ pictures of the run
+  function whereTheLossSits() {
+    const ordered = layers.filter((row) => row.share > 0).sort((a, b) => b.share - a.share);
+    if (ordered.length < 2) return;
+    let sum = 0;
+    const curve = [[0, 0], ...ordered.map((row, i) => [i + 1, Math.min(100, (sum += row.share))])];
+    const many = curve.find(([, share]) => share >= 80)?.[0] ?? ordered.length;
+    const said = `${many} of ${layers.length} layers hold 80 % of the loss`;
+    figure("Where the loss sits", (width) => {
+      const picture = plot(width, 230, said, { x: [0, ordered.length], y: [0, 100], xlabel: "layers, worst first", ylabel: "share of the loss [%]" });
+      picture.svg.append(drawn("path", { d: path(curve.map(([x, y]) => [picture.X(x), picture.Y(y)])), class: "curve" }));
+      picture.svg.append(drawn("line", { x1: picture.X(many), x2: picture.X(many), y1: picture.Y(0), y2: picture.Y(80), class: "limit" }));
+      const end = many > ordered.length * 0.6;
+      picture.svg.append(drawn("text", { x: picture.X(many) + (end ? -6 : 6), y: picture.Y(40), "text-anchor": end ? "end" : "start", class: "strong" }, `${many} layers: 80 %`));
+      return picture.svg;
+    }, `${said}.`);
+    const most = ordered[0].share, bar = (colour, share, base, row) => {
+      const made = element("i", { title: `${base}: ${share.toFixed(2)} % of the loss` });
+      made.style.cssText = `width:${(100 * share) / most}%;background:${colour}`;
+      return made;
+    };
+    const lines = ordered.slice(0, 10).map((row) => element("tr", {}, element("th", { scope: "row" }, opener(row)),
+      element("td", { class: "track" }, bar("var(--c0)", row.share * (1 - row.by_input), "weight", row), bar("var(--c1)", row.share * row.by_input, "input", row)),
+      element("td", {}, `${row.share.toFixed(1)} %`)));
+    const table = element("table", { class: "bars", "aria-label": "the worst layers: share of the loss by weight and by input" }, element("tbody", {}, ...lines));
+    figure("The worst layers: is it the weight or the input?", () => [legend(["weight", "input"], (_, i) => colours[i]), table]);
+  }
+  function frontier() {
+    const points = data.frontier.filter((point) => known(point.loss) && point.mark !== "full precision");
+    if (!points.length) return;
+    const full = data.frontier.find((point) => point.mark === "full precision");
+    const losses = points.map((point) => point.loss), log = Math.min(...losses) > 0 && Math.max(...losses) > 30 * Math.min(...losses);
+    const low = Math.min(...losses), high = Math.max(...losses), unit = data.sensitivity_unit.includes("nats") ? " [nats]" : "";
+    const note = [points.some((point) => point.mark === "measured") ? "Ring: the divergence that was measured of the chosen plan." : "",
+      full ? `Full precision: ${short(full.bits_per_weight)} bits per weight, loss ${short(full.loss)}.` : ""].filter(Boolean).join(" ");
+    figure("Loss against size", (width) => {
+      const picture = plot(width, 300, "estimated loss against bits per weight", {
+        x: around(points.map((point) => point.bits_per_weight)), y: log ? [low / 1.5, high * 1.5] : around(losses),
+        log, xlabel: "bits per weight", ylabel: `loss${unit}`,
+      });
+      let best = Infinity;
+      const front = points.filter((point) => point.mark !== "measured").sort((a, b) => a.bits_per_weight - b.bits_per_weight || a.loss - b.loss)
+        .filter((point) => point.loss < best && ((best = point.loss), true));
+      picture.svg.append(drawn("path", { d: path(front.map((point) => [picture.X(point.bits_per_weight), picture.Y(point.loss)])), class: "curve" }));
+      for (const point of points) {
+        const shape = { chosen: "chosen-mark", measured: "ring" }[point.mark] ?? (front.includes(point) ? "mark" : "plain-mark");
+        dot(picture, point.bits_per_weight, point.loss, shape, point.name || (point.mark ?? ""), point.mark ? [10, 14] : [7, -5]);
+      }
+      return picture.svg;
+    }, note);
+  }
+  function observers() {
+    const most = Math.max(...data.scores.map((score) => score.loss));
+    if (!data.scores.length) return;
+    const best = {};
+    for (const score of data.scores) if (!(best[score.of] <= score.loss)) best[score.of] = score.loss;
+    const lines = data.scores.map((score) => {
+      const bar = element("i");
+      bar.style.cssText = `width:${(100 * score.loss) / most}%;background:${score.loss === best[score.of] ? "var(--c1)" : "var(--c0)"}`;
+      return element("tr", {}, element("th", { scope: "row" }, `${score.of}: `, ...breakable(score.observer)),
+        element("td", { class: "track" }, bar), element("td", {}, short(score.loss)), element("td", {}, String(score.tensors)));
+    });
+    const head = element("thead", {}, element("tr", {}, ...["observer", "", "loss", "tensors"].map((title) => element("th", { scope: "col" }, title))));
+    figure("What each observer would lose", () => element("table", { class: "bars" }, head, element("tbody", {}, ...lines)),
+      "Estimated over all layers, on batches that were not observed; `chosen by tensor` takes the best for each.");
+  }
+  function bytes() {
+    const names = Object.keys(data.kinds), sums = [0, 1].map((i) => names.reduce((sum, name) => sum + data.kinds[name][i], 0));
+    if (!sums[0]) return;
+    const bar = (i) => {
+      const parts = names.map((name, k) => {
+        const part = element("i", { title: `${name}: ${size(data.kinds[name][i])}` });
+        part.style.cssText = `width:${(100 * data.kinds[name][i]) / sums[0]}%;background:${colours[k]}`;
+        return part;
+      });
+      return element("div", { class: "stack", role: "img", "aria-label": `${i ? "after" : "before"}: ${size(sums[i])}` }, ...parts);
+    };
+    const key = legend(names, (_, i) => colours[i]);
+    [...key.children].forEach((one, k) => one.append(` ${data.kinds[names[k]].map(size).join(" \u2192 ")}`));
+    figure("Bytes of the weights", () => [element("div", {}, `before, ${size(sums[0])}`), bar(0), element("div", {}, `after, ${size(sums[1])}`), bar(1), key]);
+  }
+  function lines(title, steps, series, ylabel) {
+    const values = series.flatMap(([, all]) => all.filter(known));
+    if (steps.length < 2 || !values.length) return;
+    figure(title, (width) => {
+      const picture = plot(width, 240, title, { x: [Math.min(...steps), Math.max(...steps)], y: around(values), xlabel: "step", ylabel });
+      series.forEach(([name, all], i) => {
+        const points = all.flatMap((v, n) => (known(v) ? [[picture.X(steps[n]), picture.Y(v)]] : []));
+        const line = drawn("path", { d: path(points), class: "curve" }, drawn("title", {}, name));
+        line.style.stroke = colours[i % colours.length];
+        picture.svg.append(line);
+      });
+      return [picture.svg, legend(series.map(([name]) => name), (_, i) => colours[i % colours.length])];
+    });
+  }
+  function overTime() {
+    const keys = [...new Set(data.curves.flatMap((point) => Object.keys(point)))].filter((key) => key !== "step");
+    const plainName = (key) => key.replace("_quantized", "");
+    for (const base of new Set(keys.map(plainName)))
+      lines(base, data.curves.map((point) => point.step), keys.filter((key) => plainName(key) === base).map((key) => [key, data.curves.map((point) => point[key])]), base);
+    if (!data.drift) return;
+    const { steps, drifts } = data.drift, whole = Object.entries(drifts).filter(([, history]) => history.length === steps.length);
+    whole.sort((a, b) => b[1].at(-1) - a[1].at(-1));
+    lines("Drift of the scales: those that moved most", steps, whole.slice(0, 6), "|log2(scale / first)|");
+  }
+  function comparison() {
+    const judged = data.runs.map((run, i) => ({ ...run, number: i + 1 })).filter((run) => run.quality.name && known(run.quality.after));
+    for (const name of new Set(judged.map((run) => run.quality.name))) {
+      const runs = judged.filter((run) => run.quality.name === name), sized = runs.filter((run) => run.size);
+      const mib = (run) => run.size / 2 ** 20, rest = runs.filter((run) => !run.size);
+      figure(`Runs: ${name} against size`, (width) => {
+        const x = sized.length ? around(sized.map(mib), 0.15) : [0, 1], picture = plot(width, 280, `${name} of ${runs.length} runs against size`, {
+          x, y: around(runs.map((run) => run.quality.after), 0.15), xlabel: sized.length ? "size [MiB]" : "no run knows its size", ylabel: name,
+        });
+        for (const run of sized) dot(picture, mib(run), run.quality.after, "mark", String(run.number));
+        for (const run of rest) dot(picture, x[0], run.quality.after, "ring", String(run.number));
+        return picture.svg;
+      }, `Numbers as in the table below.${rest.length ? " A ring: the size is not known." : ""}`);
+    }
+  }
+  if (layers.length) drawMap();
+  whereTheLossSits(); frontier(); observers(); bytes(); overTime(); comparison();
+  let waiting = 0;
+  const redraw = () => drawings.forEach((draw) => draw());
+  redraw();
+  addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(redraw, 100); });
+
+  // ------------------------------------------------------------------ steps: as a command or Python, to copy
+  for (const button of document.querySelectorAll("[data-as]"))
+    button.addEventListener("click", () => {
+      for (const other of document.querySelectorAll("[data-as]")) {
+        other.setAttribute("aria-pressed", other === button);
+        for (const one of document.querySelectorAll(`.copy.${other.dataset.as}`)) one.hidden = other !== button;
+      }
+    });
+  for (const button of document.querySelectorAll(".copy button"))
+    button.addEventListener("click", async () => {
+      const text = button.previousElementSibling;
+      try { await navigator.clipboard.writeText(text.textContent); button.textContent = "copied"; } catch {
+        getSelection().selectAllChildren(text); // the browser lets no page write: it is marked, to be copied by hand
+        button.textContent = "selected";
+      }
+    });
+
+  // ------------------------------------------------------------------ the table of layers
+  const table = document.getElementById("layers");
+  if (!table) return;
+  const shape = (places) => (v) => (typeof v === "string" ? v : places === null ? short(v) : v.toFixed(places));
+  // key, title, how a number is shown, whether it is left out on a phone, whether sorting starts with the smallest
+  const columns = data.shown.map(([key, title, places, wide, up]) => [key, title, shape(places), wide, up])
+    .filter(([key]) => layers.some((row) => known(row[key])));
+  const step = 200;
+  let sorted = null, up = true, shown = step;
 
   function open(line, row) {
     const button = line.querySelector("button"), isOpen = line.classList.toggle("open");
     button.setAttribute("aria-expanded", isOpen);
     if (!isOpen) return line.nextSibling.remove();
-    const two = element("div", { class: "two" }, numbers(row));
-    if (row.histogram) two.append(histogram(row));
-    line.after(element("tr", { class: "detail" }, element("td", { class: "panel", colspan: columns.length }, two)));
+    const cell = element("td", { class: "panel", colspan: columns.length });
+    line.after(element("tr", { class: "detail" }, cell));
+    cell.append(detail(row, cell.clientWidth - 24));
   }
-
   function line(row) {
     const cells = columns.map(([key, , format, wide], i) => {
       const text = known(row[key]) ? format(row[key]) : "";
       const cell = element("td", wide ? { class: "wide" } : {});
-      cell.append(i === 0 ? element("button", { "aria-expanded": false }, ...breakable(text)) : text);
+      cell.append(...(i === 0 ? [element("button", { "aria-expanded": "false" }, ...breakable(text))] : [text]));
       if (key === "sqnr" && known(row.sqnr) && row.sqnr < poor) cell.className = "poor";
       return cell;
     });
@@ -91,7 +499,6 @@
     made.addEventListener("click", () => open(made, row));
     return made;
   }
-
   function draw() {
     const words = document.getElementById("search").value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = layers.filter((row) => words.every((word) => `${row.name} ${row.choice ?? ""}`.toLowerCase().includes(word)));
@@ -110,7 +517,6 @@
     more.hidden = found.length <= shown;
     more.textContent = `show ${Math.min(step, found.length - shown)} more`;
   }
-
   const head = element("tr");
   for (const [key, title, , wide, smallestFirst] of columns) {
     const cell = element("th", { scope: "col", ...(wide ? { class: "wide" } : {}) }, element("button", {}, title));
@@ -129,10 +535,6 @@
   document.getElementById("more").addEventListener("click", () => { shown += step; draw(); });
   draw();
   // report.html#layer=<name> opens that layer
-  const wanted = decodeURIComponent(location.hash).replace(/^#layer=/, "");
-  if (layers.some((row) => row.name === wanted)) {
-    document.getElementById("search").value = wanted;
-    draw();
-    table.tBodies[0].rows[0].click();
-  }
+  const wanted = byName.get(decodeURIComponent(location.hash).replace(/^#layer=/, ""));
+  if (wanted) openBelow(wanted, document.querySelector(`.map [data-name="${CSS.escape(wanted.name)}"]`));
 })();

@@ -1,0 +1,350 @@
+"""Is the quantized model good, where does it lose, and what to do next: from one run's own numbers.
+
+A run is as good as its worst sign: the metric, the divergence of its predictions, how often the most likely class is
+the same. Where it loses is estimated layer by layer: the share of noise in a layer's output, ``10^(-SQNR / 10)``, or
+the loss that a plan has measured. Of a layer's noise the weight and the input have the parts that their own noise has.
+Each remedy is held against the noise that it removes; the three that bring back most are named.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, TypeAlias
+
+from lightning_obs.report.facts import Report
+from lightning_obs.report.metrics import TensorError
+from lightning_obs.report.numbers import human_size, number
+from lightning_obs.schemes.config import has_rounding, preset_names
+
+Grade: TypeAlias = Literal["good", "usable", "broken", "not measured"]
+
+#: nats per token by which the loss grows, or predictions diverge: above the first, usable; above the second, broken.
+#: README's runs: FP8 grows by 0.026, rounded 4 bits by 0.07, 4 bits by 0.22, static INT8 by 0.8
+NATS = (0.05, 0.3)
+#: least share of the positions with the same most likely class; in README's table of four bits, 88 % go with 0.05 nats
+AGREEMENT = (0.88, 0.70)
+#: least share of another metric that is kept; MLPerf Inference asks for 99 % of the reference's
+KEPT = (0.99, 0.95)
+#: shares of the noise that a remedy took away where it was measured: README.md, docs/choosing.md, docs/finetuning.md
+OBSERVERS_BRING, ZERO_POINT_BRINGS, HESSIAN_BRINGS, TUNING_BRINGS = 0.66, 0.57, 0.67, 0.66
+#: a remedy for less than this share of the noise is not named
+_WORTH = 0.05
+_SAID = {
+    "good": "Good: it says what the original says.",
+    "usable": "Usable: it loses something.",
+    "broken": "Broken: it no longer says what the original says.",
+    "not measured": "Not measured: no metric and no predictions were compared.",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to do next.
+
+    Attributes:
+        key: a short name, which the folder of its run gets.
+        what: in a sentence; why: what it brings and costs.
+        command: to type; None: the run was not made by a command.
+        python: to copy.
+        share: of the noise that it takes away, by estimate.
+    """
+
+    key: str
+    what: str
+    why: str
+    command: str | None
+    python: str
+    share: float
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a person needs first.
+
+    Attributes:
+        grade: of the run: its worst sign's.
+        headline: the grade in a sentence.
+        signs: the numbers that it follows from, ``{"label", "value", "grade"}``.
+        cause: where it loses, in a sentence; empty: not known, or not worth a word.
+        steps: what to do next, the best first.
+    """
+
+    grade: Grade
+    headline: str
+    signs: list[dict[str, str]]
+    cause: str
+    steps: list[Step] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LayerLoss:
+    """One layer's part of the loss: ``loss`` in any unit, and the shares of its noise (0 to 1) in weight and input."""
+
+    name: str
+    loss: float
+    weight: float
+    input: float
+
+
+def judge(report: Report, folder: str | Path = ".") -> Judgement:
+    """The judgement of a run whose report lies in ``folder``."""
+    signs = _signs(report)
+    grades: list[Grade] = [sign["grade"] for sign in signs]
+    grade: Grade = max(grades, key=["good", "usable", "broken"].index, default="not measured")
+    losses = layer_losses(report)
+    steps = [] if grade == "good" else _Remedies(report, Path(folder), losses).best()
+    return Judgement(grade, _SAID[grade], signs, "" if grade == "good" else _cause(report, losses), steps)
+
+
+def layer_losses(report: Report) -> list[LayerLoss]:
+    """Each layer's part of the loss, the largest first; of a plan as it was measured, else by noise."""
+    found = []
+    for error in report.errors:
+        weight, read, whole = _noise(error.weight), _noise(error.input), _share_of(error.sqnr)
+        if error.input is None or error.input.sqnr is None:  # dynamic: what the weight does not explain
+            read = max(0.0, whole - weight)
+        loss = report.losses.get(error.name, whole)
+        both = weight + read or 1.0
+        found.append(LayerLoss(error.name, loss if math.isfinite(loss) else 0.0, weight / both, read / both))
+    return sorted(found, key=lambda one: -one.loss)
+
+
+def _share_of(sqnr: float | None) -> float:
+    """Noise for a unit of signal; a layer loses no more than all.
+
+    >>> _share_of(10.0), _share_of(-3.0), _share_of(None)
+    (0.1, 1.0, 0.0)
+    """
+    return 0.0 if sqnr is None or math.isnan(sqnr) else min(1.0, 10 ** (-sqnr / 10))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _noise(error: TensorError | None) -> float:
+    return 0.0 if error is None else _share_of(error.sqnr)
+
+
+# ---------------------------------------------------------------------- how good
+
+
+def _graded(value: float, limits: tuple[float, float]) -> Grade:
+    """By limits that rise (less is better) or fall (more is better); what is not finite is broken.
+
+    >>> _graded(0.1, NATS), _graded(0.1, AGREEMENT), _graded(math.nan, NATS)
+    ('usable', 'broken', 'broken')
+    """
+    sign = 1 if limits[0] < limits[1] else -1
+    if not sign * value <= sign * limits[1]:
+        return "broken"
+    return "good" if sign * value <= sign * limits[0] else "usable"
+
+
+def _signs(report: Report) -> list[Any]:
+    signs = []
+    for name, (before, after) in list(report.metrics.items())[:1]:
+        if before is not None and after is not None:
+            change = f" ({100 * (after / before - 1):+.1f} %)" if before else ""
+            value = f"{number(before)} \N{RIGHTWARDS ARROW} {number(after)}{change}"
+            signs.append({"label": name, "value": value, "grade": _metric_grade(name, before, after, report)})
+    if report.moved is not None and not report.was_trained:
+        divergence, agreement = report.moved.divergence, report.moved.agreement
+        signs.append({"label": "KL [nats]", "value": number(divergence), "grade": _graded(divergence, NATS)})
+        same = {"value": f"{100 * agreement:.2f}", "grade": _graded(agreement, AGREEMENT)}
+        signs.append({"label": "same top-1 [%]", **same})
+    return signs
+
+
+def _metric_grade(name: str, before: float, after: float, report: Report) -> Grade:
+    if "perplexity" in name and before > 0 and after > 0:
+        return _graded(math.log(after / before), NATS)
+    lower = report.higher_is_better is False or bool(re.search("loss|error|perplexity", name))
+    kept = (before, after) if lower and report.higher_is_better is not True else (after, before)
+    return _graded(kept[0] / kept[1] if kept[1] else math.nan, KEPT)
+
+
+# ---------------------------------------------------------------------- where
+
+
+def _cause(report: Report, losses: Sequence[LayerLoss]) -> str:
+    """The fewest layers that hold four fifths of the loss, of which kind they are, and whose fault it is."""
+    total = sum(one.loss for one in losses)
+    if not total:
+        return ""
+    most, held = list[LayerLoss](), 0.0
+    for one in losses:
+        most, held = [*most, one], held + one.loss
+        if held >= 0.8 * total:
+            break
+    kind, count = Counter(one.name.rsplit(".", 1)[-1] for one in most).most_common(1)[0]
+    of = f", {count} of them {kind}," if 1 < count < len(most) else f", all {kind}," if count > 1 else ""
+    few = f"{most[0].name} holds" if len(most) == 1 else f"{len(most)} of {len(losses)} layers{of} hold"
+    said = f"{few} {_percent(held / total)} of the {'estimated loss' if report.losses else 'noise'}"
+    by_input = sum(one.input * one.loss for one in most) / held
+    if by_input < 0.5:
+        return f"{said}; {_percent(1 - by_input)} of it comes from their weights."
+    return f"{said}; {_percent(by_input)} of it comes from their inputs{_stretched(report, most)}."
+
+
+def _stretched(report: Report, most: Sequence[LayerLoss]) -> str:
+    """How far single values stretch the one scale of an input."""
+    of = {error.name: error for error in report.errors}
+    errors = [of[one.name] for one in most]
+    bits = [error.input.bits for error in errors if error.input is not None and error.input.bits is not None]
+    wide = max((max(abs(error.low), abs(error.high)) for error in errors if not math.isnan(error.low)), default=None)
+    layer = report.layers.get(errors[0].name)
+    if wide is None or not bits or layer is None or layer.input_width is None:
+        return ""
+    return (
+        f": single values of up to {wide:,.4g} stretch the scale that all values share, "
+        f"and {median(bits):.1f} of its {layer.input_width} bits are in use"
+    )
+
+
+# ---------------------------------------------------------------------- what to do
+
+
+def command(words: Sequence[str], *changes: str, drop: Sequence[str] = (), name: str = "next") -> str:
+    """The command of a run with some words changed, its results in a folder of their own.
+
+    >>> command(["scheme=fp8", "output_dir=out"], "scheme=w4a16", name="small")
+    'python -m lightning_obs scheme=w4a16 output_dir=out-small'
+    """
+
+    def key(word: str) -> str:
+        return word.lstrip("+~").partition("=")[0]
+
+    replaced, kept = {key(change) for change in changes} | {*drop}, []
+    for word in words:
+        if any(key(word) == one or key(word).startswith((f"{one}.", f"{one}@")) for one in replaced):
+            continue
+        is_folder = key(word) in ("output_dir", "export.folder") and "=" in word
+        kept.append(f"{word.rstrip('/')}-{name}" if is_folder else word)
+    flags = [word for word in kept if word.startswith("--")]
+    rest = [word for word in kept if not word.startswith("--")]
+    place = next((at for at, word in enumerate(rest) if key(word) in ("output_dir", "export.folder")), len(rest))
+    return shlex.join(["python", "-m", "lightning_obs", *flags, *rest[:place], *changes, *rest[place:]])
+
+
+class _Remedies:
+    """What could be done about a run that loses."""
+
+    def __init__(self, report: Report, folder: Path, losses: Sequence[LayerLoss]) -> None:
+        self.report, self.losses = report, losses
+        self.total = sum(one.loss for one in losses) or 1.0
+        self.inputs = sum(one.loss * one.input for one in losses) / self.total
+        self.weights = sum(one.loss * one.weight for one in losses) / self.total
+        self.label = "" if report.result is None else report.result.scheme
+        self.scheme = repr(self.label) if self.label in preset_names() else "scheme"
+        here = Path.cwd()
+        file = folder.resolve() / "report.json"
+        self.file = str(file.relative_to(here) if file.is_relative_to(here) else file)
+
+    def best(self) -> list[Step]:
+        """The three that bring back most."""
+        if self.report.result is None:
+            return []
+        found = [*self.of_layers(), *self.of_inputs(), *self.of_weights(), *self.of_training()]
+        worth = (one for one in found if one.share >= _WORTH)
+        return sorted(worth, key=lambda one: -round(one.share, 2))[:3]  # of equals the one that costs least
+
+    def step(self, key: str, what: str, why: str, share: float, python: str, *words: str, drop: str = "") -> Step:
+        """One of them; ``words`` of its command."""
+        typed = self.report.words
+        line = None if typed is None else command(typed, *words, drop=drop.split(), name=key)
+        return Step(key, what, why, line, python, share)
+
+    def of_layers(self) -> Iterator[Step]:
+        """Leave the worst out. A plan has decided about its layers: more bits are another budget."""
+        report, poor = self.report, set(self.report.poor_layers)
+        held = self.held(poor)
+        if report.choices:
+            bits = next((point["bits_per_weight"] for point in report.frontier if point.get("mark") == "chosen"), None)
+            if bits is not None:
+                python = f"choose_schemes(measured, {bits + 0.5:.2f})"
+                share = 1 - self.loss_at(bits + 0.5)
+                why = f"the frontier expects {_percent(share)} less loss"
+                yield self.step("wider", "Half a bit more", why, share, python, f"budget={bits + 0.5:.2f}")
+        elif poor and len(poor) < len(self.losses) / 2:
+            more = sum(report.layers[name].before - report.layers[name].after for name in poor & set(report.layers))
+            cost = f" and costs {human_size(more)}" if more else ""
+            python = (
+                f'ignore = json.load(open("{self.file}"))["ignore"]\nCalibrationCallback({self.scheme}, ignore=ignore)'
+            )
+            why = f"removes {_percent(held)} of the noise{cost}"
+            what = f"Leave the {len(poor)} worst layers in full precision"
+            yield self.step("without", what, why, held, python, f"ignore_from={_value(self.file)}")
+
+    def of_inputs(self) -> Iterator[Step]:
+        """What inputs with few values far out need: a scale for each token, or a better range."""
+        other = {"INT8_STATIC": "W8A8", "INT8_STATIC_ASYM": "W8A8", "FP8": "FP8_DYNAMIC"}.get(self.label)
+        if other is None:
+            return
+        share, integers = self.inputs, self.label != "FP8"
+        why = f"removes most of the inputs' {_percent(share)} of the noise; scales are computed while it runs"
+        python = f'CalibrationCallback("{other}")'
+        what = "Give each token a scale of its own"
+        yield self.step("dynamic", what, why, share, python, f"scheme={other.lower()}", drop="observer")
+        if integers:
+            why = f"brought back {_percent(OBSERVERS_BRING)} on the default model; takes a few minutes"
+            python = f'CalibrationCallback("{self.label}", observers="auto")'
+            words, drop = ["task=observers"], "task observer data.train_batches budget"
+            what = "Choose the ranges by measurement"
+            yield self.step("observers", what, why, OBSERVERS_BRING * share, python, *words, drop=drop)
+        if self.label == "INT8_STATIC":
+            why = f"brought back {_percent(ZERO_POINT_BRINGS)} on the default model, at the same speed"
+            python, what = 'CalibrationCallback("INT8_STATIC_ASYM")', "Give the inputs a zero point"
+            words = ["scheme=int8_static_asym"]
+            yield self.step("asym", what, why, ZERO_POINT_BRINGS * share, python, *words, drop="observer")
+
+    def of_weights(self) -> Iterator[Step]:
+        """What weights of few bits need: better integers."""
+        config = self.report.config
+        groups = [] if config is None else [group.weights for group in config.config_groups.values()]
+        small = groups and all(args is not None and args.type == "int" and args.num_bits < 8 for args in groups)
+        if config is None or not small or has_rounding(config) or self.report.choices:
+            return
+        share = HESSIAN_BRINGS * self.weights
+        python = f'CalibrationCallback({self.scheme}, observers={{"weight": {{"name": "hessian"}}}}, rounding="gptq")'
+        words = ["weight_observer=hessian", "rounding=gptq"]
+        brought = f"it brought back {_percent(HESSIAN_BRINGS)} of 4 bits' loss"
+        why = f"weights make {_percent(self.weights)} of the noise; {brought}"
+        yield self.step("hessian", "Round the weights by what their inputs need", why, share, python, *words)
+
+    def of_training(self) -> Iterator[Step]:
+        """Train through the quantization; commands do it for causal language models."""
+        words = self.report.words or ()
+        is_language = not any(word.startswith(("model=", "data=", "kv_cache=")) for word in words)
+        if self.report.was_trained or self.report.choices or not is_language:
+            return
+        why = f"brought back {_percent(TUNING_BRINGS)} of 4 bits' loss in ten minutes"
+        python = f"QuantizationAwareTraining({self.scheme})"
+        drop = "task budget"
+        yield self.step("tuned", "Fine-tune it", why, TUNING_BRINGS, python, "task=finetune", drop=drop)
+
+    def held(self, names: set[str]) -> float:
+        """The share of the loss that these layers have."""
+        return sum(one.loss for one in self.losses if one.name in names) / self.total
+
+    def loss_at(self, bits: float) -> float:
+        """What the frontier expects at a size, as a share of the chosen plan's loss."""
+        points: list[Mapping[str, Any]] = [one for one in self.report.frontier if math.isfinite(one["loss"])]
+        chosen = next(one["loss"] for one in points if one.get("mark") == "chosen")
+        reachable = [one["loss"] for one in points if one["bits_per_weight"] <= bits and one.get("mark") != "measured"]
+        return min(1.0, min(reachable) / chosen) if chosen > 0 else 1.0
+
+
+def _value(text: str) -> str:
+    """A value of an override as Hydra's grammar takes it."""
+    if re.fullmatch(r"[\w./\\+@%-]+", text):
+        return text
+    quoted = text.replace("'", "\\'")
+    return f"'{quoted}'"

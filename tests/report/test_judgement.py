@@ -1,0 +1,138 @@
+"""The verdict of a run and its next steps, from made-up numbers; commands are composed as Hydra composes them."""
+
+import math
+import shlex
+from dataclasses import replace
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from lightning_obs.__main__ import config_dir
+from lightning_obs.app.main import refuse_unread
+from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.report.facts import Report
+from lightning_obs.report.judgement import judge, layer_losses
+from lightning_obs.report.layer_errors import LayerError
+from lightning_obs.report.layer_facts import LayerFacts
+from lightning_obs.report.metrics import TensorError
+from lightning_obs.report.predictions import Moved
+from lightning_obs.schemes.config import resolve_config
+
+
+def tensor(sqnr, bits=None):
+    return TensorError(sqnr, None, None, None, None, None, bits)
+
+
+def layer(name, sqnr, weight=40.0, read=40.0, high=1.0):
+    return LayerError(name, sqnr, 0.0, -1.0, high, tensor(weight), tensor(read, 1.3), tensor(sqnr))
+
+
+def run(scheme="INT8_STATIC", words=("scheme=int8_static",), errors=None, **parts):
+    """A run that two of twenty layers have spoilt, by single inputs of up to 2,571."""
+    spoilt = [layer(f"layers.{i}.down_proj", 2.0, 40.0, 2.0, 2571.0) for i in (1, 11)]
+    errors = [*spoilt, *(layer(f"layers.{i}.up_proj", 40.0) for i in range(18))] if errors is None else errors
+    names = [error.name for error in errors]
+    facts = LayerFacts("int8", 8, 8, "", "", 4 << 20, 1 << 20, [], None)
+    known = {
+        "result": CalibrationResult(scheme, names, 2, 2, 2, 1.0, {}),
+        "config": resolve_config(scheme, ignore=["lm_head"]),
+        "layers": dict.fromkeys(names, facts),
+        "metrics": {"perplexity": (14.80, 33.01)},
+        "words": words,
+    }
+    return Report("a run", errors=errors, **{**known, **parts})
+
+
+def test_the_cause_is_named_by_layers_kind_and_fault():
+    judgement = judge(run())
+    assert judgement.grade == "broken"
+    assert judgement.cause == (
+        "2 of 20 layers, all down_proj, hold 100 % of the noise; 100 % of it comes from their inputs: single "
+        "values of up to 2,571 stretch the scale that all values share, and 1.3 of its 8 bits are in use."
+    )
+
+
+def test_remedies_are_ordered_by_what_they_bring_back(tmp_path):
+    steps = judge(run(), tmp_path).steps
+    assert [step.key for step in steps] == ["without", "dynamic", "observers"]
+    assert [round(step.share, 2) for step in steps] == [1.0, 1.0, 0.66]
+    assert steps[0].why == "removes 100 % of the noise and costs 6 MiB"
+    assert f"ignore_from={tmp_path}/report.json" in steps[0].command
+
+
+def test_a_good_run_has_nothing_to_mend():
+    judgement = judge(run(metrics={"perplexity": (14.80, 15.10)}, moved=Moved(0.02, 0.95, 100)))
+    assert (judgement.grade, judgement.steps, judgement.cause) == ("good", [], "")
+
+
+@pytest.mark.parametrize(
+    ("parts", "grade"),
+    [
+        ({"metrics": {"perplexity": (10.0, 10.4)}}, "good"),
+        ({"metrics": {"perplexity": (10.0, 12.0)}}, "usable"),
+        ({"metrics": {"perplexity": (10.0, 14.0)}}, "broken"),
+        ({"metrics": {"perplexity": (10.0, math.inf)}}, "broken"),
+        ({"metrics": {"perplexity": (10.0, math.nan)}}, "broken"),
+        ({"metrics": {"accuracy": (0.90, 0.895)}, "higher_is_better": True}, "good"),
+        ({"metrics": {"accuracy": (0.90, 0.87)}}, "usable"),
+        ({"metrics": {"val_loss": (2.0, 2.01)}}, "good"),
+        ({"metrics": {"val_loss": (2.0, 3.0)}}, "broken"),
+        ({"metrics": {"mine": (2.0, 3.0)}, "higher_is_better": False}, "broken"),
+        ({"metrics": {"perplexity": (10.0, 10.0)}, "moved": Moved(0.1, 0.95, 9)}, "usable"),
+        ({"metrics": {"perplexity": (10.0, 10.0)}, "moved": Moved(0.01, 0.5, 9)}, "broken"),
+        ({"metrics": {"perplexity": (10.0, 10.0)}, "moved": Moved(0.9, 0.5, 9), "was_trained": True}, "good"),
+        ({"metrics": {}}, "not measured"),
+    ],
+)
+def test_a_run_is_as_good_as_its_worst_sign(parts, grade):
+    assert judge(run(**parts)).grade == grade
+
+
+def test_layers_whose_error_is_not_known_or_not_finite_have_no_part_of_the_loss():
+    errors = [layer("a", math.nan), replace(layer("b", 10.0), input=None), layer("c", -5.0), layer("d", math.inf)]
+    losses = {one.name: one.loss for one in layer_losses(run(errors=errors))}
+    assert losses == {"a": 0.0, "b": pytest.approx(0.1), "c": 1.0, "d": 0.0}
+
+
+def test_a_plan_is_told_another_budget_and_never_to_leave_out_what_it_gave_few_bits():
+    points = [("", 4.0, 2.0), ("chosen", 5.0, 1.0), ("", 5.4, 0.6)]
+    frontier = [{"name": n, "bits_per_weight": b, "loss": loss} for n, b, loss in points]
+    frontier[1]["mark"] = "chosen"
+    names = [error.name for error in run().errors]
+    report = run("W4A16", ["task=plan", "budget=5"], choices=dict.fromkeys(names, "int4"), frontier=frontier)
+    steps = judge(report).steps
+    assert [step.key for step in steps] == ["wider"]
+    assert steps[0].command == "python -m lightning_obs task=plan budget=5.50"
+    assert steps[0].share == pytest.approx(0.4)
+
+
+WORDS = {
+    "INT8_STATIC": ["scheme=int8_static", "observer=minmax", "observer.averaging_constant=0.05", "output_dir=out/a"],
+    "INT8_STATIC_ASYM": ["scheme=int8_static_asym", "export.folder=out/b", "ignore_from=old/report.json"],
+    "FP8": ["++trainer.accelerator=cpu", "data.batches=2"],
+    "W4A16": ["scheme=w4a16", "group_size=64", "weight_observer=memoryless_mse"],
+    "W4A8": ["experiment=qat_w4a8", "data.train_batches=2"],
+}
+
+
+@pytest.mark.parametrize("scheme", WORDS)
+def test_every_proposed_command_composes_and_its_task_reads_it(scheme, tmp_path):
+    folder = tmp_path / "a folder with 'quotes'"
+    low = [layer(f"layers.{i}.down_proj", 2.0, 4.0, 3.0) for i in range(4)]
+    errors = [*low, *(layer(f"layers.{i}.up_proj", 40.0) for i in range(18))]
+    steps = judge(run(scheme, [*WORDS[scheme]], errors), folder).steps
+    assert steps
+    for step in steps:
+        head, words = shlex.split(step.command)[:3], shlex.split(step.command)[3:]
+        assert head == ["python", "-m", "lightning_obs"]
+        with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
+            config = compose("config", overrides=words)
+        refuse_unread(config.task, words)
+        assert str(config.get("ignore_from")) in ("None", "old/report.json", str(folder / "report.json"))
+        assert "out/a" not in words
+        assert "export.folder=out/b" not in words
+
+
+def test_a_run_that_no_command_made_is_told_python_alone():
+    steps = judge(run(words=None)).steps
+    assert all(step.command is None and step.python for step in steps)
