@@ -30,23 +30,26 @@ _ABORTED = f"died, exit code {-signal.SIGABRT}"
 _ranks: list[tuple[Any, connection.Connection]] = []
 
 
-def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60) -> list[Any]:
-    """Call ``function(rank, *args)`` on every rank of a new gloo group, and return what each returned.
+def run_ranks(
+    function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60, backend: str = "gloo"
+) -> list[Any]:
+    """Call ``function(rank, *args)`` on every rank of a new group, and return what each returned.
 
     Args:
         function: at the top level of an importable module; it and ``args`` and its result are pickled.
         ranks: how many processes.
         *args: the same for all.
         timeout: in seconds, for all ranks together.
+        backend: of the group.
 
     Raises:
         RuntimeError: a rank raised (with the traceback of each that did), died, or did not end in time. A rank that
             aborts (SIGABRT, by C++ only) is given one more run: gloo does so now and then (pytorch #190489).
     """
-    results = _run_once(function, ranks, args, timeout)
+    results = _run_once(function, ranks, args, timeout, backend)
     if (False, _ABORTED) in results.values():
         print(f"{function.__name__}: a rank aborted; running once more", file=sys.stderr)
-        results = _run_once(function, ranks, args, timeout)
+        results = _run_once(function, ranks, args, timeout, backend)
     failed = [f"rank {rank}:\n{text}" for rank, (done, text) in sorted(results.items()) if not done]
     if failed:
         raise RuntimeError("\n".join(failed))
@@ -54,7 +57,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: flo
 
 
 def _run_once(
-    function: Callable[..., Any], ranks: int, args: tuple[Any, ...], timeout: float
+    function: Callable[..., Any], ranks: int, args: tuple[Any, ...], timeout: float, backend: str
 ) -> dict[int, tuple[bool, Any]]:
     """What each rank returned, ``(True, result)``, or how it failed, ``(False, text)``."""
     _start(ranks)
@@ -62,7 +65,7 @@ def _run_once(
     # Here, so that a rank that ends early does not take it along, and on a port that nobody else can get meanwhile.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for rank, (_, pipe) in enumerate(members):
-        pipe.send_bytes(pickle.dumps((rank, ranks, store.port, timeout)))
+        pipe.send_bytes(pickle.dumps((rank, ranks, store.port, timeout, backend)))
         pipe.send_bytes(pickle.dumps((function, args)))
     _await_ready([pipe for _, pipe in members])
     for _, pipe in members:
@@ -133,7 +136,7 @@ def _serve(pipe: connection.Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            rank, ranks, port, timeout = pickle.loads(pipe.recv_bytes())
+            rank, ranks, port, timeout, backend = pickle.loads(pipe.recv_bytes())
             function, args = pickle.loads(pipe.recv_bytes())
             pipe.send_bytes(b"ready")
             pipe.recv_bytes()
@@ -142,7 +145,7 @@ def _serve(pipe: connection.Connection) -> None:
         try:
             limit = timedelta(seconds=timeout)
             store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
             torch.manual_seed(0)
             result = True, function(rank, *args)
         except BaseException:

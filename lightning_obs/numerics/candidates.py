@@ -31,7 +31,8 @@ def candidate_ranges(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The range times each of C factors: both ends ``(C, *shape)``."""
     each = torch.as_tensor(factors, dtype=torch.float64, device=low.device).view(-1, *[1] * low.ndim)
-    return shrink(low, each), shrink(high, each)
+    lows, highs = shrink(torch.stack([low, high])[:, None], each)  # of both ends at once
+    return lows, highs
 
 
 def improves(errors: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ criterion looks at these only.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from fractions import Fraction
@@ -64,6 +65,8 @@ def count_values(observed: torch.Tensor) -> Histogram:
 
     A NaN makes ``low`` and ``high`` NaN, an infinity makes one of them infinite: neither can be overlooked.
     """
+    if not launch.can_read(observed):
+        return _count_plainly(observed)
     parts = [_count_flat(observed[:, q].reshape(-1)) for q in range(observed.shape[1])]
     if len(parts) == 1:  # half a megabyte that need not be copied
         return Histogram(*(part.unsqueeze(0) for part in parts[0]))
@@ -90,8 +93,8 @@ def support(counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> Supp
 
 def support_of(value: torch.Tensor) -> Support:
     """The occupied bins of all values of one tensor."""
-    counts, low, high = _count_flat(value.detach().reshape(-1))
-    return support(counts, low, high)
+    counted = count_values(value.detach().reshape(-1, 1, 1))
+    return support(*(part[0] for part in counted))
 
 
 def join_supports(one: Support, other: Support) -> Support:
@@ -255,10 +258,10 @@ def _power_(value: torch.Tensor, norm: float) -> torch.Tensor:
 
 
 def _count_flat(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Counts ``(65536,)``, smallest and largest of a flat tensor."""
-    counts = launch.count_values(values) if launch.can_read(values) else _count_plainly(values)
-    # Reading few values again is faster than looking through the bins, which an accelerator's host would wait for.
-    if values.dtype != torch.bfloat16 or len(values) <= _TILE or values.device.type != "cpu":
+    """Counts ``(65536,)``, smallest and largest of a flat tensor, by the compiled loops."""
+    counts = launch.count_values(values)
+    # Reading few values again is faster than looking through the bins.
+    if values.dtype != torch.bfloat16 or len(values) <= _TILE:
         return counts, *torch.aminmax(values)
     low, high = value_of(_ascending(counts)[[0, -1]])
     if count_nan(counts):
@@ -266,14 +269,28 @@ def _count_flat(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     return counts, low, high
 
 
-def _count_plainly(values: torch.Tensor) -> torch.Tensor:
-    counts = torch.zeros(BINS, dtype=torch.int64, device=values.device)
-    one = torch.ones((), dtype=torch.int64, device=values.device)
-    for part in values.split(tile_size(values.device, _TILE)):
+def _count_plainly(observed: torch.Tensor) -> Histogram:
+    """As :func:`count_values`, all scales in one launch of each operation."""
+    scales, device = observed.shape[1], observed.device
+    counts = torch.zeros(scales * BINS, dtype=torch.int64, device=device)
+    for part in observed.split(max(1, tile_size(device, _TILE) // max(1, observed[0].numel()))):
         # Unsigned, because a bin is no negative number; widened, because places are no uint16. An accelerator's host
         # would wait for bincount.
-        counts.index_add_(0, part.bfloat16().view(torch.uint16).int(), one.expand(len(part)))
-    return counts
+        patterns = part.bfloat16().view(torch.uint16)
+        places = patterns.to(torch.int32, memory_format=torch.contiguous_format)
+        if scales > 1:
+            places += torch.arange(0, scales * BINS, BINS, dtype=torch.int32, device=device)[:, None]
+        counts.index_add_(0, places.view(-1), _one(device).expand(places.numel()))
+    if scales == 1:
+        low, high = (end.view(1) for end in torch.aminmax(observed))
+    else:
+        low, high = observed.amin((0, 2)), observed.amax((0, 2))
+    return Histogram(counts.view(scales, BINS), low, high)
+
+
+@functools.cache
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones((), dtype=torch.int64, device=device)
 
 
 def _ascending(counts: torch.Tensor) -> torch.Tensor:

@@ -42,9 +42,9 @@ def measure_moments(observed: torch.Tensor) -> Moments:
         for start, band in zip(range(0, count, height), part.split(height, dim=1), strict=True):
             for tile in band.split(width, dim=2):
                 wide = tile.double()
-                sums[start : start + height] += wide.sum((0, 2))
-                squares[start : start + height] += wide.square().sum((0, 2))
-    number = torch.tensor([rows * columns], device=observed.device)
+                sums[start : start + height].add_(wide.sum((0, 2)))
+                squares[start : start + height].add_(wide.square().sum((0, 2)))
+    number = torch.full((1,), rows * columns, device=observed.device)  # no upload
     return Moments(number, sums.reshape(scales), squares.reshape(scales))
 
 

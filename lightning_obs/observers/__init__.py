@@ -5,13 +5,16 @@ Importing this package registers the built-in ones. Start reading in ``base.py``
 
 from lightning_obs.observers.base import Key, MinMaxTuple, Observer, QParamsDict
 from lightning_obs.observers.hessian import HessianObserver, LocalHessianObserver
-from lightning_obs.observers.histogram import HistogramObserver
+from lightning_obs.observers.histogram import HistogramObserver, PercentileObserver
 from lightning_obs.observers.imatrix import IMatrixMSEObserver, NVFP4ExpandedIMatrixObserver
-from lightning_obs.observers.min_max import MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver
-from lightning_obs.observers.moving_average import MovingAverageObserver
+from lightning_obs.observers.min_max import (
+    MemorylessMinMaxObserver,
+    MinMaxObserver,
+    MovingAverageObserver,
+    StaticMinMaxObserver,
+)
 from lightning_obs.observers.mse import MemorylessMSEObserver, MovingAverageMSEObserver, NVFP4ExpandedMSEObserver
 from lightning_obs.observers.normal import NormalObserver
-from lightning_obs.observers.percentile import PercentileObserver
 from lightning_obs.observers.statistic import Statistic
 
 __all__ = [

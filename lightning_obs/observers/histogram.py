@@ -6,8 +6,7 @@ and the ranks. How values are counted, and what that loses: :mod:`lightning_obs.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
@@ -90,12 +89,40 @@ class CountingObserver(Observer):
         return ", ".join(filter(None, problems)) or None
 
 
-class _Choice(NamedTuple):
-    """A range, and what it was chosen from."""
+@Observer.register("percentile")
+class PercentileObserver(CountingObserver):
+    """The smallest value with ``percentile`` of all at or below it, and its mirror image at the lower end.
 
-    statistics: tuple[torch.Tensor, ...]
-    state: Hashable
-    range: MinMaxTuple
+    Exact in any partition. Exact for bfloat16; float32 and float16 are rounded to bfloat16 first, except where no
+    value is cut off: then it is the exact smallest and largest value.
+
+    On language models this can be a catastrophe: a few inputs carry values thousands of times larger than the rest,
+    and the model depends on them (docs/observers.md has the numbers).
+
+    Observes ``(N, *Q, G)``: one scale per tensor or per attention head. Ranges are ``(*Q,)``.
+
+    Keyword Args:
+        percentile (float): in percent, in (50, 100]. 99.9 cuts one value in a thousand off each end.
+
+    Raises:
+        CalibrationError: ``percentile`` outside (50, 100], or a strategy other than tensor and attn_head.
+
+    Reference:
+        Wu et al., Integer Quantization for Deep Learning Inference, 2020, arXiv:2004.09602, section 3 (there of the
+        magnitudes, which for a symmetric format and symmetric data is the same).
+    """
+
+    hyperparameters: ClassVar[dict[str, Any] | None] = {"percentile": 99.99}
+    percentile: float
+
+    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
+        super().__init__(base_name, args, **observer_kwargs)
+        require_percentile(self.percentile)
+
+    @override
+    def get_min_max(self) -> MinMaxTuple:
+        self._require_statistics()
+        return percentile_of_each(self.counts, self.min_vals, self.max_vals, self.percentile)
 
 
 @Observer.register("histogram")
@@ -144,7 +171,7 @@ class HistogramObserver(CountingObserver):
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        self._choice: _Choice | None = None
+        self._chosen: tuple[int, MinMaxTuple] | None = None
         if self.criterion not in CRITERIA:
             raise CalibrationError("criterion", got=repr(self.criterion), expected=f"one of {', '.join(CRITERIA)}")
         require_percentile(self.percentile)
@@ -162,36 +189,13 @@ class HistogramObserver(CountingObserver):
         Searched once for the same statistics and hyperparameters.
         """
         self._require_statistics()
-        statistics, state = (self.counts, self.min_vals, self.max_vals), self._state()
-        chosen = self._choice
-        if (
-            chosen is None
-            or chosen.state != state
-            or any(a is not b for a, b in zip(chosen.statistics, statistics, strict=True))
-        ):
-            chosen = _Choice(statistics, state, self._search())
-            self._choice = None if state is None else chosen
-        low, high = chosen.range
+        kept = [x.cpu().contiguous().view(torch.uint8).numpy() for x in self.get_statistics().values()]
+        options = [getattr(self, name) for name in HistogramObserver.hyperparameters or ()]
+        state = hash((*(x.tobytes() for x in kept), *options, repr(self.args)))
+        if self._chosen is None or self._chosen[0] != state:
+            self._chosen = state, self._search()
+        low, high = self._chosen[1]
         return low.clone(), high.clone()
-
-    @override
-    def combine(self, measured: Sequence[torch.Tensor]) -> None:
-        self._choice = None  # it would keep the old counts
-        super().combine(measured)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_choice": None}  # a copy's tensors count their changes anew
-
-    def _state(self) -> Hashable:
-        """Changes when a statistic is written to in place, or a hyperparameter changes. None: cannot be told."""
-        statistics = (self.counts, self.min_vals, self.max_vals)
-        if any(statistic.is_inference() for statistic in statistics):
-            return None
-        # An all_reduce does not raise the version of what it writes to; but it changes the sum, or the ends.
-        values = (int(self.counts.sum()), *self.min_vals.flatten().tolist(), *self.max_vals.flatten().tolist())
-        chosen = (self.criterion, self.percentile, self.maxshrink, self.patience, self.grid, self.norm)
-        number_format = (self.args.num_bits, self.args.type, self.args.symmetric)
-        return tuple(statistic._version for statistic in statistics), values, chosen, number_format
 
     def _search(self) -> MinMaxTuple:
         if self.criterion == "percentile":

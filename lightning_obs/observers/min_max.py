@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
+from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.search.rows import observed_range
 from lightning_obs.observers.base import MinMaxTuple, Observer
-from lightning_obs.observers.moving_average import MovingAverageObserver
 from lightning_obs.observers.statistic import Statistic
 
 
@@ -45,6 +47,51 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
     )
     keeps_extremes: ClassVar[bool] = True
     hyperparameters: ClassVar[dict[str, Any] | None] = {}
+
+
+class MovingAverageObserver(Observer):
+    """An exponential moving average of each tensor's range. A subclass writes ``measure``: the range of one tensor.
+
+    ``range <- (1 - c) * range + c * range_of_this_tensor``, starting at the first tensor's range. By definition it
+    depends on the order of the batches and on how they are cut; ``static_minmax`` does not.
+
+    Keyword Args:
+        averaging_constant (float): c, the weight of the newest tensor, in (0, 1]. 1 keeps the newest only.
+
+    Raises:
+        CalibrationError: ``averaging_constant`` outside (0, 1].
+
+    Reference:
+        Jacob et al., Quantization and Training of Neural Networks, 2018, arXiv:1712.05877, section 3.1.
+
+    Examples:
+        >>> class Spread(MovingAverageObserver):
+        ...     def measure(self, observed):
+        ...         return -observed.std().reshape(1), observed.std().reshape(1)
+        >>> observer = Spread("input", QuantizationArgs(), averaging_constant=0.5)
+        >>> observer(torch.tensor([[0.0, 2.0]]))(torch.tensor([[0.0, 4.0]])).get_min_max()
+        (tensor([-2.1213]), tensor([2.1213]))
+    """
+
+    statistics: ClassVar[tuple[Statistic, ...]] = (Statistic("min_vals", "mean"), Statistic("max_vals", "mean"))
+    hyperparameters: ClassVar[dict[str, Any] | None] = {"averaging_constant": 0.01}
+    averaging_constant: float
+    min_vals: torch.Tensor
+    max_vals: torch.Tensor
+
+    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
+        super().__init__(base_name, args, **observer_kwargs)
+        if not 0 < self.averaging_constant <= 1:
+            raise CalibrationError("averaging_constant", got=self.averaging_constant, expected="a value in (0, 1]")
+
+    @override
+    def combine(self, measured: Sequence[torch.Tensor]) -> None:
+        low, high, *others = measured
+        if self.has_statistics and self.averaging_constant != 1:
+            c = self.averaging_constant
+            low = self.min_vals * (1 - c) + low * c
+            high = self.max_vals * (1 - c) + high * c
+        super().combine((low, high, *others))
 
 
 @Observer.register("minmax")

@@ -16,7 +16,7 @@ from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers.base import Observer
-from lightning_obs.observers.moving_average import MovingAverageObserver
+from lightning_obs.observers.min_max import MovingAverageObserver
 from lightning_obs.observers.statistic import Statistic
 
 

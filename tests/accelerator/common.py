@@ -11,10 +11,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_obs import linearize_experts
 from lightning_obs.model.checksums import checksum
+from lightning_obs.numerics.histogram import count_values
 from tests.moe_models import tiny_moe
 from tests.pretend_device import DEVICE, Counts, on_cpu
 
-checksum(torch.zeros(1, device=DEVICE))  # its table is made once in a process
+# Tables that are made once in a process.
+checksum(torch.zeros(1, device=DEVICE))
+count_values(torch.zeros(1, 1, 1, device=DEVICE))
 
 
 class Budget(NamedTuple):

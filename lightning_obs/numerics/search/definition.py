@@ -70,15 +70,15 @@ def visit(rows: Rows, search: GridSearch, tile: int = 0, patience: int | None = 
         patience: candidates in a row without improvement after which none is chosen; None: all may be.
     """
     factors = torch.tensor(search.factors, dtype=torch.float64, device=rows.device)
-    low, high = (end * search.expand for end in rows.observed_range())
+    ends = torch.stack(rows.observed_range()) * search.expand
     step = max(1, (tile or tile_size(rows.device, _TILE)) // rows.size)
     if rows.hessian is not None:
         step = max(1, step // len(rows.hessian)) * len(rows.hessian)
     measured = []
     for start in range(0, rows.count, step):
         part = slice(start, min(start + step, rows.count))
-        measured.append(measure(rows, part, candidate_ranges(low[part], high[part], factors), search, tile))
-    errors = torch.cat(measured, 1)
+        measured.append(measure(rows, part, candidate_ranges(*ends[:, part], factors), search, tile))
+    errors = torch.cat(measured, 1) if len(measured) > 1 else measured[0]
     improved = improves(errors).any(1)
     if patience is not None and len(factors) > max(1, patience):
         number = torch.arange(1, len(factors) + 1, device=rows.device)
@@ -86,7 +86,7 @@ def visit(rows: Rows, search: GridSearch, tile: int = 0, patience: int | None = 
         errors.masked_fill_((ended.cumsum(0) > ended)[:, None], torch.inf)
     best = errors.argmin(0)
     known = errors.gather(0, best[None])[0].isfinite()
-    low, high = (torch.where(known, shrink(end, factors[best]), end) for end in (low, high))
+    low, high = torch.where(known, shrink(ends, factors[best]), ends)
     return Visited(low, high, best.to(index_of(0, len(factors)).dtype), improved, torch.zeros_like(improved))
 
 
@@ -108,15 +108,15 @@ def measure(rows: Rows, part: slice, ranges: Range, search: GridSearch, tile: in
             shift = None if zero_point is None else zero_point[some].unsqueeze(-1)
             search.grid.error(values, scale[some].unsqueeze(-1), shift, out=error)
             if rows.hessian is not None:
-                total[some] += quadratic_form(error, rows.hessian)
+                total[some].add_(quadratic_form(error, rows.hessian))
                 continue
             error.abs_()
             for piece in padded.split(_SERIAL if padded.device.type == "cpu" else len(padded)):
                 piece.pow_(search.norm)
             if importance is not None:
                 error.mul_(importance)
-            total[some] += error.sum(-1)
-    return total.masked_fill_(~(total < torch.finfo(torch.float32).max), torch.inf)
+            total[some].add_(error.sum(-1))  # += on a slice would copy it once more
+    return torch.where(total < torch.finfo(torch.float32).max, total, torch.inf)
 
 
 def quadratic_form(error: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
@@ -145,5 +145,5 @@ def _room_for_power(values: torch.Tensor, candidates: int) -> tuple[torch.Tensor
     of one scale would no longer tie. With padding behind the last element, and one thread, all go through one loop.
     """
     count = candidates * values.numel()
-    padded = values.new_zeros(count + -count % 64)
+    padded = values.new_empty(count + -count % 64)
     return padded, padded[:count].view(candidates, *values.shape)
