@@ -77,7 +77,7 @@ def visit(rows: Rows, search: GridSearch, tile: int = 0, patience: int | None = 
     measured = []
     for start in range(0, rows.count, step):
         part = slice(start, min(start + step, rows.count))
-        measured.append(measure(rows, part, candidate_ranges(*ends[:, part], factors), search, tile))
+        measured.append(measure(rows, part, candidate_ranges(ends[0, part], ends[1, part], factors), search, tile))
     errors = torch.cat(measured, 1) if len(measured) > 1 else measured[0]
     improved = improves(errors).any(1)
     if patience is not None and len(factors) > max(1, patience):
