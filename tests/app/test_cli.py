@@ -91,7 +91,7 @@ def test_multirun_prints_one_table(command_line, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["int8_static", "w8a8"])
+@pytest.mark.parametrize("scheme", ["int8_static", pytest.param("w8a8", marks=pytest.mark.nightly)])
 def test_two_ranks_of_ddp_print_and_write_once_and_give_the_scales_of_one(command_line, tmp_path, scheme):
     common = [f"scheme={scheme}", "weight_observer=memoryless_mse", "export.verify=false"]
     if scheme == "int8_static":

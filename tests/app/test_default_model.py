@@ -1,4 +1,4 @@
-"""What the README says of the real default model: on a quarter of its batches, and every night on all of them."""
+"""What the README says of the real default model: on an eighth of its batches, and every night on all of them."""
 
 import json
 
@@ -8,7 +8,7 @@ from tests.in_process import run_command_line
 
 pytestmark = pytest.mark.slow
 #: batches to calibrate on and to measure on, and the perplexity of the unquantized model on the latter
-SIZES = [pytest.param(4, 15.16, id="4 batches"), pytest.param(16, 14.80, id="16 batches", marks=pytest.mark.nightly)]
+SIZES = [pytest.param(2, 14.69, id="2 batches"), pytest.param(16, 14.80, id="16 batches", marks=pytest.mark.nightly)]
 
 
 def run(folder, batches, *overrides):
@@ -42,7 +42,8 @@ def test_static_int8_names_the_layers_that_cost_it_and_is_within_15_percent_with
         batches,
         "scheme=int8_static",
         "export=none",
+        "report.layer_error_batches=0",
         f"ignore_from={tmp_path / 'first' / 'report.json'}",
     )
-    assert len(named["layers"]) > 180
+    assert len(named["ignore"]) < 30  # of 210 modules
     assert named["perplexity"][1] / before < 1.15

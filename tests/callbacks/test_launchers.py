@@ -19,6 +19,8 @@ from tests.lightning_ranks import Net, calibration, loader, samples, trainer
 pytestmark = pytest.mark.slow
 
 SCRIPT = str(Path(__file__).parents[1] / "ddp_script.py")
+#: CI runs it on two nodes
+TORCHRUN_ON_ONE = pytest.param("torchrun", marks=pytest.mark.nightly)
 TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run"]
 
 
@@ -63,8 +65,7 @@ def expected():
     return callback.result.qparams
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["lightning", "torchrun", "two nodes"])
+@pytest.mark.parametrize("how", ["lightning", TORCHRUN_ON_ONE, "two nodes"])
 def test_every_launcher_gives_the_qparams_of_one_device_and_one_checkpoint(how, tmp_path, expected):
     for code, output in launch(how, tmp_path):
         assert code == 0, output
@@ -76,8 +77,7 @@ def test_every_launcher_gives_the_qparams_of_one_device_and_one_checkpoint(how, 
     load_checkpoint(Net(), tmp_path / "out")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["lightning", "torchrun"])
+@pytest.mark.parametrize("how", ["lightning", TORCHRUN_ON_ONE])
 def test_an_unreached_expert_ends_every_process_with_the_error(how, tmp_path):
     ((code, output),) = launch(how, tmp_path, "--unreached")
     assert code != 0
