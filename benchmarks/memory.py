@@ -36,7 +36,7 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from lightning_obs import CalibrationSession, export_checkpoint, quantize_checkpoint
+from lightning_obs import CalibrationSession, calibrate_layerwise, export_checkpoint, quantize_checkpoint
 from lightning_obs.files.tensors import give_back_freed
 from lightning_obs.numerics.kernels import launch  # noqa: F401  (numba counts as an import)
 
@@ -103,6 +103,15 @@ def with_data(offload: bool) -> Callable[..., Iterator[None]]:
     return run
 
 
+def layer_by_layer(folder: Path, out: Path) -> Iterator[None]:
+    """``calibrate_layerwise`` on 32 batches of 256 tokens."""
+    vocabulary = LlamaConfig.from_pretrained(folder).vocab_size
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(vocabulary, (1, 256), generator=generator) for _ in range(32)]
+    yield
+    calibrate_layerwise(folder, batches, "FP8", out, ignore=["lm_head"])
+
+
 #: name, scheme, observer of the weights
 DATA_FREE = (
     ("W4A16 minmax", "W4A16", "memoryless_minmax"),
@@ -119,6 +128,7 @@ ROWS = {
     **{f"files {name}": Row(from_files(scheme, weight), limit=220) for name, scheme, weight in DATA_FREE},
     "in memory FP8": Row(with_data(offload=False)),
     "offloaded FP8": Row(with_data(offload=True), limit=440),
+    "layer by layer FP8": Row(layer_by_layer, limit=88 + 34 + 300),  # a block, its outputs, and 300
 }
 
 

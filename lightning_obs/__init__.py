@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_obs.calibration.checkpoint_weights import quantize_checkpoint
+    from lightning_obs.calibration.layerwise import BlockRuns, calibrate_layerwise
     from lightning_obs.calibration.options import CalibrationOptions
     from lightning_obs.calibration.result import CalibrationResult
     from lightning_obs.calibration.session import CalibrationSession
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 
 # Loaded on first use: an observer can be written and tested without importing lightning or transformers.
 _HOME = {
+    "BlockRuns": "lightning_obs.calibration.layerwise",
     "CalibrationCallback": "lightning_obs.callbacks.calibration",
     "CalibrationError": "lightning_obs.errors",
     "CalibrationWarning": "lightning_obs.errors",
@@ -40,6 +42,7 @@ _HOME = {
     "CalibrationSession": "lightning_obs.calibration.session",
     "Observer": "lightning_obs.observers",
     "QuantizationAwareTraining": "lightning_obs.callbacks.quantization_aware_training",
+    "calibrate_layerwise": "lightning_obs.calibration.layerwise",
     "choose_observers": "lightning_obs.choice.observer_choice",
     "export_checkpoint": "lightning_obs.checkpoint.export",
     "export_onnx": "lightning_obs.onnx.export",
@@ -52,6 +55,7 @@ _HOME = {
 }
 
 __all__ = [
+    "BlockRuns",
     "CalibrationCallback",
     "CalibrationError",
     "CalibrationOptions",
@@ -60,6 +64,7 @@ __all__ = [
     "CalibrationWarning",
     "Observer",
     "QuantizationAwareTraining",
+    "calibrate_layerwise",
     "choose_observers",
     "export_checkpoint",
     "export_onnx",

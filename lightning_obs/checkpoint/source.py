@@ -7,7 +7,7 @@ one expert in a stack of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,7 @@ class CheckpointSource:
     """
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         remedy = "give a folder with config.json and safetensors files."
         raw = read_json(folder / CONFIG_FILE, remedy=remedy)
         if "quantization_config" in raw or "compression_config" in raw:
@@ -78,6 +79,9 @@ class CheckpointSource:
             found = {name: self._find(name, stacks) for name in names.entries}
             self.sources = {name: source for name, source in found.items() if source is not None}
             self._require_fit(folder, [name for name, source in found.items() if source is None])
+            #: of each tensor that the files hold its name, tied ones alike; and what is loaded of them now
+            self._names = {id(self.meta(name)): name for name in self.sources}
+            self._loaded: dict[int, torch.Tensor] = {}
             stack.pop_all()
 
     def _find(self, name: str, stacks: dict[str, str]) -> Source | None:
@@ -128,20 +132,41 @@ class CheckpointSource:
         return value.to(meta.dtype).contiguous()
 
     @contextmanager
-    def loaded(self, names: list[str]) -> Iterator[None]:
-        """Let modules have their parameters inside the ``with`` block."""
-        before: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+    def loaded(self, names: Iterable[str], device: torch.device | None = None) -> Iterator[None]:
+        """Let modules have their parameters and buffers inside the ``with`` block; what is tied is read once."""
+        before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         try:
             for name in names:
                 module = self.model.get_submodule(name)
-                for key, parameter in list(module._parameters.items()):
-                    if parameter is not None:
-                        before.append((module, key, parameter))
-                        module._parameters[key] = nn.Parameter(self.read(f"{name}.{key}"), requires_grad=False)
+                for held in (module._parameters, module._buffers):
+                    for key, meta in held.items():
+                        if meta is None or (known_as := self._names.get(id(meta))) is None:
+                            continue
+                        if id(meta) not in self._loaded:
+                            value = self.read(known_as).to(device)
+                            self._loaded[id(meta)] = (
+                                nn.Parameter(value, requires_grad=False) if isinstance(meta, nn.Parameter) else value
+                            )
+                        before.append((held, key, meta))
+                        held[key] = self._loaded[id(meta)]
             yield
         finally:
-            for module, key, parameter in before:
-                module._parameters[key] = parameter
+            for held, key, meta in before:
+                held[key] = meta
+                self._loaded.pop(id(meta), None)
+
+    def make_buffers(self, device: torch.device) -> None:
+        """Compute the buffers that no file holds (frequencies of rotary embeddings...), as ``from_pretrained`` does."""
+        model, owners = self.model, dict[nn.Module, Any]()
+        for holder in model.modules():  # the innermost model of transformers knows its modules
+            if hasattr(holder, "_init_weights"):
+                owners |= dict.fromkeys(holder.modules(), holder)
+        for module, owner in owners.items():
+            own = {key: module._buffers[key] for key in module._non_persistent_buffers_set}
+            lacking = {key: torch.empty_like(x, device=device) for key, x in own.items() if x is not None}
+            if lacking:
+                module._buffers.update(lacking)
+                owner._init_weights(module)
 
 
 def _on_meta(folder: Path, reader: TensorReader) -> Any:

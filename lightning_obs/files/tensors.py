@@ -60,11 +60,17 @@ class TensorWriter:
     Args:
         layout: a meta tensor for each name, in the order in which they are dealt to files.
         max_shard_size: bytes of one file, or ``"5GB"``; a larger tensor has a file of its own.
+        file: the name of the file, where there is one.
     """
 
-    def __init__(self, folder: Path, layout: Mapping[str, torch.Tensor], max_shard_size: int | str) -> None:
+    def __init__(
+        self, folder: Path, layout: Mapping[str, torch.Tensor], max_shard_size: int | str, file: str = WEIGHTS_FILE
+    ) -> None:
+        pattern = file.replace(".safetensors", "{suffix}.safetensors")
         try:
-            split = split_torch_state_dict_into_shards(dict(layout), max_shard_size=max_shard_size)
+            split = split_torch_state_dict_into_shards(
+                dict(layout), filename_pattern=pattern, max_shard_size=max_shard_size
+            )
         except (ValueError, TypeError) as error:
             expected = "a number of bytes, or '5GB'"
             raise CalibrationError("max_shard_size", got=repr(max_shard_size), expected=expected) from error
@@ -74,14 +80,13 @@ class TensorWriter:
         self._left = {name: tensor.nbytes for name, tensor in layout.items()}
         self._untrimmed = 0
         try:
-            for file, names in (split.filename_to_tensors or {WEIGHTS_FILE: []}).items():
-                self._begin(folder / file, {name: layout[name] for name in names})
+            for each, names in (split.filename_to_tensors or {file: []}).items():
+                self._begin(folder / each, {name: layout[name] for name in names})
         except BaseException:
             self.close()
             raise
         if split.is_sharded:
-            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            write_index(folder, split.tensor_to_filename, split.metadata["total_size"])
 
     def _begin(self, path: Path, layout: Mapping[str, torch.Tensor]) -> None:
         """Write the header: widest elements first, so that every tensor is aligned to its own."""
@@ -237,6 +242,12 @@ class TensorReader:
         for file in self._files:
             os.close(file)
         self._files = []
+
+
+def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:
+    """Write the index: the file of each tensor, and the bytes of all."""
+    index = {"metadata": {"total_size": size}, "weight_map": dict(files)}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _read_index(folder: Path) -> dict[str, str]:

@@ -136,8 +136,8 @@ def count_heads(model: Any) -> dict[str, int]:
     """Heads of q, k and v for which compressed-tensors allocates scales when it loads a checkpoint.
 
     Args:
-        model: anything with a transformers ``config``.
+        model: anything with a transformers ``config``, or with modules that have it.
     """
-    config = model.config.get_text_config(decoder=True)
+    config = next(m.config for m in model.modules() if hasattr(m, "config")).get_text_config(decoder=True)
     kv = get_num_kv_heads(config)
     return {"q": get_num_attn_heads(config), "k": kv, "v": kv}

@@ -17,6 +17,11 @@ class Task(ABC):
     def __init__(self, config: DictConfig) -> None:
         self.config = config
 
+    @classmethod
+    def of(cls, config: DictConfig) -> Task:
+        """The task that does what the config asks for."""
+        return cls(config)
+
     @abstractmethod
     def check(self) -> None:
         """Refuse, before the model is run, what can be known to be wrong."""
@@ -40,4 +45,5 @@ def make_task(config: DictConfig) -> Task:
     if not issubclass(kind, Task):
         expected = f"a subclass of {Task.__module__}.Task"
         raise CalibrationError(f"task._target_={target} is not a task", expected=expected)
-    return kind(config)
+    task: Task = kind.of(config)
+    return task

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -11,7 +11,7 @@ from lightning_obs.app.console import bytes_written, say
 from lightning_obs.app.job import make_options
 from lightning_obs.app.models.pretrained import default_model_folder
 from lightning_obs.app.tasks.task import Task
-from lightning_obs.calibration.checkpoint_weights import quantize_checkpoint
+from lightning_obs.calibration.checkpoint_weights import Progress, quantize_checkpoint
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.write import require_free
@@ -21,6 +21,7 @@ from lightning_obs.report.numbers import folder_size
 class Weights(Task):
     """:func:`~lightning_obs.quantize_checkpoint` of ``model.path``, to ``export.folder``."""
 
+    asked: ClassVar[str] = "task=weights"
     result: CalibrationResult
 
     @override
@@ -28,23 +29,15 @@ class Weights(Task):
         self.options = make_options(self.config)
         if not self.config.export.folder:
             raise CalibrationError(
-                "task=weights writes a checkpoint", where=["export.folder"], got="none", remedy="name one."
+                f"{self.asked} writes a checkpoint", where=["export.folder"], got="none", remedy="name one."
             )
         require_free(Path(self.config.export.folder), self.config.export.overwrite)
 
     @override
     def run(self) -> None:
-        wanted, path = self.config.export, self.config.model.get("path")
-        source = default_model_folder() if path is None else Path(path)
+        wanted, source = self.config.export, self.source
         with bytes_written(f"quantizing {source.name} to {self.options.label}") as progress:
-            self.result = quantize_checkpoint(
-                source,
-                wanted.folder,
-                self.options,
-                overwrite=wanted.overwrite,
-                max_shard_size=self.config.task.max_shard_size,
-                progress=progress,
-            )
+            self.result = self.quantize(progress)
         say(
             f"{self.result.scheme} · {len(self.result.modules):,} modules · {self.result.seconds:.1f} s · "
             f"{folder_size(source) / 1e6:,.1f} MB -> {folder_size(Path(wanted.folder)) / 1e6:,.1f} MB"
@@ -52,6 +45,18 @@ class Weights(Task):
         for name, verdict in self.result.engines.items():
             say(f"{'loaded by' if verdict.loads else 'not loaded by'} {name}{': ' * bool(verdict.text)}{verdict.text}")
         say(f"wrote {wanted.folder}")
+
+    @property
+    def source(self) -> Path:
+        """The folder of the checkpoint to quantize."""
+        path = self.config.model.get("path")
+        return default_model_folder() if path is None else Path(path)
+
+    def quantize(self, progress: Progress) -> CalibrationResult:
+        """Write the checkpoint."""
+        wanted = self.config.export
+        sizes = {"overwrite": wanted.overwrite, "max_shard_size": self.config.task.max_shard_size}
+        return quantize_checkpoint(self.source, wanted.folder, self.options, **sizes, progress=progress)
 
     @override
     def row(self) -> dict[str, Any]:

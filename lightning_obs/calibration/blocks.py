@@ -1,0 +1,130 @@
+"""The blocks of a decoder, and its own forward, run one block at a time.
+
+A decoder's blocks read more than the output of the block before: masks, position embeddings, what the model adds
+between them. So nothing of this is recorded. For each block the model's own forward runs again, up to that block:
+every block before it is not computed, the last of them returns the output that was kept. Only that is kept, of each
+batch; what lies outside the blocks is run as often as there are blocks, and costs little.
+
+What else passes from block to block (keys that later layers share) is not there then: such a model fails, named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.forward.calls import call_on
+from lightning_obs.model.additions import set_attributes
+
+if TYPE_CHECKING:
+    from lightning_obs.calibration.session import CalibrationSession
+
+
+def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
+    """Name and list of the decoder's blocks: the one ``ModuleList`` of what transformers never splits over devices.
+
+    Raises:
+        CalibrationError: there is none, or more than one.
+    """
+    whole = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and whole.issuperset(type(block).__name__ for block in module)
+        and any(module is inner for inner in decoder.modules())
+    ]
+    if len(found) != 1:
+        raise CalibrationError(
+            "the blocks of the model were not found",
+            where=[name for name, _ in found] or [type(model).__name__],
+            got=f"{len(found)} lists of {', '.join(sorted(whole)) or 'modules in _no_split_modules'}",
+            expected="one ModuleList of decoder layers (model.model.layers)",
+            remedy="calibrate the whole model, with a device_map that offloads it (model.device_map=auto).",
+        )
+    return found[0]
+
+
+class _Done(BaseException):
+    """Ends a forward; no exception that a model would handle."""
+
+
+class Relay:
+    """Runs the forward of ``session.model`` on all batches up to one of its blocks, while the session observes it.
+
+    What lies before the first block is observed in the first run, what lies between two blocks with the second.
+
+    Attributes:
+        outputs: of the last block that was run, of each batch, on the CPU.
+    """
+
+    def __init__(
+        self, session: CalibrationSession, blocks: Sequence[nn.Module], batches: Sequence[Any], device: torch.device
+    ) -> None:
+        self.session, self.blocks, self.batches, self._device = session, blocks, batches, device
+        self.outputs: list[Any] = [None] * len(batches)
+        self._is_first, self._observes, self._block, self._called = True, True, 0, 0
+        self._output: Any = None
+
+    def attach(self, stack: ExitStack) -> None:
+        """Take the blocks' calls; ``stack`` gives them back."""
+        for index, block in enumerate(self.blocks):
+            stack.callback(set_attributes(block, forward=partial(self._call, index, block.forward)))
+
+    def run(self, block: int, observe: bool = True, keep: bool = True) -> None:
+        """Run a block on all batches, on the outputs of the block before; past the last: what comes after them.
+
+        Args:
+            block: its number; its parameters are loaded.
+            observe: let the session observe.
+            keep: keep the outputs, in place of those of the block before.
+        """
+        self._block, self._observes = block, observe
+        for index, batch in enumerate(self.batches):
+            self._output, self._called = self.outputs[index], 0
+            self.session.is_paused = not (observe and self._is_first)
+            with suppress(_Done):
+                call_on(self.session.model, _moved(batch, self._device))
+            if self._called != min(block + 1, len(self.blocks)):
+                raise self._not_in_turn(self._called)
+            if keep and block < len(self.blocks):
+                self.outputs[index] = _moved(self._output, torch.device("cpu"))
+            self._output = None
+        self.session.is_paused, self._is_first = False, self._is_first and not observe
+
+    def _call(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if index != self._called:
+            raise self._not_in_turn(index)
+        self._called += 1
+        if index == self._block:
+            self._output = forward(*args, **kwargs)
+            raise _Done
+        is_last = index == self._block - 1
+        self.session.is_paused = not (self._observes and is_last)
+        if is_last:
+            return _moved(self._output, self._device)
+        # Nobody reads what those before return; to write to it would be an error.
+        nothing = torch.zeros((), device=self._device)
+        return tree_map_only(torch.Tensor, lambda x: nothing.to(x.dtype).expand(x.shape), self._output)
+
+    def _not_in_turn(self, index: int) -> CalibrationError:
+        return CalibrationError(
+            "the model does not call its blocks one after the other",
+            where=[type(self.session.model).__name__],
+            got=f"block {index} where {self._called} were called",
+            remedy="calibrate the whole model, with a device_map that offloads it (model.device_map=auto).",
+        )
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    """Copies of all tensors on a device: a block may write to what it is given."""
+    return tree_map_only(torch.Tensor, lambda x: x.detach().to(device, copy=True), tree)

@@ -1,0 +1,326 @@
+"""Calibrate a checkpoint layer by layer: one block of the decoder in memory at a time, whatever the number of batches.
+
+A block is loaded, run on all batches, its observers become scales, its weights are compressed to a file of their own,
+and it goes; its outputs are what the next block reads. So each weight is read once. The file of each finished block and
+the outputs of the last one are what a killed run goes on from. Plan, observers, ranks, checks and compression are those
+of a model in memory, laid over the model on the meta device, so the tensors are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch.utils._pytree import tree_leaves
+from typing_extensions import Unpack
+
+from lightning_obs.calibration.blocks import Relay, find_blocks
+from lightning_obs.calibration.checkpoint_weights import Progress, Streaming, copy_others, forget, part_of
+from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
+from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.checkpoint.compress import stored_layout
+from lightning_obs.checkpoint.export import write_quantization_config
+from lightning_obs.checkpoint.source import CheckpointSource
+from lightning_obs.errors import CalibrationError, require_no_failure, sendable
+from lightning_obs.files.tensors import TensorWriter, give_back_freed, write_index
+from lightning_obs.files.unfinished import Unfinished
+from lightning_obs.files.write import require_room, whole_folder
+from lightning_obs.forward.quantized_forward import quantized, weights_kept
+from lightning_obs.model.additions import keep_hook_out
+from lightning_obs.model.qparams import clear_qparams
+from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.schemes.config import SchemeLike
+
+Inputs = Literal["full_precision", "quantized"]
+
+
+@dataclass(frozen=True)
+class BlockRuns:
+    """How :func:`calibrate_layerwise` runs the blocks.
+
+    Args:
+        inputs: what a block reads: ``"full_precision"``, the outputs of the blocks before as they are in the source, or
+            ``"quantized"``, those of the quantized blocks, as the quantized model will compute them. It runs each block
+            twice.
+        token_mask: as of :class:`~lightning_obs.CalibrationSession`.
+        device: where blocks are run, observed and compressed.
+        progress: called with the name of what was written, the bytes written so far, and those in all.
+    """
+
+    inputs: Inputs = "full_precision"
+    token_mask: str | None = None
+    device: str | torch.device = "cpu"
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        if self.inputs not in (choices := get_args(Inputs)):
+            raise CalibrationError("inputs", got=repr(self.inputs), expected=", ".join(map(repr, choices)))
+
+
+@takes_keywords_of(CalibrationOptions)
+def calibrate_layerwise(
+    folder: str | os.PathLike[str],
+    batches: Iterable[Any],
+    scheme: SchemeLike | CalibrationOptions,
+    out: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    collectives: Collectives | None = None,
+    runs: BlockRuns = BlockRuns(),
+    **options: Unpack[OptionKeywords],
+) -> CalibrationResult:
+    """Calibrate a checkpoint of a transformers decoder from its files to new ones, one block in memory at a time.
+
+    With inputs in full precision the tensors of ``out`` are byte for byte those of
+    :func:`~lightning_obs.export_checkpoint` of the model in memory, calibrated on the same batches. There is a file for
+    each block and one for all else. What else is in ``folder`` is carried over as :func:`quantize_checkpoint` does.
+
+    It takes the memory of a block, of what lies outside the blocks and is run (the embedding), and of one output of a
+    block for each batch. A folder ``<out>.unfinished`` holds the finished files and these outputs, on each rank; called
+    again with the same arguments, a killed run goes on from there, with the same result.
+
+    Args:
+        folder: a checkpoint of transformers, in full precision: ``config.json`` and safetensors files.
+        batches: what the model is called with: keyword arguments each, or a tensor. This rank's own.
+        scheme: any, weight-only ones included.
+        out: written whole or not at all.
+        overwrite: replace the checkpoint in ``out``; files that no export wrote are never deleted.
+        collectives: how to talk to the other ranks, as of :class:`~lightning_obs.CalibrationSession`. Every rank must
+            call this, and reach the same file system; rank 0 writes.
+        runs: how the blocks are run.
+        **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``ignore``, ``observers``...
+
+    Returns:
+        What was done, without quantization parameters.
+
+    Raises:
+        CalibrationError: the blocks cannot be found, or are not called one after the other; what
+            :func:`quantize_checkpoint` and :class:`~lightning_obs.CalibrationSession` refuse; what is unfinished was
+            begun with other arguments.
+    """
+    started, folder, out = time.perf_counter(), Path(folder), Path(out)
+    chosen = CalibrationOptions.of(scheme, **options)
+    collectives = collectives or Collectives()
+    with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
+        with _on_all_ranks(collectives):
+            source = CheckpointSource(folder)
+            stack.callback(source.reader.close)
+            find_blocks(source.model)
+            session = CalibrationSession(source.model, chosen, token_mask=runs.token_mask, collectives=collectives)
+            writes = collectives.rank == 0
+            partial = stack.enter_context(whole_folder(out, overwrite)) if writes else None
+            unfinished = Unfinished(out, collectives.rank, collectives.size)
+            stack.callback(unfinished.close)
+            job = _LayerByLayer(source, session, list(batches), runs, unfinished)
+            job.go_on()
+        job.run(stack)
+        with _on_all_ranks(collectives):
+            if partial is not None:
+                job.complete(folder, partial)
+    if writes:
+        unfinished.remove()
+    job.result.modules = [t.name for t in session.plan.targets if t.name not in set(job.result.skipped)]
+    job.result.seconds = time.perf_counter() - started
+    return job.result
+
+
+@contextmanager
+def _on_all_ranks(collectives: Collectives) -> Iterator[None]:
+    """Raise on all ranks what goes wrong in the ``with`` block on one."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    failures = collectives.gather_object(None if failure is None else sendable(failure))
+    if failure is not None:
+        raise failure
+    require_no_failure(failures)
+
+
+#: the fields of a result that add up, block by block
+_ADDED = ("skipped", "fallback", "collectives", "input_ranges", "chosen_input_ranges", "expert_tokens")
+
+
+class _LayerByLayer:
+    """From the files of a source to those of its quantized checkpoint, block by block."""
+
+    def __init__(
+        self,
+        source: CheckpointSource,
+        session: CalibrationSession,
+        batches: list[Any],
+        runs: BlockRuns,
+        unfinished: Unfinished,
+    ) -> None:
+        self.source, self.session, self.unfinished = source, session, unfinished
+        self._runs, self._device = runs, torch.device(runs.device)
+        name, blocks = find_blocks(source.model)
+        self._streaming = Streaming(source, session, runs.progress)
+        for target in session.plan.targets:
+            clear_qparams(target.module)
+        names = dict(source.model.named_modules())
+        inside = [[n for n in names if f"{n}.".startswith(f"{name}.{index}.")] for index in range(len(blocks))]
+        #: the modules of each block, and at the end those outside
+        self._parts = [*inside, list(names.keys() - {n for part in inside for n in part})]
+        self._relay = Relay(session, list(blocks), batches, self._device)
+        self._needs_data, self._needs_rest = session.needs_data, any(k[0] in self._parts[-1] for k in session.fed)
+        for config in (source.model.config, source.model.config.get_text_config()):
+            config.use_cache = False  # it would grow from block to block
+        self._asked = self._identity(batches)
+        self._first = 0
+        #: the file of each tensor that is written, and their bytes
+        self._files, self._size = dict[str, str](), 0
+        self.result = CalibrationResult(
+            scheme=session.label,
+            modules=[],
+            observers=len(session.observers),
+            batches=len(batches),
+            measurements=0,
+            seconds=0.0,
+            qparams={},
+            fused=session.together,
+            engines=session.engines,
+            ranks=session.collectives.size,
+        )
+
+    def _identity(self, batches: list[Any]) -> str:
+        """A checksum of all that decides what is written."""
+        found, options = hashlib.sha256(), self.session.options
+        files = [self.source.folder / name for name in self.source.reader.files]
+        known = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        asked = (known, options.config.model_dump_json(), options.beside_scheme, self._runs.inputs)
+        ranks = self.session.collectives.rank, self.session.collectives.size
+        found.update(repr((asked, self._runs.token_mask, self._device.type, ranks)).encode())
+        for leaf in tree_leaves(batches):
+            if isinstance(leaf, torch.Tensor):
+                found.update(repr((leaf.dtype, leaf.shape)).encode())
+                found.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            else:
+                found.update(repr(leaf).encode())
+        return found.hexdigest()
+
+    # ------------------------------------------------------------------ from where
+
+    def go_on(self) -> None:
+        """Take what an earlier run has finished, on all ranks."""
+        steps = set.intersection(*self.session.collectives.gather_object(self.unfinished.steps))
+        if not steps:
+            return
+        state = self.unfinished.load(max(steps))
+        if state["asked"] != self._asked:
+            raise CalibrationError(
+                f"{self.unfinished.folder} was begun with other arguments",
+                expected="the same checkpoint, batches, scheme, options and ranks",
+                remedy="delete it to begin anew, or choose another folder.",
+            )
+        self._first, self._relay.outputs = max(steps), state["outputs"]
+        self._files, self._size = state["files"], state["size"]
+        vars(self.result).update(state["result"])
+
+    # ------------------------------------------------------------------ block by block
+
+    def run(self, stack: ExitStack) -> None:
+        """Finish every block that is not yet, then what lies outside."""
+        if self._needs_data:
+            stack.callback(self.session.detach)
+            self.session.attach(count_calls=False)
+            self.session.batches, self.session.measurements = len(self._relay.batches), self.result.measurements
+            self._relay.attach(stack)
+            self.source.make_buffers(self._device)
+            for name in self._parts[-1]:
+                self._load_when_called(name, stack)
+        last = len(self._parts) - 1
+        for index in range(self._first, last):
+            with self.source.loaded(self._parts[index], self._device):
+                self._finish(index, self._needs_data)
+            give_back_freed()
+        planned = [name for name in self._streaming.taken if name in set(self._parts[last])]
+        with self.source.loaded(planned, self._device):
+            self._finish(last, self._needs_rest)
+
+    def _load_when_called(self, name: str, stack: ExitStack) -> None:
+        """Load a module outside the blocks when it runs; it stays, for all batches."""
+        module = self.source.model.get_submodule(name)
+
+        def load(*_: Any) -> None:
+            remove()
+            stack.enter_context(self.source.loaded([name], self._device))
+
+        remove = keep_hook_out(module, module.register_forward_pre_hook(load, prepend=True))
+
+    def _finish(self, index: int, needs_data: bool) -> None:
+        """Run a block that is loaded on all batches, observe its weights, write it and what it gives the next."""
+        session, is_block = self.session, index < len(self._relay.blocks)
+        here = set(self._parts[index])
+        as_quantized = needs_data and is_block and self._runs.inputs == "quantized"
+        if needs_data:
+            with _on_all_ranks(session.collectives):
+                self._relay.run(index, keep=not as_quantized)
+        part = part_of(session, self._parts[index])
+        if part.plan.targets:
+            found = vars(part.finalize())
+            for name in _ADDED:
+                known = vars(self.result)[name]
+                vars(self.result)[name] = known | found[name] if isinstance(known, dict) else known + found[name]
+        self.result.measurements = session.measurements
+        with _on_all_ranks(session.collectives):
+            if as_quantized and part.plan.targets:
+                with quantized(session.model), weights_kept(session.model):
+                    self._relay.run(index, observe=False)
+            elif as_quantized:
+                self._relay.run(index, observe=False)
+            self._write(index, here)
+            if is_block:
+                facts = {name: vars(self.result)[name] for name in (*_ADDED, "measurements")}
+                state = {"asked": self._asked, "files": self._files, "size": self._size, "result": facts}
+                self.unfinished.save(index + 1, {**state, "outputs": self._relay.outputs})
+        forget(part)
+
+    def _write(self, index: int, modules: set[str]) -> None:
+        """Write the file of a block, on rank 0."""
+        streaming, reader = self._streaming, self.source.reader
+        file = f"model-{index + 1:05d}-of-{len(self._parts):05d}.safetensors"
+        taken = [name for name in streaming.taken if name in modules]
+        copied = {n: stored for n, (stored, of) in streaming.copied.items() if of.rpartition(".")[0] in modules}
+        layout = {stored: reader.meta(name) for name, stored in copied.items()}
+        for name in taken:
+            for key, meta in stored_layout(self.source.model.get_submodule(name)).items():
+                if "." not in key:
+                    layout[streaming.stored_name(f"{name}.{key}")] = meta
+        self._files |= dict.fromkeys(layout, file)
+        self._size += sum(meta.nbytes for meta in layout.values())
+        if self.unfinished.rank != 0:
+            return
+        path = self.unfinished.folder / file
+        path.unlink(missing_ok=True)  # of a run that was killed
+        require_room(self.unfinished.folder, streaming.total - self._size)
+        with closing(TensorWriter(self.unfinished.folder, layout, sys.maxsize, file)) as writer:
+            for name in taken:
+                streaming.write_module(writer, name)
+            for name in copied:
+                streaming.copy(writer, name)
+            writer.require_complete()
+        with path.open("rb") as written:
+            os.fsync(written.fileno())
+
+    # ------------------------------------------------------------------ the end
+
+    def complete(self, folder: Path, partial: Path) -> None:
+        """Put together the checkpoint."""
+        for file in sorted(set(self._files.values())):
+            os.link(self.unfinished.folder / file, partial / file)
+        write_index(partial, self._files, self._size)
+        copy_others(folder, partial)
+        self._streaming.write_any_qparams(self.result.skipped)
+        unknown = self._streaming.unknown
+        write_quantization_config(self.source.model, partial, self._files.keys() - unknown, unknown)

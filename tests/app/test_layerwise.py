@@ -1,0 +1,51 @@
+"""``model.layerwise=true`` on a tiny model."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.calibration.test_checkpoint_weights import sums
+from tests.in_process import run_command_line
+from tests.tiny_model import save_tiny_llama
+
+PAGE = (Path(__file__).parents[2] / "docs" / "large_models.md").read_text()
+QUICK = ["data.batches=2", "data.tokens=32", "data.eval_batches=2", "trainer=cpu"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"), torch.bfloat16)
+
+
+def test_the_command_of_the_page_writes_the_checkpoint_of_a_model_in_memory(tiny, tmp_path):
+    command = re.search(r"^python -m lightning_obs (model.layerwise=true .*)$", PAGE, flags=re.MULTILINE).group(1)
+    texts = tmp_path / "texts.txt"
+    texts.write_text("The quick brown fox jumps over the lazy dog, and so on, and so forth. " * 40)
+    for old, new in (("<folder>", tiny), ("<out>", tmp_path / "out"), ("<texts>", texts)):
+        command = command.replace(old, str(new))
+    done = run_command_line(*command.split(), *QUICK, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"FP8 · 14 modules · [\d.]+ s · [\d.]+ MB -> [\d.]+ MB", done.stdout)
+    whole = [word for word in command.split() if "layerwise" not in word and "export" not in word]
+    off = ["evaluate=false", "report.layer_error_batches=0", f"export.folder={tmp_path / 'memory'}"]
+    assert run_command_line(*whole, *QUICK, *off, folder=tmp_path).returncode == 0
+    assert sums(tmp_path / "out") == sums(tmp_path / "memory")
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.dtype=float32"], "task=calibrate with model.layerwise does not read what was given: model.dtype"),
+        (["evaluate=true"], "task=calibrate with model.layerwise does not read what was given: evaluate"),
+        (["export.folder=null"], "model.layerwise writes a checkpoint: export.folder. Got none. Remedy: name one."),
+        (["task=finetune"], "layer by layer a model is calibrated and exported, nothing else is done with it"),
+        (["trainer.precision=bf16-true"], "layer by layer a model runs in the dtype in which it was saved"),
+    ],
+)
+def test_what_it_cannot_do_is_said(tiny, tmp_path, words, message):
+    done = run_command_line("model.layerwise=true", f"model.path={tiny}", *QUICK, *words, folder=tmp_path)
+    assert done.returncode == 1
+    assert message in done.stderr
