@@ -110,14 +110,13 @@ def calibrate_layerwise(
     started, folder, out = time.perf_counter(), Path(folder), Path(out)
     chosen = CalibrationOptions.of(scheme, **options)
     collectives = collectives or Collectives()
-    with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
+    with ExitStack() as stack, ExitStack() as written, torch.inference_mode(False), torch.no_grad():
         with _on_all_ranks(collectives):
             source = CheckpointSource(folder)
             stack.callback(source.reader.close)
             find_blocks(source.model)
             session = CalibrationSession(source.model, chosen, token_mask=runs.token_mask, collectives=collectives)
-            writes = collectives.rank == 0
-            partial = stack.enter_context(whole_folder(out, overwrite)) if writes else None
+            partial = written.enter_context(whole_folder(out, overwrite)) if collectives.rank == 0 else None
             unfinished = Unfinished(out, collectives.rank, collectives.size)
             stack.callback(unfinished.close)
             job = _LayerByLayer(source, session, list(batches), runs, unfinished)
@@ -126,8 +125,8 @@ def calibrate_layerwise(
         with _on_all_ranks(collectives):
             if partial is not None:
                 job.complete(folder, partial)
-    if writes:
-        unfinished.remove()
+                written.close()  # it takes its name
+                unfinished.remove()
     job.result.modules = [t.name for t in session.plan.targets if t.name not in set(job.result.skipped)]
     job.result.seconds = time.perf_counter() - started
     return job.result
@@ -184,7 +183,7 @@ class _LayerByLayer:
             scheme=session.label,
             modules=[],
             observers=len(session.observers),
-            batches=len(batches),
+            batches=len(batches) if session.needs_data else 0,
             measurements=0,
             seconds=0.0,
             qparams={},
