@@ -175,9 +175,13 @@ class CalibrationCallback(SessionCallback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave nothing behind."""
+        super().on_validation_end(trainer, pl_module)
         self.clean_up()
 
-    on_test_end = on_validation_end
+    @override
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave nothing behind."""
+        self.clean_up()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -203,6 +203,7 @@ class QuantizedFit(SessionCallback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on to training, or leave nothing behind."""
+        super().on_validation_end(trainer, pl_module)
         if trainer.state.fn != TrainerFn.FITTING:
             self.clean_up()
             return

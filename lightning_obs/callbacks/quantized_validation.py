@@ -120,7 +120,7 @@ class QuantizedValidation:
         self.moved = comparison.reduced(session.collectives)
         if not connector.found:
             warn(f"evaluate: {loop.step} logs nothing for a whole epoch, so nothing of the quantized model is known.")
-        return {_quantized_name(name): (value, name in connector.in_bar) for name, value in connector.found.items()}
+        return {quantized_name(name): (value, name in connector.in_bar) for name, value in connector.found.items()}
 
     def _agree(self, session: CalibrationSession) -> None:
         """Ranks run as many batches as the one that has kept the fewest; say what share that is."""
@@ -218,10 +218,10 @@ class _Connector(_LoggerConnector):
         return super().update_eval_epoch_metrics()
 
 
-def _quantized_name(name: str) -> str:
+def quantized_name(name: str) -> str:
     """Lightning's number of the loader stays at the end.
 
-    >>> _quantized_name("val_loss/dataloader_idx_1")
+    >>> quantized_name("val_loss/dataloader_idx_1")
     'val_loss_quantized/dataloader_idx_1'
     """
     name, slash, loader = name.partition("/dataloader_idx_")

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.callbacks.quantized_validation import quantized_name
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.callbacks.which_module import require_forward
 from lightning_obs.checkpoint.export import export_checkpoint
@@ -35,7 +36,6 @@ from lightning_obs.report.facts import Report, ScaleDrift, aggregates
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
 from lightning_obs.report.layer_facts import known_facts
 from lightning_obs.report.page import layer_row, write_csv, write_report
-from lightning_obs.report.pictures import layers_figure
 from lightning_obs.report.predictions import Moved
 
 
@@ -59,6 +59,8 @@ class Results(Callback):
         self._owner: LightningModule | None = None
         #: how far the last validation's quantized predictions are from the unquantized ones; None: not measured
         self.moved: Moved | None = None
+        #: what each validation has logged, with its ``step``; read by the host when it is shown
+        self._logged: list[dict[str, Any]] = []
 
     @property
     def result(self) -> CalibrationResult | None:
@@ -150,8 +152,26 @@ class Results(Callback):
         if session.collectives.rank != 0:
             return Path(folder) / "report.html"
         known = known_facts(session) | {"title": self.label, "errors": errors, "counts": counts}
-        known |= {"drift": self.drift, "moved": self.moved}
+        known |= {"drift": self.drift, "moved": self.moved, "curves": self.curves, "metrics": self.metrics}
         return write_report(folder, Report(**{**known, **parts}))
+
+    @property
+    def curves(self) -> list[dict[str, float]]:
+        """What each validation has logged, with its ``step``."""
+        return [{name: float(value) for name, value in logged.items()} for logged in self._logged]
+
+    @property
+    def metrics(self) -> dict[str, tuple[float | None, float | None]]:
+        """What the last validation logged and its quantized twin (``evaluate=True``), by name."""
+        last = next(iter(self.curves[-1:]), {})
+        return {name: (value, last[twin]) for name, value in last.items() if (twin := quantized_name(name)) in last}
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep what the validation has logged, for the page; the callback's own numbers are on it already."""
+        logged = {name: v.detach() for name, v in trainer.callback_metrics.items() if not name.startswith("quant/")}
+        if logged and not trainer.sanity_checking:
+            self._logged.append({"step": trainer.global_step, **logged})
 
     def log_calibration(
         self, trainer: Trainer, pl_module: LightningModule, errors: list[LayerError] | None = None
@@ -159,7 +179,7 @@ class Results(Callback):
         """Tell the loggers, in ``on_validation_epoch_end``; nothing without them, or with ``log=False``.
 
         Numbers that a person plots, or monitors, go the way of every metric. The whole table goes to the loggers that
-        take one: a figure and a histogram in TensorBoard, a CSV file beside the CSV logger's own, a table in loggers
+        take one: a text and a histogram in TensorBoard, a CSV file beside the CSV logger's own, a table in loggers
         with ``log_table`` (Weights & Biases).
         """
         session = self._calibrated_session()
@@ -258,8 +278,10 @@ def _on_all_ranks(trainer: Trainer) -> Iterator[None]:
 
 def _log_table(logger: Logger, prefix: str, rows: list[dict[str, Any]], step: int) -> None:
     ratios = torch.tensor([row["sqnr"] for row in rows if row["sqnr"] is not None])
+    columns = list(dict.fromkeys(key for row in rows for key in row))
     if isinstance(logger, TensorBoardLogger):
-        logger.experiment.add_figure(f"{prefix}/layers", layers_figure(rows), step)
+        lines = [columns, ["---"] * len(columns), *([str(row.get(key, "")) for key in columns] for row in rows)]
+        logger.experiment.add_text(f"{prefix}/layers", "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
         if len(ratios):
             logger.experiment.add_histogram(f"{prefix}/sqnr", ratios, step)
     elif isinstance(logger, CSVLogger):
@@ -267,5 +289,4 @@ def _log_table(logger: Logger, prefix: str, rows: list[dict[str, Any]], step: in
         folder.mkdir(parents=True, exist_ok=True)
         write_csv(folder / f"{prefix.replace('/', '_')}_layers_step{step}.csv", rows)
     elif hasattr(logger, "log_table") and rows:
-        columns = list(dict.fromkeys(key for row in rows for key in row))
         logger.log_table(f"{prefix}/layers", columns, [[row.get(key) for key in columns] for row in rows], step=step)

@@ -29,7 +29,7 @@ class LayerFacts:
         weight_observer, input_observer: which found the ranges; empty: none did.
         before, after: bytes of all its tensors, in the model and in a checkpoint.
         channels: largest weight that each output channel's scale can hold; of runs of channels where there are many.
-        step: of the input's grid, in the units of the input; None: not one for the whole tensor, or of floats.
+        grid: ends of what the input's scale can hold, in the units of the input; None: not one for the whole tensor.
     """
 
     scheme: str
@@ -40,7 +40,7 @@ class LayerFacts:
     before: int
     after: int
     channels: list[float]
-    step: float | None
+    grid: tuple[float, float] | None
 
 
 def known_facts(session: CalibrationSession) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def known_facts(session: CalibrationSession) -> dict[str, Any]:
             before,
             after,
             _channels(weight, session.result.qparams.get(f"{name}.weight_scale")),
-            _step(read, session.result.qparams.get(f"{name}.input_scale")),
+            _grid(read, *(session.result.qparams.get(f"{name}.input_{key}") for key in ("scale", "zero_point"))),
         )
     return {"result": session.result, "config": session.options.config, "layers": facts, "kinds": kinds}
 
@@ -107,6 +107,11 @@ def _channels(args: QuantizationArgs | None, scale: torch.Tensor | None) -> list
     return [float(part.max()) for part in held.tensor_split(min(CHANNELS, len(held)))]
 
 
-def _step(args: QuantizationArgs | None, scale: torch.Tensor | None) -> float | None:
-    is_one = args is not None and args.type == "int" and scale is not None and scale.numel() == 1
-    return float(scale) if is_one and scale is not None else None
+def _grid(
+    args: QuantizationArgs | None, scale: torch.Tensor | None, zero: torch.Tensor | None
+) -> tuple[float, float] | None:
+    if args is None or scale is None or scale.numel() != 1:
+        return None
+    middle = 0.0 if zero is None else float(zero)
+    low, high = ((float(end) - middle) * float(scale) for end in calculate_range(args, torch.device("cpu")))
+    return low, high

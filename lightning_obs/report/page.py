@@ -55,7 +55,7 @@ COLUMNS = [
     Column("choice", "choice"),
 ]
 #: keys of a row that are lists or texts for the page alone
-_ONLY_PAGE = ("histogram", "channels", "at")
+_ONLY_PAGE = ("histogram", "channels", "at", "grid")
 
 
 def write_report(folder: str | os.PathLike[str], report: Report) -> Path:

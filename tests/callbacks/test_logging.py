@@ -41,7 +41,7 @@ def test_the_csv_logger_has_the_numbers_and_the_table(tmp_path):
     assert {row["input_observer"] for row in rows} == {"histogram"}
 
 
-def test_tensorboard_has_the_numbers_a_figure_and_a_histogram(tmp_path):
+def test_tensorboard_has_the_numbers_a_table_and_a_histogram(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger, callback = TensorBoardLogger(tmp_path), CalibrationCallback("INT8_STATIC")
@@ -52,7 +52,8 @@ def test_tensorboard_has_the_numbers_a_figure_and_a_histogram(tmp_path):
     assert {"quant/sqnr_min", "quant/sqnr_median", "quant/seconds", "val_loss"} <= set(events.Tags()["scalars"])
     (value,) = events.Scalars("quant/sqnr_min")
     assert value.value == pytest.approx(min(error.sqnr for error in callback.layer_errors()), rel=1e-6)
-    assert "quant/layers" in events.Tags()["images"]
+    (table,) = events.Tensors("quant/layers/text_summary")
+    assert b"| net.0 |" in table.tensor_proto.string_val[0]
     (histogram,) = events.Histograms("quant/sqnr")
     assert histogram.histogram_value.num == 2
 
@@ -151,6 +152,21 @@ def test_a_callback_writes_the_page_of_its_calibration(tmp_path):
     first = next(layer for layer in found["layers"] if layer["name"] == "net.0")
     assert sum(first["histogram"]["counts"]) == 16 * 8
     assert (first["chosen_low"], first["chosen_high"]) == callback.result.chosen_input_ranges["net.0"]
+
+
+def test_the_page_of_a_fit_has_metrics_curves_and_size(tmp_path):
+    callback = CalibrationCallback("INT8_STATIC", evaluate=True)
+    run = trainer(callback, max_epochs=3)
+    run.fit(Plain(), loader(), loader())
+    callback.report(tmp_path)
+    found = json.loads((tmp_path / "report.json").read_text())
+    logged = [float(run.callback_metrics[name]) for name in ("val_loss", "val_loss_quantized")]
+    assert found["metrics"]["val_loss"] == pytest.approx(logged)
+    assert [point["step"] for point in found["curves"]] == sorted({point["step"] for point in found["curves"]})
+    assert len(found["curves"]) == 3
+    before, after = (sum(pair[at] for pair in found["kinds"].values()) for at in (0, 1))
+    assert before == sum(value.nbytes for value in run.lightning_module.state_dict().values()) > after
+    assert found["judgement"]["signs"][0]["label"] == "val_loss"
 
 
 # ---------------------------------------------------------------------- on ranks

@@ -203,6 +203,34 @@ def test_layers_without_depth_are_a_strip_and_unknown_numbers_leave_the_page_who
 
 
 @in_chromium
+def test_a_plan_observers_bytes_and_curves_each_have_their_picture(tmp_path, browser):
+    points = [("", 4.0, 2.0), ("chosen", 5.0, 0.1), ("measured", 5.0, 0.12), ("full precision", 32.0, 0.0)]
+    report = made_up(
+        210,
+        frontier=[{"name": n, "mark": n, "bits_per_weight": bits, "loss": loss} for n, bits, loss in points],
+        scores=[{"of": "input", "observer": name, "loss": loss, "tensors": 3} for name, loss in (("a", 2.0), ("b", 1))],
+        kinds={"embeddings": (2**20, 2**20), "quantized weights": (2**22, 2**20)},
+        curves=[{"step": at, "val_loss": 2.0 - at, "val_loss_quantized": 2.1 - at} for at in range(3)],
+    )
+    browser.open(write_report(tmp_path, report))
+    titles = browser.run("[...document.querySelectorAll('figcaption')].map((one) => one.textContent)")
+    assert titles == [
+        "Where the loss sits",
+        "The worst layers: is it the weight or the input?",
+        "Loss against size",
+        "What each observer would lose",
+        "Bytes of the weights",
+        "val_loss",
+        "Drift of the scales: those that moved most",
+    ]
+    assert browser.run("document.querySelectorAll('.chosen-mark, figure .ring').length") == 2
+    assert "32 bits per weight, loss 0." in browser.run("document.getElementById('pictures').textContent")
+    heard = browser.heard()
+    assert ("image", "after: 2 MiB") in heard
+    assert ("image", "val_loss") in heard
+
+
+@in_chromium
 def test_runs_with_long_names_and_without_a_size_stay_in_the_comparison(tmp_path, browser):
     runs = [
         {"run": "scheme=int8_static " * 9, "metric": "perplexity", "perplexity": (14.8, 33.0), "size": 10**8},

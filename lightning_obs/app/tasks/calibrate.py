@@ -216,7 +216,11 @@ class Calibrate(Task):
             self.sizes = (model_bytes(job.model), folder_size(job.folder))
         assert job.callback.session is not None
         known = known_facts(job.callback.session) | {"errors": self.errors, "lines": self.lines, "sizes": self.sizes}
-        known |= {"was_trained": self.seconds_trained is not None, "words": typed_words()}
+        known |= {
+            "was_trained": self.seconds_trained is not None,
+            "words": typed_words(),
+            "curves": job.callback.curves,
+        }
         if self.full is not None and self.quantized is not None:
             known["metrics"] = {self.full.name: (self.full.value, self.quantized.value)}
             known |= {"moved": self.quantized.moved, "higher_is_better": self.quantized.higher_is_better}

@@ -247,10 +247,11 @@
 
   // ------------------------------------------------------------------ a layer's own view
   function histogram(row, width) {
-    const { low, high, counts } = row.histogram, limited = known(row.chosen_low);
+    const { low, high, counts } = row.histogram, limited = known(row.grid ?? row.chosen_low);
+    const [from, to] = row.grid ?? [row.chosen_low, row.chosen_high], room = 0.15 * (high - low);
     const most = Math.log10(1 + Math.max(...counts)), powers = [...Array(Math.floor(most) + 1).keys()];
     const marks = powers.filter((n) => n % Math.ceil((most + 1) / 5) === 0);
-    const ends = limited ? [Math.min(low, row.chosen_low), Math.max(high, row.chosen_high)] : [low, high];
+    const ends = limited ? [Math.max(Math.min(low, from), low - room), Math.min(Math.max(high, to), high + room)] : [low, high];
     const picture = plot(width, 190, `histogram of the inputs of ${row.name}, from ${short(low)} to ${short(high)}`, {
       x: ends[0] < ends[1] ? ends : [ends[0] - 1, ends[1] + 1], y: [0, most || 1], xlabel: "input value", ylabel: "values seen", yticks: marks,
       format: (v) => (v < 4 ? String(10 ** v) : `1e${v}`), left: 46,
@@ -258,26 +259,29 @@
     const { svg, X, Y, bottom, top } = picture;
     svg.setAttribute("class", "histogram");
     if (limited) {
-      const band = drawn("rect", { x: X(row.chosen_low), width: Math.max(1, X(row.chosen_high) - X(row.chosen_low)), y: top, height: bottom - top, class: "chosen" });
-      band.append(drawn("title", {}, `chosen range ${short(row.chosen_low)} to ${short(row.chosen_high)}`));
+      const x = X(Math.max(from, ends[0])), width = Math.max(1, X(Math.min(to, ends[1])) - x);
+      const band = drawn("rect", { x, width, y: top, height: bottom - top, class: "chosen" });
+      band.append(drawn("title", {}, `chosen range ${short(from)} to ${short(to)}`));
       svg.append(band);
     }
     const wide = (high - low) / counts.length;
     counts.forEach((count, i) => {
       if (!count) return;
-      const middle = low + (i + 0.5) * wide, out = limited && (middle < row.chosen_low || middle > row.chosen_high);
+      const middle = low + (i + 0.5) * wide, out = limited && (middle + wide / 2 < from || middle - wide / 2 > to);
       const y = Y(Math.log10(1 + count));
       const bar = drawn("rect", { x: X(low + i * wide), width: Math.max(1, X(low + wide) - X(low) - 0.6), y, height: bottom - y, class: out ? "bin out" : "bin" });
       bar.append(drawn("title", {}, `${short(middle)}: ${count.toLocaleString("en")}`));
       svg.append(bar);
     });
     svg.append(drawn("line", { x1: X(low), x2: X(high), y1: top - 4, y2: top - 4, class: "observed" }, drawn("title", {}, `observed ${short(low)} to ${short(high)}`)));
-    const levels = limited && known(row.step) && row.step > 0 ? Math.round((row.chosen_high - row.chosen_low) / row.step) : 0;
-    if (levels > 0 && (X(row.chosen_high) - X(row.chosen_low)) / levels >= 1.5)
-      for (let n = 0; n <= levels; n++)
-        svg.append(drawn("line", { x1: X(row.chosen_low + n * row.step), x2: X(row.chosen_low + n * row.step), y1: bottom, y2: bottom + 5, class: "level" }));
-    const said = [`observed ${short(low)} to ${short(high)} (line)`, limited ? `chosen ${short(row.chosen_low)} to ${short(row.chosen_high)} (band)` : "no static range"];
-    if (levels) said.push(`levels ${short(row.step)} apart`);
+    const levels = row.grid && row.scheme.includes(`int${row.input_width}`) ? 2 ** row.input_width - 1 : 0, step = (to - from) / levels;
+    if (levels && X(low + step) - X(low) >= 1.5)
+      for (let n = 0; n <= levels; n++) {
+        const x = X(from + n * step);
+        if (x >= X(ends[0]) && x <= X(ends[1])) svg.append(drawn("line", { x1: x, x2: x, y1: bottom, y2: bottom + 5, class: "level" }));
+      }
+    const said = [`observed ${short(low)} to ${short(high)} (line)`, limited ? `the scale holds ${short(from)} to ${short(to)} (band)` : "no static range"];
+    if (levels) said.push(`${levels + 1} levels, ${short(step)} apart`);
     return element("div", {}, element("strong", {}, "Inputs"), svg, element("p", { class: "note" }, said.join("; ")));
   }
   function channels(row, width) {
