@@ -1,6 +1,7 @@
 """Pictures of a run's page for the docs, by headless Chromium: a desktop and a phone, light and dark.
 
-    python -m lightning_obs scheme=int8_static export=none data.batches=4 data.eval_batches=4 output_dir=outputs/pictures
+    python -m lightning_obs scheme=int8_static export=none data.batches=4 data.eval_batches=4 \
+        output_dir=outputs/pictures
     python benchmarks/report_pictures.py outputs/pictures docs/pictures
 
 A picture shows a window without scrolling; in those of a layer the worst one is open. Chromium is the system's package
@@ -14,6 +15,8 @@ import json
 import sys
 from pathlib import Path
 from urllib.parse import quote
+
+from PIL import Image  # comes with tensorboard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.report.browser import CHROMIUM, Browser
@@ -43,8 +46,12 @@ def main() -> int:
             browser.open(options.run / "report.html", width, height, dark, fragment.format(worst))
             if fragment:
                 browser.run("document.getElementById('map').scrollIntoView()")
-            browser.picture(options.out / f"{name}.png")
-            print(options.out / f"{name}.png")
+            file = options.out / f"{name}.png"
+            browser.picture(file)
+            with Image.open(file) as whole:
+                few = whole.convert("RGB").quantize(64)
+            few.save(file, optimize=True)
+            print(file, f"{file.stat().st_size / 1000:.0f} kB")
     return 0
 
 
