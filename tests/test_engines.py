@@ -13,7 +13,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from pydantic import ValidationError
 from torch import nn
 
-from lightning_obs.engines.vllm import family_of
+from lightning_obs.engines import VLLM
 from lightning_obs.model.qparams import storage_format
 
 ROOT = Path(__file__).parent.parent
@@ -87,7 +87,7 @@ def short(args):
 
 def verdicts(answers):
     for scheme, answer in zip(schemes(), answers, strict=True):
-        yield (short(scheme.weights), short(scheme.input_activations)), family_of(scheme), answer
+        yield (short(scheme.weights), short(scheme.input_activations)), VLLM().family_of(scheme), answer
 
 
 #: classes that vLLM chooses by the weights, whatever the inputs should be

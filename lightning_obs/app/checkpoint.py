@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_obs.app.console import step
 from lightning_obs.app.job import Job
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.callbacks.which_module import find_module
+from lightning_obs.engines import VLLM, Transformers, Verdict
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.model.kinds import is_transformers_model
@@ -49,7 +51,15 @@ def write_checkpoint(job: Job, folder: Path, result: CalibrationResult) -> list[
                 got=f"a difference of {difference}",
                 expected="0.0",
             )
-    lines += [f"not loaded by {name}: {verdict.text}" for name, verdict in engines.items() if not verdict.loads]
+    return [*lines, *closing_lines(folder, engines)]
+
+
+def closing_lines(folder: Path | str, engines: Mapping[str, Verdict]) -> list[str]:
+    """Which engines do not load the checkpoint (of transformers and vLLM: why), where it is, and what loads it."""
+    refused = {name: verdict.text for name, verdict in engines.items() if not verdict.loads}
+    lines = [f"not loaded by {n}: {refused.pop(n)}" for n in (Transformers.name, VLLM.name) if n in refused]
+    if refused:
+        lines.append(f"not loaded by {', '.join(refused)}: docs/engines.md says what they take")
     loads = [" on ".join(filter(None, (name, verdict.text))) for name, verdict in engines.items() if verdict.loads]
     return [*lines, f"wrote {folder}  ({'; '.join(loads) or 'load_checkpoint'})"]
 

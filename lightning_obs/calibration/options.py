@@ -61,9 +61,9 @@ class CalibrationOptions:
             ``"siblings"``, which quantizes an expert without tokens by its weights alone, its activations with the
             range of all other experts of the layer (and is an error for what is no expert).
         reload: the engine that will load the checkpoint: ``"default"`` (``from_pretrained``), ``"dequantize"``
-            (``CompressedTensorsConfig(dequantize=True)``), ``"vllm"``, the name of an engine of your own, or
-            ``"unchecked"``. A checkpoint that the engine would refuse is an error now. Where vLLM computes a scheme in
-            another way than it says, a warning tells.
+            (``CompressedTensorsConfig(dequantize=True)``), ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"mlx"``,
+            ``"openvino"``, the name of an engine of your own, or ``"unchecked"``. A checkpoint that the engine would
+            refuse is an error now. Where it computes a scheme in another way than that says, a warning tells.
         calibrate_all_experts: let every expert observe all tokens, not only those that the router sends it. Outputs
             stay what they are. Off: an expert's range is that of the tokens it will get.
         fused_sets: names of modules, under one parent, that your engine fuses, beside those in

@@ -38,25 +38,26 @@ class Hardware:
 
     Attributes:
         cuda: least compute capability, times ten; None: no kernel for CUDA.
-        exact: that capability only.
-        cpu: ``"CPU"``, ``"CPU with AMX"``, or empty: no kernel for the CPU.
+        cpu: what else runs it, as ``"CPU"``, ``"CPU with AMX"``, ``"Apple silicon"``; empty: nothing.
+        last: the greatest compute capability, times ten; None: any.
     """
 
     cuda: int | None = None
-    exact: bool = False
     cpu: str = ""
+    last: int | None = None
 
     def __str__(self) -> str:
-        cuda = "" if self.cuda is None else f"CUDA {self.cuda / 10:.1f}{'' if self.exact else ' or newer'}"
+        until = " or newer" if self.last is None else f" to {self.last / 10:.1f}" * (self.last != self.cuda)
+        cuda = "" if self.cuda is None else f"CUDA {self.cuda / 10:.1f}{until}"
         return ", ".join(filter(None, (self.cpu, cuda))) or "no hardware"
 
     def and_(self, other: Hardware) -> Hardware:
         """The hardware that runs both."""
         both = None if self.cuda is None or other.cuda is None else max(self.cuda, other.cuda)
-        if both is not None and any(each.exact and each.cuda != both for each in (self, other)):
-            both = None
-        cpu = max(self.cpu, other.cpu, key=len) if self.cpu and other.cpu else ""
-        return Hardware(both, self.exact or other.exact, cpu)
+        last = min((each.last for each in (self, other) if each.last is not None), default=None)
+        if both is None or (last is not None and last < both):
+            both = last = None
+        return Hardware(both, max(self.cpu, other.cpu, key=len) if self.cpu and other.cpu else "", last)
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,12 @@ class Verdict:
     Attributes:
         loads: whether the engine loads it and gives the calibrated model.
         text: the hardware that runs it, if known; or why the engine does not load it.
+        what: the reason in one clause, without where and what to do; empty if the engine loads it.
     """
 
     loads: bool
     text: str = ""
+    what: str = ""
 
 
 class Engine:
@@ -179,5 +182,5 @@ def ask_engines(
                 found = runs if engine is chosen else engine.check(model, targets, own_sets)
                 verdicts[engine.name] = Verdict(True, str(found or ""))
             except CalibrationError as error:
-                verdicts[engine.name] = Verdict(False, str(error))
+                verdicts[engine.name] = Verdict(False, str(error), error.what)
     return verdicts

@@ -129,8 +129,8 @@ def test_a_model_that_is_not_of_transformers_is_refused():
     [
         (Hardware(75, cpu="CPU"), Hardware(90), "CUDA 9.0 or newer"),
         (Hardware(75, cpu="CPU"), Hardware(80, cpu="CPU with AMX"), "CPU with AMX, CUDA 8.0 or newer"),
-        (Hardware(90, exact=True), Hardware(75), "CUDA 9.0"),
-        (Hardware(90, exact=True), Hardware(100), "no hardware"),
+        (Hardware(90, last=90), Hardware(75), "CUDA 9.0"),
+        (Hardware(90, last=90), Hardware(100), "no hardware"),
         (Hardware(None, cpu="CPU"), Hardware(75), "no hardware"),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from lightning_obs.app.checkpoint import closing_lines
 from lightning_obs.app.console import bytes_written, say
 from lightning_obs.app.job import make_options
 from lightning_obs.app.models.pretrained import default_model_folder
@@ -42,9 +43,8 @@ class Weights(Task):
             f"{self.result.scheme} · {len(self.result.modules):,} modules · {self.result.seconds:.1f} s · "
             f"{folder_size(source) / 1e6:,.1f} MB -> {folder_size(Path(wanted.folder)) / 1e6:,.1f} MB"
         )
-        for name, verdict in self.result.engines.items():
-            say(f"{'loaded by' if verdict.loads else 'not loaded by'} {name}{': ' * bool(verdict.text)}{verdict.text}")
-        say(f"wrote {wanted.folder}")
+        for line in closing_lines(wanted.folder, self.result.engines):
+            say(line)
 
     @property
     def source(self) -> Path:

@@ -1,0 +1,154 @@
+"""Engines of language models that load schemes by family: a table says which, and on what hardware.
+
+An engine of this kind is a table of :class:`Family` and the rules that concern several modules at once. A scheme
+belongs to the first family that it fits; one that fits none is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from torch import nn
+from typing_extensions import override
+
+from lightning_obs.engines.engine import Engine, FusedSets, Hardware
+from lightning_obs.errors import CalibrationError, name_list, refuse
+from lightning_obs.model.kinds import is_transformers_model, kind_of
+from lightning_obs.schemes.config import describe_scheme, number_format
+from lightning_obs.schemes.planned_modules import PlannedModule
+
+Fits: TypeAlias = "Callable[[QuantizationArgs | None], bool]"
+REMEDY = 'choose another scheme (docs/engines.md lists them), list the modules in `ignore`, or set reload="unchecked".'
+
+
+def fits(numbers: str, *strategies: str, **fields: Any) -> Fits:
+    """Whether quantization arguments have one of the number formats, one of the strategies, and these fields.
+
+    A tuple stands for any of its values.
+    """
+    allowed = {name: value if isinstance(value, tuple) else (value,) for name, value in fields.items()}
+
+    def asked(args: QuantizationArgs | None) -> bool:
+        known = args is not None and number_format(args) in numbers.split() and args.strategy in strategies
+        return known and all(getattr(args, name) in values for name, values in allowed.items())
+
+    return asked
+
+
+def full(args: QuantizationArgs | None) -> bool:
+    """Whether a tensor stays in full precision."""
+    return args is None
+
+
+def either(*choices: Fits) -> Fits:
+    """Whether quantization arguments fit one of several descriptions."""
+    return lambda args: any(choice(args) for choice in choices)
+
+
+NVFP4 = fits("float4", "tensor_group", group_size=16, symmetric=True)
+MXFP4 = fits("float4", "group", group_size=32, symmetric=True)
+MXFP8 = fits("float8", "group", group_size=32, scale_dtype=torch.uint8)
+FP8_CHANNEL, FP8_TENSOR = fits("float8", "channel", symmetric=True), fits("float8", "tensor", symmetric=True)
+FP8_EITHER, FP8_BLOCK = either(FP8_CHANNEL, FP8_TENSOR), fits("float8", "block", symmetric=True)
+FP8_TOKENS, FP8_GROUPS = fits("float8", "token", dynamic=True), fits("float8", "group", dynamic=True)
+FP8_STATIC = fits("float8", "tensor", dynamic=False, symmetric=True)
+INT8_CHANNEL = fits("int8", "channel", symmetric=True)
+INT8_EITHER = either(INT8_CHANNEL, fits("int8", "tensor", symmetric=True))
+#: inputs that leave no scale in the checkpoint
+DYNAMIC = fits("int4 int8 float8", "token", "tensor", "group", dynamic=True)
+INT8_TOKENS, INT8_STATIC = fits("int8", "token", dynamic=True), fits("int8", "tensor", dynamic=False)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Schemes that an engine runs with the same kernels.
+
+    Attributes:
+        weights: whether weights fit.
+        inputs: whether inputs fit.
+        linear: the hardware that runs Linear modules.
+        experts: the hardware that runs experts; None: refused.
+        differs: where the engine does not compute as the scheme says.
+        signed: whether negative scales of weights are read rightly.
+    """
+
+    name: str
+    weights: Fits
+    inputs: Fits
+    linear: Hardware
+    experts: Hardware | None = None
+    differs: str = ""
+    signed: bool = True
+
+
+class FamilyEngine(Engine):
+    """An engine of transformers' models that loads the schemes of a table.
+
+    Attributes:
+        release: the engine and the version whose source the table was read from.
+        families: in the engine's order.
+        stored: the kinds of modules that it loads quantized.
+        states: the hardware that runs a quantized kv cache.
+    """
+
+    release: ClassVar[str]
+    families: ClassVar[Sequence[Family]]
+    stored: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
+    states: ClassVar[Hardware | None] = None
+
+    def family_of(self, scheme: QuantizationScheme) -> Family | None:
+        """The first family that a scheme fits; None: the engine refuses it."""
+        if scheme.output_activations is not None:
+            return None
+        return next(
+            (f for f in self.families if f.weights(scheme.weights) and f.inputs(scheme.input_activations)), None
+        )
+
+    @override
+    def check(self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets) -> Hardware | None:
+        if not is_transformers_model(model):
+            raise CalibrationError(
+                f"{self.name} does not load a {type(model).__name__}", expected="a model of transformers"
+            )
+        refuse(
+            [str(t) for t in targets if not t.states and kind_of(t.module).stored_as not in self.stored],
+            f"{self.release} loads quantized {' and '.join(kind.__name__ for kind in self.stored)} modules, no others",
+            remedy=REMEDY,
+        )
+        return super().check(model, targets, own_sets)
+
+    @override
+    def takes(self, target: PlannedModule, is_expert: bool) -> Hardware | None:
+        if target.states:
+            return self.states
+        family = self.family_of(target.scheme)
+        if family is None or (is_expert and family.experts is None):
+            raise CalibrationError(
+                f"{self.release} has nothing that loads {'experts' if is_expert else 'modules'} in this scheme",
+                where=[target.name],
+                got=describe_scheme(target.scheme),
+                remedy=REMEDY,
+            )
+        weights = target.scheme.weights
+        if not family.signed and weights is not None and (weights.observer_kwargs or {}).get("signed"):
+            raise CalibrationError(
+                f"{self.release} does not read the negative scales of a weight whose inputs are quantized, too",
+                where=[target.name],
+                got=f"an observer with signed=True, {describe_scheme(target.scheme)}",
+                remedy="leave out signed=True, or leave the inputs in full precision (W4A16).",
+            )
+        return family.experts if is_expert else family.linear
+
+    @override
+    def remarks(
+        self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets, chosen: bool
+    ) -> Iterator[str]:
+        differs: dict[str, list[str]] = {}
+        for target in targets if chosen else ():
+            if not target.states and (family := self.family_of(target.scheme)) is not None and family.differs:
+                differs.setdefault(family.differs, []).append(target.name)
+        yield from (f"{text}: {name_list(names)}" for text, names in differs.items())

@@ -1,0 +1,69 @@
+"""What llama.cpp's converter reads of a compressed-tensors checkpoint.
+
+Read from commit 0c1e57098, which llama-cpp-python 0.3.36 ships (``conversion/base.py``: ``dequant_model``,
+``_generate_nvfp4_tensors``); checkpoints were converted with it (docs/engines.md). It dequantizes all but NVFP4, which
+stays as it is: the GGUF file has the checkpoint's values in the type that ``--outtype`` says, and what the scheme says
+of inputs is lost. Tensors that it cannot name (scales of inputs, of a kv cache) are an error, and so are several config
+groups, unless all are NVFP4. Integers of 3, 5, 6 and 7 bits are packed in another way than it reads.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from typing_extensions import override
+
+from lightning_obs.engines.engine import Engine, FusedSets, Hardware
+from lightning_obs.engines.families import (
+    DYNAMIC,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    INT8_CHANNEL,
+    NVFP4,
+    Family,
+    FamilyEngine,
+    either,
+    fits,
+    full,
+)
+from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.schemes.planned_modules import PlannedModule, scheme_identity
+
+_ANY = Hardware(cpu="any hardware")
+_INPUTS = "llama.cpp leaves the inputs alone, which the scheme quantizes"
+_PACKED = fits("int2 int4 int8", "group")
+_INT4 = fits("int2 int4", "group")
+
+
+@Engine.register("llama.cpp")
+class LlamaCpp(FamilyEngine):
+    """llama.cpp's ``convert_hf_to_gguf.py``: one scheme for all modules, dequantized; or NVFP4, kept."""
+
+    name = "llama.cpp"
+    release = "llama.cpp's converter (0c1e57098)"
+    stored = (nn.Linear, nn.Embedding)
+    states = _ANY
+    families = (
+        Family("NVFP4A16", NVFP4, full, _ANY, _ANY),
+        Family("NVFP4", NVFP4, NVFP4, _ANY, _ANY),
+        Family("packed integers", _PACKED, full, _ANY, _ANY),
+        Family("packed integers, inputs", _INT4, DYNAMIC, _ANY, _ANY, _INPUTS),
+        Family("FP8 or INT8", either(FP8_CHANNEL, FP8_BLOCK), full, _ANY, _ANY),
+        Family("FP8 or INT8, inputs", either(FP8_CHANNEL, FP8_BLOCK, INT8_CHANNEL), DYNAMIC, _ANY, _ANY, _INPUTS),
+    )
+
+    @override
+    def check(self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets) -> Hardware | None:
+        found = super().check(model, targets, own_sets)
+        modules = [target for target in targets if not target.states]
+        if modules and all(NVFP4(target.scheme.weights) for target in modules):
+            return found
+        refuse(
+            [target.name for target in targets if target.states],
+            f"{self.release} has no names for the scales of a kv cache",
+            remedy="leave the cache in full precision; llama.cpp quantizes its own (--cache-type-k).",
+        )
+        if len({scheme_identity(target.scheme) for target in modules}) > 1:
+            raise CalibrationError(
+                f"{self.release} reads one scheme, not several", remedy="use one scheme for all modules, or only NVFP4."
+            )
+        return found

@@ -1,0 +1,56 @@
+"""What MLX (mlx-lm) reads of a compressed-tensors checkpoint.
+
+Read from mlx-lm 0.32.2 (``utils.py``: ``_compressed_tensors_quantization``, ``load_model``; each model's ``sanitize``)
+and tried with MLX's build for CPUs (docs/engines.md). The loader knows formats of packed 4-bit numbers by name; but
+only the models of DeepSeek-V3 and Mistral 4 give packed tensors the names that MLX looks up, and they take all packed
+numbers for symmetric int4: others load and mean something else. Any other model stops at tensors that have no place.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from typing_extensions import override
+
+from lightning_obs.engines.engine import Engine, FusedSets, Hardware
+from lightning_obs.engines.families import DYNAMIC, Family, FamilyEngine, fits, full
+from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.schemes.planned_modules import PlannedModule
+
+_APPLE = Hardware(cpu="Apple silicon")
+_MODELS = ("deepseek_v3", "kimi_k2", "mistral4")
+_INT4 = fits("int4", "group", symmetric=True, group_size=(32, 64, 128))
+
+
+@Engine.register("mlx")
+class MLX(FamilyEngine):
+    """mlx-lm: W4A16 in groups, of a few models."""
+
+    name = "MLX"
+    release = "mlx-lm 0.32.2"
+    families = (
+        Family("W4A16", _INT4, full, _APPLE, _APPLE),
+        Family("W4A8", _INT4, DYNAMIC, _APPLE, _APPLE, "MLX leaves the inputs alone, which the scheme quantizes"),
+    )
+
+    @override
+    def check(self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets) -> Hardware | None:
+        config = getattr(model, "config", None)
+        if getattr(config, "model_type", None) not in _MODELS:
+            raise CalibrationError(
+                f"{self.release} reads compressed-tensors of {', '.join(_MODELS)} only",
+                got=getattr(config, "model_type", type(model).__name__),
+                remedy="save the model in full precision and quantize it there: mlx_lm.convert -q.",
+            )
+        refuse([t.name for t in targets if t.states], f"{self.release} has no place for the scales of a kv cache")
+        heads = getattr(config, "qk_nope_head_dim", 0)
+        refuse(
+            [t.name for t in targets if t.name.endswith("kv_b_proj") and heads % (_group_size(t) or 1)],
+            f"{self.release} cuts kv_b_proj by heads and quantizes the parts again in groups of the same size",
+            got=f"heads of {heads} channels",
+            remedy="list kv_b_proj in `ignore`, or use smaller groups.",
+        )
+        return super().check(model, targets, own_sets)
+
+
+def _group_size(target: PlannedModule) -> int | None:
+    return target.scheme.weights.group_size if target.scheme.weights is not None else None

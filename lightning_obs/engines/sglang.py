@@ -1,0 +1,92 @@
+"""What SGLang loads of a compressed-tensors checkpoint, and the hardware that then runs it.
+
+Read from SGLang 0.5.23 (``layers/quantization/compressed_tensors/``: ``compressed_tensors.py``, ``utils.py``,
+``schemes/``; Marlin's list of groups in ``marlin_utils.py``). Its loader began as vLLM's: fused sets, names and the
+output embedding are looked up alike. No kernel was run. CUDA only: the loader asks for a compute capability. MX formats
+have no class for Linear modules; experts in MXFP4 take a path of their own, which was not followed, and are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from typing_extensions import override
+
+from lightning_obs.engines.engine import Engine, FusedSets, Hardware
+from lightning_obs.engines.families import (
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_EITHER,
+    FP8_GROUPS,
+    FP8_STATIC,
+    FP8_TENSOR,
+    FP8_TOKENS,
+    INT8_EITHER,
+    INT8_STATIC,
+    INT8_TOKENS,
+    NVFP4,
+    Family,
+    either,
+    fits,
+    full,
+)
+from lightning_obs.engines.vllm import VLLM
+from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.schemes.planned_modules import PlannedModule
+
+_AMPERE, _ADA = Hardware(80), Hardware(89)
+#: sgl-kernel multiplies int8 by kernels for these capabilities only
+_INT8 = Hardware(80, last=90)
+_WEIGHTS_ONLY = "below CUDA {} SGLang leaves the inputs alone, which the scheme quantizes"
+_PER_TOKEN = "SGLang quantizes these inputs token by token, not with the scales that were calibrated"
+_FP8_DYNAMIC = fits("float8", "token", "tensor", "group", dynamic=True)
+_BELOW_89, _BELOW_100 = _WEIGHTS_ONLY.format("8.9"), _WEIGHTS_ONLY.format("10.0")
+
+
+@Engine.register("sglang")
+class SGLang(VLLM):
+    """SGLang: weights of 4 and 8 bits by Marlin, FP8, int8 and NVFP4."""
+
+    name = "SGLang"
+    release = "SGLang 0.5.23"
+    states = _AMPERE
+    families = (
+        Family("WNA16", fits("int4 int8", "group", group_size=(32, 64, 128)), full, _AMPERE, _AMPERE),
+        Family("WNA16 per channel", fits("int4 int8", "channel"), full, _AMPERE, _AMPERE),
+        Family("NVFP4A16", NVFP4, full, _AMPERE, _AMPERE),
+        Family("NVFP4", NVFP4, NVFP4, _AMPERE, _AMPERE, _BELOW_100),
+        Family("FP8_BLOCK", FP8_BLOCK, FP8_GROUPS, _ADA, _ADA),
+        Family("FP8_DYNAMIC", FP8_CHANNEL, FP8_TOKENS, _AMPERE, _ADA, _BELOW_89),
+        Family("FP8", FP8_TENSOR, either(FP8_STATIC, fits("float8", "tensor", dynamic=True)), _AMPERE, _ADA, _BELOW_89),
+        Family("FP8, otherwise paired", FP8_EITHER, either(_FP8_DYNAMIC, FP8_STATIC), _AMPERE, None, _BELOW_89),
+        Family("FP8 weights", FP8_EITHER, full, _AMPERE),
+        Family("INT8_STATIC", INT8_EITHER, INT8_STATIC, _INT8, None, _PER_TOKEN),
+        Family("W8A8", INT8_EITHER, INT8_TOKENS, _INT8),
+    )
+
+    @override
+    def check(self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets) -> Hardware | None:
+        refuse(
+            [target.name for target in targets if "q" in target.states],
+            f"{self.release} cannot read a config that quantizes q",
+            remedy='quantize the cache alone: kv_cache="FP8".',
+        )
+        return super().check(model, targets, own_sets)
+
+    @override
+    def remarks(
+        self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets, chosen: bool
+    ) -> Iterator[str]:
+        """Only where the checkpoint is for SGLang: what concerns both, vLLM says."""
+        return super().remarks(model, targets, own_sets, chosen) if chosen else iter(())
+
+    @override
+    def takes(self, target: PlannedModule, is_expert: bool) -> Hardware | None:
+        if any(args.strategy != "tensor" for args in target.states.values()):
+            raise CalibrationError(
+                f"{self.release} ignores a kv cache that has more than one scale for k and one for v",
+                where=[target.name],
+                remedy='kv_cache="FP8".',
+            )
+        return super().takes(target, is_expert)
