@@ -12,8 +12,8 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -30,14 +30,14 @@ from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.compress import stored_layout
 from lightning_obs.checkpoint.export import write_quantization_config
 from lightning_obs.checkpoint.source import CheckpointSource
-from lightning_obs.errors import CalibrationError, require_no_failure, sendable
+from lightning_obs.errors import CalibrationError
 from lightning_obs.files.tensors import TensorWriter, give_back_freed, write_index
 from lightning_obs.files.unfinished import Unfinished
 from lightning_obs.files.write import require_room, whole_folder
 from lightning_obs.forward.quantized_forward import quantized, weights_kept
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.qparams import clear_qparams
-from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.schemes.config import SchemeLike
 
 Inputs = Literal["full_precision", "quantized"]
@@ -111,7 +111,7 @@ def calibrate_layerwise(
     chosen = CalibrationOptions.of(scheme, **options)
     collectives = collectives or Collectives()
     with ExitStack() as stack, ExitStack() as written, torch.inference_mode(False), torch.no_grad():
-        with _on_all_ranks(collectives):
+        with on_all_ranks(collectives):
             source = CheckpointSource(folder)
             stack.callback(source.reader.close)
             find_blocks(source.model)
@@ -122,7 +122,7 @@ def calibrate_layerwise(
             job = _LayerByLayer(source, session, list(batches), runs, unfinished)
             job.go_on()
         job.run(stack)
-        with _on_all_ranks(collectives):
+        with on_all_ranks(collectives):
             if partial is not None:
                 job.complete(folder, partial)
                 written.close()  # it takes its name
@@ -130,20 +130,6 @@ def calibrate_layerwise(
     job.result.modules = [t.name for t in session.plan.targets if t.name not in set(job.result.skipped)]
     job.result.seconds = time.perf_counter() - started
     return job.result
-
-
-@contextmanager
-def _on_all_ranks(collectives: Collectives) -> Iterator[None]:
-    """Raise on all ranks what goes wrong in the ``with`` block on one."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    failures = collectives.gather_object(None if failure is None else sendable(failure))
-    if failure is not None:
-        raise failure
-    require_no_failure(failures)
 
 
 #: the fields of a result that add up, block by block
@@ -263,7 +249,7 @@ class _LayerByLayer:
         here = set(self._parts[index])
         as_quantized = needs_data and is_block and self._runs.inputs == "quantized"
         if needs_data:
-            with _on_all_ranks(session.collectives):
+            with on_all_ranks(session.collectives):
                 self._relay.run(index, keep=not as_quantized)
         part = part_of(session, self._parts[index])
         if part.plan.targets:
@@ -272,7 +258,7 @@ class _LayerByLayer:
                 known = vars(self.result)[name]
                 vars(self.result)[name] = known | found[name] if isinstance(known, dict) else known + found[name]
         self.result.measurements = session.measurements
-        with _on_all_ranks(session.collectives):
+        with on_all_ranks(session.collectives):
             if as_quantized and part.plan.targets:
                 with quantized(session.model), weights_kept(session.model):
                     self._relay.run(index, observe=False)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
@@ -25,6 +26,9 @@ from lightning_obs.observers.base import Key
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import require_plain, sync_statistics
 from lightning_obs.schemes.planned_modules import Plan, find_misfits
+
+if TYPE_CHECKING:
+    from lightning_obs.calibration.session import CalibrationSession
 
 _FORMAT = 3
 _SEAL = "crc"
@@ -114,7 +118,11 @@ def changed_options(state: Mapping[str, Any], config: QuantizationConfig) -> lis
         saved = dict(_fields(json.loads(state["config"])))
     except (KeyError, TypeError, ValueError):
         return ["its config is missing or damaged"]
-    now = dict(_fields(json.loads(config.model_dump_json())))
+    return changes(saved, dict(_fields(json.loads(config.model_dump_json()))))
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The fields that differ: ``["ranks: 2 -> 1", ...]``."""
     names = [name for name in dict.fromkeys([*saved, *now]) if saved.get(name) != now.get(name)]
     return [f"{name}: {_change(saved.get(name), now.get(name))}" for name in names]
 
@@ -201,6 +209,30 @@ def load_observation(observers: Mapping[Key, Observer], state: Mapping[str, Any]
     if any(every):
         load_statistics(observers, every[collectives.rank])
     return True
+
+
+def dump_seen(session: CalibrationSession) -> dict[str, Any]:
+    """What this rank's part of a session has seen, as it is; nobody else is asked.
+
+    Tensors are the observers' own: those that several share are in a file once. Errors: :func:`dump_statistics`.
+    """
+    found = {key: o.get_statistics() for key, o in (session.observers | session.second).items()}
+    require_plain(found, "statistics that cannot be saved")
+    return {
+        "statistics": {f"{name}.{base}": statistics for (name, base), statistics in found.items() if statistics},
+        "tokens": session.experts.tokens,
+        "counts": [session.batches, session.measurements],
+        "seconds": time.perf_counter() - session.started,
+    }
+
+
+def load_seen(session: CalibrationSession, state: Mapping[str, Any]) -> None:
+    """Let a session that has just been attached go on from a :func:`dump_seen`."""
+    for (name, base_name), observer in (session.observers | session.second).items():
+        observer.load_statistics(state["statistics"].get(f"{name}.{base_name}", {}))
+    session.experts.tokens = state["tokens"]
+    session.batches, session.measurements = state["counts"]
+    session.started = time.perf_counter() - state["seconds"]
 
 
 def _is_exact(observer: Observer) -> bool:

@@ -7,7 +7,6 @@ behind however it ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from lightning_obs.calibration.options import CalibrationOptions, takes_keywords
 from lightning_obs.calibration.saved_state import sealed
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.auto_observers import AutoObservers, given_candidates
-from lightning_obs.callbacks.base import SessionCallback, SessionKeywords, validation_loaders
+from lightning_obs.callbacks.observed_batches import BatchKeywords, ObservedBatches
 from lightning_obs.callbacks.quantized_validation import QuantizedValidation, require_batches
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.callbacks.which_module import find_module
@@ -29,7 +28,7 @@ from lightning_obs.report.summary import layer_table, print_report
 from lightning_obs.schemes.config import SchemeLike
 
 
-class CalibrationCallback(SessionCallback):
+class CalibrationCallback(ObservedBatches):
     """Observe weights and activations during validation and write quantization parameters at the epoch's end.
 
     Works in ``trainer.validate`` and in the validation of ``trainer.fit`` (each validation calibrates anew; the last
@@ -55,11 +54,9 @@ class CalibrationCallback(SessionCallback):
             files, and objects with ``__del__``. An accumulator among these counts each batch twice.
         every_n_epochs: in fit, calibrate in the validations of every n-th epoch only (of epochs n, 2n, ...). With
             ``evaluate`` also in the first one; the validations between measure with the scales that there are.
-        max_batches: observe at most this many batches of a validation, on each rank; None: all.
-        dataloaders: which of several validation loaders are observed, by number, or by key where they are a dict;
-            None: all.
         show: print the layers that lose most at the end of ``trainer.validate``.
-        **options: of :class:`~lightning_obs.callbacks.base.SessionCallback`, and the fields of
+        **options: of :class:`~lightning_obs.callbacks.observed_batches.ObservedBatches` and
+            :class:`~lightning_obs.callbacks.base.SessionCallback`, and the fields of
             :class:`~lightning_obs.CalibrationOptions`. ``observers="auto"`` chooses them in the first validation
             (:func:`~lightning_obs.choose_observers`; ``callback.choice`` says what was scored), on one device, for
             models with logits; ``observers={"weight": ["imatrix_mse", {"name": "hessian", "rounding": "gptq"}]}`` from
@@ -70,17 +67,15 @@ class CalibrationCallback(SessionCallback):
             at a batch without its token mask; at the epoch's end for missing data or values that are not finite.
     """
 
-    @takes_keywords_of(SessionCallback)
+    @takes_keywords_of(ObservedBatches)
     def __init__(
         self,
         scheme: SchemeLike | CalibrationOptions | None,
         *,
         evaluate: bool | float = False,
         every_n_epochs: int = 1,
-        max_batches: int | None = None,
-        dataloaders: int | str | Sequence[int | str] | None = None,
         show: bool = True,
-        **options: Unpack[SessionKeywords],
+        **options: Unpack[BatchKeywords],
     ) -> None:
         observers, candidates = given_candidates(options.get("observers"))
         is_auto = candidates is not None or observers == "auto"
@@ -91,12 +86,11 @@ class CalibrationCallback(SessionCallback):
         self._auto = AutoObservers(self.options, masked, candidates) if is_auto else None
         if not 0 <= float(evaluate) <= 1:
             raise CalibrationError("evaluate", got=evaluate, expected="True, False, or a share in (0, 1]")
-        for name, number in (("every_n_epochs", every_n_epochs), ("max_batches", max_batches)):
-            if number is not None and number < 1:
-                raise CalibrationError(name, got=number, expected="one or more")
-        self.evaluate, self.every_n_epochs, self.max_batches = float(evaluate), every_n_epochs, max_batches
-        self.dataloaders = [dataloaders] if isinstance(dataloaders, (str, int)) else dataloaders and list(dataloaders)
-        self.show = show
+        if every_n_epochs < 1:
+            raise CalibrationError("every_n_epochs", got=every_n_epochs, expected="one or more")
+        if is_auto and self.save_to is not None:
+            raise CalibrationError("save_every with observers that are chosen, which keeps batches", remedy="drop one.")
+        self.evaluate, self.every_n_epochs, self.show = float(evaluate), every_n_epochs, show
         #: the second pass of the validation that runs now
         self._second_pass: QuantizedValidation | None = None
 
@@ -110,7 +104,7 @@ class CalibrationCallback(SessionCallback):
         """Refuse, before the first batch, what cannot work in the end."""
         super().setup(trainer, pl_module, stage)
         if self.evaluate:
-            require_batches(pl_module)
+            require_batches(pl_module, "evaluate")
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -133,7 +127,6 @@ class CalibrationCallback(SessionCallback):
             self._second_pass = QuantizedValidation(trainer, pl_module, model, self.evaluate)
         if not is_due:
             return
-        self._require_loaders(trainer)
         session = self.prepare(trainer, pl_module)
         self.observe_validation(trainer, session)
         if self._auto is not None:
@@ -143,14 +136,9 @@ class CalibrationCallback(SessionCallback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Look away from batches that are not asked for; find out which tokens of the others count; keep all."""
+        """Keep the batch for the second pass; observe it if it is asked for."""
         if self._second_pass is not None:
             self._second_pass.see(batch, batch_idx, dataloader_idx)
-        if self.session is not None and self.session.is_attached:
-            names = {dataloader_idx, list(validation_loaders(trainer))[dataloader_idx]}
-            of_loader = self.dataloaders is None or not names.isdisjoint(self.dataloaders)
-            wanted = of_loader and (self.max_batches is None or self.session.batches < self.max_batches)
-            self.session.is_paused = not wanted
         super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
 
     @override
@@ -219,14 +207,6 @@ class CalibrationCallback(SessionCallback):
         if trainer.state.fn != TrainerFn.FITTING or (trainer.current_epoch + 1) % self.every_n_epochs == 0:
             return True
         return bool(self.evaluate) and not self.has_calibrated  # a monitor has a value from the first validation on
-
-    def _require_loaders(self, trainer: Trainer) -> None:
-        loaders = validation_loaders(trainer)
-        known = list(dict.fromkeys([*range(len(loaders)), *loaders]))
-        wrong = [one for one in self.dataloaders or () if one not in known]
-        if wrong or self.dataloaders == []:
-            expected = f"some of the {len(loaders)} validation loaders: {known}"
-            raise CalibrationError("dataloaders", got=wrong or "none", expected=expected)
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -136,14 +136,14 @@ class QuantizedValidation:
             )
 
 
-def require_batches(pl_module: LightningModule) -> None:
+def require_batches(pl_module: LightningModule, option: str) -> None:
     """Refuse steps that fetch their batches themselves (``dataloader_iter``), which nobody else sees."""
     for step in ("validation_step", "test_step"):
         if is_param_in_hook_signature(getattr(pl_module, step), "dataloader_iter", explicit=True):
             raise CalibrationError(
-                "evaluate runs the batches of a validation once more, and a step that takes an iterator keeps them",
+                f"{option} looks at each batch of a validation, and a step that takes an iterator keeps them",
                 got=f"{step}(dataloader_iter)",
-                remedy=f"{step}(batch, batch_idx), or evaluate=False.",
+                remedy=f"{step}(batch, batch_idx), or leave {option} out.",
             )
 
 

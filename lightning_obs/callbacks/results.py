@@ -9,8 +9,7 @@ the first batch is refused there.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,11 @@ from lightning_obs.callbacks.quantized_validation import quantized_name
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.callbacks.which_module import require_forward
 from lightning_obs.checkpoint.export import export_checkpoint
-from lightning_obs.errors import CalibrationError, refuse_unknown, require_no_failure, sendable
+from lightning_obs.errors import CalibrationError, refuse_unknown
 from lightning_obs.files.write import require_free
 from lightning_obs.model.weight import in_shards, reshard
 from lightning_obs.numerics.histogram import Support
+from lightning_obs.ranks.collectives import on_all_ranks
 from lightning_obs.report.facts import Report, ScaleDrift, aggregates
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
 from lightning_obs.report.layer_facts import known_facts
@@ -243,7 +243,7 @@ class Results(Callback):
                 expected="a validation loader, a validation_step, and limit_val_batches above 0",
                 remedy="give it these, or leave export_folder out.",
             )
-        with _on_all_ranks(trainer):
+        with on_all_ranks(collectives_of(trainer)):
             if trainer.is_global_zero:
                 require_free(folder, self.export_overwrite)
 
@@ -259,21 +259,10 @@ class Results(Callback):
                 where=[str(folder)],
                 expected="a validation with batches",
             )
-        with _on_all_ranks(trainer):
+        with on_all_ranks(collectives_of(trainer)):
             self.export(folder, overwrite=self.export_overwrite)
         self.export_overwrite = True
         rank_zero_info(f"wrote {folder}")
-
-
-@contextmanager
-def _on_all_ranks(trainer: Trainer) -> Iterator[None]:
-    """What fails on one rank in the ``with`` block fails on all behind it."""
-    failure = None
-    try:
-        yield
-    except CalibrationError as error:
-        failure = sendable(error)
-    require_no_failure(collectives_of(trainer).gather_object(failure))
 
 
 def _log_table(logger: Logger, prefix: str, rows: list[dict[str, Any]], step: int) -> None:

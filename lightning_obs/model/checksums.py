@@ -16,6 +16,7 @@ two changes of the highest bit would cancel, since every multiplier is odd.)
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Hashable, Iterator, Sequence
 
 import torch
@@ -111,13 +112,23 @@ def remember(model: nn.Module) -> None:
 
     Where parameters are sharded, all ranks must call this.
     """
-    reshard(model)
-    places = [(module, name) for module in model.modules() for name in _held(module)]
     by_module: dict[nn.Module, dict[str, int]] = {}
-    for (module, name), found in zip(places, checksums(places), strict=True):
+    for (module, name), found in _checksums_of(model):
         by_module.setdefault(module, {})[name] = found
     for module in model.modules():
         vars(module)[CHECKSUMS] = by_module.get(module, {})
+
+
+@at_rest()
+def weights_checksum(model: nn.Module) -> int:
+    """One number for everything that a checkpoint of ``model`` holds. Where it is sharded, all ranks must call this."""
+    return zlib.crc32(repr([found for _, found in _checksums_of(model)]).encode())
+
+
+def _checksums_of(model: nn.Module) -> list[tuple[tuple[nn.Module, str], int]]:
+    reshard(model)
+    places = [(module, name) for module in model.modules() for name in _held(module)]
+    return list(zip(places, checksums(places), strict=True))
 
 
 @at_rest()

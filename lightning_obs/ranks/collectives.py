@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import distributed as dist
 
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, require_no_failure, sendable
 
 Op: TypeAlias = Literal["sum", "min"]
 
@@ -87,3 +87,17 @@ def all_ranks_answer() -> Iterator[None]:
             got=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
             remedy="look for the first error in the other ranks' output, then run again; nothing was written.",
         ) from error
+
+
+@contextmanager
+def on_all_ranks(collectives: Collectives) -> Iterator[None]:
+    """What fails on one rank in the ``with`` block fails on all behind it. Every rank must enter the block."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # the others wait
+        failure = error
+    failures = collectives.gather_object(None if failure is None else sendable(failure))
+    if failure is not None and not isinstance(failure, CalibrationError):
+        raise failure
+    require_no_failure(failures)

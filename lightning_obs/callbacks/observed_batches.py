@@ -1,0 +1,283 @@
+"""Which batches of a validation are observed, and how one that was killed goes on.
+
+Lightning cannot resume a validation: its loop begins at batch 0, and no hook can skip a step. But the loop has made its
+iterator over the loaders when the hooks of the start are called. What is taken from it there is never run, and the loop
+goes on with the next batch, by its own number. The batches taken are held against checksums of those that were
+observed, so other data are noticed, and a loader that shuffles in another order.
+
+Each rank writes a file of what it has seen itself, and waits for nobody: ranks may have different numbers of batches.
+So they may be killed at different places. Each keeps its last two saves, of which the start is one, and all go on from
+the last that all have. Ranks that wait for each other in each step (FSDP, ``sync_dist``) are at most one batch apart,
+so there is one. Where there is none, they do not wait, and each goes on from its own last.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
+from typing_extensions import Unpack, override
+
+from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
+from lightning_obs.calibration.saved_state import (
+    changes,
+    dump_seen,
+    load_seen,
+    refuse_other_options,
+    require_whole,
+    sealed,
+    state_checksum,
+)
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.callbacks.base import SessionCallback, SessionKeywords, validation_loaders
+from lightning_obs.callbacks.quantized_validation import require_batches
+from lightning_obs.errors import CalibrationError, refuse, warn
+from lightning_obs.files.read import naming
+from lightning_obs.files.write import whole_file
+from lightning_obs.model.checksums import weights_checksum
+from lightning_obs.ranks.collectives import on_all_ranks
+from lightning_obs.schemes.config import SchemeLike
+
+
+class BatchKeywords(SessionKeywords, total=False):
+    """The options of :class:`ObservedBatches`, for type checkers and editors."""
+
+    max_batches: int | None
+    dataloaders: int | str | Sequence[int | str] | None
+    save_every: int | None
+    save_to: str | os.PathLike[str] | None
+
+
+class ObservedBatches(SessionCallback):
+    """A callback that observes batches of a validation, and may save what it has seen while the validation runs.
+
+    Args:
+        scheme: as for :class:`~lightning_obs.CalibrationOptions`, or such options.
+        max_batches: observe at most this many batches of a validation, on each rank; None: all.
+        dataloaders: which of several validation loaders are observed, by number, or by key where they are a dict;
+            None: all.
+        save_every: in ``trainer.validate``, write the statistics to ``save_to`` after every so many batches, a file for
+            each rank. If the process is killed, the same ``validate`` goes on behind the last of them: earlier batches
+            are fetched, and not run. The qparams are those of a run that was not killed. Your own metrics are of the
+            remaining batches, which a warning says. The files are deleted when ``validate`` has ended, the checkpoint
+            of ``export_folder`` written. (A fit is resumed from Lightning's checkpoints.)
+        save_to: a folder of its own for each callback.
+        **options: of :class:`~lightning_obs.callbacks.base.SessionCallback`, and the fields of
+            :class:`~lightning_obs.CalibrationOptions`.
+
+    Raises:
+        CalibrationError: before the first batch, on all ranks alike: what is in ``save_to`` is damaged, or of another
+            scheme, other observers, weights or data, or another number of ranks.
+    """
+
+    @takes_keywords_of(SessionCallback)
+    def __init__(
+        self,
+        scheme: SchemeLike | CalibrationOptions | None,
+        *,
+        max_batches: int | None = None,
+        dataloaders: int | str | Sequence[int | str] | None = None,
+        save_every: int | None = None,
+        save_to: str | os.PathLike[str] | None = None,
+        **options: Unpack[SessionKeywords],
+    ) -> None:
+        super().__init__(scheme, **options)
+        for name, number in (("max_batches", max_batches), ("save_every", save_every)):
+            if number is not None and number < 1:
+                raise CalibrationError(name, got=number, expected="one or more")
+        if (save_every is None) != (save_to is None):
+            missing = "save_to" if save_to is None else "save_every"
+            raise CalibrationError(f"save_every and save_to are given together, and {missing} is missing")
+        self.max_batches, self.save_every = max_batches, save_every
+        self.dataloaders = [dataloaders] if isinstance(dataloaders, (str, int)) else dataloaders and list(dataloaders)
+        self.save_to = None if save_to is None else Path(save_to)
+        #: the save of the validation that runs now
+        self._save: _Save | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse, before the first batch, saves that could not be made."""
+        super().setup(trainer, pl_module, stage)
+        if self.save_to is not None:
+            require_batches(pl_module, "save_every")
+            others = [c for c in trainer.callbacks if isinstance(c, ObservedBatches) and c is not self]
+            if self.save_to in [other.save_to for other in others]:
+                raise CalibrationError("two callbacks with one save_to", where=[str(self.save_to)])
+
+    @override
+    def observe_validation(self, trainer: Trainer, session: CalibrationSession) -> None:
+        """Attach the observers; go on behind the batches that were observed before the process was killed."""
+        loaders = validation_loaders(trainer)
+        known = list(dict.fromkeys([*range(len(loaders)), *loaders]))
+        wrong = [one for one in self.dataloaders or () if one not in known]
+        if wrong or self.dataloaders == []:
+            expected = f"some of the {len(loaders)} validation loaders: {known}"
+            raise CalibrationError("dataloaders", got=wrong or "none", expected=expected)
+        super().observe_validation(trainer, session)
+        if self.save_to is not None and trainer.state.fn == TrainerFn.VALIDATING:
+            asked = {name: getattr(self, name) for name in ("max_batches", "dataloaders", "token_mask")}
+            asked |= {"precision": str(trainer.precision), "experts": session.options.calibrate_all_experts}
+            self._save = _Save(self.save_to, session, {name: repr(value) for name, value in asked.items()})
+            skipped = self._save.resume(trainer)
+            if skipped and trainer.is_global_zero:
+                warn(
+                    f"{self.label}: {skipped} batches were observed before, by a run that was killed ({self.save_to}). "
+                    "They are skipped: the metrics of this validation are of the remaining batches."
+                )
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Look away from batches that are not asked for; find out which tokens of the others count."""
+        if self.session is not None and self.session.is_attached:
+            names = {dataloader_idx, list(validation_loaders(trainer))[dataloader_idx]}
+            of_loader = self.dataloaders is None or not names.isdisjoint(self.dataloaders)
+            wanted = of_loader and (self.max_batches is None or self.session.batches < self.max_batches)
+            self.session.is_paused = not wanted
+        super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
+
+    @override
+    def on_validation_batch_end(self, *seen: Any) -> None:
+        """Count the batch, if it was observed; save, if it is time."""
+        super().on_validation_batch_end(*seen)
+        if self._save is not None and self.save_every is not None:
+            self._save.done += 1
+            if self._save.done % self.save_every == 0:
+                self._save.write()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave nothing behind; the checkpoint is written, so what was saved for a killed run is not needed."""
+        super().teardown(trainer, pl_module, stage)
+        if self._save is not None:
+            self._save.remove()
+        self._save = None
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave nothing behind but what was saved."""
+        super().on_exception(trainer, pl_module, exception)
+        self._save = None
+
+
+class _Save:
+    """What this rank has seen of a validation, in files of its own.
+
+    Attributes:
+        done: how many batches the validation has run, or skipped, on this rank.
+    """
+
+    def __init__(self, folder: Path, session: CalibrationSession, asked: dict[str, str]) -> None:
+        self._folder, self._session, self.done = folder, session, 0
+        # All ranks read the weights together; each has batches of its own.
+        model = weights_checksum(session.model)
+        self._run = {**asked, "ranks": session.collectives.size, "checksum of the weights": model}
+        #: of each batch that was fetched
+        self._batches: list[int] = []
+
+    def resume(self, trainer: Trainer) -> int:
+        """Take up what was saved, and skip its batches; returns how many. Every rank must call this."""
+        loop, own = trainer._active_loop, self._session.collectives
+        assert isinstance(loop, _EvaluationLoop)
+        fetcher = loop._data_fetcher
+        assert fetcher is not None
+        fetcher.iterator = self._watch(fetcher)
+        numbers = self._numbers()
+        with on_all_ranks(own):
+            state = self._read(numbers[-1]) if numbers else {}
+        every = own.gather_object(numbers)
+        # Where a rank has none, the run was killed when others had begun to remove theirs, or had not begun to save.
+        start = max(set.intersection(*map(set, every)) or numbers) if all(every) else 0
+        with on_all_ranks(own):
+            if start:
+                state = state if start == numbers[-1] else self._read(start)
+                self._skip(fetcher, state["batches"])
+                load_seen(self._session, state["seen"])
+                self.done = start
+            for number in numbers:
+                if number > start:
+                    self._path(number).unlink()
+            if not start:
+                self.write()  # what cannot be saved, or written there, is told before the first batch
+        return start
+
+    def write(self) -> None:
+        """Save what was seen; of the saves before, one stays."""
+        state = {"config": self._session.plan.config.model_dump_json(), "run": self._run}
+        state |= {"batches": self._batches[: self.done], "seen": dump_seen(self._session)}
+        with whole_file(self._path(self.done)) as partial:
+            torch.save(sealed(state), partial)
+        for number in self._numbers()[:-2]:
+            self._path(number).unlink()
+
+    def remove(self) -> None:
+        """Remove this rank's files, and the folder with the last rank's."""
+        for number in self._numbers():
+            self._path(number).unlink()
+        with suppress(OSError):
+            self._folder.rmdir()
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"rank-{self._session.collectives.rank}-batch-{number}.pt"
+
+    def _numbers(self) -> list[int]:
+        """Behind how many batches this rank has saves, the first first."""
+        names = [path.stem.rpartition("-")[2] for path in self._folder.glob(self._path(0).name.replace("0.pt", "*.pt"))]
+        return sorted(map(int, filter(str.isdecimal, names)))
+
+    def _read(self, number: int) -> dict[str, Any]:
+        path, remedy = self._path(number), f"delete {self._folder} to begin anew."
+        with naming(path, remedy=remedy), torch.inference_mode(False):
+            state: dict[str, Any] = torch.load(path, weights_only=True)
+            require_whole(state)
+            refuse_other_options(state, self._session.plan.config)
+            refuse(
+                changes(state["run"], self._run),
+                f"{self._folder} holds what another run has seen",
+                remedy=f"run it as it was, or {remedy}",
+            )
+        return state
+
+    def _skip(self, fetcher: _DataFetcher, expected: list[int]) -> None:
+        for number, known in enumerate(expected):
+            if next(fetcher, None) is None or self._batches[number] != known:
+                raise CalibrationError(
+                    f"batch {number} of the validation is not the one that was observed before",
+                    where=[str(self._folder)],
+                    expected="the same data in the same order",
+                    remedy="give the loader its data back (seed_everything, if it shuffles), or delete the folder to "
+                    "begin anew.",
+                )
+
+    def _watch(self, fetcher: _DataFetcher) -> Iterator[Any]:
+        """What the loop fetches; the checksum of each batch is kept."""
+        inner = fetcher.iterator
+        assert inner is not None
+        for batch, *_ in getattr(fetcher, "batches", ()):  # of a loader without a length
+            self._batches.append(_checksum(batch))
+
+        def fetch() -> Iterator[Any]:
+            with suppress(StopIteration):
+                while True:
+                    found = next(inner)
+                    self._batches.append(_checksum(found[0]))
+                    yield found
+
+        return fetch()
+
+
+def _checksum(batch: Any) -> int:
+    """Of the tensors, strings and numbers in a batch of dicts, lists, tuples and dataclasses."""
+    found: list[Any] = []
+    apply_to_collection(batch, (torch.Tensor, str, int, float), found.append)
+    return state_checksum(found)
