@@ -3,18 +3,26 @@
 A scheme that needs no data looks at weights alone, a fused set at a time. So a set is read, observed, compressed,
 written to its place and forgotten; all else is copied as bytes. Plan, observers, checks and compression are those of a
 model in memory, laid over the model on the meta device, so the tensors are the same.
+
+A set needs no other, and its place in the new files is known before. So several processes can share the work: each lays
+out the same files, and writes to them.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Container, Iterator
-from contextlib import closing
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing, contextmanager
 from copy import copy
 from dataclasses import replace
+from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,12 +37,14 @@ from lightning_obs.checkpoint.compress import module_entries, stored_layout
 from lightning_obs.checkpoint.export import write_quantization_config
 from lightning_obs.checkpoint.load import any_qparams
 from lightning_obs.checkpoint.source import CheckpointSource
-from lightning_obs.errors import refuse, warn
+from lightning_obs.errors import CalibrationError, refuse, warn
 from lightning_obs.files.contents import CONTENTS_FILE
 from lightning_obs.files.tensors import TensorWriter
 from lightning_obs.files.write import require_free, require_room, whole_folder
 from lightning_obs.model.qparams import clear_qparams, scheme_args, write_qparams
 from lightning_obs.moe.experts import linear_experts
+from lightning_obs.ranks.collectives import Collectives, on_all_ranks
+from lightning_obs.ranks.sync import partition
 from lightning_obs.schemes.config import SchemeLike, config_groups, make_observer
 
 #: told of what was written: name of the module or tensor, bytes so far, bytes in all
@@ -53,6 +63,7 @@ def quantize_checkpoint(
     overwrite: bool = False,
     max_shard_size: int | str = "50GB",
     progress: Progress | None = None,
+    workers: int | Collectives = 1,
     **options: Unpack[OptionKeywords],
 ) -> CalibrationResult:
     """Quantize the weights of a checkpoint, from its files to new ones, in the memory of one fused set of weights.
@@ -68,6 +79,9 @@ def quantize_checkpoint(
         overwrite: replace the checkpoint in ``out``; files that no export wrote are never deleted.
         max_shard_size: of one file of weights [bytes], or ``"5GB"``.
         progress: called with the name of what was written, the bytes written so far, and those in all.
+        workers: how many processes share the work. They are started, so a script needs ``if __name__ == "__main__":``;
+            each imports torch, and has one set of weights at a time. Or ``Collectives.of_group()``: the ranks that
+            there are (torchrun), each of which must call this; progress is then of each one's share.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``ignore``, ``observers``...
 
     Returns:
@@ -75,23 +89,38 @@ def quantize_checkpoint(
 
     Raises:
         CalibrationError: before it writes: the scheme needs data or is wrong; ``folder`` is damaged, quantized
-            already, or has other tensors than its config says; ``out`` cannot be written, or has no room.
+            already, or has other tensors than its config says; ``out`` cannot be written, or has no room. Of any
+            process: what went wrong there; nothing is left of ``out`` then.
     """
     started, folder, out = time.perf_counter(), Path(folder), Path(out)
+    ranks = workers if isinstance(workers, Collectives) else Collectives()
+    if isinstance(workers, int) and workers < 1:
+        raise CalibrationError("workers", got=workers, expected="one or more, or Collectives")
     chosen = CalibrationOptions.of(scheme, **options)
     _require_no_data(chosen)
-    require_free(out, overwrite)
-    source = CheckpointSource(folder)
-    with closing(source.reader), torch.inference_mode(False), torch.no_grad():
-        session = CalibrationSession(source.model, chosen)
-        with whole_folder(out, overwrite) as partial:
-            job = Streaming(source, session, progress)
-            require_room(partial, job.total)
-            copy_others(folder, partial)
-            write_quantization_config(source.model, partial, job.of_model, job.unknown)
-            with closing(TensorWriter(partial, job.layout, max_shard_size)) as writer:
-                job.run(writer)
-                writer.require_complete()
+    with ExitStack() as opened, ExitStack() as stack:
+        partial = Path()
+        with on_all_ranks(ranks):
+            if ranks.rank == 0:
+                require_free(out, overwrite)
+            job = opened.enter_context(Streaming.of(folder, chosen, progress))
+            if ranks.rank == 0:
+                partial = stack.enter_context(whole_folder(out, overwrite))
+                require_room(partial, job.total)
+                copy_others(folder, partial)
+                write_quantization_config(job.source.model, partial, job.of_model, job.unknown)
+                TensorWriter(partial, job.layout, max_shard_size).close()
+        partial = ranks.gather_object(partial)[0]
+        with on_all_ranks(ranks):
+            if isinstance(workers, int) and workers > 1:
+                _run_in_processes(job, (folder, chosen, partial, max_shard_size), workers)
+            else:
+                job.run(partial, max_shard_size, ranks)
+        with on_all_ranks(ranks):
+            if (done := sum(ranks.gather_object(job.done))) != job.total:
+                raise CalibrationError("tensors were not written", got=f"{done:,} bytes", expected=f"{job.total:,}")
+            stack.close()  # the folder takes its name
+    session = job.session
     return CalibrationResult(
         scheme=session.label,
         modules=[target.name for target in session.plan.targets],
@@ -158,7 +187,16 @@ class Streaming:
         self.of_model = {*self.layout, *(stored for stored, _ in self.copied.values())}
         self.copied |= {name: (name, "") for name in self.unknown}
         self.layout |= {stored: source.reader.meta(name) for name, (stored, _) in self.copied.items()}
-        self.total, self._done = sum(tensor.nbytes for tensor in self.layout.values()), 0
+        #: bytes of the new files, and those that were written
+        self.total, self.done = sum(tensor.nbytes for tensor in self.layout.values()), 0
+
+    @classmethod
+    @contextmanager
+    def of(cls, folder: Path, options: CalibrationOptions, progress: Progress | None = None) -> Iterator[Streaming]:
+        """From a folder, whose files are open inside the ``with`` block."""
+        source = CheckpointSource(folder)
+        with closing(source.reader), torch.inference_mode(False), torch.no_grad():
+            yield cls(source, CalibrationSession(source.model, options), progress)
 
     def write_any_qparams(self, skipped: Container[str] = ()) -> None:
         """Give all planned modules, but those that are left in full precision, qparams as they will have them."""
@@ -175,50 +213,103 @@ class Streaming:
         stored = stored_as[beside]
         return f"{stored.removesuffix(beside.removeprefix(f'{module}.'))}{key}"
 
-    def run(self, writer: TensorWriter) -> None:
-        """Write every tensor."""
-        for names in self._units():
-            with self.source.loaded(names):
-                part = part_of(self.session, names)
-                if part.plan.targets:
-                    part.finalize()
-                for name in names:
-                    self.write_module(writer, name)
-                forget(part)
-        for name in self.copied:
-            self.copy(writer, name)
+    def run(self, partial: Path, max_shard_size: int | str, ranks: Collectives) -> None:
+        """Write this rank's share of all items to files that are begun."""
+        sizes = [sum(self.source.meta(f"{name}.weight").numel() for name in names) for names in self.units()]
+        owners = partition(sizes, ranks.size) + [number % ranks.size for number in range(len(self.copied))]
+        with closing(TensorWriter(partial, self.layout, max_shard_size, are_begun=True)) as writer:
+            for item, owner in zip(self.items(), owners, strict=True):
+                if owner == ranks.rank:
+                    self.write(writer, item)
+
+    def items(self) -> list[list[str] | str]:
+        """What is written at once: units, and the names of tensors that are copied."""
+        return [*self.units(), *self.copied]
+
+    def write(self, writer: TensorWriter, item: list[str] | str) -> None:
+        """Observe and compress modules, or copy a tensor."""
+        if isinstance(item, str):
+            self.copy(writer, item)
+            return
+        with self.source.loaded(item):
+            part = part_of(self.session, item)
+            if part.plan.targets:
+                part.finalize()
+            for name in item:
+                self.write_module(writer, name)
+            forget(part)
 
     def write_module(self, writer: TensorWriter, name: str) -> None:
         """Write the entries of a module that is taken, and loaded."""
         for key, rows, first in module_entries(self.source.model.get_submodule(name)):
             writer.write(self.stored_name(f"{name}.{key}"), rows, first)
-            self._done += rows.nbytes
-        self._say(name)
+            self.done += rows.nbytes
+        self.say(name)
 
     def copy(self, writer: TensorWriter, name: str) -> None:
         """Write what is copied: from memory if it is loaded as the files hold it, else from file to file."""
         stored, known_as = self.copied[name]
         value, layout = self.source.meta(known_as) if known_as else None, self.layout[stored]
         if value is None or value.is_meta or (value.dtype, value.shape) != (layout.dtype, layout.shape):
-            self._done += writer.copy(stored, self.source.reader, name)
+            self.done += writer.copy(stored, self.source.reader, name)
         else:
             writer.write(stored, value)
-            self._done += value.nbytes
-        self._say(stored)
+            self.done += value.nbytes
+        self.say(stored)
 
-    def _say(self, name: str) -> None:
+    def say(self, name: str) -> None:
+        """Tell what was written."""
         if self._progress is not None:
-            self._progress(name, self._done, self.total)
+            self._progress(name, self.done, self.total)
 
-    def _units(self) -> Iterator[list[str]]:
+    def units(self) -> list[list[str]]:
         """Modules that are observed together: fused sets, and single ones."""
         group_of = {name: group for group in self.session.plan.fused for name in group}
-        seen = set[str]()
-        for name in self.taken:
-            if name not in seen:
-                unit = group_of.get(name, [name])
-                seen.update(unit)
-                yield unit
+        return [list(unit) for unit in dict.fromkeys(tuple(group_of.get(name, [name])) for name in self.taken)]
+
+
+#: the job of this process, which :func:`_run_in_processes` has started, and its files
+_job_here: list[tuple[Streaming, TensorWriter]] = []
+
+
+def _run_in_processes(job: Streaming, setup: tuple[Any, ...], workers: int) -> None:
+    """Write all items in processes of their own. The first error is raised; what was not begun is then left."""
+    kinds = {type(one) for one in (*job.session.observers.values(), job.session.options.engine)}
+    threads, modules = max(1, torch.get_num_threads() // workers), sorted({kind.__module__ for kind in kinds})
+    with ProcessPoolExecutor(workers, get_context("spawn"), _begin_here, (*setup, threads, modules)) as pool:
+        try:
+            for done in as_completed([pool.submit(_write_here, item) for item in job.items()]):
+                name, size = done.result()
+                job.done += size
+                job.say(name)
+        except BrokenProcessPool as error:
+            raise CalibrationError(
+                "a worker ended before its work was done",
+                got=str(error),
+                remedy="look for its error above; a script needs `if __name__ == '__main__':`. A worker that was "
+                "killed may have had too little memory: try fewer.",
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _begin_here(
+    folder: Path, options: CalibrationOptions, partial: Path, size: int | str, threads: int, modules: list[str]
+) -> None:
+    torch.set_num_threads(threads)
+    for module in modules:  # the user's, which register observers and engines
+        import_module(module)
+    opened = ExitStack()
+    job = opened.enter_context(Streaming.of(folder, options))
+    _job_here.append((job, TensorWriter(partial, job.layout, size, are_begun=True)))
+    atexit.register(opened.close)
+
+
+def _write_here(item: list[str] | str) -> tuple[str, int]:
+    job, writer = _job_here[0]
+    before = job.done
+    job.write(writer, item)
+    return item if isinstance(item, str) else item[-1], job.done - before
 
 
 def part_of(session: CalibrationSession, names: Collection[str]) -> CalibrationSession:
@@ -246,7 +337,7 @@ def forget(part: CalibrationSession) -> None:
 
 
 def copy_others(folder: Path, partial: Path) -> None:
-    """Copy all but weights; a warning names weights that are not the checkpoint's."""
+    """Copy all but weights, and what is there; a warning names weights that are not the checkpoint's."""
     left_out = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -256,7 +347,8 @@ def copy_others(folder: Path, partial: Path) -> None:
             if not re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", name.as_posix()):
                 left_out.append(name.as_posix())
             continue
-        (partial / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, partial / name)
+        if not (partial / name).exists():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, partial / name)
     if left_out:
         warn(f"weights beside those of {folder} that transformers reads were left out: {', '.join(left_out)}")

@@ -61,10 +61,16 @@ class TensorWriter:
         layout: a meta tensor for each name, in the order in which they are dealt to files.
         max_shard_size: bytes of one file, or ``"5GB"``; a larger tensor has a file of its own.
         file: the name of the file, where there is one.
+        are_begun: another process has written headers and index.
     """
 
     def __init__(
-        self, folder: Path, layout: Mapping[str, torch.Tensor], max_shard_size: int | str, file: str = WEIGHTS_FILE
+        self,
+        folder: Path,
+        layout: Mapping[str, torch.Tensor],
+        max_shard_size: int | str,
+        file: str = WEIGHTS_FILE,
+        are_begun: bool = False,
     ) -> None:
         pattern = file.replace(".safetensors", "{suffix}.safetensors")
         try:
@@ -81,17 +87,17 @@ class TensorWriter:
         self._untrimmed = 0
         try:
             for each, names in (split.filename_to_tensors or {file: []}).items():
-                self._begin(folder / each, {name: layout[name] for name in names})
+                self._begin(folder / each, {name: layout[name] for name in names}, are_begun)
         except BaseException:
             self.close()
             raise
-        if split.is_sharded:
+        if split.is_sharded and not are_begun:
             write_index(folder, split.tensor_to_filename, split.metadata["total_size"])
 
-    def _begin(self, path: Path, layout: Mapping[str, torch.Tensor]) -> None:
+    def _begin(self, path: Path, layout: Mapping[str, torch.Tensor], is_begun: bool) -> None:
         """Write the header: widest elements first, so that every tensor is aligned to its own."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        file, end = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), 0
+        file, end = os.open(path, os.O_RDWR | (0 if is_begun else os.O_CREAT | os.O_EXCL), 0o666), 0
         self._files.append(file)
         for name in sorted(layout, key=lambda name: (-layout[name].itemsize, _CODES[layout[name].dtype], name)):
             tensor = layout[name]
@@ -101,8 +107,9 @@ class TensorWriter:
             end += tensor.nbytes
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
-        _write_all(file, memoryview(struct.pack("<Q", len(text)) + text), 0)
-        os.truncate(file, 8 + len(text) + end)
+        if not is_begun:
+            _write_all(file, memoryview(struct.pack("<Q", len(text)) + text), 0)
+            os.truncate(file, 8 + len(text) + end)
         for name in layout:
             place = self._places[name]
             self._places[name] = _Place(file, 8 + len(text) + place.start, place.dtype, place.shape)

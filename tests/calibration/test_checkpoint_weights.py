@@ -18,7 +18,10 @@ from lightning_obs import (
     linearize_experts,
     quantize_checkpoint,
 )
+from lightning_obs.ranks.collectives import Collectives
+from tests.calibration import failing_observer  # noqa: F401  (registers it)
 from tests.moe_models import W4A16_32, tiny_moe
+from tests.rank_processes import run_ranks
 from tests.tiny_model import tiny_tokenizer
 
 IGNORE = ["lm_head"]
@@ -227,3 +230,68 @@ def test_a_weight_that_is_not_finite_is_named_and_nothing_is_written(tmp_path):
     with pytest.raises(CalibrationError, match=r"layers.1.mlp.up_proj"):
         quantize_checkpoint(source, tmp_path / "out", "W4A16", ignore=IGNORE)
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
+
+
+# ---------------------------------------------------------------------- several processes
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("scheme", [pytest.param("W4A16", marks=pytest.mark.slow), "NVFP4A16"])
+def test_workers_write_the_files_of_one_process(scheme, tmp_path):
+    folder = tiny_llama(tmp_path / "model")
+    quantize_checkpoint(folder, tmp_path / "one", scheme, ignore=IGNORE, max_shard_size="50KB")
+    told = []
+    result = quantize_checkpoint(
+        folder, tmp_path / "two", scheme, ignore=IGNORE, max_shard_size="50KB", workers=2,
+        progress=lambda *seen: told.append(seen),
+    )  # fmt: skip
+    assert files(tmp_path / "two") == files(tmp_path / "one")
+    assert len(result.modules) == 14
+    assert told[-1][1] == told[-1][2]
+
+
+def on_rank(rank, folder, out, observer):
+    try:
+        quantize_checkpoint(
+            folder, out, "W4A16", ignore=IGNORE, observers={"weight": observer}, workers=Collectives.of_group()
+        )
+    except (CalibrationError, RuntimeError) as error:
+        return str(error)
+    return (out / "config.json").is_file()
+
+
+def test_ranks_share_the_work_and_one_that_fails_leaves_nothing(tmp_path):
+    folder = tiny_llama(tmp_path / "model")
+    quantize_checkpoint(folder, tmp_path / "one", "W4A16", ignore=IGNORE, observers={"weight": "memoryless_minmax"})
+    assert run_ranks(on_rank, 2, folder, tmp_path / "two", "memoryless_minmax") == [True, True]
+    assert files(tmp_path / "two") == files(tmp_path / "one")
+    found = run_ranks(on_rank, 2, folder, tmp_path / "three", "fails_elsewhere")
+    assert all(text.startswith("rank 1: RuntimeError: no memory: model.layers.") for text in found)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "one", "two"]
+
+
+def test_a_worker_that_fails_is_the_error_and_nothing_is_written(tmp_path):
+    folder = tiny_llama(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CalibrationError, match=r"not finite: model\.layers\.1\.mlp\.down_proj \(weight"):
+        quantize_checkpoint(folder, tmp_path / "out", "W4A16", ignore=IGNORE, workers=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_named_and_nothing_is_written(tmp_path):
+    folder = tiny_llama(tmp_path / "model")
+    observers = {"weight": "fails_elsewhere"}
+    with pytest.raises(CalibrationError, match=r"a worker ended before its work was done.*try fewer"):
+        quantize_checkpoint(folder, tmp_path / "out", "W4A16", ignore=IGNORE, workers=2, observers=observers)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_workers_are_one_or_more(tmp_path):
+    with pytest.raises(CalibrationError, match=r"workers\. Got 0, expected one or more"):
+        quantize_checkpoint(tmp_path, tmp_path / "out", "W4A16", workers=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch import distributed as dist
 from typing_extensions import override
 
 from lightning_obs.app.checkpoint import closing_lines
@@ -16,6 +17,7 @@ from lightning_obs.calibration.checkpoint_weights import Progress, quantize_chec
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.write import require_free
+from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.report.numbers import folder_size
 
 
@@ -55,8 +57,14 @@ class Weights(Task):
     def quantize(self, progress: Progress) -> CalibrationResult:
         """Write the checkpoint."""
         wanted = self.config.export
-        sizes = {"overwrite": wanted.overwrite, "max_shard_size": self.config.task.max_shard_size}
-        return quantize_checkpoint(self.source, wanted.folder, self.options, **sizes, progress=progress)
+        workers: int | Collectives = self.config.task.workers
+        if dist.is_torchelastic_launched():
+            if workers != 1:
+                raise CalibrationError("torchrun has started the workers", got=f"task.workers={workers}")
+            dist.init_process_group("gloo")
+            workers = Collectives.of_group()
+        how = {"overwrite": wanted.overwrite, "max_shard_size": self.config.task.max_shard_size, "workers": workers}
+        return quantize_checkpoint(self.source, wanted.folder, self.options, **how, progress=progress)
 
     @override
     def row(self) -> dict[str, Any]:
