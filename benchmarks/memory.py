@@ -5,7 +5,8 @@
     python benchmarks/memory.py "export W4A16" "export FP8_DYNAMIC" --scratch /data
 
 The model is made in a scratch folder once (bfloat16, files of 500 MB) and kept there. Each row is a process of its own,
-on one thread, that has done the same with a tiny model before. Memory is above what it has when the row begins; where a
+on one thread, that has done the same with a tiny model before; on 2 ranks two processes, of which the larger number is
+shown. Memory is above what it has when the row begins; where a
 row exports a model that is in memory, with that model. ``resident`` is the peak of resident memory, mapped files
 included, ``anonymous`` that of memory that no file backs, sampled every 4 ms.
 
@@ -24,8 +25,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -34,11 +37,16 @@ import transformers
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_obs import CalibrationSession, calibrate_layerwise, export_checkpoint, quantize_checkpoint
-from lightning_obs.files.tensors import give_back_freed
+from lightning_obs.files.tensors import TensorReader, give_back_freed
 from lightning_obs.numerics.kernels import launch  # noqa: F401  (numba counts as an import)
+from lightning_obs.ranks.collectives import Collectives, gather_objects
 
 SIZES = {
     "big": {"hidden_size": 2048, "num_hidden_layers": 22, "intermediate_size": 5632, "vocab_size": 32000},
@@ -51,11 +59,13 @@ class Row:
     """A way to be measured: a generator that yields where the measurement begins.
 
     Attributes:
-        limit: MB of resident memory that the big model may take.
+        limit: MB of resident memory that the big model may take, on each rank.
+        ranks: processes that do it together.
     """
 
     run: Callable[[Path, Path], Iterator[None]]
     limit: float | None = None
+    ranks: int = 1
 
 
 def in_memory(scheme: str, weight: str | None = None, export_alone: bool = False) -> Callable[..., Iterator[None]]:
@@ -94,11 +104,7 @@ def with_data(offload: bool) -> Callable[..., Iterator[None]]:
         yield
         where = {"device_map": {"": "disk"}, "offload_folder": f"{out}-offload"} if offload else {}
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **where).eval()
-        generator = torch.Generator().manual_seed(1)
-        with CalibrationSession(model, "FP8", ignore=["lm_head"]), torch.no_grad():
-            for _ in range(8):
-                model(torch.randint(model.config.vocab_size, (1, 256), generator=generator))
-        export_checkpoint(model, out)
+        calibrate(model, out, Collectives())
 
     return run
 
@@ -110,6 +116,36 @@ def layer_by_layer(folder: Path, out: Path) -> Iterator[None]:
     batches = [torch.randint(vocabulary, (1, 256), generator=generator) for _ in range(32)]
     yield
     calibrate_layerwise(folder, batches, "FP8", out, ignore=["lm_head"])
+
+
+def in_shards(folder: Path, out: Path) -> Iterator[None]:
+    """The same under FSDP2, with a share of the rows of each weight in each rank's memory, and of the batches."""
+    yield
+    config = LlamaConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model.model.layers, model.model.embed_tokens, model.lm_head, model):
+        fully_shard(module, mesh=mesh)
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    with closing(TensorReader(folder)) as reader, torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local = parameter.to_local()
+            start = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)[1][0]
+            local.copy_(reader.read(name)[start : start + len(local)])
+    calibrate(model, out, Collectives.of_group())
+
+
+def calibrate(model: Any, out: Path, ranks: Collectives) -> None:
+    """Of the batches, this rank's; export."""
+    generator = torch.Generator().manual_seed(1)
+    with CalibrationSession(model, "FP8", ignore=["lm_head"], collectives=ranks), torch.no_grad():
+        for number in range(8):
+            batch = torch.randint(model.config.vocab_size, (1, 256), generator=generator)
+            if number % ranks.size == ranks.rank:
+                model(batch)
+    export_checkpoint(model, out)
 
 
 #: name, scheme, observer of the weights
@@ -129,6 +165,7 @@ ROWS = {
     "in memory FP8": Row(with_data(offload=False)),
     "offloaded FP8": Row(with_data(offload=True), limit=440),
     "layer by layer FP8": Row(layer_by_layer, limit=88 + 34 + 300),  # a block, its outputs, and 300
+    "FSDP2 FP8, 2 ranks": Row(in_shards, limit=1100 + 300, ranks=2),
 }
 
 
@@ -165,12 +202,16 @@ class Sampler(threading.Thread):
 
 
 def measure(name: str, folder: Path) -> dict[str, float]:
-    """Run a row in this process."""
+    """Run a row in this process, as one of its ranks."""
     torch.set_num_threads(1)
+    if ROWS[name].ranks > 1:
+        dist.init_process_group("gloo")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     # Beside the model, so that a scratch folder in memory counts for neither.
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        if ROWS[name].ranks > 1:
+            scratch = gather_objects(scratch)[0]
         # What is imported and compiled on first use is loaded before.
         list(ROWS[name].run(make_model(folder.parent, "tiny"), Path(scratch) / "tiny"))
         run = ROWS[name].run(folder, Path(scratch) / "out")
@@ -181,13 +222,34 @@ def measure(name: str, folder: Path) -> dict[str, float]:
         sampler = Sampler()
         next(run, None)
         after = status()
-        return {
+        found = {
             "resident": after["VmHWM"] - before["VmRSS"],
             "anonymous": max(sampler.peak, after["RssAnon"]) - before["RssAnon"],
             "cpu": time.process_time() - cpu,
             "wall": time.perf_counter() - wall,
             "written": sum(path.stat().st_size for path in (Path(scratch) / "out").rglob("*")) / 1e6,
         }
+        if ROWS[name].ranks > 1:
+            dist.barrier()  # rank 0 deletes what it has written
+        return found
+
+
+def run_row(command: list[str], ranks: int) -> dict[str, float]:
+    """Start the processes of a row; of what they measure, the larger."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
+    if ranks > 1:  # FSDP2 gathers weights in blocks that glibc would keep when they are freed
+        shared |= {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+    started = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **shared, "RANK": str(rank)})
+        for rank in range(ranks)
+    ]
+    printed = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        raise SystemExit(1)
+    found = [json.loads(text.strip().splitlines()[-1]) for text in printed]
+    return {key: max(one[key] for one in found) for key in UNITS}
 
 
 def main() -> int:
@@ -208,8 +270,7 @@ def main() -> int:
     table = Table("row", *columns, escape("limit [MB]"))
     for name in options.rows or ROWS:
         command = [sys.executable, "-W", "ignore", __file__, "--measure", name, "--scratch", str(folder)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        found, limit = json.loads(done.stdout.strip().splitlines()[-1]), ROWS[name].limit
+        found, limit = run_row(command, ROWS[name].ranks), ROWS[name].limit
         failed |= limit is not None and options.size == "big" and found["resident"] > limit
         table.add_row(name, *(f"{found[key]:,.1f}" for key in UNITS), "" if limit is None else f"{limit:g}")
     Console(width=None if sys.stdout.isatty() else 120).print(table)

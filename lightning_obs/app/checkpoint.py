@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from lightning_obs.app import reload_check
 from lightning_obs.app.console import step
 from lightning_obs.app.job import Job
+from lightning_obs.calibration.checkpoint_weights import copy_others
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.engines import VLLM, Transformers, Verdict
@@ -27,11 +29,27 @@ from lightning_obs.model.kinds import is_transformers_model
 _CHECK_TOKENS = 128
 
 
+@dataclass(frozen=True)
+class _Carried:
+    """A tokenizer, and what else lies beside the weights of the model: processor, code, licence."""
+
+    source: Path
+    tokenizer: Any
+
+    def save_pretrained(self, folder: str) -> None:
+        """Save it as a tokenizer is saved."""
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+        copy_others(self.source, Path(folder))
+
+
 def write_checkpoint(job: Job, folder: Path, result: CalibrationResult) -> list[str]:
     """Export, and on rank 0 verify where transformers loads it; every rank calls it. Returns lines for the report."""
     wanted, engines = job.config.export, result.engines
     with step("writing the checkpoint"):
-        job.callback.export(folder, overwrite=wanted.overwrite)
+        source, tokenizer = Path(str(job.config.model.get("path"))), getattr(job.module, "tokenizer", None)
+        carried = _Carried(source, tokenizer) if (source / "config.json").is_file() else None
+        job.callback.export(folder, tokenizer=carried, overwrite=wanted.overwrite)
     if not job.trainer.is_global_zero:
         return []
     lines: list[str] = []

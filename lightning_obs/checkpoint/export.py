@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -204,14 +204,37 @@ def write_quantization_config(
 
 def _patterns_of(tensors: Set[str], modules: Set[str]) -> list[str]:
     """A pattern for each subtree of modules that holds some of ``tensors`` and none of ``modules``."""
-    parents = {".".join(name.split(".")[:depth]) for name in modules for depth in range(1, name.count(".") + 2)}
-    found = dict[str, None]()
-    for tensor in sorted(tensors):
-        parts = tensor.split(".")[:-1]
-        prefixes = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
-        if (first := next((prefix for prefix in prefixes if prefix not in parents), None)) is not None:
-            found[f"re:{re.escape(first)}($|\\.)"] = None
-    return list(found)
+    inner = _ancestors(modules)
+    found = (_subtree_without(tensor.rpartition(".")[0], inner) for tensor in sorted(tensors))
+    return list(dict.fromkeys(_below(name) for name in found if name))
+
+
+def _towers(ignored: Iterable[str], quantized: Iterable[str]) -> list[str]:
+    """The names in ``ignored``, with one pattern for all that are of a part of the model without quantized modules.
+
+    Such a part is a vision tower or a projector. What stands in a layer with a number is named.
+    """
+    inner, found = _ancestors(quantized), dict[str, list[str]]()
+    for name in ignored:
+        tower = None if name.startswith("re:") else _subtree_without(name, inner)
+        whole = tower is not None and tower != name and not any(map(str.isdecimal, tower.split(".")))
+        found.setdefault(_below(str(tower)) if whole else name, []).append(name)
+    return [names[0] if len(names) == 1 else entry for entry, names in found.items()]
+
+
+def _ancestors(names: Iterable[str]) -> set[str]:
+    """The names, and those of all modules that they are in."""
+    return {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
+
+
+def _subtree_without(name: str, inner: Set[str]) -> str | None:
+    """The outermost module around ``name``, or itself, that is not among ``inner``."""
+    parts = name.split(".")
+    return next((prefix for d in range(1, len(parts) + 1) if (prefix := ".".join(parts[:d])) not in inner), None)
+
+
+def _below(name: str) -> str:
+    return f"re:{re.escape(name)}($|\\.)"
 
 
 def _name_modules(config: QuantizationConfig, model: nn.Module, tensors: Set[str]) -> None:
@@ -240,7 +263,8 @@ def _name_modules(config: QuantizationConfig, model: nn.Module, tensors: Set[str
     ignored = [name for name in ignore if name in own]
     for engine in engines:
         ignore |= dict.fromkeys(engine.config_names(model, ignored).values())
-    config.ignore = list(ignore)
+    elsewhere = (name for engine in engines for name in engine.config_names(model, [*calibrated]).values())
+    config.ignore = _towers(ignore, {*calibrated, *elsewhere})
     for key, group in config.config_groups.items():
         assert isinstance(group, QuantizationScheme)
         members, named = [name for name, m in calibrated.items() if get_scheme(m) == group], list(group.targets)

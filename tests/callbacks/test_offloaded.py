@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader
 from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession, QuantizationAwareTraining
 from lightning_obs.model.offload import is_offloaded
 from tests.callbacks.calibration_modules import trainer
+from tests.lightning_ranks import like_torchrun
+from tests.lightning_ranks import trainer as on_ranks
 from tests.offloaded import (
     WAYS,
     blocks_on_cpu,
@@ -24,6 +26,7 @@ from tests.offloaded import (
     on_disk,
     tokens,
 )
+from tests.rank_processes import run_ranks
 from tests.tiny_model import save_tiny_llama
 
 
@@ -185,3 +188,27 @@ def test_a_session_and_a_callback_give_the_same_qparams(source, tmp_path):
     callback = CalibrationCallback("FP8", ignore=["lm_head"], show=False)
     trainer(callback).validate(Language(on_cpu(source, tmp_path)), batches(), verbose=False)
     assert equal(callback.session.qparams, session.qparams)
+
+
+def on_share(rank, ranks, source, folder):
+    """This rank's batches, of a model that this rank has dispatched for itself."""
+    like_torchrun(rank, ranks)
+    data = DataLoader([tokens(seed)[0] for seed in range(4)], batch_size=1)
+    found = []
+    for number, way in enumerate([device_map_disk, blocks_on_cpu, compressed_tensors_disk]):
+        out = folder / f"{ranks} ranks {number}"
+        callback = CalibrationCallback("FP8", ignore=["lm_head"], show=False, export_folder=out)
+        own = folder / f"rank {rank} of {ranks}, {number}"
+        own.mkdir()
+        on_ranks(callback, ranks=ranks).validate(Language(way(source, own)), data, verbose=False)
+        found.append((callback.session.qparams, callback.result.ranks, digests(out)))
+    return found
+
+
+def test_ranks_that_have_each_dispatched_the_model_agree_on_the_qparams_of_one(source, tmp_path):
+    [alone] = run_ranks(on_share, 1, 1, source, tmp_path)
+    for found in run_ranks(on_share, 2, 2, source, tmp_path):
+        for one, (expected, _, files) in zip(found, alone, strict=True):
+            assert one[1] == 2
+            assert equal(one[0], expected)
+            assert one[2] == files

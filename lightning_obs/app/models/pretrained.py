@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+)
 
 from lightning_obs.app.console import say
 from lightning_obs.errors import CalibrationError, refuse
@@ -40,6 +48,7 @@ def load_pretrained(
     Args:
         source: a folder or a hub name; None: the default model.
         auto_class: ``AutoModelForCausalLM``...; None: the class that wrote the checkpoint, with its head if it has one.
+            So it is for a causal language model that reads images too, which transformers does not count among them.
         dtype: auto (as it was saved), float32, bfloat16 or float16.
         attn_implementation: as in transformers (``sdpa``, ``eager``...); None lets transformers choose.
         **where: ``device_map`` and ``offload_folder`` as in transformers; ``device_map="disk"`` puts all of it there.
@@ -62,6 +71,9 @@ def load_pretrained(
     with naming(f"model.path={name}", expected="a folder with config.json and weights, or a name on the hub"):
         config = AutoConfig.from_pretrained(name)
         written_by = (getattr(transformers, each, None) for each in config.architectures or ())
+        reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if auto_class is AutoModelForCausalLM and reads_images and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            auto_class = None
         loader = auto_class or next(filter(None, written_by), AutoModel)
         model = loader.from_pretrained(name, dtype=dtype, **options).eval()
     scales = {key: x for key, x in model.state_dict().items() if key.endswith("scale") and not x.is_meta}
