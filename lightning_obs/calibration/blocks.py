@@ -92,10 +92,17 @@ class Relay:
         for index, batch in enumerate(self.batches):
             self._output, self._called = self.outputs[index], 0
             self.session.is_paused = not (observe and self._is_first)
-            with suppress(_Done):
-                call_on(self.session.model, _moved(batch, self._device))
+            try:
+                with suppress(_Done):
+                    call_on(self.session.model, _moved(batch, self._device))
+            except (CalibrationError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                if block == 0:  # what is wrong with the batch is the caller's
+                    raise
+                raise self._refused(f"block {block} fails alone", error) from error
             if self._called != min(block + 1, len(self.blocks)):
-                raise self._not_in_turn(self._called)
+                raise self._refused(f"{self._called} of {len(self.blocks)} blocks were called")
             if keep and block < len(self.blocks):
                 self.outputs[index] = _moved(self._output, torch.device("cpu"))
             self._output = None
@@ -103,7 +110,7 @@ class Relay:
 
     def _call(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if index != self._called:
-            raise self._not_in_turn(index)
+            raise self._refused(f"block {index} was called after {self._called} others")
         self._called += 1
         if index == self._block:
             self._output = forward(*args, **kwargs)
@@ -116,11 +123,12 @@ class Relay:
         nothing = torch.zeros((), device=self._device)
         return tree_map_only(torch.Tensor, lambda x: nothing.to(x.dtype).expand(x.shape), self._output)
 
-    def _not_in_turn(self, index: int) -> CalibrationError:
+    def _refused(self, got: str, error: Exception | None = None) -> CalibrationError:
         return CalibrationError(
-            "the model does not call its blocks one after the other",
+            "the model cannot be run block by block",
             where=[type(self.session.model).__name__],
-            got=f"block {index} where {self._called} were called",
+            got=got if error is None else f"{got}: {type(error).__name__}: {error}",
+            expected="blocks that are called one after the other, and read nothing of each other but the output",
             remedy="calibrate the whole model, with a device_map that offloads it (model.device_map=auto).",
         )
 

@@ -120,7 +120,10 @@ def calibrate_layerwise(
             unfinished = Unfinished(out, collectives.rank, collectives.size)
             stack.callback(unfinished.close)
             job = _LayerByLayer(source, session, list(batches), runs, unfinished)
-            job.go_on()
+        finished = set.intersection(*collectives.gather_object(unfinished.steps))
+        with on_all_ranks(collectives):
+            if finished:
+                job.go_on_after(max(finished))
         job.run(stack)
         with on_all_ranks(collectives):
             if partial is not None:
@@ -156,7 +159,7 @@ class _LayerByLayer:
         names = dict(source.model.named_modules())
         inside = [[n for n in names if f"{n}.".startswith(f"{name}.{index}.")] for index in range(len(blocks))]
         #: the modules of each block, and at the end those outside
-        self._parts = [*inside, list(names.keys() - {n for part in inside for n in part})]
+        self._parts = [*inside, [n for n in names if not n.startswith(f"{name}.") or n == name]]
         self._relay = Relay(session, list(blocks), batches, self._device)
         self._needs_data, self._needs_rest = session.needs_data, any(k[0] in self._parts[-1] for k in session.fed)
         for config in (source.model.config, source.model.config.get_text_config()):
@@ -196,20 +199,18 @@ class _LayerByLayer:
 
     # ------------------------------------------------------------------ from where
 
-    def go_on(self) -> None:
+    def go_on_after(self, step: int) -> None:
         """Take what an earlier run has finished, on all ranks."""
-        steps = set.intersection(*self.session.collectives.gather_object(self.unfinished.steps))
-        if not steps:
-            return
-        state = self.unfinished.load(max(steps))
+        state = self.unfinished.load(step)
         if state["asked"] != self._asked:
             raise CalibrationError(
                 f"{self.unfinished.folder} was begun with other arguments",
                 expected="the same checkpoint, batches, scheme, options and ranks",
                 remedy="delete it to begin anew, or choose another folder.",
             )
-        self._first, self._relay.outputs = max(steps), state["outputs"]
+        self._first, self._relay.outputs = step, state["outputs"]
         self._files, self._size = state["files"], state["size"]
+        self._streaming.done = self._size
         vars(self.result).update(state["result"])
 
     # ------------------------------------------------------------------ block by block

@@ -1,6 +1,8 @@
 """``model.layerwise=true`` on a tiny model."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,16 @@ def test_what_it_cannot_do_is_said(tiny, tmp_path, words, message):
     done = run_command_line("model.layerwise=true", f"model.path={tiny}", *QUICK, *words, folder=tmp_path)
     assert done.returncode == 1
     assert message in done.stderr
+
+
+@pytest.mark.slow
+def test_two_ranks_of_the_command_line_write_the_checkpoint_of_one(tiny, tmp_path):
+    words = ["model.layerwise=true", f"model.path={tiny}", "observer=static_minmax", *QUICK]
+    one, two = f"export.folder={tmp_path / 'one'}", f"export.folder={tmp_path / 'two'}"
+    assert run_command_line(*words, one, folder=tmp_path).returncode == 0
+    command = [sys.executable, "-W", "ignore", "-m", "lightning_obs", *words, two]
+    command += ["trainer.devices=2", "trainer.strategy=ddp"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("wrote ") == 1
+    assert sums(tmp_path / "two") == sums(tmp_path / "one")

@@ -318,6 +318,20 @@ def test_a_model_without_a_list_of_blocks_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["albert"]
 
 
+def test_a_model_whose_blocks_read_keys_of_others_is_refused(tmp_path):
+    config = t.Gemma3nTextConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=[64] * 3, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, num_kv_shared_layers=1, layer_types=["full_attention"] * 3, laurel_rank=8,
+        vocab_size_per_layer_input=96, hidden_size_per_layer_input=16, altup_num_inputs=2, pad_token_id=0,
+        activation_sparsity_pattern=[0.0] * 3,
+    )  # fmt: skip
+    t.Gemma3nForCausalLM(config).save_pretrained(tmp_path / "source")
+    expected = r"cannot be run block by block: Gemma3nForCausalLM. Got block 2 fails alone: KeyError.*device_map"
+    with pytest.raises(CalibrationError, match=expected):
+        calibrate_layerwise(tmp_path / "source", make_batches(1), "FP8", tmp_path / "out", reload="unchecked", **STATIC)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_weight_that_is_not_finite_is_named_and_nothing_takes_the_name(tmp_path):
     source = tiny_llama(tmp_path / "llama")
     model = AutoModelForCausalLM.from_pretrained(source)
