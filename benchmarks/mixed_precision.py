@@ -1,18 +1,19 @@
 """What measuring each layer is worth: sensitivities against the truth, and mixed plans against uniform schemes.
 
-    python benchmarks/mixed_precision.py                       # everything, about 25 minutes on two free cores
-    python benchmarks/mixed_precision.py --only agreement      # or int8, int4, cost
+    python benchmarks/mixed_precision.py                       # all but the rest, about 20 minutes on two free cores
+    python benchmarks/mixed_precision.py --only agreement      # or int8, cost
     python benchmarks/mixed_precision.py --only rounded --model $(python benchmarks/unquantized_model.py)
     python benchmarks/mixed_precision.py --only rounded --model FOLDER      # an encoder, as MiniLM is
 
-On the default model, or another. Sensitivities are measured on text that is calibrated on, results on text that is not.
+On the default model, or another. Sensitivities are measured on text that is calibrated on (``rounded``: that is not),
+results on text that is not.
 
 ``agreement``: Spearman's rank correlation, over every fifth Linear, of the estimate (one forward and one backward a
 batch) with the measured KL divergence of the logits, one layer quantized; and of the truth on one half of the text with
-the truth on the other. ``int8`` and ``int4``: perplexity of plans, with what was estimated. ``rounded``: 4 bits with
-signed scales, Hessians and rounding, for weights that were never quantized. ``cost``: CPU time of the estimate in
-forwards of the same batch. An encoder's predictions are which of 64 other texts a text is most like; measured is
-1 - cosine of its embedding to the unquantized model's.
+the truth on the other. ``int8``: perplexity of plans, with what was estimated. ``rounded``: 4 bits with signed scales,
+Hessians and rounding, for weights that were never quantized; such ranges fit the text that they were calibrated on.
+``cost``: CPU time of the estimate in forwards of the same batch. An encoder's predictions are which of 64 other texts a
+text is most like; measured is 1 - cosine of its embedding to the unquantized model's.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from transformers.utils import logging as transformers_logging
 from lightning_obs import CalibrationSession, quantized, sensitivity
 from lightning_obs.app.data.module import TextData
 from lightning_obs.app.models.language import load_causal_lm
-from lightning_obs.choice.mixed_precision import MixedPlan, choose_schemes, frontier, plan_of
+from lightning_obs.choice.mixed_precision import MixedPlan, choose_schemes, plan_of
 from lightning_obs.choice.sensitivity import Sensitivity
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.qparams import calibration_of, put_back
@@ -74,10 +75,10 @@ class Bench:
         self.held_out = [{**batch, "use_cache": False} for batch in data.test_dataloader()]
         self.measured, self.observed, self.logits = self.calibration[:measured], self.calibration[measured:], []
 
-    def sensitivity(self, schemes: dict[str, Any], data: bool = True) -> Sensitivity:
-        batches = self.measured if data else None
+    def sensitivity(self, schemes: dict[str, Any], calibration: list[Any] | None = None) -> Sensitivity:
+        calibration = self.calibration if calibration is None else calibration
         options = {"ignore": self.ignore, "reload": self.reload}
-        return sensitivity(self.model, batches, schemes, calibration=self.observed, **options)
+        return sensitivity(self.model, self.measured, schemes, calibration=calibration, **options)
 
     @contextmanager
     def calibrated(self, scheme: Any, **options: Any) -> Iterator[nn.Module]:
@@ -201,43 +202,6 @@ def int8(bench: Bench) -> None:
     )
 
 
-def int4(bench: Bench, budgets: list[float]) -> None:
-    """W4A16 in groups of 64 with 8-bit weights as the alternative, chosen by divergence and by weight error.
-
-    ``imatrix4`` weighs squared errors (norm 2) by the inputs; ``asym4`` has zero points too. Groups of 32 are uniform
-    schemes of sizes in between, with a plan of no more bytes beside each.
-    """
-    candidates = {
-        "minmax4": weights(4, group=64),
-        "imatrix4": weights(4, "imatrix_mse", group=64, norm=2.0),
-        "asym4": weights(4, "imatrix_mse", group=64, symmetric=False, norm=2.0),
-        "imatrix4 in groups of 32": weights(4, "imatrix_mse", group=32, norm=2.0),
-        "asym4 in groups of 32": weights(4, "imatrix_mse", group=32, symmetric=False, norm=2.0),
-        "int8": weights(8),
-    }
-    uniform = [name for name in candidates if name != "int8"]
-    every = bench.sensitivity(candidates)
-    finest = only(every, "minmax4", "imatrix4", "asym4", "int8")
-    found = only(every, "minmax4", "imatrix4", "int8")
-    print("\n| bits per weight | MB | estimated KL | modules |\n|---|---|---|---|")
-    for plan in frontier(found, 15):
-        counts = ", ".join(f"{count} {scheme}" for scheme, count in plan.counts.items())
-        print(f"| {plan.bits:.3f} | {plan.size / 1e6:.1f} | {plan.loss:.4f} | {counts} |")
-    by_weight = bench.sensitivity({name: candidates[name] for name in ("minmax4", "int8")}, data=False)
-    rows = {name: plan_of(every, name) for name in uniform}
-    for name in uniform[3:]:
-        rows[f"no more bytes than {name}"] = choose_schemes(finest, f"{rows[name].size} B")
-    for budget in budgets:
-        rows[f"{budget:g} bits"] = choose_schemes(found, budget)
-        rows[f"{budget:g} bits, asym4 too"] = choose_schemes(finest, budget)
-        chosen = choose_schemes(by_weight, budget).schemes
-        rows[f"{budget:g} bits, layers chosen by weight error"] = plan_of(
-            found, {name: "int8" if scheme == "int8" else "imatrix4" for name, scheme in chosen.items()}
-        )
-    print(flush=True)
-    bench.print_rows(rows)
-
-
 def rounded(bench: Bench, budgets: list[float]) -> None:
     """Groups of 64 and 32 with signed scales, Hessians and rounding, with 8-bit weights as the alternative.
 
@@ -255,7 +219,7 @@ def rounded(bench: Bench, budgets: list[float]) -> None:
         },
         "int8": {"scheme": weights(8)},
     }  # fmt: skip
-    found = bench.sensitivity(candidates)
+    found = bench.sensitivity(candidates, bench.observed)
     rows = {name: plan_of(found, name) for name in candidates if name != "int8"}
     most = max(budgets)
     rows[f"{most:g} bits, imatrix4 and int8"] = choose_schemes(only(found, "imatrix4", "int8"), most)
@@ -331,7 +295,7 @@ def cost(bench: Bench, repeats: int = 3) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=["agreement", "int8", "int4", "rounded", "cost"])
+    parser.add_argument("--only", nargs="+", choices=["agreement", "int8", "rounded", "cost"])
     parser.add_argument("--model", help="folder of a causal language model or an encoder; default: the default model")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32; rounded: bfloat16")
     parser.add_argument("--batches", type=int, default=16, help="calibration batches of 512 tokens")
@@ -344,7 +308,6 @@ def main() -> None:
     parts = {
         "agreement": agreement,
         "int8": int8,
-        "int4": lambda b: int4(b, options.budgets),
         "rounded": lambda b: rounded(b, options.budgets),
         "cost": cost,
     }

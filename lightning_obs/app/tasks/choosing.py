@@ -117,13 +117,10 @@ class Plan(ChoosingTask):
     def choose(self) -> Mapping[str, Any]:
         """Measure sensitivities, solve for the budget, print the frontier, write the plan."""
         config, batches, at_most = self.config, self.calibration_batches(), plain(self.config.task.at_most)
+        scored, observed = batches[: config.task.batches], batches[config.task.batches :] or batches
         with step("measuring each layer's sensitivity"):
             measured = sensitivity(
-                self.job.model,
-                batches[: config.task.batches],
-                self.candidates,
-                calibration=batches,
-                **self._of_candidates(),
+                self.job.model, scored, self.candidates, calibration=observed, **self._of_candidates()
             )
         plan = choose_schemes(measured, config.budget, at_most=at_most)
         if plan.config is None:
