@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from lightning_obs import CalibrationSession, QuantizationAwareTraining, export_checkpoint
+from lightning_obs import CalibrationSession, QuantizationAwareTraining, export_checkpoint, quantized
 from tests.test_engines import in_vllm, pytestmark
 
 __all__ = ["pytestmark"]  # slow, and skipped where vLLM's environment is not there
@@ -69,10 +69,10 @@ def log_probabilities(folder, dtype):
     return torch.stack(found)
 
 
-def in_engine(folder, dtype, scratch):
+def in_engine(folder, dtype, scratch, *arguments):
     job = {"blocks": [block[0].tolist() for block in blocks(1, 3)], "prompt": [5, 6, 7], "dtype": dtype}
     (scratch / "job.json").write_text(json.dumps(job))
-    in_vllm("in_vllm.py", folder, scratch / "job.json", scratch / "answer.json")
+    in_vllm("in_vllm.py", folder, scratch / "job.json", scratch / "answer.json", *arguments)
     answer = json.loads((scratch / "answer.json").read_text())
     assert "refused" not in answer, answer
     return torch.tensor(answer["logprobs"])
@@ -94,6 +94,26 @@ def test_vllm_gives_what_transformers_gives(model, tmp_path, name):
     here = log_probabilities(tmp_path / "checkpoint", dtype)
     bound = 0.35 if "kv_cache" in options else BOUND  # vLLM's operation on the CPU rounds the cache towards zero
     assert difference(in_engine(tmp_path / "checkpoint", dtype, tmp_path), here) < bound
+
+
+@pytest.mark.parametrize(("bits", "arguments"), [(4, ()), (8, ("--plain",))])  # no kernel for W8A16 on the CPU
+def test_vllm_reads_negative_scales_as_this_package_does(model, tmp_path, bits, arguments):
+    model = AutoModelForCausalLM.from_pretrained(saved(model, tmp_path / "before"), dtype=torch.bfloat16).eval()
+    signed = {"weight": {"name": "memoryless_mse", "signed": True}}
+    scheme = {"weights": {"num_bits": bits, "group_size": 64}}
+    with CalibrationSession(model, scheme, ignore=["lm_head"], reload="vllm", observers=signed) as session:
+        pass
+    negative = [float((v < 0).float().mean()) for n, v in session.qparams.items() if n.endswith("weight_scale")]
+    assert min(negative) > 0.2
+    export_checkpoint(model, tmp_path / "checkpoint")
+    with quantized(model), torch.no_grad():
+        logits = [model(block, use_cache=False).logits[0, :-1].float().log_softmax(-1) for block in blocks(1, 3)]
+    here = torch.stack([of.gather(-1, b[0, 1:, None])[:, 0] for of, b in zip(logits, blocks(1, 3), strict=True)])
+    there = in_engine(tmp_path / "checkpoint", "bfloat16", tmp_path, *arguments)
+    print(
+        f"{bits} bits: {min(negative):.2f} of the scales negative, mean difference {difference(there, here):.4f} nats"
+    )
+    assert difference(there, here) < BOUND
 
 
 class Module(L.LightningModule):

@@ -230,6 +230,7 @@ def make_options(config: DictConfig) -> CalibrationOptions:
         observers={"input": plain(config.observer), "weight": plain(config.weight_observer)},
         kv_cache=plain(config.kv_cache) or None,
         reload=config.export.reload,
+        engines=plain(config.export.engines),
         **{name: plain(config[name]) for name in same},
     )
 

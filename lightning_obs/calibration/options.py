@@ -33,6 +33,7 @@ class OptionKeywords(TypedDict, total=False):
     kv_cache: KVCacheLike
     on_missing: OnMissing
     reload: str
+    engines: str | Sequence[str]
     calibrate_all_experts: bool
     fused_sets: Sequence[Sequence[str]]
     join_fused_scales: bool
@@ -64,6 +65,8 @@ class CalibrationOptions:
             (``CompressedTensorsConfig(dequantize=True)``), ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"mlx"``,
             ``"openvino"``, the name of an engine of your own, or ``"unchecked"``. A checkpoint that the engine would
             refuse is an error now. Where it computes a scheme in another way than that says, a warning tells.
+        engines: further engines that have to take the checkpoint, by their names in ``reload``: ``["vllm", "mlx"]``.
+            What one of them refuses is an error; the functions that choose schemes leave such candidates out.
         calibrate_all_experts: let every expert observe all tokens, not only those that the router sends it. Outputs
             stay what they are. Off: an expert's range is that of the tokens it will get.
         fused_sets: names of modules, under one parent, that your engine fuses, beside those in
@@ -102,6 +105,7 @@ class CalibrationOptions:
     kv_cache: KVCacheLike = None
     on_missing: OnMissing = "error"
     reload: str = "default"
+    engines: str | Sequence[str] = ()
     calibrate_all_experts: bool = False
     fused_sets: Sequence[Sequence[str]] = ()
     join_fused_scales: bool = False
@@ -111,12 +115,14 @@ class CalibrationOptions:
     def __post_init__(self) -> None:
         for name in ("scheme", *self.names(type(self))):
             value = _plain(getattr(self, name))
-            is_one = name in ("targets", "ignore") and isinstance(value, str)
+            is_one = name in ("targets", "ignore", "engines") and isinstance(value, str)
             object.__setattr__(self, name, [value] if is_one else value)
         if self.on_missing not in (choices := get_args(OnMissing)):
             got = repr(self.on_missing) + likely(str(self.on_missing), choices)
             raise CalibrationError("on_missing", got=got, expected=", ".join(map(repr, choices)))
         engine_of(self.reload)
+        for name in self.engines:
+            engine_of(name, "engines")
         check_own_sets(self.fused_sets)
         names = ("targets", "ignore", "observers", "kv_cache", "rounding")
         config = resolve_config(self.scheme, **{name: getattr(self, name) for name in names})
@@ -145,7 +151,7 @@ class CalibrationOptions:
     @property
     def beside_scheme(self) -> dict[str, Any]:
         """The fields that say nothing of what is quantized and how it is observed."""
-        names = ("on_missing", "reload", "calibrate_all_experts", "fused_sets", "join_fused_scales")
+        names = ("on_missing", "reload", "engines", "calibrate_all_experts", "fused_sets", "join_fused_scales")
         return {name: getattr(self, name) for name in names}
 
     def with_config(self, config: QuantizationConfig) -> CalibrationOptions:

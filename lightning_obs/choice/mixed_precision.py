@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, TypeAlias
 
@@ -98,6 +98,7 @@ def mixed_precision(
         calibration: as for :func:`~lightning_obs.sensitivity`.
         seed: as there.
         **options: fields of :class:`~lightning_obs.CalibrationOptions` (``ignore``, ``targets``, ``fused_sets``...).
+            ``engines=["vllm", "llama.cpp"]``: the plan is one that all of them take.
 
     Returns:
         A config with one group for each scheme that was chosen; modules without one are in its ``ignore``.
@@ -204,6 +205,10 @@ def budget_in_bytes(budget: float | str, weights: int) -> int:
 
 def _solve(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]) -> MixedPlan | None:
     """The plan with the least loss within a limit in bytes, or None where nothing fits."""
+    if measured.alone:
+        free, none = replace(measured, alone=False), dict.fromkeys(measured.schemes, 0.0)
+        found = [_solve(free, limit, {**shares, **none, n: shares.get(n, 1.0)}) for n in measured.schemes]
+        return min((plan for plan in found if plan is not None), key=lambda plan: plan.loss, default=None)
     groups, names, count = measured.groups, measured.candidates, len(measured.candidates)
     losses = np.array([group.losses[name] for group in groups for name in names])
     sizes = np.array([float(group.sizes[name]) for group in groups for name in names])

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import combinations, product
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -22,13 +23,15 @@ from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.compress import compressed_bytes
 from lightning_obs.choice.divergence import Losses, Twins, divergences
-from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.engines.engine import Engine, engine_of
+from lightning_obs.errors import CalibrationError, refuse, warn
 from lightning_obs.forward.calls import call_on, in_evaluation_mode
 from lightning_obs.forward.quantized_tensors import quantized_weight
 from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.qparams import calibration_of, put_back
 from lightning_obs.model.weight import in_shards
 from lightning_obs.schemes.config import SchemeLike, as_names
+from lightning_obs.schemes.planned_modules import PlannedModule
 
 Batches: TypeAlias = Iterable[Mapping[str, Any] | torch.Tensor]
 #: a scheme, or with ``scheme`` the options of a calibration:
@@ -72,6 +75,7 @@ class Sensitivity:
             ``"weight error"``: relative squared errors of the weights, which no data was needed for and which say
             little about the model.
         tokens: predictions that were measured.
+        alone: whether no plan may have two of the schemes, as one of the engines reads one alone.
     """
 
     groups: list[Group]
@@ -80,6 +84,7 @@ class Sensitivity:
     ignore: list[str] = field(default_factory=list)
     method: Method = "divergence"
     tokens: int = 0
+    alone: bool = False
 
     @property
     def weights(self) -> int:
@@ -120,10 +125,12 @@ def sensitivity(
             ``{"scheme": "W4A16", "observers": {"weight": {"name": "hessian", "signed": True}}, "rounding": "gptq"}``.
         calibration: batches for candidates that observe data; default: ``batches``.
         seed: of the random signs.
-        **options: fields of :class:`~lightning_obs.CalibrationOptions` for candidates that do not name them.
+        **options: fields of :class:`~lightning_obs.CalibrationOptions` for candidates that do not name them. What one
+            of ``engines`` does not take is no candidate, and a warning says so.
 
     Raises:
-        CalibrationError: a scheme that does not fit; none, or a name twice; weights in shards; logits not finite.
+        CalibrationError: a scheme that does not fit; none that all ``engines`` take; none, or a name twice; weights in
+            shards; logits not finite.
 
     Reference:
         Martens, New Insights and Perspectives on the Natural Gradient Method, 2020, arXiv:1412.1193, sections 5 and 9
@@ -136,12 +143,16 @@ def sensitivity(
         ([('0',), ('2',)], {'int8': 320, 'none': 1024})
     """
     _require_whole(model)
-    candidates = _named(schemes)
+    engines = [engine_of(name, "engines") for name in as_names(options.pop("engines", ()))]
+    named = _named(schemes)
     sessions = {
         name: CalibrationSession(model, candidate_options(scheme, **options))
-        for name, scheme in candidates.items()
+        for name, scheme in named.items()
         if scheme is not None
     }
+    for name in _refused(sessions, engines):
+        del sessions[name]
+    candidates = [name for name, scheme in named.items() if name in sessions or scheme is None]
     measured = None if batches is None else list(batches)
     twins = _calibrate(model, sessions, measured if calibration is None else list(calibration))
     groups = _groups(model, sessions)
@@ -157,7 +168,37 @@ def sensitivity(
         [*as_names(options.get("ignore", ())), *dict.fromkeys(n for s in sessions.values() for n in s.plan.tied)],
         "weight error" if measured is None else "divergence",
         tokens,
+        any(_refused_together(pair, groups[0], engines) for pair in combinations(sessions.values(), 2)),
     )
+
+
+def _refused(sessions: Mapping[str, CalibrationSession], engines: Sequence[Engine]) -> list[str]:
+    """The candidates that one of the engines does not take, each with a warning."""
+    refused = {}
+    for engine, (name, session) in product(engines, sessions.items()):
+        if (error := _refusal(engine, session, session.plan.targets)) is not None:
+            warn(f"{name} is no candidate: {error}")
+            refused[name] = error
+    if len(refused) == len(sessions):
+        raise CalibrationError("no candidate is taken by all engines", got="; ".join(map(str, refused.values())))
+    return list(refused)
+
+
+def _refused_together(
+    pair: tuple[CalibrationSession, CalibrationSession], first: Sequence[str], engines: Sequence[Engine]
+) -> bool:
+    """Whether an engine refuses a plan whose ``first`` modules have the one candidate, and all others the other."""
+    one, other = pair
+    targets = [t for t in one.plan.targets if t.name in first] + [t for t in other.plan.targets if t.name not in first]
+    return any(_refusal(engine, one, targets) is not None for engine in engines)
+
+
+def _refusal(engine: Engine, session: CalibrationSession, targets: list[PlannedModule]) -> CalibrationError | None:
+    try:
+        engine.check(session.model, targets, session.options.fused_sets)
+    except CalibrationError as error:
+        return error
+    return None
 
 
 def _require_whole(model: nn.Module) -> None:

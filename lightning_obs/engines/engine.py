@@ -7,7 +7,7 @@ refusal is an error. Every other engine's answer is reported at the end of the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -146,8 +146,8 @@ _E = TypeVar("_E", bound=Engine)
 ENGINES: dict[str, Engine] = {}
 
 
-def engine_of(reload: str) -> Engine:
-    """The engine that ``reload`` names.
+def engine_of(reload: str, option: str = "reload") -> Engine:
+    """The engine that ``reload`` names, or another option.
 
     Raises:
         CalibrationError: there is none.
@@ -155,20 +155,24 @@ def engine_of(reload: str) -> Engine:
     known = {**ENGINES, "unchecked": Engine()}
     if reload not in known:
         got = repr(reload) + likely(reload, known)
-        raise CalibrationError("reload", got=got, expected=", ".join(map(repr, known)))
+        raise CalibrationError(option, got=got, expected=", ".join(map(repr, known)))
     return known[reload]
 
 
 def ask_engines(
-    model: nn.Module, targets: list[PlannedModule], chosen: Engine, own_sets: FusedSets = ()
+    model: nn.Module,
+    targets: list[PlannedModule],
+    chosen: Engine,
+    own_sets: FusedSets = (),
+    also: Collection[Engine] = (),
 ) -> dict[str, Verdict]:
     """Ask every engine once: the verdict of each by its name.
 
     A model that is not of transformers has no verdicts: nothing is known of it but what the chosen engine refuses. The
-    arguments are those of :meth:`Engine.check`.
+    arguments are those of :meth:`Engine.check`; ``also``: further engines that have to take the checkpoint.
 
     Raises:
-        CalibrationError: the chosen engine, which the checkpoint is for, does not take it.
+        CalibrationError: the chosen engine, which the checkpoint is for, does not take it, or one of ``also``.
     """
     runs = chosen.check(model, targets, own_sets)
     if runs == Hardware():
@@ -177,10 +181,12 @@ def ask_engines(
     for engine in ENGINES.values():
         for text in engine.remarks(model, targets, own_sets, engine is chosen):
             warn(text)
-        if engine.listed and is_transformers_model(model):
+        if engine in also or (engine.listed and is_transformers_model(model)):
             try:
                 found = runs if engine is chosen else engine.check(model, targets, own_sets)
                 verdicts[engine.name] = Verdict(True, str(found or ""))
             except CalibrationError as error:
+                if engine in also:
+                    raise
                 verdicts[engine.name] = Verdict(False, str(error), error.what)
     return verdicts

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from lightning_obs import (
     CalibrationError,
     CalibrationSession,
+    CalibrationWarning,
     export_checkpoint,
     mixed_precision,
     quantized,
@@ -276,3 +277,35 @@ def test_nothing_to_quantize_is_an_error():
     model = nn.Sequential(nn.Linear(32, 8))
     with pytest.raises(CalibrationError, match="every module is best left in full precision"):
         mixed_precision(model, [torch.randn(4, 32)], {"int4": INT4, "none": None})
+
+
+INT4 = {"weights": {"num_bits": 4, "group_size": 32}}
+INT8 = {"weights": {"num_bits": 8, "group_size": 32}}
+
+
+def test_a_plan_keeps_to_what_all_engines_take(tiny_llama, batches):
+    model, ids = tiny_llama(), [batches[0]]
+    schemes = {"int4": INT4, "int8": INT8, "channel": {"weights": {"num_bits": 8, "strategy": "channel"}}}
+    free = mixed_precision(model, ids, schemes, budget=6.5, ignore="lm_head")
+    assert len(free.config_groups) > 1
+    with pytest.warns(CalibrationWarning, match=r"channel is no candidate: llama\.cpp.* nothing that loads"):
+        kept = mixed_precision(
+            model, ids, {**schemes, "none": None}, budget=6.5, ignore="lm_head", engines=["vllm", "llama.cpp"]
+        )
+    (group,) = kept.config_groups.values()  # one scheme is all that llama.cpp reads
+    assert group.weights.num_bits in (4, 8)
+    verdicts = CalibrationSession(model, kept, engines=["vllm", "llama.cpp"]).engines
+    assert verdicts["vLLM"].loads
+    assert verdicts["llama.cpp"].loads
+    with pytest.raises(CalibrationError, match=r"llama\.cpp's converter"):
+        CalibrationSession(model, free, engines="llama.cpp")
+
+
+def test_candidates_of_which_no_engine_takes_one_are_refused(tiny_llama, batches):
+    with (
+        pytest.warns(CalibrationWarning, match="int8 is no candidate"),
+        pytest.raises(CalibrationError, match="no candidate is taken by all engines"),
+    ):
+        mixed_precision(tiny_llama(), [batches[0]], {"int8": "W8A8"}, ignore="lm_head", engines="openvino")
+    with pytest.raises(CalibrationError, match=r"engines\. Got 'vlm' \(did you mean `vllm`\?\)"):
+        mixed_precision(tiny_llama(), [batches[0]], {"int8": "W8A8"}, ignore="lm_head", engines="vlm")

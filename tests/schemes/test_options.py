@@ -121,7 +121,7 @@ WRITTEN = {
             r"on_missing\. Got 'wran' \(did you mean `warn`\?\), expected 'error', 'warn', 'siblings'",
         ),
         ({"on_missing": None}, r"on_missing\. Got None"),
-        ({"reload": "sglang"}, r"reload\. Got 'sglang', expected 'default', 'dequantize', 'vllm', 'unchecked'"),
+        ({"reload": "tgi"}, r"reload\. Got 'tgi', expected 'default', 'dequantize', 'vllm', 'sglang', .*'unchecked'"),
         ({"fused_sets": ["a_proj", "b_proj"]}, r"fused_sets\. Got .*expected a list of lists of names"),
         ({"fused_sets": [["a_proj"]]}, r"not a fused set"),
         (

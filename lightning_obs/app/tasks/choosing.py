@@ -105,9 +105,10 @@ class Plan(ChoosingTask):
     @override
     def check_task(self) -> None:
         super().check_task()
+        options = {**self._of_candidates(), "engines": ()}  # what they refuse is left out when it is measured
         for scheme in self.candidates.values():
             if scheme is not None:
-                CalibrationSession(self.job.model, candidate_options(scheme, **self._of_candidates()))
+                CalibrationSession(self.job.model, candidate_options(scheme, **options))
 
     @override
     def check_scheme(self) -> None:

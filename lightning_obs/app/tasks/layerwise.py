@@ -25,7 +25,7 @@ _READS = (
     *("model.path", "model.layerwise", "data", "trainer", "scheme", "kv_cache", "group_size", "rounding"),
     *("observer", "weight_observer", "ignore", "ignore_from", "fused_sets", "join_fused_scales", "on_missing"),
     *("token_mask", "calibrate_all_experts", "imports", "output_dir"),
-    *("export.folder", "export.overwrite", "export.reload"),
+    *("export.folder", "export.overwrite", "export.reload", "export.engines"),
 )
 
 
