@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,11 @@ def layer_by_layer(folder: Path, out: Path) -> Iterator[None]:
     calibrate_layerwise(folder, batches, "FP8", out, ignore=["lm_head"])
 
 
-def in_shards(folder: Path, out: Path) -> Iterator[None]:
-    """The same under FSDP2, with a share of the rows of each weight in each rank's memory, and of the batches."""
+def in_shards(folder: Path, out: Path, forward_alone: bool = False) -> Iterator[None]:
+    """The same under FSDP2, with a share of the rows of each weight in each rank's memory, and of the batches.
+
+    ``forward_alone``: what FSDP2 itself takes, on one batch.
+    """
     yield
     config = LlamaConfig.from_pretrained(folder)
     with torch.device("meta"):
@@ -134,7 +138,11 @@ def in_shards(folder: Path, out: Path) -> Iterator[None]:
             local = parameter.to_local()
             start = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)[1][0]
             local.copy_(reader.read(name)[start : start + len(local)])
-    calibrate(model, out, Collectives.of_group())
+    if forward_alone:
+        with torch.no_grad():
+            model(torch.ones(1, 256, dtype=torch.int64))
+    else:
+        calibrate(model, out, Collectives.of_group())
 
 
 def calibrate(model: Any, out: Path, ranks: Collectives) -> None:
@@ -165,7 +173,8 @@ ROWS = {
     "in memory FP8": Row(with_data(offload=False)),
     "offloaded FP8": Row(with_data(offload=True), limit=440),
     "layer by layer FP8": Row(layer_by_layer, limit=88 + 34 + 300),  # a block, its outputs, and 300
-    "FSDP2 FP8, 2 ranks": Row(in_shards, limit=1100 + 300, ranks=2),
+    "FSDP2 FP8, 2 ranks": Row(in_shards, limit=1100 + 300, ranks=2),  # half of the model, and 300
+    "FSDP2 forward, 2 ranks": Row(partial(in_shards, forward_alone=True), ranks=2),
 }
 
 

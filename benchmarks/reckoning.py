@@ -15,7 +15,9 @@ import argparse
 from dataclasses import dataclass
 
 #: CPU seconds on one core for a billion quantized parameters, read and written: "files ..." rows of memory.py, 0.97B
-CORE = {"W4A16 minmax": 10.3 / 0.97, "W4A16 mse": 23.4 / 0.97, "FP8_DYNAMIC": 13.2 / 0.97}
+CORE = {"W4A16 minmax": 10.3 / 0.97, "W4A16 mse": 23.4 / 0.97, "FP8_DYNAMIC": 13.2 / 0.97, "NVFP4A16": 53.0 / 0.97}
+#: bytes of a quantized parameter with its share of the scales: groups of 128, none to speak of, groups of 16
+STORED = {"W4A16": 0.5 + 2 / 128, "FP8": 1.0, "NVFP4": 0.5 + 1 / 16}
 #: peak memory for a byte of the largest fused set: 95 MB at 46 MB (gate and up of 2048 x 5632)
 PER_BYTE = 95 / 46
 #: passes over all weights of a calibration on 8 batches with an export, of a model that is offloaded
@@ -53,17 +55,14 @@ MODELS = {"8B": Shape(4096, 32, 14336), "70B": Shape(8192, 80, 28672), "405B": S
 def reckon(model: Shape, disk: float, pcie: float, cores: int) -> dict[str, str]:
     """A column of the table."""
     read = 2 * (model.quantized + model.rest) / 1e9
-    written = {"W4A16": (model.quantized * (0.5 + 2 / 128) + 2 * model.rest) / 1e9}
-    written["FP8"] = (model.quantized + 2 * model.rest) / 1e9
-    billions = model.quantized / 1e9
+    written = {kind: (model.quantized * size + 2 * model.rest) / 1e9 for kind, size in STORED.items()}
 
     def weights(kind: str, workers: int) -> float:
-        return (read + written[kind[:5] if kind.startswith("W") else "FP8"]) / disk + CORE[kind] * billions / workers
+        size = next(size for stored, size in written.items() if kind.startswith(stored))
+        return (read + size) / disk + CORE[kind] * model.quantized / 1e9 / workers
 
-    found = {
-        "read [GB]": f"{read:,.0f}",
-        "written, W4A16 / FP8 [GB]": " / ".join(f"{x:,.0f}" for x in written.values()),
-    }
+    found = {"read [GB]": f"{read:,.0f}"}
+    found[f"written, {' / '.join(written)} [GB]"] = " / ".join(f"{size:,.0f}" for size in written.values())
     for kind in CORE:
         times = " / ".join(f"{weights(kind, workers) / 60:,.1f}" for workers in (1, cores))
         found[f"`task=weights` {kind}, 1 / {cores} workers [min]"] = times
