@@ -124,7 +124,8 @@ class ObservedBatches(SessionCallback):
             raise CalibrationError("dataloaders", got=wrong or "none", expected=expected)
         super().observe_validation(trainer, session)
         if self.save_to is not None and trainer.state.fn == TrainerFn.VALIDATING:
-            asked = {name: getattr(self, name) for name in ("max_batches", "dataloaders", "token_mask")}
+            mask = getattr(self.token_mask, "__qualname__", self.token_mask)  # a function has another address each run
+            asked = {"max_batches": self.max_batches, "dataloaders": self.dataloaders, "token_mask": mask}
             asked |= {"precision": str(trainer.precision), "experts": session.options.calibrate_all_experts}
             self._save = _Save(self.save_to, session, {name: repr(value) for name, value in asked.items()})
             skipped = self._save.resume(trainer)

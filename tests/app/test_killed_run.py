@@ -15,13 +15,15 @@ seen = []
 
 @Observer.register("mortal")
 class Mortal(HistogramObserver):
-    def update_statistics_from_observed(self, observed):
+    statistics = HistogramObserver.statistics
+
+    def measure(self, observed):
         seen.append(self)
         with Path("observed").open("a") as file:
             file.write(".")
         if Path("armed").exists() and seen.count(self) == 5:
             raise MemoryError("killed")
-        super().update_statistics_from_observed(observed)
+        return super().measure(observed)
 """
 
 

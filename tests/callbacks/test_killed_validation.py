@@ -135,6 +135,15 @@ def test_whatever_the_loaders_and_options_it_goes_on_with_the_next_batch(tmp_pat
     require_equal(callback, whole)
 
 
+def test_a_function_that_masks_tokens_is_the_same_in_another_process(tmp_path):
+    def mask():
+        return lambda batch: torch.ones(len(batch[0]), 1)
+
+    killed(tmp_path, token_mask=mask())
+    module, _ = resumed(tmp_path, token_mask=mask())
+    assert len(module.ran) == 3
+
+
 def test_metrics_are_of_the_remaining_batches(tmp_path):
     killed(tmp_path)
     callback = CalibrationCallback(SCHEME, show=False, save_every=2, save_to=tmp_path)
