@@ -34,12 +34,16 @@ from lightning_obs.forward.attention import marked_as_hooked
 from lightning_obs.model.checksums import require_ready
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model
 from lightning_obs.model.offload import at_rest
-from lightning_obs.model.qparams import calibrated_modules, get_scheme, quantized_states, read_qparams
+from lightning_obs.model.qparams import ROUNDED, calibrated_modules, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.weight import in_shards, register_fsdp_units
 from lightning_obs.model.wrappers import adopt_adapters, unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import routers
+from lightning_obs.observers.statistic import to_host
 from lightning_obs.ranks.collectives import gather_objects
 from lightning_obs.schemes.planned_modules import PlannedModule, find_misfits
+
+#: elements of a tensor that is brought to the host with others
+_SMALL = 1 << 16
 
 
 def export_checkpoint(
@@ -115,12 +119,17 @@ def _open(
     """What to write into, on the rank that writes, and what; before any work. If one rank fails, all do."""
     partial, layout, failure = None, dict[str, torch.Tensor](), None
     try:
+        modules = [(n, m, s) for n, m in calibrated_modules(model) if not quantized_states(m) and (s := get_scheme(m))]
+        found = {(n, key): x for n, m, _ in modules for key, x in read_qparams(m).items() if key != ROUNDED}
+        on_host = dict(zip(found, to_host(list(found.values())), strict=True))  # one question of all
         refuse(
             [
                 misfit
-                for name, module in calibrated_modules(model)
-                if not quantized_states(module) and (scheme := get_scheme(module)) is not None
-                for misfit in find_misfits(PlannedModule(name, module, scheme), read_qparams(module))
+                for name, module, scheme in modules
+                for misfit in find_misfits(
+                    PlannedModule(name, module, scheme),
+                    {key: on_host.get((name, key), x) for key, x in read_qparams(module).items()},
+                )
             ],
             "the quantization parameters are not those that the scheme asks for",
             remedy="calibrate again, with data.",
@@ -157,12 +166,18 @@ def _write_tensors(
         failure = store(model, stored.entries, None)
     else:
         with closing(TensorWriter(partial, stored.files, max_shard_size)) as writer:
+            small: list[tuple[str, torch.Tensor, int]] = []  # on an accelerator: they come in one transfer
 
             def put(name: str, rows: torch.Tensor, first: int) -> None:
-                stored.put(writer, name, rows, first, copy=sharded)
+                if rows.device.type != "cpu" and rows.numel() <= _SMALL and not sharded:
+                    small.append((name, rows, first))
+                else:
+                    stored.put(writer, name, rows, first, copy=sharded)
 
             failure = store(model, stored.entries, put)
             if failure is None:
+                for (name, _, first), rows in zip(small, to_host([rows for _, rows, _ in small]), strict=True):
+                    stored.put(writer, name, rows, first, copy=False)
                 stored.finish(writer)
                 writer.require_complete()
     failures = [sendable(failure)] if failure is not None else [None]

@@ -22,12 +22,15 @@ _TILE = 1 << 17  # values at once on a CPU: 512 KiB in float32
 
 
 class ErrorSums(NamedTuple):
-    """``sums`` is ``(7,)`` in float64, in the order of :data:`SUMS`; ``codes`` ``(256,)`` in int64, how often each
-    number of the format was used, all 0 where that is not known."""
+    """``sums`` is ``(7,)`` in float64, in the order of :data:`SUMS`; ``low`` and ``high`` are the extremes; ``codes``
+    ``(256,)`` in int64, how often each number of the format was used, all 0 where that is not known.
+
+    All lie where the tensor lies: nothing is read by the host.
+    """
 
     sums: torch.Tensor
-    low: float
-    high: float
+    low: torch.Tensor
+    high: torch.Tensor
     codes: torch.Tensor
 
 
@@ -83,30 +86,26 @@ def counted_error(
     shift = None if zero_point is None else zero_point.reshape(1, 1)
     error, clipped, codes = _rounded(values.float()[None], scale.float().reshape(1, 1), shift, args)
     x, e, weights = values.double(), error[0].double(), counts.double()
-    outside = torch.zeros_like(x) if clipped is None else clipped[0].double()
-    products = torch.stack([torch.ones_like(x), x * x, e * e, x * e, outside]) @ weights
+    products = torch.stack([torch.ones_like(x), x * x, e * e, x * e, clipped[0].double()]) @ weights
     zero = products.new_zeros(1)
     sums = torch.cat([products[:4], zero, zero, products[4:]])
     used = torch.zeros(CODES, dtype=torch.int64, device=values.device)
     if codes is not None:
         used.index_add_(0, codes[0], counts)
-    low, high = (float(v) for v in torch.aminmax(values)) if len(values) else (0.0, 0.0)
-    return _with_one_row(ErrorSums(sums, low, high, used))
+    return _with_one_row(ErrorSums(sums, *torch.aminmax(values), used))
 
 
 def difference_error(quantized: torch.Tensor, original: torch.Tensor) -> ErrorSums:
     """The error of a layer's output ``(..., C)``, token by token."""
     x, q = (t.detach().reshape(-1, t.shape[-1]).float() for t in (original, quantized))
-    sums = _row_sums(x, q - x, None, by_token=True)
-    low, high = torch.aminmax(x)
-    return ErrorSums(sums, float(low), float(high), torch.zeros(CODES, dtype=torch.int64, device=x.device))
+    sums = _row_sums(x, q - x, x.new_zeros(1), by_token=True)  # there is no grid to be outside of
+    return ErrorSums(sums, *torch.aminmax(x), torch.zeros(CODES, dtype=torch.int64, device=x.device))
 
 
 def only_range(value: torch.Tensor) -> ErrorSums:
     """The range of a tensor whose grid is not known beforehand."""
-    low, high = torch.aminmax(value.detach())
     none = torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(CODES, dtype=torch.int64)
-    return ErrorSums(none[0], float(low), float(high), none[1])
+    return ErrorSums(none[0], *torch.aminmax(value.detach()), none[1])
 
 
 def _rounded(
@@ -115,17 +114,14 @@ def _rounded(
     zero_point: torch.Tensor | None,
     args: QuantizationArgs,
     levels: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Error, whether clipped (None: nothing is), and code of each value; no codes above 8 bits."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Error, whether clipped, and code of each value; no codes above 8 bits."""
     grid = NumberGrid.of(args)
     steps = x / scale
     if zero_point is not None:
         steps += zero_point
     slack = 0.5 * grid.last_step * (1 + 1e-3)  # rounding alone would not move a value that far
-    smallest, largest = torch.aminmax(steps)
-    clipped = None
-    if smallest < grid.low - slack or largest > grid.high + slack:
-        clipped = (steps < grid.low - slack) | (steps > grid.high + slack)
+    clipped = (steps < grid.low - slack).logical_or_(steps > grid.high + slack)
     levels = grid.round(steps) if levels is None else levels
     codes = None
     if grid.number is not None and grid.number.codes is not None:
@@ -146,11 +142,15 @@ def _tile(
     error, clipped, codes = _rounded(x, scale, zero_point, args, levels)
     used = torch.zeros(CODES, dtype=torch.int64, device=x.device)
     if codes is not None:
-        used += torch.bincount(codes.flatten(), minlength=CODES)
+        flat = codes.flatten()
+        if x.device.type == "cpu":
+            used += torch.bincount(flat, minlength=CODES)
+        else:  # whose host would wait for the largest code
+            used.index_add_(0, flat, used.new_ones(()).expand(len(flat)))
     return _row_sums(x, error, clipped, by_token), used
 
 
-def _row_sums(x: torch.Tensor, error: torch.Tensor, clipped: torch.Tensor | None, by_token: bool) -> torch.Tensor:
+def _row_sums(x: torch.Tensor, error: torch.Tensor, clipped: torch.Tensor, by_token: bool) -> torch.Tensor:
     pairs = ((x, x), (error, error), (x, error))
     if by_token:
         signal, noise, cross = ((a * b).sum(1).double() for a, b in pairs)
@@ -165,7 +165,7 @@ def _row_sums(x: torch.Tensor, error: torch.Tensor, clipped: torch.Tensor | None
             cross.sum(),
             none + (len(x) if by_token else 0),
             _decibels(signal, noise).sum() if by_token else none,
-            none if clipped is None else clipped.sum().double(),
+            clipped.sum().double(),
         ]
     )
 
@@ -179,8 +179,7 @@ def _decibels(signal: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]], flat: torch.Tensor, by_token: bool) -> ErrorSums:
     sums = torch.stack([part[0] for part in parts]).sum(0)
     codes = torch.stack([part[1] for part in parts]).sum(0)
-    low, high = (float(v) for v in torch.aminmax(flat))
-    whole = ErrorSums(sums, low, high, codes)
+    whole = ErrorSums(sums, *torch.aminmax(flat), codes)
     return whole if by_token else _with_one_row(whole)
 
 

@@ -15,7 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from lightning_obs.numerics.quantization_error import CODES, SUMS, ErrorSums
+from lightning_obs.observers.statistic import to_host
 from lightning_obs.ranks.collectives import Collectives
+
+#: errors that wait to be added: 2 KiB each
+_MOST = 4096
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class LayerSums:
     def __init__(self, names: Sequence[str]) -> None:
         self._at = {name: at for at, name in enumerate(names)}
         many = len(self._at)
+        self._measured: list[tuple[int, ErrorSums]] = []  # not added yet, so that one transfer brings them to the host
         self.sums = torch.zeros(many, len(SUMS), dtype=torch.float64)
         self.codes = torch.zeros(many, CODES, dtype=torch.int64)
         self.low = torch.full((many,), math.inf, dtype=torch.float64)
@@ -59,14 +64,23 @@ class LayerSums:
 
     def update(self, name: str, error: ErrorSums) -> None:
         """Add the error of a tensor of one layer."""
-        at = self._at[name]
-        self.sums[at] += error.sums.to(self.sums.device)
-        self.codes[at] += error.codes.to(self.codes.device)
-        self.low[at] = min(float(self.low[at]), error.low)
-        self.high[at] = max(float(self.high[at]), error.high)
+        self._measured.append((self._at[name], error))
+        if len(self._measured) >= _MOST:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        brought = iter(to_host([value for _, error in self._measured for value in error]))
+        for at, _ in self._measured:
+            sums, low, high, codes = (next(brought) for _ in ErrorSums._fields)
+            self.sums[at] += sums
+            self.low[at] = torch.fmin(self.low[at], low)
+            self.high[at] = torch.fmax(self.high[at], high)
+            self.codes[at] += codes
+        self._measured.clear()
 
     def reduce_ranks(self, collectives: Collectives) -> None:
         """Add the other ranks' sums, in three collectives; every rank must call this. It writes in place."""
+        self._add_up()
         for sums in (self.sums, self.codes):
             sums.copy_(collectives.reduce(sums.flatten().to(collectives.device), "sum").view_as(sums))
         ends = torch.cat([self.low, -self.high]).to(collectives.device)
@@ -80,6 +94,7 @@ class LayerSums:
 
     def compute(self) -> dict[str, torch.Tensor]:
         """Each of :data:`NUMBERS`, and ``low`` and ``high``, ``(layers,)``; NaN where it is not known."""
+        self._add_up()
         ends = {"low": self.low, "high": self.high}
         found = {name: end.where(end.isfinite(), torch.nan) for name, end in ends.items()}
         return {name: number(self) for name, number in NUMBERS.items()} | found

@@ -39,89 +39,91 @@ def weights(observer, **more):
 
 #: 14 modules (mixture: 24), two sequences of 32 tokens a batch
 PATHS = {
-    "FP8": Path("FP8", Budget(36, 0.17, 0), Budget(481, 11.76, 5), Budget(239, 19.95, 1)),
-    "FP8, kv cache": Path("FP8", Budget(48, 0.2, 0), Budget(489, 11.76, 5), Budget(259, 20.25, 1), {"kv_cache": "FP8"}),
-    "FP8, kv cache per head": Path(
-        "FP8", Budget(60, 0.24, 0), Budget(489, 11.76, 5), Budget(259, 20.25, 1), {"kv_cache": "FP8_HEAD"}
+    "FP8": Path("FP8", Budget(36, 0.17, 0), Budget(477, 11.77, 5), Budget(239, 19.96, 1)),
+    "FP8, kv cache": Path(
+        "FP8", Budget(48, 0.21, 0), Budget(485, 11.77, 5), Budget(259, 20.25, 1), {"kv_cache": "FP8"}
     ),
-    "INT8_STATIC": Path("INT8_STATIC", Budget(36, 0.17, 0), Budget(533, 12.62, 5), Budget(211, 19.11, 1)),
-    "minmax": Path("INT8_STATIC", Budget(156, 0.33, 0), Budget(533, 12.62, 5), Budget(211, 19.11, 1), inputs("minmax")),
-    "mse": Path("INT8_STATIC", Budget(860, 100.34, 0), Budget(533, 12.62, 5), Budget(211, 19.11, 1), inputs("mse")),
+    "FP8, kv cache per head": Path(
+        "FP8", Budget(52, 0.24, 0), Budget(485, 11.77, 5), Budget(259, 20.25, 1), {"kv_cache": "FP8_HEAD"}
+    ),
+    "INT8_STATIC": Path("INT8_STATIC", Budget(36, 0.17, 0), Budget(505, 12.61, 5), Budget(211, 19.11, 1)),
+    "minmax": Path("INT8_STATIC", Budget(156, 0.34, 0), Budget(501, 12.61, 5), Budget(211, 19.11, 1), inputs("minmax")),
+    "mse": Path("INT8_STATIC", Budget(740, 93.46, 0), Budget(501, 12.61, 5), Budget(211, 19.11, 1), inputs("mse")),
     "histogram": Path(
-        "INT8_STATIC", Budget(82, 39.79, 0), Budget(533, 27.3, 5), Budget(211, 19.11, 1), inputs("histogram")
+        "INT8_STATIC", Budget(74, 39.79, 0), Budget(501, 27.29, 5), Budget(211, 19.11, 1), inputs("histogram")
     ),
     "entropy": Path(
         "INT8_STATIC",
-        Budget(82, 39.79, 0),
-        Budget(533, 27.3, 5),
+        Budget(74, 39.79, 0),
+        Budget(501, 27.29, 5),
         Budget(211, 19.11, 1),
         inputs({"name": "histogram", "criterion": "entropy"}),
     ),
     "percentile": Path(
-        "INT8_STATIC", Budget(82, 39.79, 0), Budget(533, 27.3, 5), Budget(211, 19.11, 1), inputs("percentile")
+        "INT8_STATIC", Budget(74, 39.79, 0), Budget(501, 27.29, 5), Budget(211, 19.11, 1), inputs("percentile")
     ),
     "normal_observer": Path(
-        "INT8_STATIC", Budget(166, 3.61, 0), Budget(533, 12.62, 5), Budget(211, 19.11, 1), inputs("normal_observer")
+        "INT8_STATIC", Budget(142, 3.62, 0), Budget(501, 12.61, 5), Budget(211, 19.11, 1), inputs("normal_observer")
     ),
     "token mask": Path(
-        "INT8_STATIC", Budget(44, 0.44, 1), Budget(533, 12.62, 5), Budget(211, 19.11, 1), {"masked": True}
+        "INT8_STATIC", Budget(44, 0.44, 1), Budget(501, 12.61, 5), Budget(211, 19.11, 1), {"masked": True}
     ),
     "token mask, histogram": Path(
         "INT8_STATIC",
-        Budget(90, 39.9, 1),
-        Budget(533, 27.3, 5),
+        Budget(82, 39.9, 1),
+        Budget(501, 27.29, 5),
         Budget(211, 19.11, 1),
         {"masked": True, **inputs("histogram")},
     ),
-    "W8A8": Path("W8A8", NOTHING, Budget(490, 12.62, 4), Budget(561, 20.75, 1)),
-    "FP8_DYNAMIC": Path("FP8_DYNAMIC", NOTHING, Budget(476, 12.61, 4), Budget(575, 21.6, 1)),
-    "FP8_BLOCK": Path("FP8_BLOCK", NOTHING, Budget(482, 12.94, 4), Budget(579, 22.39, 1)),
+    "W8A8": Path("W8A8", NOTHING, Budget(458, 12.61, 4), Budget(561, 20.76, 1)),
+    "FP8_DYNAMIC": Path("FP8_DYNAMIC", NOTHING, Budget(444, 12.6, 4), Budget(575, 21.6, 1)),
+    "FP8_BLOCK": Path("FP8_BLOCK", NOTHING, Budget(450, 12.95, 4), Budget(579, 22.39, 1)),
     "FP8 in small blocks, mse": Path(
-        BLOCKS, NOTHING, Budget(1722, 613.78, 4), Budget(169, 17.6, 1), weights("memoryless_mse")
+        BLOCKS, NOTHING, Budget(1508, 588.42, 4), Budget(169, 17.6, 1), weights("memoryless_mse")
     ),
-    "W4A16": Path(INT4, NOTHING, Budget(490, 13.57, 4), Budget(155, 17.04, 1)),
-    "W4A16 mse": Path(INT4, NOTHING, Budget(1680, 411.83, 4), Budget(155, 17.04, 1), weights("memoryless_mse")),
+    "W4A16": Path(INT4, NOTHING, Budget(462, 13.51, 4), Budget(155, 17.04, 1)),
+    "W4A16 mse": Path(INT4, NOTHING, Budget(1466, 383.44, 4), Budget(155, 17.04, 1), weights("memoryless_mse")),
     "W4A16 imatrix_mse": Path(
-        INT4, Budget(84, 1.58, 0), Budget(1801, 461.89, 5), Budget(155, 17.04, 1), weights("imatrix_mse")
+        INT4, Budget(72, 1.57, 0), Budget(1601, 433.56, 5), Budget(155, 17.04, 1), weights("imatrix_mse")
     ),
     "W4A16 local_hessian": Path(
-        INT4, Budget(68, 2.76, 0), Budget(1857, 528.13, 5), Budget(155, 17.04, 1), weights("local_hessian")
+        INT4, Budget(56, 2.47, 0), Budget(1643, 494.35, 5), Budget(155, 17.04, 1), weights("local_hessian")
     ),
     "W4A16 hessian": Path(
-        INT4, Budget(68, 6.66, 0), Budget(14945, 1693.49, 5), Budget(155, 17.04, 1), weights("hessian")
+        INT4, Budget(56, 5.48, 0), Budget(14365, 1605.17, 5), Budget(155, 17.04, 1), weights("hessian")
     ),
     "W4A16 gptq": Path(
         INT4,
-        Budget(68, 6.66, 0),
-        Budget(37965, 1934.99, 19),
+        Budget(56, 5.48, 0),
+        Budget(37385, 1846.67, 19),
         Budget(169, 20.34, 1),
         weights("hessian", rounding="gptq"),
     ),
-    "NVFP4": Path("NVFP4", Budget(60, 0.38, 0), Budget(952, 15.46, 5), Budget(813, 56, 1)),
+    "NVFP4": Path("NVFP4", Budget(44, 0.34, 0), Budget(924, 15.32, 5), Budget(813, 56.0, 1)),
     "NVFP4 expanded": Path(
-        "NVFP4", Budget(60, 0.38, 0), Budget(2056, 3685.01, 5), Budget(813, 56, 1), weights("nvfp4_expanded_mse")
+        "NVFP4", Budget(44, 0.34, 0), Budget(1844, 3515.43, 5), Budget(813, 56.0, 1), weights("nvfp4_expanded_mse")
     ),
-    "MXFP4": Path("MXFP4", NOTHING, Budget(686, 14.4, 4), Budget(967, 52.4, 1)),
+    "MXFP4": Path("MXFP4", NOTHING, Budget(654, 14.33, 4), Budget(967, 52.4, 1)),
     "experts, siblings": Path(
         W4A16_32,
-        Budget(274, 1.19, 2),
-        Budget(3691, 54, 5),
+        Budget(250, 1.19, 2),
+        Budget(3271, 50.56, 5),
         Budget(407, 4.89, 3),
         weights("imatrix_mse", on_missing="siblings"),
         mixture,
     ),
     "experts, all tokens": Path(
         W4A16_32,
-        Budget(314, 2.21, 2),
-        Budget(3691, 54, 5),
+        Budget(290, 2.2, 2),
+        Budget(3271, 50.56, 5),
         Budget(407, 4.89, 3),
         weights("imatrix_mse", calibrate_all_experts=True),
         mixture,
     ),
     "experts, token mask": Path(
         W4A16_32,
-        Budget(294, 1.32, 3),
-        Budget(3691, 54, 5),
+        Budget(270, 1.31, 3),
+        Budget(3271, 50.56, 5),
         Budget(407, 4.89, 3),
         weights("imatrix_mse", on_missing="siblings", masked=True),
         mixture,

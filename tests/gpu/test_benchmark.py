@@ -1,0 +1,20 @@
+"""benchmarks/gpu.py, on the CPU and where there is one on a CUDA device."""
+
+import re
+import runpy
+from pathlib import Path
+
+from tests.in_process import run_script
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+
+
+def test_every_observer_has_a_time_and_a_share_of_the_bandwidth(device, tmp_path):
+    done = run_script(SCRIPT, "--device", device.type, "--quick", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("│")] for line in done.stdout.splitlines() if line.count("│") > 8]
+    names = [row[1] for row in rows]
+    assert names == [name for name, *_ in runpy.run_path(str(SCRIPT))["ROWS"]]
+    for row in rows:
+        assert re.fullmatch(r"[\d.]+", row[4]), row
+        assert re.fullmatch(r"[\d.]+", row[5]), row
