@@ -62,7 +62,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="small tensors, once each")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--size", type=int, default=4096, help="a weight has size x size values, an input 2 x size x size")
+    parser.add_argument(
+        "--size", type=int, default=4096, help="a weight has size x size values, an input 2 x size x size"
+    )
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -72,7 +74,17 @@ def main() -> int:
     size, repeats = (256, 1) if options.quick else (options.size, options.repeats)
     bandwidth = measure_bandwidth(device, 1 << 22 if options.quick else 1 << 28, repeats)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    columns = ("observer", "of", "format", "ours [ms]", "share [%]", "peak [MiB]", "llm-compressor [ms]", "share [%]", "ratio")
+    columns = (
+        "observer",
+        "of",
+        "format",
+        "ours [ms]",
+        "share [%]",
+        "peak [MiB]",
+        "llm-compressor [ms]",
+        "share [%]",
+        "ratio",
+    )
     table = Table(*columns, title=f"{name}: {bandwidth / 1e9:.0f} GB/s; {options.dtype}, {size} x {size}")
     torch.manual_seed(0)
     for observer, base_name, number_format, args in ROWS:
@@ -97,7 +109,13 @@ def main() -> int:
 
 @torch.no_grad()
 def measure(
-    kind: Any, name: str, base_name: str, args: QuantizationArgs, value: torch.Tensor, inputs: torch.Tensor, repeats: int
+    kind: Any,
+    name: str,
+    base_name: str,
+    args: QuantizationArgs,
+    value: torch.Tensor,
+    inputs: torch.Tensor,
+    repeats: int,
 ) -> tuple[float, int]:
     """Median milliseconds of one observation, and the bytes at once beside the tensor (0 where nobody counts them)."""
 

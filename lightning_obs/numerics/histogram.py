@@ -67,11 +67,9 @@ def count_values(observed: torch.Tensor) -> Histogram:
     """
     if not launch.can_read(observed):
         return _count_plainly(observed)
-    parts = [_count_flat(observed[:, q].reshape(-1)) for q in range(observed.shape[1])]
-    if len(parts) == 1:  # half a megabyte that need not be copied
-        return Histogram(*(part.unsqueeze(0) for part in parts[0]))
-    counts, low, high = (torch.stack(each) for each in zip(*parts, strict=True))
-    return Histogram(counts, low, high)
+    parts = zip(*(_count_flat(observed[:, q].reshape(-1)) for q in range(observed.shape[1])), strict=True)
+    # Half a megabyte of one scale need not be copied.
+    return Histogram(*(torch.stack(each) if len(each) > 1 else each[0].unsqueeze(0) for each in parts))
 
 
 def count_nan(counts: torch.Tensor) -> int:

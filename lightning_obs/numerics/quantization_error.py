@@ -55,27 +55,24 @@ def grid_error(
         by_token: the ratio of signal to noise is taken of each token; off: of the whole tensor.
         rounded: the numbers of the format, in the shape of ``value``; None: the nearest ones.
     """
-    if rounded is not None:
-        by_scale = scale.numel() > 1
-        rounded = flatten_for_calibration(rounded.float(), base_name, args) if by_scale else rounded.float()
-        rounded = rounded.reshape(-1, rounded.shape[-1])
-    flat = value.detach().reshape(-1, value.shape[-1]) if scale.numel() == 1 else None
-    if flat is None:
-        grouped = flatten_for_calibration(value.detach(), base_name, args)
-        shape = grouped.shape[:-1]
-        flat, expanded = grouped.reshape(-1, grouped.shape[-1]), (1, *shape[1:])
-        scale = scale.reshape(expanded).expand(shape).reshape(-1, 1)
-        zero_point = None if zero_point is None else zero_point.reshape(expanded).expand(shape).reshape(-1, 1)
+    one = scale.numel() == 1
+    given = [value.detach(), *([] if rounded is None else [rounded.float()])]
+    shaped = [x if one else flatten_for_calibration(x, base_name, args) for x in given]
+    flat, *levels = (x.reshape(-1, x.shape[-1]) for x in shaped)
+    lead = (1,) if one else shaped[0].shape[:-1]
+    scale = scale.reshape(1, *lead[1:]).expand(lead).reshape(-1, 1)
+    zero_point = None if zero_point is None else zero_point.reshape(1, *lead[1:]).expand(lead).reshape(-1, 1)
     parts = []
     height = max(1, tile_size(flat.device, _TILE) // max(1, flat.shape[1]))
     for start in range(0, len(flat), height):
         rows = slice(start, start + height)
-        of = scale.reshape(1, 1) if len(scale) != len(flat) else scale[rows]
-        shift = None if zero_point is None else zero_point.reshape(of.shape if len(of) == 1 else (-1, 1))
-        shift = shift if shift is None or len(shift) == len(of) else shift[rows]
-        chosen = None if rounded is None else rounded[rows]
-        parts.append(_tile(flat[rows].float(), of.float(), shift, args, by_token, chosen))
-    return _joined(parts, flat, by_token)
+        own, x = slice(None) if one else rows, flat[rows].float()
+        shift = None if zero_point is None else zero_point[own]
+        error, clipped, codes = _rounded(x, scale[own].float(), shift, args, levels[0][rows] if levels else None)
+        parts.append((_row_sums(x, error, clipped, by_token), _how_often(codes, x.device)))
+    sums, used = (torch.stack(each).sum(0) for each in zip(*parts, strict=True))
+    whole = ErrorSums(sums, *torch.aminmax(flat), used)
+    return whole if by_token else _with_one_row(whole)
 
 
 def counted_error(
@@ -89,7 +86,7 @@ def counted_error(
     products = torch.stack([torch.ones_like(x), x * x, e * e, x * e, clipped[0].double()]) @ weights
     zero = products.new_zeros(1)
     sums = torch.cat([products[:4], zero, zero, products[4:]])
-    used = torch.zeros(CODES, dtype=torch.int64, device=values.device)
+    used = _how_often(None, values.device)
     if codes is not None:
         used.index_add_(0, codes[0], counts)
     return _with_one_row(ErrorSums(sums, *torch.aminmax(values), used))
@@ -99,13 +96,13 @@ def difference_error(quantized: torch.Tensor, original: torch.Tensor) -> ErrorSu
     """The error of a layer's output ``(..., C)``, token by token."""
     x, q = (t.detach().reshape(-1, t.shape[-1]).float() for t in (original, quantized))
     sums = _row_sums(x, q - x, x.new_zeros(1), by_token=True)  # there is no grid to be outside of
-    return ErrorSums(sums, *torch.aminmax(x), torch.zeros(CODES, dtype=torch.int64, device=x.device))
+    return ErrorSums(sums, *torch.aminmax(x), _how_often(None, x.device))
 
 
 def only_range(value: torch.Tensor) -> ErrorSums:
     """The range of a tensor whose grid is not known beforehand."""
-    none = torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(CODES, dtype=torch.int64)
-    return ErrorSums(none[0], *torch.aminmax(value.detach()), none[1])
+    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=value.device)
+    return ErrorSums(sums, *torch.aminmax(value.detach()), _how_often(None, value.device))
 
 
 def _rounded(
@@ -131,23 +128,14 @@ def _rounded(
     return (levels - steps).mul_(scale), clipped, codes
 
 
-def _tile(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    args: QuantizationArgs,
-    by_token: bool,
-    levels: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    error, clipped, codes = _rounded(x, scale, zero_point, args, levels)
-    used = torch.zeros(CODES, dtype=torch.int64, device=x.device)
-    if codes is not None:
-        flat = codes.flatten()
-        if x.device.type == "cpu":
-            used += torch.bincount(flat, minlength=CODES)
-        else:  # whose host would wait for the largest code
-            used.index_add_(0, flat, used.new_ones(()).expand(len(flat)))
-    return _row_sums(x, error, clipped, by_token), used
+def _how_often(codes: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    if codes is not None and device.type == "cpu":
+        return torch.bincount(codes.flatten(), minlength=CODES)
+    used = torch.zeros(CODES, dtype=torch.int64, device=device)
+    if codes is None:
+        return used
+    # An accelerator's host would wait for bincount.
+    return used.index_add_(0, codes.flatten(), used.new_ones(()).expand(codes.numel()))
 
 
 def _row_sums(x: torch.Tensor, error: torch.Tensor, clipped: torch.Tensor, by_token: bool) -> torch.Tensor:
@@ -174,13 +162,6 @@ def _decibels(signal: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     # Both in float32's smallest step, as torchmetrics' SignalNoiseRatio: no noise at all is a finite number.
     eps = torch.finfo(torch.float32).eps
     return 10 * torch.log10((signal + eps) / (noise + eps))
-
-
-def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]], flat: torch.Tensor, by_token: bool) -> ErrorSums:
-    sums = torch.stack([part[0] for part in parts]).sum(0)
-    codes = torch.stack([part[1] for part in parts]).sum(0)
-    whole = ErrorSums(sums, *torch.aminmax(flat), codes)
-    return whole if by_token else _with_one_row(whole)
 
 
 def _with_one_row(whole: ErrorSums) -> ErrorSums:

@@ -206,20 +206,14 @@ class HistogramObserver(CountingObserver):
         steps = max(1, int(self.maxshrink * self.grid))
         factors = _ENTROPY_FACTORS if entropy else [1 - i / self.grid for i in range(steps)]
         lows, highs = candidate_ranges(self.min_vals.flatten(), self.max_vals.flatten(), factors)
-        costs = torch.stack([self._costs(q, lows[:, q], highs[:, q]) for q in range(lows.shape[1])], dim=1)
-        chosen = select_candidate(costs, patience=None if entropy else self.patience)
+        scales = (self.counts.flatten(0, -2), self.min_vals.flatten(), self.max_vals.flatten(), lows.T, highs.T)
+        costs = []
+        for *counted, low, high in zip(*scales, strict=True):
+            found, ends = support(*counted), (low, high, self.args)
+            costs.append(candidate_divergences(found, *ends) if entropy else candidate_errors(found, *ends, self.norm))
+        chosen = select_candidate(torch.stack(costs, 1), patience=None if entropy else self.patience)
         low, high = (ends.gather(0, chosen[None])[0].reshape(self.min_vals.shape) for ends in (lows, highs))
         return low, high
-
-    def _costs(self, q: int, lows: torch.Tensor, highs: torch.Tensor) -> torch.Tensor:
-        counted = self._support(q)
-        if self.criterion == "entropy":
-            return candidate_divergences(counted, lows, highs, self.args)
-        return candidate_errors(counted, lows, highs, self.args, self.norm)
-
-    def _support(self, q: int) -> Support:
-        counts = self.counts.flatten(0, -2)[q]
-        return support(counts, self.min_vals.flatten()[q], self.max_vals.flatten()[q])
 
 
 def require_percentile(percentile: float) -> None:

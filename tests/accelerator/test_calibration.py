@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from accelerate import dispatch_model
 
 from lightning_obs import CalibrationSession, quantized
 from tests.accelerator.common import Budget, assert_same_bits, llama, mixture, token_batches
@@ -199,23 +200,33 @@ def test_the_host_does_not_read_more_of_more_modules(name):
     assert few.reads.total() == many.reads.total()
 
 
+def by_hooks(model):
+    """The first layer here, the second there, and a hook of the user's own between them."""
+    first, second = model.model.layers
+    for module in (second, model.model.norm, model.lm_head):
+        module.to(OTHER)
+    for module in (model.model.embed_tokens, model.model.rotary_emb, first):
+        module.to(DEVICE)
+
+    def move(module, args, kwargs):
+        return tuple(on_device(args, OTHER)), on_device(kwargs, OTHER)
+
+    second.register_forward_pre_hook(move, with_kwargs=True)
+    return model
+
+
+def by_device_map(model):
+    """As accelerate dispatches a model, the embedding beside the second layer."""
+    first, second = str(DEVICE), str(OTHER)
+    places = {"model.layers.0": first, "model.layers.1": second, "model.norm": second, "model.embed_tokens": second}
+    return dispatch_model(model, places | {"model.rotary_emb": first, "lm_head": second}, main_device=first)
+
+
+@pytest.mark.parametrize("place", [by_hooks, by_device_map])
 @pytest.mark.parametrize("name", ["FP8", "histogram", "W4A16 hessian"])
-def test_a_model_that_lies_on_two_devices_has_the_cpus_qparams(name):
-    def split(model):
-        first, second = model.model.layers
-        for module in (second, model.model.norm, model.lm_head):
-            module.to(OTHER)
-        for module in (model.model.embed_tokens, model.model.rotary_emb, first):
-            module.to(DEVICE)
-
-        def move(module, args, kwargs):
-            return tuple(on_device(args, OTHER)), on_device(kwargs, OTHER)
-
-        second.register_forward_pre_hook(move, with_kwargs=True)
-        return model
-
+def test_a_model_that_lies_on_two_devices_has_the_cpus_qparams(name, place):
     expected, logits = calibrate(PATHS[name])
-    found, there = calibrate(PATHS[name], DEVICE, place=split)
+    found, there = calibrate(PATHS[name], DEVICE, place=place)
     assert_same_bits(found.qparams, expected.qparams)
     assert_same_bits({"logits": there}, {"logits": logits})
     scales = [layer.mlp.up_proj.weight_scale.device for layer in found.model.model.layers]

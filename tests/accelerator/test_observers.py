@@ -57,15 +57,5 @@ def test_an_observer_has_the_cpus_bits_within_its_budget(name, base_name, args, 
     budget.holds(counts, name, unit=value.numel())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("name", "base_name", "args", "budget"), PATHS)
-def test_an_observer_on_cuda_has_the_cpus_bits(name, base_name, args, budget):
-    value = value_of(name, base_name)
-    expected, found = (observer_of(name, base_name, args)(each) for each in (value, value.cuda()))
-    on_host = {key: x.cpu() for key, x in drop_none(found.get_qparams()).items()}
-    assert_same_bits(on_host, drop_none(expected.get_qparams()))
-
-
 def drop_none(qparams):
     return {key: value for key, value in qparams.items() if value is not None}

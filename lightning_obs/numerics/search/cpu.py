@@ -72,7 +72,7 @@ class _Loops:
     def all_rows(self) -> Visited:
         rows, count = self.rows, len(self.factors)
         low, high = (torch.empty(rows.count, dtype=rows.dtype) for _ in range(2))
-        index = definition.index_of(rows.count, count)
+        index = torch.zeros(rows.count, dtype=definition.INDEX)
         side = self.tile.LANES // self.tile.lanes_of(rows.size)  # rows of a block: none is cut by a tile
         step = max(side, _TILE // rows.size // side * side)
         slab = max(step, _SLAB // step * step)

@@ -17,6 +17,8 @@ from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import tile_size
 from lightning_obs.numerics.search.rows import Range, Rows
 
+#: dtype of a candidate's number
+INDEX = torch.int16
 # Elements of a tile on a CPU, where it should stay near the core.
 _TILE = 1 << 17
 # Up to this size torch runs an elementwise operation on one thread.
@@ -87,12 +89,7 @@ def visit(rows: Rows, search: GridSearch, tile: int = 0, patience: int | None = 
     best = errors.argmin(0)
     known = errors.gather(0, best[None])[0].isfinite()
     low, high = torch.where(known, shrink(ends, factors[best]), ends)
-    return Visited(low, high, best.to(index_of(0, len(factors)).dtype), improved, torch.zeros_like(improved))
-
-
-def index_of(rows: int, candidates: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Room for the number of a candidate per row, all zero."""
-    return torch.zeros(rows, dtype=torch.uint8 if candidates <= 256 else torch.int16, device=device)
+    return Visited(low, high, best.to(INDEX), improved, torch.zeros_like(improved))
 
 
 def measure(rows: Rows, part: slice, ranges: Range, search: GridSearch, tile: int = 0) -> torch.Tensor:
