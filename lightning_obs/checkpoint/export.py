@@ -120,8 +120,9 @@ def _open(
     partial, layout, failure = None, dict[str, torch.Tensor](), None
     try:
         modules = [(n, m, s) for n, m in calibrated_modules(model) if not quantized_states(m) and (s := get_scheme(m))]
-        found = {(n, key): x for n, m, _ in modules for key, x in read_qparams(m).items() if key != ROUNDED}
-        on_host = dict(zip(found, to_host(list(found.values())), strict=True))  # one question of all
+        held = {(n, key): x for n, m, _ in modules for key, x in read_qparams(m).items() if key != ROUNDED}
+        away = {key: x for key, x in held.items() if x.device.type != "cpu"}
+        on_host = dict(zip(away, to_host(list(away.values())), strict=True)) if away else {}  # one question of all
         refuse(
             [
                 misfit
@@ -176,7 +177,8 @@ def _write_tensors(
 
             failure = store(model, stored.entries, put)
             if failure is None:
-                for (name, _, first), rows in zip(small, to_host([rows for _, rows, _ in small]), strict=True):
+                on_host = to_host([rows for _, rows, _ in small]) if small else []
+                for (name, _, first), rows in zip(small, on_host, strict=True):
                     stored.put(writer, name, rows, first, copy=False)
                 stored.finish(writer)
                 writer.require_complete()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.utils import calculate_range
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -18,6 +20,8 @@ from tests.pretend_device import DEVICE, Counts, on_cpu
 # Tables that are made once in a process.
 checksum(torch.zeros(1, device=DEVICE))
 count_values(torch.zeros(1, 1, 1, device=DEVICE))
+for bits, kind in ((4, "int"), (8, "int"), (4, "float"), (8, "float")):
+    calculate_range(QuantizationArgs(num_bits=bits, type=kind), DEVICE)
 
 
 class Budget(NamedTuple):
