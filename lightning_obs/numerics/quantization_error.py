@@ -132,10 +132,8 @@ def _how_often(codes: torch.Tensor | None, device: torch.device) -> torch.Tensor
     if codes is not None and device.type == "cpu":
         return torch.bincount(codes.flatten(), minlength=CODES)
     used = torch.zeros(CODES, dtype=torch.int64, device=device)
-    if codes is None:
-        return used
     # An accelerator's host would wait for bincount.
-    return used.index_add_(0, codes.flatten(), used.new_ones(()).expand(codes.numel()))
+    return used if codes is None else used.index_add_(0, codes.flatten(), used.new_ones(()).expand(codes.numel()))
 
 
 def _row_sums(x: torch.Tensor, error: torch.Tensor, clipped: torch.Tensor, by_token: bool) -> torch.Tensor:

@@ -91,12 +91,12 @@ PATHS = {
         INT4, Budget(56, 2.47, 0), Budget(1643, 494.35, 5), Budget(155, 17.04, 1), weights("local_hessian")
     ),
     "W4A16 hessian": Path(
-        INT4, Budget(56, 5.48, 0), Budget(14365, 1605.17, 5), Budget(155, 17.04, 1), weights("hessian")
+        INT4, Budget(56, 5.48, 0), Budget(19233, 2228.97, 5), Budget(155, 17.04, 1), weights("hessian")
     ),
     "W4A16 gptq": Path(
         INT4,
         Budget(56, 5.48, 0),
-        Budget(37385, 1846.67, 19),
+        Budget(42253, 2470.48, 19),
         Budget(169, 20.34, 1),
         weights("hessian", rounding="gptq"),
     ),
