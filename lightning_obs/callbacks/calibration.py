@@ -95,6 +95,7 @@ class CalibrationCallback(ObservedBatches):
         self._second_pass: QuantizedValidation | None = None
 
     @property
+    @override
     def choice(self) -> ObserverChoice | None:
         """What ``observers="auto"`` has scored; None before, and without it."""
         return None if self._auto is None else self._auto.choice

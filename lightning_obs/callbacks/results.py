@@ -27,6 +27,7 @@ from lightning_obs.callbacks.quantized_validation import quantized_name
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.callbacks.which_module import require_forward
 from lightning_obs.checkpoint.export import export_checkpoint
+from lightning_obs.choice.observer_choice import ObserverChoice
 from lightning_obs.errors import CalibrationError, refuse_unknown
 from lightning_obs.files.write import require_free
 from lightning_obs.model.weight import in_shards, reshard
@@ -153,7 +154,13 @@ class Results(Callback):
             return Path(folder) / "report.html"
         known = known_facts(session) | {"title": self.label, "errors": errors, "counts": counts}
         known |= {"drift": self.drift, "moved": self.moved, "curves": self.curves, "metrics": self.metrics}
+        known |= {} if self.choice is None else {"scores": self.choice.scores}
         return write_report(folder, Report(**{**known, **parts}))
+
+    @property
+    def choice(self) -> ObserverChoice | None:
+        """Which observers were chosen by measurement; None: none was."""
+        return None
 
     @property
     def curves(self) -> list[dict[str, float]]:

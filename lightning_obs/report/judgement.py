@@ -108,8 +108,10 @@ def layer_losses(report: Report) -> list[LayerLoss]:
     found = []
     for error in report.errors:
         weight, read, whole = _noise(error.weight), _noise(error.input), _share_of(error.sqnr)
+        layer = report.layers.get(error.name)
         if error.input is None or error.input.sqnr is None:  # dynamic: what the weight does not explain
-            read = max(0.0, whole - weight)
+            is_plain = layer is not None and layer.input_width is None
+            read = 0.0 if is_plain else max(0.0, whole - weight)
         loss = report.losses.get(error.name, whole)
         both = weight + read or 1.0
         found.append(LayerLoss(error.name, loss if math.isfinite(loss) else 0.0, weight / both, read / both))

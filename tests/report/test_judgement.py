@@ -94,6 +94,13 @@ def test_layers_whose_error_is_not_known_or_not_finite_have_no_part_of_the_loss(
     assert losses == {"a": 0.0, "b": pytest.approx(0.1), "c": 1.0, "d": 0.0}
 
 
+def test_inputs_in_full_precision_have_no_part_of_the_loss():
+    error = replace(layer("a", 10.0, 12.0), input=None)
+    facts = LayerFacts("int4", 4, None, "", "", 8, 2, [], None)
+    (loss,) = layer_losses(run(errors=[error], layers={"a": facts}))
+    assert (loss.weight, loss.input) == (1.0, 0.0)
+
+
 def test_a_plan_is_told_another_budget_and_never_to_leave_out_what_it_gave_few_bits():
     points = [("", 4.0, 2.0), ("chosen", 5.0, 1.0), ("", 5.4, 0.6)]
     frontier = [{"name": n, "bits_per_weight": b, "loss": loss} for n, b, loss in points]

@@ -31,15 +31,15 @@
     return found;
   }
   // An empty plot: what x and y become in it, and the drawing. `x`, `y`: [low, high]; `log`: of y
-  function plot(width, height, label, { x, y, xlabel, ylabel, log = false, left = 52, format = short, yticks }) {
+  function plot(width, height, label, { x, y, xlabel, ylabel, log = false, format = short, yticks }) {
     const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
-    const right = width - 12, top = 10, bottom = height - 36;
-    const of = (value, [low, high], from, to) => from + ((value - low) / (high - low || 1)) * (to - from);
-    const place = log ? (v) => Math.log10(v) : (v) => v, range = y.map(place);
-    const X = (v) => of(v, x, left, right), Y = (v) => of(place(v), range, bottom, top);
+    const right = width - 12, top = 10, bottom = height - 36, place = log ? (v) => Math.log10(v) : (v) => v, range = y.map(place);
     const powers = log && range[1] - range[0] >= 1.2;
     const marks = yticks ?? (powers ? ticks(Math.ceil(range[0]), Math.floor(range[1]), 4).filter(Number.isInteger).map((v) => 10 ** v)
       : log ? ticks(y[0], y[1], 4) : ticks(range[0], range[1], 4));
+    const left = 26 + 6.5 * Math.max(...marks.map((value) => format(value).length));
+    const of = (value, [low, high], from, to) => from + ((value - low) / (high - low || 1)) * (to - from);
+    const X = (v) => of(v, x, left, right), Y = (v) => of(place(v), range, bottom, top);
     for (const value of marks) {
       svg.append(drawn("line", { x1: left, x2: right, y1: Y(value), y2: Y(value), class: "grid" }));
       svg.append(drawn("text", { x: left - 5, y: Y(value) + 4, "text-anchor": "end" }, format(value)));
@@ -254,7 +254,7 @@
     const ends = limited ? [Math.max(Math.min(low, from), low - room), Math.min(Math.max(high, to), high + room)] : [low, high];
     const picture = plot(width, 190, `histogram of the inputs of ${row.name}, from ${short(low)} to ${short(high)}`, {
       x: ends[0] < ends[1] ? ends : [ends[0] - 1, ends[1] + 1], y: [0, most || 1], xlabel: "input value", ylabel: "values seen", yticks: marks,
-      format: (v) => (v < 4 ? String(10 ** v) : `1e${v}`), left: 46,
+      format: (v) => (v < 4 ? String(10 ** v) : `1e${v}`),
     });
     const { svg, X, Y, bottom, top } = picture;
     svg.setAttribute("class", "histogram");
@@ -286,7 +286,7 @@
   }
   function channels(row, width) {
     const values = row.channels, label = `largest weight of each output channel of ${row.name}`;
-    const picture = plot(width, 150, label, { x: [0, values.length], y: [0, Math.max(...values) || 1], xlabel: "output channels, in order", ylabel: "range", left: 46 });
+    const picture = plot(width, 150, label, { x: [0, values.length], y: [0, Math.max(...values) || 1], xlabel: "output channels, in order", ylabel: "range" });
     values.forEach((value, i) => {
       const y = picture.Y(value);
       picture.svg.append(drawn("rect", { x: picture.X(i), width: Math.max(1, picture.X(1) - picture.X(0) - 0.6), y, height: picture.bottom - y, class: "bin" }));
@@ -375,7 +375,7 @@
       picture.svg.append(drawn("path", { d: path(front.map((point) => [picture.X(point.bits_per_weight), picture.Y(point.loss)])), class: "curve" }));
       for (const point of points) {
         const shape = { chosen: "chosen-mark", measured: "ring" }[point.mark] ?? (front.includes(point) ? "mark" : "plain-mark");
-        dot(picture, point.bits_per_weight, point.loss, shape, point.name || (point.mark ?? ""), point.mark ? [10, 14] : [7, -5]);
+        dot(picture, point.bits_per_weight, point.loss, shape, point.name || (point.mark ?? ""), point.mark === "measured" ? [10, 18] : point.mark ? [10, -8] : [7, -5]);
       }
       return picture.svg;
     }, note);
