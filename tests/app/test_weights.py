@@ -1,6 +1,8 @@
 """``task=weights`` on a tiny model."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationSession, export_checkpoint
 from tests.in_process import run_command_line
+from tests.markdown import commands
 from tests.moe_models import W4A16_32
 from tests.tiny_model import save_tiny_llama
 
@@ -36,6 +39,22 @@ def test_the_command_of_the_page_writes_the_tensors_of_an_export_from_memory(tin
     assert found.keys() == expected.keys()
     assert all(found[name].equal(value) for name, value in expected.items())
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["python -m lightning_obs", "torchrun"])
+def test_the_commands_that_share_the_work_write_the_files_of_one_process(tiny, tmp_path, launcher):
+    [command] = [line for line in commands(PAGE) if line.startswith(launcher) and "nvfp4a16" in line]
+    words = command.replace("<folder>", str(tiny)).replace("<out>", str(tmp_path / "out")).split()
+    alone = [word for word in words if "=" in word and not word.startswith(("--", "task.workers"))]
+    alone[-1] = f"export.folder={tmp_path / 'one'}"
+    assert run_command_line(*alone, folder=tmp_path).returncode == 0
+    start = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}[words[0]]
+    done = subprocess.run([*start, *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("wrote ") == 1
+    one, out = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "out"))
+    assert one == out
 
 
 @pytest.mark.parametrize(
