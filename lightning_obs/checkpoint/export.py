@@ -146,6 +146,7 @@ def _open(
 
 def _warn_if_not_smaller(model: nn.Module, layout: Mapping[str, torch.Tensor]) -> None:
     again = {n for n, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
+    again |= {*getattr(model, "all_tied_weights_keys", ())}  # offloaded, tied weights are parameters of their own
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     stored, plain = (sum(held[name].nbytes for name in held.keys() - again) for held in (layout, state))
     weighted = any((scheme := get_scheme(m)) is not None and scheme.weights for _, m in calibrated_modules(model))

@@ -5,8 +5,11 @@ import re
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_obs import CalibrationSession, CalibrationWarning, export_checkpoint
+from lightning_obs.checkpoint.export import _warn_if_not_smaller
+from tests.offloaded import in_memory, on_cpu
 
 
 class Net(nn.Module):
@@ -89,3 +92,18 @@ def test_an_export_that_is_not_smaller_than_the_model_says_so(tmp_path):
     with CalibrationSession(large, scheme):
         pass
     export_checkpoint(large, tmp_path / "small")
+
+
+def test_tied_weights_count_once_where_they_are_offloaded(tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "source")
+    said = []
+    for load in (in_memory, on_cpu):
+        model = load(tmp_path / "source", tmp_path)
+        with CalibrationSession(model, "W8A8"):
+            pass
+        with pytest.warns(CalibrationWarning, match="not smaller than the model") as given:
+            _warn_if_not_smaller(model, model.state_dict())
+        said.append(str(given[0].message))
+    assert said[0] == said[1]
