@@ -162,6 +162,7 @@ class HistogramObserver(CountingObserver):
     }
     statistics: ClassVar[tuple[Statistic, ...]] = CountingObserver.statistics
     keeps_extremes: ClassVar[bool] = True
+    _settings: ClassVar[tuple[str, ...]] = (*CountingObserver._settings, "_chosen")
     criterion: str
     percentile: float
     maxshrink: float
@@ -189,7 +190,8 @@ class HistogramObserver(CountingObserver):
         Searched once for the same statistics and hyperparameters.
         """
         self._require_statistics()
-        kept = [x.cpu().contiguous().view(torch.uint8).numpy() for x in self.get_statistics().values()]
+        found = [getattr(self, statistic.name) for statistic in CountingObserver.statistics]
+        kept = [x.cpu().contiguous().view(torch.uint8).numpy() for x in found]
         options = [getattr(self, name) for name in HistogramObserver.hyperparameters or ()]
         state = hash((*(x.tobytes() for x in kept), *options, repr(self.args)))
         if self._chosen is None or self._chosen[0] != state:

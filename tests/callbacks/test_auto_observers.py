@@ -140,13 +140,15 @@ def test_a_token_mask_and_several_devices_are_refused():
         AutoObservers(session.options, masked=False).start(session, SimpleNamespace(world_size=2))
 
 
+#: inputs that lose little: what weights lose decides
+WEIGHTS = SCHEME | {"input_activations": SCHEME["input_activations"] | {"num_bits": 8}}
 LISTS = {"weight": ["memoryless_mse", {"name": "hessian", "signed": True, "rounding": "gptq"}], "input": "histogram"}
 
 
 def test_a_list_of_observers_is_chosen_from_and_a_single_one_is_taken(tmp_path):
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     module = Outliers()
-    callback = CalibrationCallback(SCHEME, observers=LISTS, module="net", export_folder=tmp_path / "net")
+    callback = CalibrationCallback(WEIGHTS, observers=LISTS, module="net", export_folder=tmp_path / "net")
     trainer(callback).validate(module, loader(count=64), verbose=False)
     labels = ["memoryless_minmax", "memoryless_mse", "hessian(signed=True, rounding=gptq)"]
     assert {of: list(losses) for of, losses in callback.choice.losses.items()} == {"weight": labels}
@@ -160,7 +162,7 @@ def test_a_list_of_observers_is_chosen_from_and_a_single_one_is_taken(tmp_path):
     assert torch.equal(load_checkpoint(Plain().net, tmp_path / "net")(x), expected)
     state = callback.state_dict()
     for candidates, is_taken in ((LISTS, True), (LISTS | {"weight": ["memoryless_mse"]}, False)):
-        resumed = CalibrationCallback(SCHEME, observers=candidates, module="net")
+        resumed = CalibrationCallback(WEIGHTS, observers=candidates, module="net")
         resumed.load_state_dict(state)
         assert (resumed.options.config == callback.options.config) == is_taken
 

@@ -11,6 +11,8 @@ from torch.distributed import ReduceOp
 
 from lightning_obs import CalibrationSession
 from lightning_obs.errors import CalibrationError
+from lightning_obs.observers import Observer
+from lightning_obs.observers.histogram import HistogramObserver
 from tests.observers.histograms import HEADS, WAYS, every_format, every_way, make, same
 
 # ---------------------------------------------------------------------- exact in any partition
@@ -202,3 +204,17 @@ def test_a_session_calibrates_inputs_with_it(mlp, name, kwargs):
             mlp(part)
     assert torch.equal(mlp.fc1.input_scale, make(name, **kwargs)(x).get_qparams()["scale"])
     assert session.result.modules == ["fc1", "fc2"]
+
+
+def test_a_subclass_that_only_measures_otherwise_has_the_ranges_of_what_it_measured(own_registry):
+    @Observer.register("halved histogram")
+    class Halved(HistogramObserver):
+        def measure(self, observed):
+            return super().measure(observed / 2)
+
+    x = torch.randn(64, 8)
+    halved = make("halved histogram")
+    for _ in range(2):  # the second asks for statistics that are there
+        assert halved(x).get_qparams()["scale"].equal(make("histogram")(x / 2).get_qparams()["scale"])
+    halved.reset()
+    assert not halved.has_statistics
