@@ -130,6 +130,7 @@ def quantize_checkpoint(
         seconds=time.perf_counter() - started,
         qparams={},
         fused=session.together,
+        tied=session.plan.tied,
         engines=session.engines,
     )
 

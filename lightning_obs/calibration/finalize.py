@@ -97,6 +97,7 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
         expert_tokens=_add_up(synced.notes),
         fallback=sorted({name for name, _ in borrowed}),
         fused=session.together,
+        tied=session.plan.tied,
         engines=session.engines,
     )
 

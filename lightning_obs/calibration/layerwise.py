@@ -177,6 +177,7 @@ class _LayerByLayer:
             seconds=0.0,
             qparams={},
             fused=session.together,
+            tied=session.plan.tied,
             engines=session.engines,
             ranks=session.collectives.size,
         )

@@ -36,7 +36,8 @@ class CalibrationResult:
         fallback: modules of experts that no data reached, whose activations' ranges are those of their siblings
             (``on_missing="siblings"``).
         fused: groups of modules that an engine takes quantized as a whole or not at all.
-        engines: what transformers and vLLM do with the checkpoint; empty for a model that is not of transformers.
+        tied: modules left in full precision because they share their weight with an embedding, by name its name.
+        engines: what each engine does with the checkpoint; empty for a model that is not of transformers.
         ranks: how many ranks took part.
         collectives: how many collectives made their statistics one.
     """
@@ -54,6 +55,7 @@ class CalibrationResult:
     expert_tokens: dict[str, list[int]] = field(default_factory=dict)
     fallback: list[str] = field(default_factory=list)
     fused: list[list[str]] = field(default_factory=list)
+    tied: Mapping[str, str] = field(default_factory=dict)
     engines: Mapping[str, Verdict] = field(default_factory=dict)
     ranks: int = 1
     collectives: int = 0
@@ -89,6 +91,7 @@ class CalibrationResult:
             "qparams": f"{len(self.qparams)} tensors, {total:,} bytes",
             "widest input": widest and f"{widest} [{ranges[widest][0]:.4g}, {ranges[widest][1]:.4g}]",
             "skipped": name_list(self.skipped, 3),
+            "left out": name_list([f"{name} (tied to {other})" for name, other in self.tied.items()], 3),
             "fallback": name_list(self.fallback, 3),
         }
         lines = [f"  {key}: {value}" for key, value in rows.items() if value]

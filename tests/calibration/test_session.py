@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_obs import CalibrationSession, export_checkpoint
 from lightning_obs.calibration import finalize, saved_state
@@ -257,3 +258,12 @@ def test_a_state_is_loaded_whole_or_not_at_all(mlp, monkeypatch):
         session.load_state_dict(state)
     assert attributes(other) == before
     assert not session.has_written
+
+
+def test_the_result_says_which_tied_head_was_left_out():
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "fc": nn.Linear(4, 4), "head": nn.Linear(4, 8, bias=False)})
+    model["head"].weight = model["embed"].weight
+    with CalibrationSession(model, "FP8_DYNAMIC") as session:
+        pass
+    assert session.result.modules == ["fc"]
+    assert "left out: head (tied to embed)" in repr(session.result)
