@@ -1,5 +1,6 @@
 """CalibrationCallback beside the rest of Lightning: the bugs that ended Lightning's own quantization callback."""
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
@@ -9,6 +10,20 @@ from torch.nn.utils import prune
 from lightning_obs import CalibrationCallback, QuantizationAwareTraining, load_checkpoint, quantized
 from lightning_obs.model.qparams import read_qparams
 from tests.callbacks.calibration_modules import Plain, loader, trainer
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", [CalibrationCallback, QuantizationAwareTraining])
+def test_16609_a_callback_by_itself_runs_with_its_defaults(kind, tmp_path):
+    """pytorch-lightning #16609: Trainer(callbacks=QuantizationAwareTraining()) failed in the default configuration."""
+    callback = kind("INT8_STATIC")
+    alone = L.Trainer(callbacks=callback, max_epochs=1, accelerator="cpu", logger=False, default_root_dir=tmp_path)
+    module = Plain()
+    alone.fit(module, loader(), loader(2))
+    callback.export(tmp_path / "net")
+    with quantized(module):
+        assert torch.equal(load_checkpoint(Plain(), tmp_path / "net").net(X), module.net(X))
 
 
 def test_12896_a_checkpoint_is_tested_by_a_fresh_trainer(tmp_path):
