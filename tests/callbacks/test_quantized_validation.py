@@ -448,5 +448,5 @@ def test_a_step_that_fetches_its_batches_itself_is_refused_before_the_first():
         def validation_step(self, dataloader_iter):
             pass
 
-    with pytest.raises(CalibrationError, match=r"Got validation_step\(dataloader_iter\).*evaluate=False"):
+    with pytest.raises(CalibrationError, match=r"Got validation_step\(dataloader_iter\).*leave evaluate out"):
         trainer(CalibrationCallback(W2, evaluate=True), max_epochs=1).fit(Fetches(), loader(), loader())
