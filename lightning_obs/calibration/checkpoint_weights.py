@@ -120,19 +120,7 @@ def quantize_checkpoint(
             if (done := sum(ranks.gather_object(job.done))) != job.total:
                 raise CalibrationError("tensors were not written", got=f"{done:,} bytes", expected=f"{job.total:,}")
             stack.close()  # the folder takes its name
-    session = job.session
-    return CalibrationResult(
-        scheme=session.label,
-        modules=[target.name for target in session.plan.targets],
-        observers=len(session.observers),
-        batches=0,
-        measurements=0,
-        seconds=time.perf_counter() - started,
-        qparams={},
-        fused=session.together,
-        tied=session.plan.tied,
-        engines=session.engines,
-    )
+    return CalibrationResult.of(job.session, seconds=time.perf_counter() - started)
 
 
 def _require_no_data(options: CalibrationOptions) -> None:

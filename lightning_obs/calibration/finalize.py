@@ -81,13 +81,11 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
     _write(session, qparams)
     if weights:  # else they may have been trained on since their scale was chosen
         remember(session.model)
-    return CalibrationResult(
-        scheme=session.label,
+    return CalibrationResult.of(
+        session,
         modules=list(qparams),
-        observers=len(session.observers),
         batches=session.batches,
         measurements=session.measurements,
-        ranks=session.collectives.size,
         collectives=collectives if session.collectives.size > 1 else 0,
         seconds=time.perf_counter() - session.started,
         qparams=_on_host(qparams),
@@ -96,9 +94,6 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
         skipped=sorted(session.skipped),
         expert_tokens=_add_up(synced.notes),
         fallback=sorted({name for name, _ in borrowed}),
-        fused=session.together,
-        tied=session.plan.tied,
-        engines=session.engines,
     )
 
 

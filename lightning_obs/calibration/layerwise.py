@@ -168,19 +168,7 @@ class _LayerByLayer:
         self._first = 0
         #: the file of each tensor that is written, and their bytes
         self._files, self._size = dict[str, str](), 0
-        self.result = CalibrationResult(
-            scheme=session.label,
-            modules=[],
-            observers=len(session.observers),
-            batches=len(batches) if session.needs_data else 0,
-            measurements=0,
-            seconds=0.0,
-            qparams={},
-            fused=session.together,
-            tied=session.plan.tied,
-            engines=session.engines,
-            ranks=session.collectives.size,
-        )
+        self.result = CalibrationResult.of(session, batches=len(batches) if session.needs_data else 0)
 
     def _identity(self, batches: list[Any]) -> str:
         """A checksum of all that decides what is written."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_obs.engines import Verdict
 from lightning_obs.errors import name_list, printable
+
+if TYPE_CHECKING:
+    from lightning_obs.calibration.session import CalibrationSession
 
 #: facts that are a number of things
 _COUNTED = ("modules", "observers", "batches", "collectives")
@@ -45,10 +49,10 @@ class CalibrationResult:
     scheme: str
     modules: list[str]
     observers: int
-    batches: int
-    measurements: int
-    seconds: float
-    qparams: dict[str, torch.Tensor]
+    batches: int = 0
+    measurements: int = 0
+    seconds: float = 0.0
+    qparams: dict[str, torch.Tensor] = field(default_factory=dict)
     input_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     chosen_input_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
@@ -59,6 +63,20 @@ class CalibrationResult:
     engines: Mapping[str, Verdict] = field(default_factory=dict)
     ranks: int = 1
     collectives: int = 0
+
+    @classmethod
+    def of(cls, session: CalibrationSession, **found: Any) -> CalibrationResult:
+        """The result of a session: what it has planned, and what was ``found``."""
+        planned = {
+            "scheme": session.label,
+            "modules": [target.name for target in session.plan.targets],
+            "observers": len(session.observers),
+            "fused": session.together,
+            "tied": session.plan.tied,
+            "engines": session.engines,
+            "ranks": session.collectives.size,
+        }
+        return cls(**{**planned, **found})
 
     def facts(self) -> dict[str, str]:
         """What was done, by name, in the order of every report: closing summary, page, log, ``repr``."""

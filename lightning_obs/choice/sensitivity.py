@@ -145,13 +145,7 @@ def sensitivity(
     _require_whole(model)
     engines = [engine_of(name, "engines") for name in as_names(options.pop("engines", ()))]
     named = _named(schemes)
-    sessions = {
-        name: CalibrationSession(model, candidate_options(scheme, **options))
-        for name, scheme in named.items()
-        if scheme is not None
-    }
-    for name in _refused(sessions, engines):
-        del sessions[name]
+    sessions = _sessions(model, named, engines, options)
     candidates = [name for name, scheme in named.items() if name in sessions or scheme is None]
     measured = None if batches is None else list(batches)
     twins = _calibrate(model, sessions, measured if calibration is None else list(calibration))
@@ -172,8 +166,15 @@ def sensitivity(
     )
 
 
-def _refused(sessions: Mapping[str, CalibrationSession], engines: Sequence[Engine]) -> list[str]:
-    """The candidates that one of the engines does not take, each with a warning."""
+def _sessions(
+    model: nn.Module, named: Mapping[str, Candidate], engines: Sequence[Engine], options: Mapping[str, Any]
+) -> dict[str, CalibrationSession]:
+    """A session of each candidate that all engines take; a warning names the others."""
+    sessions = {
+        name: CalibrationSession(model, candidate_options(scheme, **options))
+        for name, scheme in named.items()
+        if scheme is not None
+    }
     refused = {}
     for engine, (name, session) in product(engines, sessions.items()):
         if (error := _refusal(engine, session, session.plan.targets)) is not None:
@@ -181,7 +182,7 @@ def _refused(sessions: Mapping[str, CalibrationSession], engines: Sequence[Engin
             refused[name] = error
     if len(refused) == len(sessions):
         raise CalibrationError("no candidate is taken by all engines", got="; ".join(map(str, refused.values())))
-    return list(refused)
+    return {name: session for name, session in sessions.items() if name not in refused}
 
 
 def _refused_together(
