@@ -216,5 +216,6 @@ def test_a_subclass_that_only_measures_otherwise_has_the_ranges_of_what_it_measu
     halved = make("halved histogram")
     for _ in range(2):  # the second asks for statistics that are there
         assert halved(x).get_qparams()["scale"].equal(make("histogram")(x / 2).get_qparams()["scale"])
+    assert halved.get_statistics().keys() == {"counts", "min_vals", "max_vals"}
     halved.reset()
     assert not halved.has_statistics
