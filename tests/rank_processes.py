@@ -111,13 +111,21 @@ def _collect(members: list[tuple[Any, connection.Connection]], timeout: float) -
     waiting = {pipe: rank for rank, (_, pipe) in enumerate(members)}
     end = time.monotonic() + timeout
     while waiting and (left := end - time.monotonic()) > 0:
-        for pipe in connection.wait(list(waiting), left):
-            rank = waiting.pop(pipe)
+        # A child of a rank that died may hold its pipe open.
+        connection.wait([*waiting, *(members[rank][0].sentinel for rank in waiting.values())], left)
+        for pipe, rank in list(waiting.items()):
+            process = members[rank][0]
+            alive = process.is_alive()
+            if not pipe.poll() and alive:
+                continue
+            del waiting[pipe]
             try:
+                if not pipe.poll():
+                    raise EOFError
                 results[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                members[rank][0].join(_GRACE)  # its pipe closes a moment before it has an exit code
-                results[rank] = False, f"died, exit code {members[rank][0].exitcode}"
+                process.join(_GRACE)  # its pipe closes a moment before it has an exit code
+                results[rank] = False, f"died, exit code {process.exitcode}"
                 died = True
             except Exception:
                 results[rank] = False, f"its result cannot be unpickled:\n{traceback.format_exc()}"

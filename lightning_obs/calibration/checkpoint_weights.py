@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
+from lightning_obs.calibration.finalize import result_of
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
@@ -120,7 +121,7 @@ def quantize_checkpoint(
             if (done := sum(ranks.gather_object(job.done))) != job.total:
                 raise CalibrationError("tensors were not written", got=f"{done:,} bytes", expected=f"{job.total:,}")
             stack.close()  # the folder takes its name
-    return CalibrationResult.of(job.session, seconds=time.perf_counter() - started)
+    return result_of(job.session, seconds=time.perf_counter() - started)
 
 
 def _require_no_data(options: CalibrationOptions) -> None:

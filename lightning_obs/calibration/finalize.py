@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -81,7 +81,7 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
     _write(session, qparams)
     if weights:  # else they may have been trained on since their scale was chosen
         remember(session.model)
-    return CalibrationResult.of(
+    return result_of(
         session,
         modules=list(qparams),
         batches=session.batches,
@@ -95,6 +95,20 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
         expert_tokens=_add_up(synced.notes),
         fallback=sorted({name for name, _ in borrowed}),
     )
+
+
+def result_of(session: CalibrationSession, **found: Any) -> CalibrationResult:
+    """The result of a session: what it has planned, and what was ``found``."""
+    planned = {
+        "scheme": session.label,
+        "modules": [target.name for target in session.plan.targets],
+        "observers": len(session.observers),
+        "fused": session.together,
+        "tied": session.plan.tied,
+        "engines": session.engines,
+        "ranks": session.collectives.size,
+    }
+    return CalibrationResult(**{**planned, **found})
 
 
 def _weights(

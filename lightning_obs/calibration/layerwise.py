@@ -24,6 +24,7 @@ from typing_extensions import Unpack
 
 from lightning_obs.calibration.blocks import Relay, find_blocks
 from lightning_obs.calibration.checkpoint_weights import Progress, Streaming, copy_others, forget, part_of
+from lightning_obs.calibration.finalize import result_of
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
@@ -168,7 +169,7 @@ class _LayerByLayer:
         self._first = 0
         #: the file of each tensor that is written, and their bytes
         self._files, self._size = dict[str, str](), 0
-        self.result = CalibrationResult.of(session, batches=len(batches) if session.needs_data else 0)
+        self.result = result_of(session, batches=len(batches) if session.needs_data else 0)
 
     def _identity(self, batches: list[Any]) -> str:
         """A checksum of all that decides what is written."""

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_obs.engines import Verdict
 from lightning_obs.errors import name_list, printable
-
-if TYPE_CHECKING:
-    from lightning_obs.calibration.session import CalibrationSession
 
 #: facts that are a number of things
 _COUNTED = ("modules", "observers", "batches", "collectives")
@@ -63,20 +59,6 @@ class CalibrationResult:
     engines: Mapping[str, Verdict] = field(default_factory=dict)
     ranks: int = 1
     collectives: int = 0
-
-    @classmethod
-    def of(cls, session: CalibrationSession, **found: Any) -> CalibrationResult:
-        """The result of a session: what it has planned, and what was ``found``."""
-        planned = {
-            "scheme": session.label,
-            "modules": [target.name for target in session.plan.targets],
-            "observers": len(session.observers),
-            "fused": session.together,
-            "tied": session.plan.tied,
-            "engines": session.engines,
-            "ranks": session.collectives.size,
-        }
-        return cls(**{**planned, **found})
 
     def facts(self) -> dict[str, str]:
         """What was done, by name, in the order of every report: closing summary, page, log, ``repr``."""

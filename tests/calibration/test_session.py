@@ -8,7 +8,6 @@ from torch import nn
 
 from lightning_obs import CalibrationSession, export_checkpoint
 from lightning_obs.calibration import finalize, saved_state
-from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from lightning_obs.model.qparams import calibrated_modules, read_qparams, write_qparams
 from tests.calibration.common import STATIC, Experts, attributes, calibrate, hooks, input_scale
@@ -233,7 +232,7 @@ def test_an_interrupt_after_the_last_write_leaves_modules_and_session_as_they_we
     def interrupted(*_, **facts):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(CalibrationResult, "of", interrupted)
+    monkeypatch.setattr(finalize, "result_of", interrupted)
     with torch.no_grad():
         mlp.fc1.weight *= 2
     with pytest.raises(KeyboardInterrupt):
