@@ -5,6 +5,7 @@
     python benchmarks/accuracy_4bit.py --scheme NVFP4A16
     python benchmarks/accuracy_4bit.py --bits 3 --group 32 --observer "imatrix_mse(norm=2.0)" hessian
     python benchmarks/accuracy_4bit.py --model FOLDER                        # another model of transformers
+    python benchmarks/accuracy_4bit.py --model smollm2 --inputs quantized    # block by block: calibrate_layerwise
 
 In the environment of ``make parity`` llm-compressor's GPTQModifier is measured beside ours (``--peers``): on the same
 text, with the same bytes.
@@ -33,6 +34,7 @@ import io
 import math
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,9 +47,9 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
-from lightning_obs import CalibrationSession, quantized
+from lightning_obs import BlockRuns, CalibrationSession, calibrate_layerwise, quantized
 from lightning_obs.app.data.module import TextData
 from lightning_obs.app.models.language import load_causal_lm
 from lightning_obs.app.models.pretrained import cache_folder
@@ -97,6 +99,7 @@ def main() -> int:
     parser.add_argument("--scheme", help="a preset of weights in place of bits and group")
     parser.add_argument("--observer", nargs="*", help="name or name(hyperparameter=value), + gptq")
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="of llm-compressor; without a name all of them")
+    parser.add_argument("--inputs", choices=["full_precision", "quantized"], help="block by block: what a block reads")
     parser.add_argument("--batches", type=int, default=16, help="of 512 tokens: to calibrate a causal model")
     parser.add_argument("--eval-batches", type=int, default=16, help="of 512 tokens: to measure it")
     options = parser.parse_args()
@@ -113,7 +116,13 @@ def main() -> int:
     missed = 0
     if options.observer is None:
         options.observer = [each for each in OBSERVERS if not (options.scheme and "signed" in each)]
-    rows = [(each, functools.partial(ours, subject, scheme, each)) for each in options.observer]
+    if options.inputs is None:
+        rows = [(each, functools.partial(ours, subject, scheme, each)) for each in options.observer]
+    elif not isinstance(subject, Language):
+        parser.error("--inputs is for causal models, whose blocks are run one after the other")
+    else:
+        by_blocks = functools.partial(block_by_block, subject, scheme, BlockRuns(options.inputs))
+        rows = [(each, functools.partial(by_blocks, each)) for each in options.observer]
     if options.peers is not None:
         rows += [(each, functools.partial(theirs, subject, scheme, each)) for each in options.peers or PEERS]
     for written, run in rows:
@@ -128,15 +137,7 @@ def main() -> int:
 def ours(subject: Encoder | Language, scheme: Any, written: str) -> tuple[Any, ...]:
     with peak_memory() as peak:
         start = time.process_time()
-        session = CalibrationSession(
-            subject.model,
-            scheme,
-            ignore=subject.ignore,
-            observers={"weight": _observer(written.removesuffix(_ROUNDING))},
-            rounding="gptq" if written.endswith(_ROUNDING) else None,
-            token_mask=subject.token_mask,
-            reload="unchecked",
-        )
+        session = CalibrationSession(subject.model, scheme, token_mask=subject.token_mask, **_options(subject, written))
         with session:
             if session.needs_data:
                 subject.calibrate(subject.model)
@@ -146,6 +147,19 @@ def ours(subject: Encoder | Language, scheme: Any, written: str) -> tuple[Any, .
         lost = subject.measure(subject.model)
     share = f"{data:.0f} ({data / subject.plain:.2f}x)" if session.needs_data else ""
     return (*lost, share, f"{search:.0f}", f"{peak[0]:.0f}")
+
+
+def block_by_block(subject: Language, scheme: Any, runs: BlockRuns, written: str) -> tuple[Any, ...]:
+    """Ours from files to files; data and search are one there."""
+    with tempfile.TemporaryDirectory() as folder, peak_memory() as peak:
+        start = time.process_time()
+        calibrate_layerwise(
+            subject.folder, subject.batches(), scheme, Path(folder, "out"), runs=runs, **_options(subject, written)
+        )
+        seconds = time.process_time() - start
+        as_floats = CompressedTensorsConfig(dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(Path(folder, "out"), quantization_config=as_floats)
+    return (*subject.measure(model.eval()), "", f"{seconds:.0f}", f"{peak[0]:.0f}")
 
 
 def theirs(subject: Encoder | Language, scheme: Any, written: str) -> tuple[Any, ...]:
@@ -223,6 +237,7 @@ class Language:
     pipeline, token_mask = "sequential", None
 
     def __init__(self, folder: Path, batches: int, eval_batches: int) -> None:
+        self.folder = folder
         self.model, self.tokenizer = load_causal_lm(folder, "float32")
         self.model.eval()
         data = TextData(self.tokenizer, batches=batches, eval_batches=eval_batches)
@@ -282,6 +297,15 @@ def peak_memory() -> Iterator[list[float]]:
     assert before, "no VmRSS in /proc/self/status"
     assert peak, "no VmHWM in /proc/self/status"
     found.append((int(peak[1]) - int(before[1])) * 1024 / 1e6)
+
+
+def _options(subject: Encoder | Language, written: str) -> dict[str, Any]:
+    return {
+        "ignore": subject.ignore,
+        "observers": {"weight": _observer(written.removesuffix(_ROUNDING))},
+        "rounding": "gptq" if written.endswith(_ROUNDING) else None,
+        "reload": "unchecked",
+    }
 
 
 def _observer(written: str) -> dict[str, Any]:
