@@ -19,7 +19,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_obs import CalibrationWarning, QuantizationAwareTraining, load_checkpoint
+from lightning_obs import CalibrationWarning, QuantizationAwareTraining, load_checkpoint, quantized
 from lightning_obs.model.qparams import read_qparams
 from tests.callbacks.qat_modules import (
     W4,
@@ -91,6 +91,20 @@ def test_15862_7926_a_forward_with_keyword_arguments_is_trained():
     }
     trainer(QuantizationAwareTraining(scheme, calibration_batches=1)).fit(module, loader(), loader())
     assert not any(torch.equal(p, q) for p, q in zip(module.parameters(), before.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("scheme", ["INT8_STATIC", W8])
+def test_7552_a_graph_of_the_trained_module_computes_with_the_quantization(scheme):
+    """pytorch-lightning #7552: a scripted module lacked the calls that quantize and dequantize."""
+    module = Regression()
+    trainer(QuantizationAwareTraining(scheme, calibration_batches=2)).fit(module, loader(), loader(seed=2))
+    inputs = next(iter(loader(seed=2)))[0]
+    with quantized(module):
+        graph = torch.export.export(module.net, (inputs,)).module()
+    assert torch.equal(graph(inputs), module.validated[0])
+    assert not torch.equal(graph(inputs), module.net(inputs))
+    plain = torch.export.export(module.net, (inputs,)).module()  # nothing of the callback is left in forward
+    assert torch.equal(plain(inputs), module.net(inputs))
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
