@@ -19,12 +19,13 @@ from torch import nn
 
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.copies import KEPT_BYTES, KeptBatches
+from lightning_obs.callbacks.copies import KeptBatches
 from lightning_obs.callbacks.which_module import require_forward
 from lightning_obs.choice.observer_choice import Candidates, ObserverChoice, check_candidates, choose_for
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.calls import call_on, logits_of
 from lightning_obs.model.additions import keep_hook_out
+from lightning_obs.report.predictions import KEPT_BYTES
 
 #: batches that candidates observe and are scored on, half of them each
 SCORED = 32
@@ -41,8 +42,8 @@ class AutoObservers:
         choice: what was scored; None before, and after a resume.
     """
 
-    def __init__(self, asked: CalibrationOptions, masked: bool, candidates: Candidates | None = None) -> None:
-        self.asked, self.candidates, self._masked = asked, candidates, masked
+    def __init__(self, asked: CalibrationOptions, masked: bool, candidates: Candidates) -> None:
+        self.asked, self.candidates, self._masked = asked, candidates or None, masked
         self.options: CalibrationOptions | None = None
         self.choice: ObserverChoice | None = None
         self._kept = KeptBatches()
@@ -88,7 +89,7 @@ class AutoObservers:
         """
         if self._remove_hook is None:
             return session
-        model, batches = session.model, session.batches
+        model = session.model
         if not self._kept:
             raise CalibrationError(
                 f'observers="auto": no validation batch called {type(model).__name__}, so there is nothing to score on',
@@ -99,7 +100,6 @@ class AutoObservers:
                 f'observers="auto": inputs are kept to be run again, {len(self._kept)} of {self._kept.seen} fit in '
                 f"{KEPT_BYTES / 2**30:.1f} GiB. The others are not observed."
             )
-            batches = len(self._kept)
         kept = [inputs for inputs, _ in self._kept.taken()]
         self.stop()
         session.detach()
@@ -108,11 +108,10 @@ class AutoObservers:
             rank_zero_info(f'observers="auto", {base}: ' + ", ".join(f"{name} {n}" for name, n in counts.most_common()))
         chosen = CalibrationSession(model, self.options)
         chosen.collectives = session.collectives
-        chosen.attach(count_calls=False)
+        chosen.attach()
         with torch.no_grad():
             for inputs in kept:
                 call_on(model, inputs)
-        chosen.batches = batches
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,13 +133,13 @@ class AutoObservers:
 
 
 def given_candidates(observers: Any) -> tuple[Any, Candidates | None]:
-    """What is left of a callback's ``observers`` beside the lists to choose from; None: nothing is to be chosen.
+    """What a callback's ``observers`` say, and the lists to choose from: none of ``"auto"``; None: nothing is chosen.
 
     >>> given_candidates({"input": "minmax", "weight": ["memoryless_mse", "imatrix_mse"]})
     ({'input': 'minmax'}, {'weight': ['memoryless_mse', 'imatrix_mse']})
     """
     if not isinstance(observers, Mapping):
-        return observers, None
+        return (None, {}) if observers == "auto" else (observers, None)
     lists = {base: each for base, each in observers.items() if isinstance(each, Sequence) and not isinstance(each, str)}
     return {base: each for base, each in observers.items() if base not in lists}, lists or None
 

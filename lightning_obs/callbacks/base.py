@@ -18,7 +18,7 @@ from torch import nn
 from typing_extensions import Unpack, override
 
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
-from lightning_obs.calibration.saved_state import changed_options, require_whole
+from lightning_obs.calibration.saved_state import require_whole
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import PADDING, find_mask
 from lightning_obs.callbacks.results import Results
@@ -30,7 +30,7 @@ from lightning_obs.callbacks.strategies import (
     require_exact,
 )
 from lightning_obs.callbacks.which_module import describe, find_module
-from lightning_obs.errors import name_list, refuse_unknown, warn
+from lightning_obs.errors import CalibrationError, refuse_unknown, warn
 from lightning_obs.model.checksums import refuse_unmerged
 from lightning_obs.model.weight import in_shards, register_fsdp_units, reshard
 from lightning_obs.schemes.config import SchemeLike
@@ -53,20 +53,18 @@ class SessionCallback(Results):
     Args:
         scheme: as for :class:`~lightning_obs.CalibrationOptions`, or such options.
         module: attribute path of the module to calibrate and export; ``""`` is the LightningModule itself. Default: the
-            one transformers model that the LightningModule holds (of several, those nearest to it count), else the
-            LightningModule itself. Which one it is, and what stays out, is said once.
+            one transformers model that it holds (of several, the one nearest to it); without one its only child with
+            weights, if it has no ``forward`` itself; else the LightningModule. What was found is said at the start.
         export_folder: write the checkpoint there when ``validate`` or ``fit`` has ended, as ``export(export_folder)``
-            would: what was calibrated last. A folder that is taken, and a fit without validation, are errors before the
-            first batch. What an earlier run of this callback has written is replaced. Nothing is written in
-            ``fast_dev_run``, nor where a run ends with an error or Ctrl-C.
-        export_overwrite: replace the checkpoint that is in ``export_folder`` before the first run.
+            would; not in ``fast_dev_run``, nor after an error or Ctrl-C. A folder that is taken and a fit without
+            validation are errors before the first batch.
+        export_overwrite: replace the checkpoint that is in ``export_folder`` before the first run of this callback.
         sanity_check: also calibrate in fit's sanity check (its few batches). Off: nothing happens there.
         token_mask: where to find, in a batch, which tokens count: a key (``"attention_mask"``) or a function of the
             batch. A tensor ``(batch, tokens)``, nonzero for tokens that count; the others (padding) reach no observer.
-        log: tell the Trainer's loggers: ``quant/sqnr_min``, ``quant/sqnr_median`` [dB], ``quant/clipped_max`` [%],
-            tokens of the experts, how far scales have moved, seconds; and the table of all layers once per calibration.
-            These are of weights, and of inputs that an observer counted; no data are run for them. Default: if there
-            are loggers.
+        log: give the Trainer's loggers ``quant/sqnr_min``, ``quant/clipped_max`` and the other numbers of
+            docs/reading_the_report.md, and the table of all layers, once per calibration; no data are run for them.
+            Default: if there are loggers.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``targets``, ``ignore``, ``observers``...
     """
 
@@ -90,13 +88,6 @@ class SessionCallback(Results):
         self.module, self.sanity_check, self.token_mask = module, sanity_check, token_mask
         #: a state that was loaded and that no session has taken yet
         self._waiting_state: dict[str, Any] | None = None
-        #: what was said about which module is calibrated
-        self._said = ""
-
-    @property
-    def ignore(self) -> list[str]:
-        """Patterns of modules that are left alone."""
-        return list(self.options.config.ignore or [])
 
     @property
     @override
@@ -124,34 +115,22 @@ class SessionCallback(Results):
         path, model = find_module(pl_module, self.module)
         if self.session is None or self.session.model is not model:
             self.session = self.make_session(model)
-            said, self._said = self._said, f"{self.label}: {describe(pl_module, path, self.session)}"
-            if said != self._said:
-                rank_zero_info(self._said)
+            rank_zero_info(f"{self.label}: {describe(pl_module, path, self.session)}")
         require_exact(trainer, self.session)
         if self.export_folder is not None and any(map(in_shards, model.modules())):
             refuse_unmerged(model, "export_folder, of sharded weights,")
         self.session.collectives = collectives
         self._owner = pl_module
         state, self._waiting_state = self._waiting_state, None
-        changed = [] if state is None else changed_options(state, self.session.plan.config)
-        if changed and self.calibrates_anew(trainer):
-            rank_zero_info(
-                f"{self.label}: the checkpoint was calibrated with other options ({name_list(changed)}); "
-                "its calibration is dropped, this run calibrates anew"
-            )
-        elif state is not None:
-            self.take_state(self.session, state)
+        if state is not None:
+            self.take_state(trainer, self.session, state)
         return self.session
 
     def make_session(self, model: nn.Module) -> CalibrationSession:
         """A session of the module that is calibrated, with this callback's options."""
         return CalibrationSession(model, self.options)
 
-    def calibrates_anew(self, trainer: Trainer) -> bool:
-        """Whether this run makes a calibration of its own, so that a loaded one of other options can be dropped."""
-        return False
-
-    def take_state(self, session: CalibrationSession, state: dict[str, Any]) -> None:
+    def take_state(self, trainer: Trainer, session: CalibrationSession, state: dict[str, Any]) -> None:
         """Write what a checkpoint holds to the modules of a new session."""
         session.load_state_dict(state)
 
@@ -246,6 +225,13 @@ class SessionCallback(Results):
         """Take every hook out. Can be called at any time, any number of times."""
         if self.session is not None:
             self.session.detach()
+
+
+def require_at_least(least: int, **options: float | None) -> None:
+    """Refuse options, by their names, that are below zero or one; None is not."""
+    for name, number in options.items():
+        if number is not None and number < least:
+            raise CalibrationError(name, got=number, expected="one or more" if least else "zero or more")
 
 
 def validation_loaders(trainer: Trainer) -> dict[Any, Any]:

@@ -12,18 +12,20 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import Unpack, override
 
 from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
-from lightning_obs.calibration.saved_state import sealed
+from lightning_obs.calibration.saved_state import changed_options, sealed
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.auto_observers import AutoObservers, given_candidates
+from lightning_obs.callbacks.base import require_at_least
 from lightning_obs.callbacks.observed_batches import BatchKeywords, ObservedBatches
 from lightning_obs.callbacks.quantized_validation import QuantizedValidation, require_batches
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.callbacks.which_module import find_module
-from lightning_obs.choice.observer_choice import ObserverChoice
-from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.choice.observer_choice import Candidates
+from lightning_obs.errors import CalibrationError, name_list, warn
 from lightning_obs.report.summary import layer_table, print_report
 from lightning_obs.schemes.config import SchemeLike
 
@@ -36,31 +38,23 @@ class CalibrationCallback(ObservedBatches):
     ``callback.result``, ``callback.export(folder)``, ``quantized(model)``.
 
     Args:
-        scheme: preset name (``"FP8"``, ``"INT8_STATIC"``, ``"W4A16"``...), dict, ``QuantizationConfig``, or
-            :class:`~lightning_obs.CalibrationOptions`.
-        evaluate: run each validation once more, through the quantized model. What ``validation_step`` and
-            ``on_validation_epoch_end`` log for the epoch then appears a second time, as ``<name>_quantized``, in time
-            for ``ModelCheckpoint(monitor="val_loss_quantized")`` and ``EarlyStopping``. ``trainer.test`` of a
-            calibrated model does the same. A number in (0, 1): with that share of the batches. Of a model whose output
-            has ``logits`` also ``quant/divergence``, the mean Kullback-Leibler divergence from the unquantized model's
-            predictions [nats], and ``quant/agreement``, the share of positions at which both have the same most likely
-            class (``callback.moved``); on as many batches as have their logits in 2 GiB on each rank.
-
-            Loaders are not asked again: batches are kept on the CPU until the validation ends, as many as fit in 2 GiB
-            on each rank (a warning says how many did not). Your metrics, lists and random generators are not touched:
-            the second pass works on a deep copy of what the LightningModule and its submodules hold, weights excepted.
-            Shared, because nobody can copy them: what a function holds in its closure, globals and class attributes;
-            what is reached through ``self.trainer``; loggers, datasets, optimizers, locks, generators (``yield``), open
-            files, and objects with ``__del__``. An accumulator among these counts each batch twice.
+        scheme: as for :class:`~lightning_obs.CalibrationOptions`, or such options.
+        evaluate: run each validation, and each ``trainer.test`` of a calibrated model, a second time through the
+            quantized model. What ``validation_step`` and ``on_validation_epoch_end`` log for the epoch is logged again
+            as ``<name>_quantized``, in time for ``ModelCheckpoint(monitor="val_loss_quantized")`` and
+            ``EarlyStopping``. A model whose output has ``logits`` also gets ``quant/divergence``, the mean
+            Kullback-Leibler divergence from the unquantized model's predictions [nats], and ``quant/agreement``, the
+            share of positions with the same most likely class (``callback.moved``). A number in (0, 1): run that share
+            of each loader's batches. Batches and logits are kept on the CPU for it, up to 2 GiB of each on each rank.
         every_n_epochs: in fit, calibrate in the validations of every n-th epoch only (of epochs n, 2n, ...). With
-            ``evaluate`` also in the first one; the validations between measure with the scales that there are.
+            ``evaluate`` also in the first one; the validations between measure with the latest scales.
         show: print the layers that lose most at the end of ``trainer.validate``.
         **options: of :class:`~lightning_obs.callbacks.observed_batches.ObservedBatches` and
             :class:`~lightning_obs.callbacks.base.SessionCallback`, and the fields of
             :class:`~lightning_obs.CalibrationOptions`. ``observers="auto"`` chooses them in the first validation
-            (:func:`~lightning_obs.choose_observers`; ``callback.choice`` says what was scored), on one device, for
-            models with logits; ``observers={"weight": ["imatrix_mse", {"name": "hessian", "rounding": "gptq"}]}`` from
-            a list of your own. It keeps what the model is called with, and runs it again.
+            (:func:`~lightning_obs.choose_observers`; ``callback.choice`` has the scores);
+            ``observers={"weight": ["imatrix_mse", {"name": "hessian", "rounding": "gptq"}]}`` chooses from your own
+            list. Both work on one device, for models with logits; what the model is called with is kept and run again.
 
     Raises:
         CalibrationError: by the constructor for a wrong option; before the first batch for targets, shapes or devices;
@@ -77,28 +71,20 @@ class CalibrationCallback(ObservedBatches):
         show: bool = True,
         **options: Unpack[BatchKeywords],
     ) -> None:
-        observers, candidates = given_candidates(options.get("observers"))
-        is_auto = candidates is not None or observers == "auto"
+        candidates: Candidates | None = None
         if "observers" in options:
-            options["observers"] = None if observers == "auto" else observers
+            options["observers"], candidates = given_candidates(options["observers"])
         super().__init__(scheme, **options)
         masked = self.token_mask is not None
-        self._auto = AutoObservers(self.options, masked, candidates) if is_auto else None
+        self._auto = None if candidates is None else AutoObservers(self.options, masked, candidates)
         if not 0 <= float(evaluate) <= 1:
             raise CalibrationError("evaluate", got=evaluate, expected="True, False, or a share in (0, 1]")
-        if every_n_epochs < 1:
-            raise CalibrationError("every_n_epochs", got=every_n_epochs, expected="one or more")
-        if is_auto and self.save_to is not None:
+        require_at_least(1, every_n_epochs=every_n_epochs)
+        if self._auto is not None and self.save_to is not None:
             raise CalibrationError("save_every with observers that are chosen, which keeps batches", remedy="drop one.")
         self.evaluate, self.every_n_epochs, self.show = float(evaluate), every_n_epochs, show
         #: the second pass of the validation that runs now
         self._second_pass: QuantizedValidation | None = None
-
-    @property
-    @override
-    def choice(self) -> ObserverChoice | None:
-        """What ``observers="auto"`` has scored; None before, and without it."""
-        return None if self._auto is None else self._auto.choice
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -153,7 +139,7 @@ class CalibrationCallback(ObservedBatches):
         if self._auto is not None:
             with trainer.precision_plugin.val_step_context():
                 self.session = session = self._auto.choose(session)
-            self.options = session.options
+            self.options, self.choice = session.options, self._auto.choice
         self.finish_calibration(session, pl_module)
         shown = self.show and trainer.state.fn == TrainerFn.VALIDATING
         errors = self.layer_errors() if shown or self.logs(trainer) else None
@@ -165,11 +151,6 @@ class CalibrationCallback(ObservedBatches):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave nothing behind."""
         super().on_validation_end(trainer, pl_module)
-        self.clean_up()
-
-    @override
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave nothing behind."""
         self.clean_up()
 
     @override
@@ -197,10 +178,16 @@ class CalibrationCallback(ObservedBatches):
             self._auto.stop()
 
     @override
-    def calibrates_anew(self, trainer: Trainer) -> bool:
-        """In ``validate``, and in a ``fit`` that validates."""
-        fits = trainer.state.fn == TrainerFn.FITTING
-        return bool(trainer.enable_validation) if fits else trainer.state.fn == TrainerFn.VALIDATING
+    def take_state(self, trainer: Trainer, session: CalibrationSession, state: dict[str, Any]) -> None:
+        """Write what a checkpoint holds; one of other options is dropped where this run calibrates anew."""
+        changed, runs = changed_options(state, session.plan.config), trainer.state.fn
+        if changed and (trainer.enable_validation if runs == TrainerFn.FITTING else runs == TrainerFn.VALIDATING):
+            rank_zero_info(
+                f"{self.label}: the checkpoint was calibrated with other options ({name_list(changed)}); "
+                "its calibration is dropped, this run calibrates anew"
+            )
+        else:
+            super().take_state(trainer, session, state)
 
     def _is_due(self, trainer: Trainer) -> bool:
         if trainer.sanity_checking:
@@ -251,4 +238,4 @@ class CalibrationCallback(ObservedBatches):
         super().load_state_dict(state_dict)
         if self._auto is not None:
             self._auto.load_state_dict(state_dict)
-            self.options = self._auto.options or self._auto.asked
+            self.options, self.choice = self._auto.options or self._auto.asked, None

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-#: memory for the batches of one validation, on each rank [bytes]
-KEPT_BYTES = 2 * 2**30
+from lightning_obs.report.predictions import KEPT_BYTES
 
 #: exact types of values that do not change
 _VALUES = {type(None), bool, int, float, complex, str, bytes, range, slice}

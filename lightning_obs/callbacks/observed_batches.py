@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from lightning_obs.calibration.saved_state import (
     state_checksum,
 )
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.base import SessionCallback, SessionKeywords, validation_loaders
+from lightning_obs.callbacks.base import SessionCallback, SessionKeywords, require_at_least, validation_loaders
 from lightning_obs.callbacks.quantized_validation import require_batches
 from lightning_obs.errors import CalibrationError, refuse, warn
 from lightning_obs.files.read import naming
@@ -65,12 +66,11 @@ class ObservedBatches(SessionCallback):
         max_batches: observe at most this many batches of a validation, on each rank; None: all.
         dataloaders: which of several validation loaders are observed, by number, or by key where they are a dict;
             None: all.
-        save_every: in ``trainer.validate``, write the statistics to ``save_to`` after every so many batches, a file for
-            each rank. If the process is killed, the same ``validate`` goes on behind the last of them: earlier batches
-            are fetched, and not run. The qparams are those of a run that was not killed. Your own metrics are of the
-            remaining batches, which a warning says. The files are deleted when ``validate`` has ended, the checkpoint
-            of ``export_folder`` written. (A fit is resumed from Lightning's checkpoints.)
-        save_to: a folder of its own for each callback.
+        save_every: in ``trainer.validate``, save the statistics to ``save_to`` after every so many batches. If the
+            process is killed, the same ``validate`` resumes after the last save, with the qparams of an uninterrupted
+            run; your own metrics then cover the remaining batches only, which a warning says. The saves are deleted
+            when ``validate`` has ended. (A fit is resumed from Lightning's checkpoints.)
+        save_to: a folder, one for each callback.
         **options: of :class:`~lightning_obs.callbacks.base.SessionCallback`, and the fields of
             :class:`~lightning_obs.CalibrationOptions`.
 
@@ -91,9 +91,7 @@ class ObservedBatches(SessionCallback):
         **options: Unpack[SessionKeywords],
     ) -> None:
         super().__init__(scheme, **options)
-        for name, number in (("max_batches", max_batches), ("save_every", save_every)):
-            if number is not None and number < 1:
-                raise CalibrationError(name, got=number, expected="one or more")
+        require_at_least(1, max_batches=max_batches, save_every=save_every)
         if (save_every is None) != (save_to is None):
             missing = "save_to" if save_to is None else "save_every"
             raise CalibrationError(f"save_every and save_to are given together, and {missing} is missing")
@@ -192,7 +190,10 @@ class _Save:
         assert isinstance(loop, _EvaluationLoop)
         fetcher = loop._data_fetcher
         assert fetcher is not None
-        fetcher.iterator = self._watch(fetcher)
+        assert fetcher.iterator is not None
+        # Of a loader without a length, a batch was fetched before it is asked for.
+        self._batches = [_checksum(batch) for batch, *_ in getattr(fetcher, "batches", ())]
+        fetcher.iterator = self._watched(fetcher.iterator)
         numbers = self._numbers()
         with on_all_ranks(own):
             state = self._read(numbers[-1]) if numbers else {}
@@ -260,21 +261,11 @@ class _Save:
                     "begin anew.",
                 )
 
-    def _watch(self, fetcher: _DataFetcher) -> Iterator[Any]:
+    def _watched(self, fetched: Iterator[Any]) -> Iterator[Any]:
         """What the loop fetches; the checksum of each batch is kept."""
-        inner = fetcher.iterator
-        assert inner is not None
-        for batch, *_ in getattr(fetcher, "batches", ()):  # of a loader without a length
-            self._batches.append(_checksum(batch))
-
-        def fetch() -> Iterator[Any]:
-            with suppress(StopIteration):
-                while True:
-                    found = next(inner)
-                    self._batches.append(_checksum(found[0]))
-                    yield found
-
-        return fetch()
+        for found in iter(partial(next, fetched), None):  # iter(fetched) would begin at the first batch again
+            self._batches.append(_checksum(found[0]))
+            yield found
 
 
 def _checksum(batch: Any) -> int:

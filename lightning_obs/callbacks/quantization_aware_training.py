@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack, override
 
 from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
-from lightning_obs.callbacks.quantized_fit import FitKeywords, QuantizedFit, require_not_negative
+from lightning_obs.callbacks.base import require_at_least
+from lightning_obs.callbacks.quantized_fit import FitKeywords, QuantizedFit
 from lightning_obs.errors import CalibrationError, refuse, warn
 from lightning_obs.fine_tuning.learned_scales import frozen
 from lightning_obs.forward.calls import in_evaluation_mode, logits_of
@@ -49,12 +50,10 @@ class QuantizationAwareTraining(QuantizedFit):
 
     Args:
         scheme: as for :class:`CalibrationCallback`.
-        train: ``"weights"``; ``"scales"`` alone, from where calibration put them; or ``"all"``, both. Scales (not those
-            of q, k and v) join the first parameter group of the optimizer that trains their module, and are observed
-            no more. With ``"scales"`` the optimizer keeps nothing else; while fit runs every parameter of the
-            LightningModule is frozen, and dropout and batch norms are in evaluation mode. Weights in NVFP4, and those
-            that ``rounding`` rounded, keep their numbers. NVFP4's block scales are learned with ``"scales"`` only;
-            global scales, zero points and scales of MX never are.
+        train: ``"weights"``; ``"scales"`` alone, from where calibration put them; or ``"all"``, both. Learned scales
+            (not those of q, k and v) join the first parameter group of the optimizer that trains their module, and are
+            no longer observed. With ``"scales"`` every parameter of the LightningModule is frozen while fit runs.
+            NVFP4's block scales are learned with ``"scales"`` only; global scales, zero points and scales of MX never.
         distill: weight of the divergence of the quantized model's logits from the teacher's, added to the loss that
             ``training_step`` returns; ``"only"``: it is the loss; 0: none. Default: ``"only"`` for scales alone,
             else 0. It costs one more forward per step. Logged as ``quant/distillation``.
@@ -89,7 +88,7 @@ class QuantizationAwareTraining(QuantizedFit):
         if distill is None:
             distill = "only" if train == "scales" else 0.0
         if distill != "only":
-            require_not_negative("distill", distill)
+            require_at_least(0, distill=distill)
         if has_rounding(self.options.config) and train != "scales":
             raise CalibrationError(
                 "weights in training have no rounding that would stay",

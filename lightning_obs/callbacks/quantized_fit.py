@@ -29,7 +29,7 @@ from typing_extensions import Unpack, override
 from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
 from lightning_obs.calibration.saved_state import refuse_other_options, sealed
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.base import SessionCallback, SessionKeywords
+from lightning_obs.callbacks.base import SessionCallback, SessionKeywords, require_at_least
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.files.read import naming
 from lightning_obs.fine_tuning.quantized_training import Phase, QuantizedTraining
@@ -86,8 +86,8 @@ class QuantizedFit(SessionCallback):
         for name, allowed in (("quantize", ("all", "weights", "activations")), ("observe", ("train", "val", "none"))):
             if getattr(self, name) not in allowed:
                 raise CalibrationError(name, got=repr(getattr(self, name)), expected=", ".join(map(repr, allowed)))
-        for name in ("calibration_batches", "start_epoch", "start_step", "freeze_after"):
-            require_not_negative(name, getattr(self, name) or 0)
+        require_at_least(0, calibration_batches=calibration_batches, freeze_after=freeze_after)
+        require_at_least(0, start_epoch=start_epoch, start_step=start_step)
         self._training: QuantizedTraining | None = None
         #: validation batches that Lightning has counted when this callback last looked
         self._validated = 0
@@ -109,12 +109,12 @@ class QuantizedFit(SessionCallback):
     @override
     def make_session(self, model: nn.Module) -> CalibrationSession:
         """A session whose training goes on where an earlier session of the same model left it."""
-        session = super().make_session(model)
-        if self._training is not None and self._training.session.model is model:
-            self._training.take(session)
+        session, training = super().make_session(model), self._training
+        if training is not None and training.session.model is model:
+            training.session.detach()
+            training.session = session
         else:
-            if self._training is not None:
-                self._training.stop()
+            self.clean_up()
             self._training = QuantizedTraining(session, self.train)
         return session
 
@@ -141,31 +141,29 @@ class QuantizedFit(SessionCallback):
         training = self._running(trainer, pl_module)
         if _validation_batches(trainer) != self._validated:  # counted, not run: a resumed run begins behind it
             self._validated = _validation_batches(trainer)
-            training.end_observation()
+            training.begin_validation()
             training.end_validation()
         due = training.begin_training_batch()
         training.switch.weights = self.quantize != "activations"
         training.switch.activations = self.quantize != "weights"
         if due and self._may_observe(trainer, training, "train"):
             if self.calibration_batches:
-                training.observe_training(self.calibration_batches)
+                training.observe_training()
             elif self.observe != "val" and not training.has_all_ranges:
                 raise CalibrationError(
                     f"nothing will ever calibrate the activations of {self.label}",
                     got=f"calibration_batches=0, observe={self.observe!r}",
                     remedy="set calibration_batches, sanity_check or observe='val', or run trainer.validate first.",
                 )
-        training.go_on_observing()
         if training.phase is Phase.OBSERVING and self.token_mask is not None:
             training.session.mask_tokens(self.mask_of(batch))
 
     @override
     def on_train_batch_end(self, *_: Any) -> None:
         """Write the ranges after the last of the observed batches."""
-        if self._training is not None and self._training.phase is Phase.OBSERVING:
-            self._training.count_batch()
-            if self._training.phase is not Phase.OBSERVING:
-                rank_zero_info(f"{self.label}: ranges of activations from {self._training.session.batches} batches")
+        training = self._training
+        if training is not None and training.end_training_batch(self.calibration_batches):
+            rank_zero_info(f"{self.label}: ranges of activations from {training.session.batches} batches")
 
     # ------------------------------------------------------------------ validate, test and predict
 
@@ -189,10 +187,10 @@ class QuantizedFit(SessionCallback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep what the data said for the training to come; the first ranges there are hold at once."""
         self._begin_validation(trainer, pl_module)  # other ranks may have batches, and their weights' ranges are shared
-        session, training = self.session, self._training
-        if session is not None and training is not None and session.is_attached:
+        training = self._training
+        if training is not None and training.session.is_attached:
             if trainer.state.fn == TrainerFn.VALIDATING:
-                self.finish_calibration(session, pl_module)
+                self.finish_calibration(training.session, pl_module)
             else:
                 training.gather()
                 if not training.has_all_ranges:
@@ -219,11 +217,8 @@ class QuantizedFit(SessionCallback):
         if calibrates or skipped:
             return
         training = self._running(trainer, pl_module)
-        if training.validating:
-            return
-        training.begin_validation()
         asked = fits and (self.observe == "val" or trainer.sanity_checking)
-        if asked and self._may_observe(trainer, training, "val"):
+        if training.begin_validation() and asked and self._may_observe(trainer, training, "val"):
             training.session.attach(count_calls=False)
 
     @override
@@ -260,20 +255,17 @@ class QuantizedFit(SessionCallback):
     def state_of(self, session: CalibrationSession) -> dict[str, Any]:
         """Ranges, learned scales, and where in an observation training is."""
         assert self._training is not None
-        training = {**self._training.state_dict(), "validated": self._validated}
-        return sealed({**session.state_dict(), "training": training})
+        return sealed({**session.state_dict(), "training": self._training.state_dict()})
 
     @override
-    def take_state(self, session: CalibrationSession, state: dict[str, Any]) -> None:
+    def take_state(self, trainer: Trainer, session: CalibrationSession, state: dict[str, Any]) -> None:
         """Write the ranges of a checkpoint, and take training up where it stood."""
         assert self._training is not None
         refuse_other_options(state, session.plan.config)
-        training = state.get("training", {})
         with naming("the saved state of the training", remedy="resume from another checkpoint."):
             # Before the ranges, as it writes nothing to the model.
-            self._training.load_state_dict(training)
-            self._validated = training.get("validated", self._validated)
-        super().take_state(session, state)
+            self._training.load_state_dict(state.get("training", {}))
+        super().take_state(trainer, session, state)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -289,12 +281,6 @@ class QuantizedFit(SessionCallback):
         super().clean_up()
         if self._training is not None:
             self._training.stop()
-
-
-def require_not_negative(name: str, number: float) -> None:
-    """Refuse an option below zero."""
-    if number < 0:
-        raise CalibrationError(name, got=number, expected="zero or more")
 
 
 def _validation_batches(trainer: Trainer) -> int:

@@ -37,12 +37,12 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.copies import KEPT_BYTES, Copier, KeptBatches
+from lightning_obs.callbacks.copies import Copier, KeptBatches
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.model.qparams import CALIBRATED, CHECKSUMS
 from lightning_obs.model.wrappers import inside
-from lightning_obs.report.predictions import Moved, Predictions
+from lightning_obs.report.predictions import KEPT_BYTES, Moved, Predictions
 
 #: what ``nn.Module`` keeps itself, and calibration: its modules in attention are there before the first batch
 _LEFT_ALONE = {*vars(nn.Module()), *CALIBRATED, IMPL_ATTR, KV_CACHE_ATTR}

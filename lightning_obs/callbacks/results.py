@@ -45,6 +45,8 @@ class Results(Callback):
 
     #: of the scheme that was asked for: it names the state in checkpoints
     label: str
+    #: the LightningModule of the session: its tokenizer is exported, its root unit resharded
+    _owner: LightningModule
 
     def __init__(self, export_folder: str | os.PathLike[str] | None, export_overwrite: bool, log: bool | None) -> None:
         if export_overwrite and export_folder is None:
@@ -56,8 +58,8 @@ class Results(Callback):
         #: scales of this run, calibration by calibration
         self.drift = ScaleDrift()
         self.session: CalibrationSession | None = None
-        #: the LightningModule of the last session: its tokenizer is exported, its root unit resharded
-        self._owner: LightningModule | None = None
+        #: what was scored where observers are chosen by measurement; None: nothing, or by an earlier run
+        self.choice: ObserverChoice | None = None
         #: how far the last validation's quantized predictions are from the unquantized ones; None: not measured
         self.moved: Moved | None = None
         #: what each validation has logged, with its ``step``; read by the host when it is shown
@@ -71,11 +73,11 @@ class Results(Callback):
     def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False) -> Path:
         """Write the calibrated module as a compressed-tensors checkpoint (:func:`~lightning_obs.export_checkpoint`).
 
-        It has this callback's scheme, also where another callback has calibrated the same model since.
+        The checkpoint has this callback's scheme, even if another callback has calibrated the same model since.
 
         On several ranks, rank 0 writes. Under DDP the others return at once; where weights are sharded (FSDP) every
-        rank must call this, to gather them. To read the folder on another rank, let ``trainer.strategy.barrier()``
-        come first.
+        rank must call this, to gather them. Before another rank reads the folder, call
+        ``trainer.strategy.barrier()``.
 
         Args:
             folder: written whole or not at all.
@@ -86,8 +88,7 @@ class Results(Callback):
             CalibrationError: no validation has calibrated the model yet; ``folder`` cannot be written or is taken.
         """
         session = self._calibrated_session()
-        if self._owner is not None:
-            reshard(self._owner)
+        reshard(self._owner)
         if session.collectives.rank != 0 and not any(map(in_shards, session.model.modules())):
             return Path(folder)
         found = (getattr(self._owner, name, None) for name in ("tokenizer", "processor"))
@@ -117,14 +118,13 @@ class Results(Callback):
         session = self._calibrated_session()
         if batches is not None:
             require_forward(session.model, "layer_errors(batches)")
-        counted = session.input_counts
         with session.in_force():
             if batches is None:
-                errors = known_layer_errors(session.model, counted, session.collectives)
+                errors = known_layer_errors(session.model, session.input_counts, session.collectives)
             else:
                 errors = measure_layer_errors(session.model, batches, collectives=session.collectives, counts=counts)
         if counts is not None:
-            counts.update(counted)
+            counts.update(session.input_counts)
         return errors
 
     def report(
@@ -154,13 +154,8 @@ class Results(Callback):
             return Path(folder) / "report.html"
         known = known_facts(session) | {"title": self.label, "errors": errors, "counts": counts}
         known |= {"drift": self.drift, "moved": self.moved, "curves": self.curves, "metrics": self.metrics}
-        known |= {} if self.choice is None else {"scores": self.choice.scores}
-        return write_report(folder, Report(**{**known, **parts}))
-
-    @property
-    def choice(self) -> ObserverChoice | None:
-        """Which observers were chosen by measurement; None: none was."""
-        return None
+        known["scores"] = () if self.choice is None else self.choice.scores
+        return write_report(folder, Report(**known | parts))
 
     @property
     def curves(self) -> list[dict[str, float]]:
@@ -231,16 +226,14 @@ class Results(Callback):
 
     def _export_due(self, trainer: Trainer) -> Path | None:
         """Where this run ends with a checkpoint."""
-        if self.export_folder is None or trainer.state.fn not in (TrainerFn.FITTING, TrainerFn.VALIDATING):
-            return None
-        if trainer.fast_dev_run:
-            rank_zero_info(f"fast_dev_run: {self.export_folder} is not written")
-            return None
-        return self.export_folder
+        ends = trainer.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING) and not trainer.fast_dev_run
+        return self.export_folder if ends else None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before the first batch and on all ranks alike, an ``export_folder`` that cannot be written."""
+        if trainer.fast_dev_run and self.export_folder is not None:
+            rank_zero_info(f"fast_dev_run: {self.export_folder} is not written")
         if (folder := self._export_due(trainer)) is None:
             return
         if trainer.state.fn == TrainerFn.FITTING and not trainer.enable_validation:

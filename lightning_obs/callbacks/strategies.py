@@ -12,7 +12,6 @@ from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
-    SingleDeviceStrategy,
     XLAStrategy,
 )
 from torch import distributed as dist
@@ -32,7 +31,7 @@ def collectives_of(trainer: Trainer) -> Collectives:
         CalibrationError: a strategy whose ranks do not hold the whole model, or end with the run.
     """
     strategy = trainer.strategy
-    if trainer.world_size == 1 or isinstance(strategy, SingleDeviceStrategy):
+    if trainer.world_size == 1:
         return Collectives()
     if getattr(strategy, "_start_method", "popen") != "popen":
         raise CalibrationError(
@@ -66,13 +65,10 @@ def leave_in_place(trainer: Trainer, pl_module: LightningModule) -> None:
 
     It moves the model to its device before the run, and to the CPU when it tears down the strategy, as the very last.
     """
-    undo, strategy = stay_put(pl_module), trainer.strategy
-    own, teardown = vars(strategy), strategy.teardown
-    before = {name: own[name] for name in ("teardown",) if name in own}  # of another callback
+    undo, own, teardown = stay_put(pl_module), vars(trainer.strategy), trainer.strategy.teardown
 
     def tear_down() -> None:
-        del own["teardown"]
-        own.update(before)
+        own.pop("teardown", None)  # with two callbacks, the first has put its own there
         try:
             teardown()
         finally:
@@ -118,9 +114,8 @@ def repeated_samples(loader: Any) -> int:
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return 0
-    size = len(sampler.dataset)  # type: ignore[arg-type]
-    real = -(-(size - sampler.rank) // sampler.num_replicas)  # of rank, rank + replicas, ...: those below size
-    return max(0, sampler.num_samples - max(0, real))
+    own = range(sampler.rank, len(sampler.dataset), sampler.num_replicas)  # type: ignore[arg-type]
+    return sampler.num_samples - len(own)
 
 
 def repeated_in_batch(loader: DataLoader[Any], batch_idx: int) -> torch.Tensor | None:

@@ -13,13 +13,10 @@ from lightning_obs.model.wrappers import inside_adapted, unwrapped, without_wrap
 
 
 def find_module(pl_module: nn.Module, path: str | None = None) -> tuple[str, nn.Module]:
-    """The path of the module to calibrate inside a LightningModule, and the module, without its wrappers.
+    """The path of the module to calibrate, and the module without its wrappers.
 
-    Args:
-        pl_module: the LightningModule.
-        path: attribute path, ``""`` for the LightningModule itself. None: the one transformers model that it holds (of
-            several, those nearest to it; none inside torchmetrics' metrics). Without one, and where the LightningModule
-            has no ``forward`` of its own, its only child with weights. Else the LightningModule itself.
+    ``path`` is the option ``module`` of :class:`~lightning_obs.callbacks.base.SessionCallback`. Models inside
+    torchmetrics' metrics do not count.
     """
     if path is not None:
         try:

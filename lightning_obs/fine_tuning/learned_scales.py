@@ -21,11 +21,11 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.forward.calls import in_evaluation_mode
 from lightning_obs.forward.quantized_forward import set_learned_scale
 from lightning_obs.model.offload import device_of
 from lightning_obs.model.qparams import ROUNDED
@@ -50,11 +50,7 @@ class LearnedScales:
     def __init__(self, plan: Plan, alone: bool = False) -> None:
         self.alone = alone
         refuse(
-            [
-                t.name
-                for t in plan.targets
-                if in_shards(t.module) or any(isinstance(p, DTensor) for p in t.module.parameters())
-            ],
+            [target.name for target in plan.targets if in_shards(target.module)],
             "scales of sharded weights (FSDP) cannot be learned",
             remedy="use DDP.",
         )
@@ -62,9 +58,8 @@ class LearnedScales:
         self._scales = {
             f"{target.name}.{base_name}": _Scale(target, base_name, shape)
             for target in plan.targets
-            for base_name, args in target.args.items()
-            if (_stored_dtype(args) is None or (alone and base_name == "weight"))
-            and (shape := _learned_shape(target, base_name, args)) is not None
+            for base_name in target.args
+            if (shape := _learned_shape(target, base_name, alone)) is not None
         }
         if not self._scales:
             raise CalibrationError(
@@ -192,18 +187,14 @@ class _Scale:
 def frozen(model: nn.Module) -> Iterator[None]:
     """No parameter takes a gradient inside the ``with`` block; dropout and batch norms are in evaluation mode."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    changing = [m for m in model.modules() if isinstance(m, (_BatchNorm, _DropoutNd)) and m.training]
     try:
         for parameter in trained:
             parameter.requires_grad_(False)
-        for module in changing:
-            module.training = False
-        yield
+        with in_evaluation_mode(model, (_BatchNorm, _DropoutNd)):
+            yield
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-        for module in changing:
-            module.training = True
 
 
 def _trained_by(target: PlannedModule, held: Sequence[set[int]]) -> set[int]:
@@ -213,12 +204,15 @@ def _trained_by(target: PlannedModule, held: Sequence[set[int]]) -> set[int]:
     return {at for at, of_one in enumerate(held) if own & of_one}
 
 
-def _learned_shape(target: PlannedModule, base_name: str, args: QuantizationArgs) -> tuple[int, ...] | None:
+def _learned_shape(target: PlannedModule, base_name: str, alone: bool) -> tuple[int, ...] | None:
     """Shape of a scale that can be learned; None for the others."""
-    one_or_weight = base_name == "weight" or args.strategy == QuantizationStrategy.TENSOR
-    has_weight = isinstance(getattr(target.module, "weight", None), torch.Tensor)
-    learned = has_weight and one_or_weight and not args.dynamic and args.scale_dtype != torch.uint8
-    return scale_shape(target, base_name, args) if learned else None
+    args, is_weight = target.args[base_name], base_name == "weight"
+    is_static = not args.dynamic and isinstance(getattr(target.module, "weight", None), torch.Tensor)
+    if not is_static or not (is_weight or args.strategy == QuantizationStrategy.TENSOR):
+        return None
+    if _stored_dtype(args) is not None and (not is_weight or not alone or args.scale_dtype == torch.uint8):
+        return None
+    return scale_shape(target, base_name, args)
 
 
 @torch.no_grad()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -63,18 +62,11 @@ class QuantizedTraining:
         self.switch = Switch()
         self.learned = None if train == "weights" else LearnedScales(session.plan, alone=train == "scales")
         self.phase = Phase.NEW
-        #: batches still to be observed, while OBSERVING
-        self.batches_left = 0
         #: a validation runs through what would be exported at this moment
         self.validating = False
         self._forwards: ExitStack | None = None  # gives every module its own forward back; None while none is replaced
         # A resumed run may stand between two observations: weights are newer than their ranges, and stay so.
         self._resumed = False
-
-    def take(self, session: CalibrationSession) -> None:
-        """Go on with another session of the same model and scheme."""
-        self.session.detach()
-        self.session = session
 
     # ------------------------------------------------------------------ the forward
 
@@ -116,13 +108,13 @@ class QuantizedTraining:
     @contextmanager
     def unquantized(self) -> Iterator[None]:
         """Run in full precision, unobserved, inside the ``with`` block."""
-        before = replace(self.switch)
+        before = self.switch.weights, self.switch.activations
         self.switch.weights = self.switch.activations = False
         try:
             with self.session.paused():
                 yield
         finally:
-            self.switch.weights, self.switch.activations = before.weights, before.activations
+            self.switch.weights, self.switch.activations = before
 
     # ------------------------------------------------------------------ ranges
 
@@ -167,44 +159,53 @@ class QuantizedTraining:
             Whether ranges of activations are due: nothing was observed yet, or a validation has ended.
         """
         self.validating = False
-        phase = self.phase
+        phase, session = self.phase, self.session
         if phase is Phase.GATHERED:
             self.write(weights=True)
         elif phase is Phase.VALIDATED:  # weight averaging has swapped other weights in meanwhile
             self.refresh_weights()
         if phase is not Phase.OBSERVING:
             self.phase = Phase.TRAINING
+        elif not session.is_attached:  # after stop() or load_state_dict(): go on
+            batches, seen = session.batches, dump_statistics(session.fed)
+            session.attach(count_calls=False)
+            load_statistics(session.fed, seen)
+            session.batches = batches
         return phase in (Phase.NEW, Phase.VALIDATED)
 
-    def observe_training(self, batches: int) -> None:
-        """Observe this many training batches: :meth:`count_batch` follows each and writes the ranges after the last."""
+    def observe_training(self) -> None:
+        """Observe training batches from this one on."""
         self.session.attach(count_calls=False)
-        self.phase, self.batches_left = Phase.OBSERVING, batches
+        self.phase = Phase.OBSERVING
 
-    @torch.inference_mode(False)
-    def go_on_observing(self) -> None:
-        """After :meth:`stop` or :meth:`load_state_dict`: observe what is left to be observed."""
-        if self.phase is Phase.OBSERVING and not self.session.is_attached:
-            batches, seen = self.session.batches, dump_statistics(self.session.observers)
-            self.session.attach(count_calls=False)
-            load_statistics(self.session.observers, seen)
-            self.session.batches = batches
+    def end_training_batch(self, wanted: int) -> bool:
+        """Count the batch if it was observed, and write the ranges after the last of the ``wanted`` ones.
 
-    def count_batch(self) -> None:
-        """One of the batches of :meth:`observe_training` has ended; after the last the ranges are written."""
+        Returns:
+            Whether they were written.
+        """
+        if self.phase is not Phase.OBSERVING:
+            return False
         self.session.batches += 1
-        self.batches_left -= 1
-        if not self.batches_left:
-            self.write()
+        if self.session.batches < wanted:
+            return False
+        self.write()
+        return True
 
-    def begin_validation(self) -> None:
-        """Run through what would be exported at this moment, weights as they are now. Again: nothing happens."""
+    def begin_validation(self) -> bool:
+        """Run through what would be exported now; False if this validation does already.
+
+        Weights are observed anew. An observation of training batches ends: its ranges are those of the batches so far.
+        """
         if self.validating:
-            return
-        self.end_observation()
+            return False
+        if self.phase is Phase.OBSERVING and self.session.batches:
+            self.write()
+        elif self.phase is Phase.OBSERVING:
+            self.give_up()
         self.refresh_weights()
-        self.switch.weights = self.switch.activations = True
-        self.validating = True
+        self.switch.weights = self.switch.activations = self.validating = True
+        return True
 
     def gather(self) -> None:
         """End to observe a validation, and keep what was seen until the next training batch."""
@@ -217,22 +218,15 @@ class QuantizedTraining:
         if self.phase is not Phase.GATHERED:
             self.phase = Phase.VALIDATED
 
-    def end_observation(self) -> None:
-        """A validation interrupts the observation: the ranges are computed from the batches so far."""
-        if self.phase is Phase.OBSERVING and self.session.batches:
-            self.write()
-        elif self.phase is Phase.OBSERVING:
-            self.give_up()
-
     def give_up(self) -> None:
         """End to observe, and forget what was seen."""
         self.session.detach()
-        self.phase, self.batches_left = Phase.NEW, 0
+        self.phase = Phase.NEW
 
     def write(self, weights: bool = False) -> None:
         """Write the ranges that data gave; of ``weights`` too, if asked or if their observers want inputs."""
         self.session.finalize(weights=(weights or bool(self._of_inputs)) and not self._weights_stay)
-        self.phase, self.batches_left = Phase.TRAINING, 0
+        self.phase = Phase.TRAINING
         self._write_learned()
 
     # ------------------------------------------------------------------ weights
@@ -266,7 +260,7 @@ class QuantizedTraining:
         On several ranks every rank must call this, as Lightning does: they have seen different data.
         """
         session = self.session
-        state: dict[str, Any] = {"phase": self.phase.value, "left": self.batches_left, "batches": session.batches}
+        state: dict[str, Any] = {"phase": self.phase.value, "batches": session.batches}
         if self.phase in (Phase.OBSERVING, Phase.GATHERED):
             state["observed"] = dump_observation(session.fed, session.collectives)
         elif not self._weights_stay:  # what a weight's next observation needs, the same on all ranks
@@ -281,8 +275,7 @@ class QuantizedTraining:
         """
         self.session.detach()
         self._resumed = True
-        self.phase, self.batches_left = Phase(state["phase"]), state["left"]
-        self.session.batches = state["batches"]
+        self.phase, self.session.batches = Phase(state["phase"]), state["batches"]
         load_statistics(self.session.observers | self.session.second, state.get("statistics", {}))
         if "observed" in state and not load_observation(self.session.fed, state["observed"], self.session.collectives):
             self.give_up()

@@ -18,9 +18,9 @@ def call_on(model: nn.Module, batch: Mapping[str, Any] | torch.Tensor) -> Any:
 
 
 @contextmanager
-def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode inside the ``with`` block, and in its own mode again afterwards."""
-    training = [module for module in model.modules() if module.training]
+def in_evaluation_mode(model: nn.Module, kinds: tuple[type[nn.Module], ...] = (nn.Module,)) -> Iterator[None]:
+    """Every module of these kinds in evaluation mode inside the ``with`` block, in its own mode again afterwards."""
+    training = [module for module in model.modules() if module.training and isinstance(module, kinds)]
     try:
         for module in training:
             module.training = False

@@ -137,7 +137,7 @@ def test_a_token_mask_and_several_devices_are_refused():
         trainer(automatic(token_mask=lambda batch: torch.ones(4, 1))).validate(Outliers(), loader(), verbose=False)
     session = CalibrationSession(Plain().net, SCHEME)
     with pytest.raises(CalibrationError, match=r"on one device.*2 devices"):
-        AutoObservers(session.options, masked=False).start(session, SimpleNamespace(world_size=2))
+        AutoObservers(session.options, False, {}).start(session, SimpleNamespace(world_size=2))
 
 
 #: inputs that lose little: what weights lose decides

@@ -115,7 +115,7 @@ def test_hydra_containers_are_taken():
         {"scheme": {"FP8": ["net.0"]}, "ignore": ["x"], "observers": {"input": {"name": "minmax"}}}
     )
     callback = CalibrationCallback(config.scheme, ignore=config.ignore, observers=config.observers)
-    assert callback.ignore == ["x"]
+    assert callback.options.ignore == ["x"]
     assert callback.options.config.config_groups["FP8"].input_activations.observer == "minmax"
 
 

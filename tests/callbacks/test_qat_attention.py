@@ -256,11 +256,11 @@ def test_the_observer_sees_a_state_before_it_is_quantized(tiny_llama, batches):
     run = training(model, batches[:1], kv_cache="FP8", observers={"k": "static_minmax"})
     module = model.model.layers[0].self_attn
     module.k_scale = module.k_scale / 100  # what is quantized is clipped to a hundredth
-    run.observe_training(len(batches))
+    run.observe_training()
     with torch.no_grad():
         for batch in batches:
             model(**batch)
-            run.count_batch()
+            run.end_training_batch(len(batches))
     torch.testing.assert_close(module.k_scale, states["k"][0].abs().max().reshape(1) / 448)
     run.stop()
 

@@ -179,7 +179,7 @@ def test_validate_and_test_under_inference_mode_leave_nothing_that_training_cann
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda s: s["training"].update(left=3), "the saved calibration has other values than were saved"),
+        (lambda s: s["training"].update(batches=3), "the saved calibration has other values than were saved"),
         (lambda s: s["training"].update(phase="none of them"), "training cannot be read.*ValueError"),
         (lambda s: s.update(training=[1]), "training cannot be read.*TypeError"),
         (lambda s: s["training"].update(learned={}), "training cannot be read.*KeyError"),

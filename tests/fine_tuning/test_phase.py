@@ -24,20 +24,19 @@ def run(training: QuantizedTraining) -> None:
 def observed(training: QuantizedTraining) -> None:
     """Give the activations their first ranges."""
     training.begin_training_batch()
-    training.observe_training(1)
+    training.observe_training()
     run(training)
-    training.count_batch()
+    assert training.end_training_batch(wanted=1)
 
 
 def test_training_batches_are_observed_until_the_last_one_writes_the_ranges(training):
     assert training.begin_training_batch()
-    training.observe_training(2)
-    for left in (1, 0):
+    training.observe_training()
+    for is_last in (False, True):
         assert training.phase is Phase.OBSERVING
         assert not training.begin_training_batch()
         run(training)
-        training.count_batch()
-        assert training.batches_left == left
+        assert training.end_training_batch(wanted=2) == is_last
     assert training.phase is Phase.TRAINING
     assert training.has_all_ranges
     assert not training.session.is_attached
@@ -45,21 +44,41 @@ def test_training_batches_are_observed_until_the_last_one_writes_the_ranges(trai
 
 def test_a_validation_ends_an_observation_with_what_there_is(training):
     training.begin_training_batch()
-    training.observe_training(5)
+    training.observe_training()
     run(training)
-    training.count_batch()
+    training.end_training_batch(wanted=5)
     training.begin_validation()
-    assert (training.phase, training.batches_left) == (Phase.TRAINING, 0)
+    assert training.phase is Phase.TRAINING
     assert training.has_all_ranges
 
 
 def test_a_validation_that_comes_before_any_batch_was_seen_lets_the_observation_begin_anew(training):
     training.begin_training_batch()
-    training.observe_training(5)
+    training.observe_training()
     training.begin_validation()
     assert training.phase is Phase.NEW
     training.end_validation()
     assert training.begin_training_batch()
+
+
+def test_an_observation_that_was_stopped_goes_on_with_all_that_was_seen(mlp):
+    """Also what the Hessian of a rounding has seen, which is a second observer beside the one that finds the range."""
+    found, batches = [], [torch.randn(4, 16) for _ in range(2)]
+    for stops in (False, True):
+        training = QuantizedTraining(CalibrationSession(mlp, "INT8_STATIC", rounding="gptq"))
+        training.start()
+        training.begin_training_batch()
+        training.observe_training()
+        for batch in batches:
+            training.begin_training_batch()
+            mlp(batch)
+            assert not training.end_training_batch(wanted=3)
+            if stops:
+                training.stop()
+                training.start()
+        found.append({key: observer.get_statistics() for key, observer in training.session.fed.items()})
+        training.stop()
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_a_validation_begins_once_and_its_end_makes_ranges_due(training):

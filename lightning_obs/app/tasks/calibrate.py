@@ -198,6 +198,7 @@ class Calibrate(Task):
                 quality[f"{name}_{when}"] = None if found is None else found.value
                 if found is not None and found.moved is not None:
                     quality[f"divergence_{when}"] = found.moved.divergence
+        ignored = self.job.callback.options.config.ignore or []
         return {
             "run": self.job.callback.label,
             **quality,
@@ -207,7 +208,7 @@ class Calibrate(Task):
             "seconds": self.result.seconds,
             "worst_sqnr": self.errors[0].sqnr if self.errors else None,
             **({"generation": self.generation} if self.generation else {}),
-            "ignore": [*self.job.callback.ignore, *poor_layers(self.errors, fused=self.result.fused)],
+            "ignore": [*ignored, *poor_layers(self.errors, fused=self.result.fused)],
         }
 
     def report(self, counts: Mapping[str, Support], parts: Mapping[str, Any]) -> None:
