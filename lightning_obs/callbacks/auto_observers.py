@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
@@ -49,22 +48,22 @@ class AutoObservers:
         self._kept = KeptBatches()
         self._remove_hook: Callable[[], None] | None = None
 
-    def require_possible(self, session: CalibrationSession, trainer: Trainer) -> None:
+    def require_possible(self, session: CalibrationSession) -> None:
         """Refuse, before training, a module without ``forward``, several devices, a token mask, wrong candidates."""
         require_forward(session.model, 'observers="auto"')
-        if trainer.world_size > 1 or self._masked:
+        if session.collectives.size > 1 or self._masked:
             raise CalibrationError(
                 'observers="auto" chooses on one device, and without a token mask',
-                got=f"{trainer.world_size} devices{', a token mask' if self._masked else ''}",
+                got=f"{session.collectives.size} devices{', a token mask' if self._masked else ''}",
                 remedy="choose there (callback.choice.config), then calibrate here with that scheme.",
             )
         check_candidates(session.model, self.asked, self.candidates)
 
-    def start(self, session: CalibrationSession, trainer: Trainer) -> None:
+    def start(self, session: CalibrationSession) -> None:
         """Keep what the model is called with, until :meth:`choose` or :meth:`stop`; nothing after the choice."""
         if self.options is not None:
             return
-        self.require_possible(session, trainer)
+        self.require_possible(session)
         self.stop()
 
         def keep(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

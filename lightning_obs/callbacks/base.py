@@ -51,7 +51,6 @@ class SessionCallback(Results):
     """A callback that calibrates through a :class:`~lightning_obs.CalibrationSession` of its own.
 
     Args:
-        scheme: as for :class:`~lightning_obs.CalibrationOptions`, or such options.
         module: attribute path of the module to calibrate and export; ``""`` is the LightningModule itself. Default: the
             one transformers model that it holds (of several, the one nearest to it); without one its only child with
             weights, if it has no ``forward`` itself; else the LightningModule. What was found is said at the start.

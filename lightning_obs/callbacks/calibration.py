@@ -98,7 +98,7 @@ class CalibrationCallback(ObservedBatches):
         """Refuse a wrong configuration before hours of training; restore the qparams of a resumed run."""
         session = self.prepare(trainer, pl_module)
         if self._auto is not None:
-            self._auto.require_possible(session, trainer)
+            self._auto.require_possible(session)
         if not trainer.enable_validation and not session.has_written:
             warn(
                 f"{self.label}: this Trainer will not validate, so nothing will be calibrated. Give fit a validation "
@@ -117,7 +117,7 @@ class CalibrationCallback(ObservedBatches):
         session = self.prepare(trainer, pl_module)
         self.observe_validation(trainer, session)
         if self._auto is not None:
-            self._auto.start(session, trainer)
+            self._auto.start(session)
 
     @override
     def on_validation_batch_start(

@@ -5,10 +5,10 @@ iterator over the loaders when the hooks of the start are called. What is taken 
 goes on with the next batch, by its own number. The batches taken are held against checksums of those that were
 observed, so other data are noticed, and a loader that shuffles in another order.
 
-Each rank writes a file of what it has seen itself, and waits for nobody: ranks may have different numbers of batches.
-So they may be killed at different places. Each keeps its last two saves, of which the start is one, and all go on from
-the last that all have. Ranks that wait for each other in each step (FSDP, ``sync_dist``) are at most one batch apart,
-so there is one. Where there is none, they do not wait, and each goes on from its own last.
+Each rank writes files of what it has seen itself, and waits for nobody: ranks may have different numbers of batches, so
+they may be killed at different batches. Each keeps its last two saves (the first is made at the start), and all resume
+from the last one that all have. Ranks that wait for each other in each step (FSDP, ``sync_dist``) are at most one batch
+apart, so there is one. Ranks without a common save do not wait for each other, and each resumes from its own last.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class ObservedBatches(SessionCallback):
     """A callback that observes batches of a validation, and may save what it has seen while the validation runs.
 
     Args:
-        scheme: as for :class:`~lightning_obs.CalibrationOptions`, or such options.
         max_batches: observe at most this many batches of a validation, on each rank; None: all.
         dataloaders: which of several validation loaders are observed, by number, or by key where they are a dict;
             None: all.
@@ -113,7 +112,7 @@ class ObservedBatches(SessionCallback):
 
     @override
     def observe_validation(self, trainer: Trainer, session: CalibrationSession) -> None:
-        """Attach the observers; go on behind the batches that were observed before the process was killed."""
+        """Attach the observers; resume after the batches that were observed before the process was killed."""
         loaders = validation_loaders(trainer)
         known = list(dict.fromkeys([*range(len(loaders)), *loaders]))
         wrong = [one for one in self.dataloaders or () if one not in known]
@@ -137,7 +136,7 @@ class ObservedBatches(SessionCallback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Look away from batches that are not asked for; find out which tokens of the others count."""
+        """Pause the observers for batches that are not asked for; find out which tokens of the others count."""
         if self.session is not None and self.session.is_attached:
             names = {dataloader_idx, list(validation_loaders(trainer))[dataloader_idx]}
             of_loader = self.dataloaders is None or not names.isdisjoint(self.dataloaders)
@@ -147,7 +146,7 @@ class ObservedBatches(SessionCallback):
 
     @override
     def on_validation_batch_end(self, *seen: Any) -> None:
-        """Count the batch, if it was observed; save, if it is time."""
+        """Count the batch if it was observed; save if a save is due."""
         super().on_validation_batch_end(*seen)
         if self._save is not None and self.save_every is not None:
             self._save.done += 1
@@ -156,7 +155,7 @@ class ObservedBatches(SessionCallback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave nothing behind; the checkpoint is written, so what was saved for a killed run is not needed."""
+        """Leave nothing behind; the run has ended and its checkpoint is written, so delete the saves."""
         super().teardown(trainer, pl_module, stage)
         if self._save is not None:
             self._save.remove()
@@ -164,7 +163,7 @@ class ObservedBatches(SessionCallback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave nothing behind but what was saved."""
+        """Leave nothing behind but the saves."""
         super().on_exception(trainer, pl_module, exception)
         self._save = None
 
@@ -185,7 +184,7 @@ class _Save:
         self._batches: list[int] = []
 
     def resume(self, trainer: Trainer) -> int:
-        """Take up what was saved, and skip its batches; returns how many. Every rank must call this."""
+        """Load the last save and skip its batches; returns how many. Every rank must call this."""
         loop, own = trainer._active_loop, self._session.collectives
         assert isinstance(loop, _EvaluationLoop)
         fetcher = loop._data_fetcher
@@ -198,7 +197,7 @@ class _Save:
         with on_all_ranks(own):
             state = self._read(numbers[-1]) if numbers else {}
         every = own.gather_object(numbers)
-        # Where a rank has none, the run was killed when others had begun to remove theirs, or had not begun to save.
+        # A rank has none if the run was killed while ranks wrote their first save or removed their last.
         start = max(set.intersection(*map(set, every)) or numbers) if all(every) else 0
         with on_all_ranks(own):
             if start:
@@ -210,11 +209,11 @@ class _Save:
                 if number > start:
                     self._path(number).unlink()
             if not start:
-                self.write()  # what cannot be saved, or written there, is told before the first batch
+                self.write()  # so what cannot be saved, or not there, is an error before the first batch
         return start
 
     def write(self) -> None:
-        """Save what was seen; of the saves before, one stays."""
+        """Save what was seen; of the earlier saves, the last one stays."""
         state = {"config": self._session.plan.config.model_dump_json(), "run": self._run}
         state |= {"batches": self._batches[: self.done], "seen": dump_seen(self._session)}
         with whole_file(self._path(self.done)) as partial:
@@ -233,7 +232,7 @@ class _Save:
         return self._folder / f"rank-{self._session.collectives.rank}-batch-{number}.pt"
 
     def _numbers(self) -> list[int]:
-        """Behind how many batches this rank has saves, the first first."""
+        """After how many batches this rank has saved, in ascending order."""
         names = [path.stem.rpartition("-")[2] for path in self._folder.glob(self._path(0).name.replace("0.pt", "*.pt"))]
         return sorted(map(int, filter(str.isdecimal, names)))
 

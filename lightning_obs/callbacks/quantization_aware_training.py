@@ -91,7 +91,7 @@ class QuantizationAwareTraining(QuantizedFit):
             require_at_least(0, distill=distill)
         if has_rounding(self.options.config) and train != "scales":
             raise CalibrationError(
-                "weights in training have no rounding that would stay",
+                "training the weights undoes their rounding",
                 got="QuantizationAwareTraining(rounding=...)",
                 remedy="train='scales'; or train without it, then calibrate the trained model with "
                 "CalibrationCallback(rounding='gptq').",

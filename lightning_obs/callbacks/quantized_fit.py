@@ -51,7 +51,6 @@ class QuantizedFit(SessionCallback):
     """Runs the model through fake quantization in fit, validation, test and prediction, and observes it when asked.
 
     Args:
-        scheme: as for :class:`~lightning_obs.CalibrationOptions`, or such options.
         quantize: what training sees quantized: ``"all"``, ``"weights"`` or ``"activations"``. Validation and export
             always quantize all that the scheme says.
         observe: which data refresh the ranges of activations: ``"train"``, the ``calibration_batches`` training batches
@@ -135,7 +134,7 @@ class QuantizedFit(SessionCallback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Take what the last validation found; observe this batch, if its turn has come."""
+        """Put in force what the last validation found; observe this batch if ranges are due."""
         if not self._has_started(trainer):
             return
         training = self._running(trainer, pl_module)
@@ -185,7 +184,7 @@ class QuantizedFit(SessionCallback):
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep what the data said for the training to come; the first ranges there are hold at once."""
+        """Keep what was observed until training goes on; the very first ranges are in force at once."""
         self._begin_validation(trainer, pl_module)  # other ranks may have batches, and their weights' ranges are shared
         training = self._training
         if training is not None and training.session.is_attached:
@@ -259,7 +258,7 @@ class QuantizedFit(SessionCallback):
 
     @override
     def take_state(self, trainer: Trainer, session: CalibrationSession, state: dict[str, Any]) -> None:
-        """Write the ranges of a checkpoint, and take training up where it stood."""
+        """Write the ranges of a checkpoint, and resume training where it stood."""
         assert self._training is not None
         refuse_other_options(state, session.plan.config)
         with naming("the saved state of the training", remedy="resume from another checkpoint."):

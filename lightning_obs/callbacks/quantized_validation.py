@@ -59,7 +59,7 @@ class QuantizedValidation:
         batches = loop.max_batches if loop._is_sequential else [loop._data_fetcher.length or math.inf]
         if share < 1 and any(map(math.isinf, batches)):
             raise CalibrationError(
-                "a share of the batches of a loader that does not know how many it has",
+                "evaluate takes a share of the batches, and a loader does not know how many it has",
                 got=f"evaluate={share}",
                 remedy="evaluate=True, or Trainer(limit_val_batches=<number>).",
             )
@@ -141,7 +141,7 @@ def require_batches(pl_module: LightningModule, option: str) -> None:
     for step in ("validation_step", "test_step"):
         if is_param_in_hook_signature(getattr(pl_module, step), "dataloader_iter", explicit=True):
             raise CalibrationError(
-                f"{option} looks at each batch of a validation, and a step that takes an iterator keeps them",
+                f"{option} needs every batch, and a step that takes an iterator fetches its batches itself",
                 got=f"{step}(dataloader_iter)",
                 remedy=f"{step}(batch, batch_idx), or leave {option} out.",
             )

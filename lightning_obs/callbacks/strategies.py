@@ -35,7 +35,7 @@ def collectives_of(trainer: Trainer) -> Collectives:
         return Collectives()
     if getattr(strategy, "_start_method", "popen") != "popen":
         raise CalibrationError(
-            "what processes that end with the run (ddp_spawn, ddp_fork, ddp_notebook) calibrate is lost with them",
+            "a calibration in processes that end with the run (ddp_spawn, ddp_fork, ddp_notebook) is lost with them",
             expected="strategy 'ddp', which runs the script once on each rank",
             remedy="Trainer(strategy='ddp'), or one device in a notebook.",
         )
@@ -61,9 +61,9 @@ def collectives_of(trainer: Trainer) -> Collectives:
 
 
 def leave_in_place(trainer: Trainer, pl_module: LightningModule) -> None:
-    """Let the Trainer move nothing that accelerate or compressed-tensors has dispatched.
+    """Keep the Trainer from moving what accelerate or compressed-tensors has dispatched.
 
-    It moves the model to its device before the run, and to the CPU when it tears down the strategy, as the very last.
+    It moves the model to its device before the run, and to the CPU when it tears down the strategy, its last act.
     """
     undo, own, teardown = stay_put(pl_module), vars(trainer.strategy), trainer.strategy.teardown
 

@@ -72,7 +72,7 @@ class QuantizedTraining:
 
     @torch.inference_mode(False)
     def start(self, around: nn.Module | None = None) -> None:
-        """Let the modules run quantized, and know the ranges of their weights. Again: nothing happens.
+        """Let the modules run quantized, with ranges for their weights; nothing happens if they do already.
 
         Args:
             around: what holds the model, and perhaps its torch.compile'd wrapper.
@@ -208,7 +208,7 @@ class QuantizedTraining:
         return True
 
     def gather(self) -> None:
-        """End to observe a validation, and keep what was seen until the next training batch."""
+        """Stop observing a validation, and keep what was seen until the next training batch."""
         self.session.detach()
         self.phase = Phase.GATHERED
 
@@ -219,7 +219,7 @@ class QuantizedTraining:
             self.phase = Phase.VALIDATED
 
     def give_up(self) -> None:
-        """End to observe, and forget what was seen."""
+        """Stop observing, and forget what was seen."""
         self.session.detach()
         self.phase = Phase.NEW
 

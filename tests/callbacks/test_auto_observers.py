@@ -1,13 +1,12 @@
 """``observers="auto"``: the first validation chooses, the later ones calibrate with the choice."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession, load_checkpoint, quantized
 from lightning_obs.callbacks.auto_observers import AutoObservers
 from lightning_obs.model.qparams import read_qparams
+from lightning_obs.ranks.collectives import Collectives
 from tests.callbacks.calibration_modules import Plain, hooks_on, loader, trainer
 
 SCHEME = {
@@ -135,9 +134,9 @@ def test_a_model_without_logits_is_an_error_at_the_first_batch():
 def test_a_token_mask_and_several_devices_are_refused():
     with pytest.raises(CalibrationError, match=r"without a token mask.*a token mask"):
         trainer(automatic(token_mask=lambda batch: torch.ones(4, 1))).validate(Outliers(), loader(), verbose=False)
-    session = CalibrationSession(Plain().net, SCHEME)
+    session = CalibrationSession(Plain().net, SCHEME, collectives=Collectives(size=2))
     with pytest.raises(CalibrationError, match=r"on one device.*2 devices"):
-        AutoObservers(session.options, False, {}).start(session, SimpleNamespace(world_size=2))
+        AutoObservers(session.options, False, {}).start(session)
 
 
 #: inputs that lose little: what weights lose decides
