@@ -141,8 +141,9 @@ class LearnedScales:
             "log_factors": {name: s.factor.detach().clone() for name, s in scales},
         }
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the values of a :meth:`state_dict`; the parameters stay the ones that the optimizer has."""
+        """Take the values of a :meth:`state_dict`; the parameters stay the ones that the optimizer has."""
         factors, calibrated = state["log_factors"], state["calibrated"]
         refuse(sorted({*factors} ^ {*self._scales}), "the checkpoint has learned scales of other modules")
         refuse(
@@ -154,10 +155,9 @@ class LearnedScales:
             ],
             "learned scales of the checkpoint have other shapes, or are not finite",
         )
-        with torch.inference_mode(False), torch.no_grad():
-            for name, scale in self._scales.items():
-                scale.factor.copy_(factors[name])
-                scale.calibrated = calibrated[name].clone() if name in calibrated else None
+        for name, scale in self._scales.items():
+            scale.factor.copy_(factors[name])
+            scale.calibrated = calibrated[name].clone() if name in calibrated else None
 
 
 class _Scale:
