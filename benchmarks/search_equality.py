@@ -126,7 +126,7 @@ def draw_search(name: str, dtype: torch.dtype, generator: torch.Generator) -> tu
         return lambda: search_range(value, search), search.is_part, what
     observed, importance = flatten_for_calibration(value, "weight", args), None
     if one_of(True, False, False):
-        importance = torch.rand(observed.shape[-1], generator=generator) ** 3
+        importance = torch.rand(1, observed.shape[-1], generator=generator) ** 3
     return lambda: search_range(observed, search, importance=importance), search.is_part, what
 
 

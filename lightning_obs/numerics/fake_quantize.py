@@ -85,10 +85,9 @@ def fake_quantize(
     _refuse_learned(scale, zero_point, global_scale, args)
     if not (value.requires_grad or scale.requires_grad):
         return quantized
-    if not scale.requires_grad:
-        inside = _ungroup(_on_grid(value, scale, zero_point, args, global_scale), value.shape, args)
-        return _StraightThrough.apply(value, quantized.detach(), inside)
     inside = _on_grid(value, scale, zero_point, args, global_scale)
+    if not scale.requires_grad:
+        return _StraightThrough.apply(value, quantized.detach(), _ungroup(inside, value.shape, args))
     factor = (value.numel() / observations / scale.numel() * NumberGrid.of(args).high) ** -0.5
     learned = _LearnedStep.apply(
         _group(value, args), _broadcastable(scale, args), _group(quantized, args).detach(), inside, factor

@@ -8,7 +8,7 @@ compiles into the loop around it.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
@@ -45,11 +45,6 @@ class NumberFormat(NamedTuple):
     def last_step(self) -> float:
         """From the largest number to the one before it."""
         return 2.0 ** (math.floor(math.log2(self.last)) - self.mantissa)
-
-    @property
-    def rounding(self) -> tuple[float, float]:
-        """The smallest normal number, and the factor of a power of two that, when added, leaves ``mantissa`` bits."""
-        return 2.0**self.smallest, 1.5 * 2.0 ** (23 - self.mantissa)
 
 
 #: every floating format that is known here; QuantizationArgs name those of values by their bits
@@ -154,9 +149,20 @@ class NumberGrid(NamedTuple):
     def round(
         self, value: torch.Tensor, *, out: torch.Tensor | None = None, scratch: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The nearest numbers of the format (ties to even) to a float32 tensor; see :func:`round_to_grid`."""
-        rounding = () if self.number is None else self.number.rounding
-        return round_to_grid(value, self.low, self.high, *rounding, out=out, scratch=scratch)
+        """The nearest numbers of the format (ties to even) to a float32 tensor.
+
+        ``out`` is memory for the result (perhaps ``value``), ``scratch`` memory to write over; None: fresh memory.
+        """
+        near = torch.clamp(value, self.low, self.high, out=out)
+        if self.number is None:
+            return near.round_()
+        # float32 rounds to the format's bits, ties to even, when 1.5 * 2**(23 - mantissa) times the value's power of
+        # two is added.
+        bits = None if scratch is None else scratch.view(torch.int32)
+        power = torch.bitwise_and(near.view(torch.int32), 0x7F800000, out=bits).view(torch.float32)
+        power = torch.clamp(power, min=2.0**self.number.smallest, out=scratch)
+        power.mul_(1.5 * 2.0 ** (23 - self.number.mantissa))
+        return near.add_(power).sub_(power)
 
     def error(
         self, value: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, out: torch.Tensor | None = None
@@ -165,31 +171,3 @@ class NumberGrid(NamedTuple):
         levels = self.round(value / scale if zero_point is None else (value / scale).add_(zero_point))
         levels = levels if zero_point is None else levels.sub_(zero_point)
         return torch.mul(levels, scale, out=levels if out is None else out).sub_(value)
-
-
-def round_to_grid(
-    value: torch.Tensor,
-    low: Any,
-    high: Any,
-    normal: Any = None,
-    magic: Any = None,
-    *,
-    out: torch.Tensor | None = None,
-    scratch: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """:meth:`NumberGrid.round` by its numbers, floats or tensors; without the last two, to integers.
-
-    Args:
-        value: float32.
-        low, high: the smallest and the largest number.
-        normal, magic: see :attr:`NumberFormat.rounding`.
-        out, scratch: memory for the result (perhaps ``value``), and to write over; None: fresh memory.
-    """
-    near = torch.clamp(value, low, high, out=out)
-    if magic is None:
-        return near.round_()
-    # float32 rounds to even when the power of two, times 1.5 * 2**(23 - mantissa), is added.
-    bits = None if scratch is None else scratch.view(torch.int32)
-    power = torch.bitwise_and(near.view(torch.int32), 0x7F800000, out=bits).view(torch.float32)
-    power = torch.clamp(power, min=normal, out=scratch).mul_(magic)
-    return near.add_(power).sub_(power)

@@ -22,13 +22,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
-from compressed_tensors.quantization.lifecycle import fake_quantize
+from compressed_tensors.quantization import QuantizationArgs
 
 from lightning_obs.numerics.candidates import improves, visited
 from lightning_obs.numerics.formats import NumberGrid
@@ -157,19 +155,17 @@ def candidate_errors(
     # Products of float32 suffice: rounding x / scale has already cost as much.
     weights = found.counts.float()
     unit = found.values.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
-    grid = NumberGrid.of(args)
-    qparams = compute_qparams(lows, highs, args)
-    each = max(1, _CELLS // len(found.values))
+    grid, each = NumberGrid.of(args), _at_once(found.values)
     buffers = torch.empty(3, min(each, len(lows)), len(found.values), device=found.values.device)
     errors = []
-    for scale, zero_point in zip(*(qparams[key].float().split(each) for key in ("scale", "zero_point")), strict=True):
+    for scale, zero_point in zip(*(one.split(each) for one in _qparams(lows, highs, args)), strict=True):
         steps, levels, scratch = buffers[:, : len(scale)]
-        torch.div(found.values, scale.unsqueeze(-1), out=steps)
+        torch.div(found.values, scale, out=steps)
         if not args.symmetric:
-            steps.add_(zero_point.unsqueeze(-1))
+            steps.add_(zero_point)
         grid.round(steps, out=levels, scratch=scratch)
         # The zero point cancels. In units of the largest magnitude, no power leaves float32.
-        distance = steps.sub_(levels).mul_((scale / unit).unsqueeze(-1)).abs_()
+        distance = steps.sub_(levels).mul_(scale / unit).abs_()
         errors.append(_power_(distance, norm) @ weights)
     return torch.cat(errors).double()
 
@@ -201,7 +197,11 @@ def candidate_divergences(
     total = numbers.sum()
     widths = torch.frexp(values)[1].double().exp2()  # of a bin, up to a factor that all bins share
     divergences = []
-    for quantized, low, high in _quantized_with_each(values, lows, highs, args):
+    grid, (scales, zero_points) = NumberGrid.of(args), _qparams(lows, highs, args)
+    # Zero is in every range, as in compute_qparams.
+    columns = scales, zero_points, lows.float().clamp(max=0)[:, None], highs.float().clamp(min=0)[:, None]
+    for scale, zero_point, low, high in zip(*(each.split(_at_once(values)) for each in columns), strict=True):
+        quantized = grid.round((values / scale).add_(zero_point))
         if args.symmetric:  # what the format covers, not only what was seen
             high = torch.maximum(-low, high)
             low = -high
@@ -234,19 +234,15 @@ def select_candidate(errors: torch.Tensor, patience: int | None = None) -> torch
     return errors.argmin(0)
 
 
-def _quantized_with_each(
-    values: torch.Tensor, lows: torch.Tensor, highs: torch.Tensor, args: QuantizationArgs
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """A few candidates at a time: the values quantized and dequantized ``(c, B)``, the range ``(c, 1)`` in float32."""
-    one_scale_per_row = args.model_copy(update={"strategy": QuantizationStrategy.TOKEN})
-    qparams = compute_qparams(lows, highs, args)
-    # Zero is in every range, as in compute_qparams.
-    columns = [qparams["scale"], qparams["zero_point"], lows.clamp(max=0), highs.clamp(min=0)]
-    each = max(1, _CELLS // max(1, len(values)))
-    for scale, zero_point, low, high in zip(*(c.float().unsqueeze(-1).split(each) for c in columns), strict=True):
-        rows = values.expand(len(scale), -1)
-        shift = None if args.symmetric else zero_point
-        yield fake_quantize(rows, scale, shift, one_scale_per_row), low, high
+def _at_once(values: torch.Tensor) -> int:
+    """How many candidates meet the occupied bins together."""
+    return max(1, _CELLS // max(1, len(values)))
+
+
+def _qparams(lows: torch.Tensor, highs: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero point of each candidate, ``(C, 1)`` in float32."""
+    found = compute_qparams(lows, highs, args)
+    return found["scale"].float()[:, None], found["zero_point"].float()[:, None]
 
 
 def _power_(value: torch.Tensor, norm: float) -> torch.Tensor:

@@ -10,7 +10,7 @@ bit for bit the scale that its kernels and the rest of its ecosystem would have 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
 import torch
@@ -107,6 +107,14 @@ def rows_per_scale(args: QuantizationArgs) -> int | None:
         return None
     structure = args.block_structure if args.strategy == QuantizationStrategy.BLOCK else None
     return 1 if structure is None else int(structure[0])
+
+
+def covered_by_scale(args: QuantizationArgs, shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a weight ``(R, C)`` that a scale covers."""
+    rows = rows_per_scale(args) or shape[0]
+    if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
+        return rows, shape[1]
+    return rows, int(args.block_structure[1] if args.block_structure else args.group_size or 1)
 
 
 def split_blocks(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:

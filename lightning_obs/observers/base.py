@@ -72,7 +72,7 @@ class Observer(Statistics, Registry):
     #: declared hyperparameters and their defaults; each becomes an attribute. None: takes anything.
     hyperparameters: ClassVar[dict[str, Any] | None] = None
 
-    #: beside ``measure_inputs``: the fields of ``args`` that it reads, if it reads no hyperparameter
+    #: declared beside a ``measure_inputs`` that reads no hyperparameter: the fields of ``args`` that it reads
     _inputs_by: ClassVar[tuple[str, ...]]
 
     #: whether scales may be negative, a hyperparameter of observers of weights; see
@@ -118,6 +118,11 @@ class Observer(Statistics, Registry):
             )
         for name, default in known.items():
             setattr(self, name, given.get(name, default))
+
+    def _require(self, name: str, holds: bool, expected: str) -> None:
+        """Raise a CalibrationError that names a hyperparameter, unless it is as expected."""
+        if not holds:
+            raise CalibrationError(f"{type(self).__name__}: {name}", got=repr(getattr(self, name)), expected=expected)
 
     # ------------------------------------------------------------------ phase 1
 
@@ -201,7 +206,7 @@ class Observer(Statistics, Registry):
 
     @property
     def observes_data(self) -> bool:
-        """Whether what the model runs on decides its statistics: all observers but those of a weight by itself."""
+        """Whether its statistics depend on the data that the model runs on: not where it needs a weight alone."""
         return self.base_name != "weight" or self.needs_inputs
 
     @property
@@ -216,7 +221,7 @@ class Observer(Statistics, Registry):
 
     @property
     def counted(self) -> Support | None:
-        """How often each value was observed, where one histogram holds that."""
+        """The values that were observed and how often each was; None unless one histogram holds them all."""
         return None
 
     # ------------------------------------------------------------------ phase 2
@@ -280,11 +285,14 @@ class Observer(Statistics, Registry):
 
     @property
     def merges_extremes_only(self) -> bool:
-        """Whether ranks that share data, or split its features, still have nothing but its extremes to merge."""
+        """Whether it merges extremes only, so that ranks may have seen the same data, or other features of it."""
         return self.keeps_extremes and {statistic.reduction for statistic in self.declared} <= {"min", "max"}
 
     def agree(self, parts: Sequence[Any]) -> bool:
-        """Let observers of :meth:`for_rows`, of all rows, decide together; whether they have to observe once more."""
+        """Let the observers of :meth:`for_rows`, of all rows, settle what only the whole weight decides.
+
+        Returns whether they have to observe their rows once more.
+        """
         return False
 
     def join(self, parts: Sequence[tuple[int, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""The base of observers of weights that measure an error by what it does to the inputs of the module."""
+"""The base of observers that choose a weight's ranges by the inputs that its module sees."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
@@ -64,7 +64,7 @@ class ByInputsObserver(MemorylessMSEObserver):
         """
         if self.lacks_inputs:
             raise CalibrationError(
-                f"{type(self).__name__} saw no inputs of the module, so it has no importance to weigh its weight with",
+                f"{type(self).__name__} saw no inputs of the module, so it cannot weigh the columns of the weight",
                 remedy="run data through the module first, or set strict=False for equal weights.",
             )
         if not hasattr(self, "input_count"):
@@ -107,13 +107,3 @@ class ByInputsObserver(MemorylessMSEObserver):
     @override
     def idle_limit(self) -> int | None:
         return self.patience or None
-
-
-def covered_by_scale(args: QuantizationArgs, weight: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns of a weight that a scale covers."""
-    if args.strategy == QuantizationStrategy.BLOCK:
-        height, width = args.block_structure or (1, 1)
-        return height, width
-    if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
-        return len(weight) if args.strategy == QuantizationStrategy.TENSOR else 1, weight.shape[1]
-    return 1, int(args.group_size or 1)

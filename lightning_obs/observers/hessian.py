@@ -16,13 +16,17 @@ from compressed_tensors.quantization.utils import maybe_pad_tensor_for_block_qua
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.formats import NumberGrid, format_of
 from lightning_obs.numerics.moments import channel_products
-from lightning_obs.numerics.qparams import compute_global_scale, flatten_for_calibration, power_of_two
+from lightning_obs.numerics.qparams import (
+    compute_global_scale,
+    covered_by_scale,
+    flatten_for_calibration,
+    power_of_two,
+)
 from lightning_obs.numerics.search.descent import descend
 from lightning_obs.observers.base import Observer
-from lightning_obs.observers.by_inputs import ByInputsObserver, covered_by_scale
+from lightning_obs.observers.by_inputs import ByInputsObserver
 from lightning_obs.observers.statistic import Statistic
 
 # Columns of the largest part of a Hessian that ``local_hessian`` gathers.
@@ -77,8 +81,7 @@ class LocalHessianObserver(ByInputsObserver):
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        if self.norm != 2:
-            raise CalibrationError("norm", got=self.norm, expected="2, the exponent of a quadratic form")
+        self._require("norm", self.norm == 2, "2, the exponent of a quadratic form")
 
     @override
     def _set_hyperparameters(self, given: dict[str, Any]) -> None:
@@ -100,9 +103,9 @@ class LocalHessianObserver(ByInputsObserver):
 
     def _width(self, channels: int) -> int:
         """Columns of a part: they divide those that a scale covers, unless that are all."""
-        width = covered_by_scale(self.args, torch.empty(1, channels, device="meta"))[1]
         if self.args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
             return min(channels, _WIDEST)
+        width = covered_by_scale(self.args, (1, channels))[1]
         return max(part for part in range(1, min(width, _WIDEST) + 1) if width % part == 0)
 
     @override
@@ -113,7 +116,7 @@ class LocalHessianObserver(ByInputsObserver):
         channels = parts * part
         self._require_fit(channels, value, channels - part < value.shape[-1] <= channels and g_idx is None)
         moments.diagonal(dim1=-2, dim2=-1).add_(_LEAST)
-        width = covered_by_scale(self.args, value)[1]
+        width = covered_by_scale(self.args, value.shape)[1]
         if self.args.strategy == QuantizationStrategy.BLOCK:
             value = _in_whole_blocks(value, self.args)
             moments = pad(moments, (0, 0, 0, 0, 0, value.shape[1] // part - parts))
@@ -150,12 +153,9 @@ class HessianObserver(LocalHessianObserver):
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        if self.patience != 0:
-            raise CalibrationError("patience", got=self.patience, expected="0, all candidates are visited")
-        if not isinstance(self.sweeps, int) or self.sweeps < 1:
-            raise CalibrationError("sweeps", got=repr(self.sweeps), expected="a whole number, at least 1")
-        if not 0 <= self.damping < float("inf"):
-            raise CalibrationError("damping", got=repr(self.damping), expected="at least 0")
+        self._require("patience", self.patience == 0, "0, all candidates are visited")
+        self._require("sweeps", isinstance(self.sweeps, int) and self.sweeps >= 1, "a whole number, at least 1")
+        self._require("damping", 0 <= self.damping < float("inf"), "a finite number, at least 0")
 
     @override
     def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,7 +167,7 @@ class HessianObserver(LocalHessianObserver):
         self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None
     ) -> Sequence[torch.Tensor]:
         self._require_fit(len(moments), value, value.shape[-1] == len(moments) and g_idx is None)
-        block = covered_by_scale(self.args, value)
+        block = covered_by_scale(self.args, value.shape)
         if self.args.strategy == QuantizationStrategy.BLOCK:
             value = _in_whole_blocks(value, self.args)
         hessian = pad(moments, (0, value.shape[1] - len(moments)) * 2)

@@ -13,7 +13,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.numerics.candidates import candidate_ranges
+from lightning_obs.numerics.candidates import candidate_ranges, shrink_factors
 from lightning_obs.numerics.histogram import (
     Histogram,
     Support,
@@ -54,6 +54,7 @@ class CountingObserver(Observer):
     counts: torch.Tensor
     min_vals: torch.Tensor
     max_vals: torch.Tensor
+    percentile: float
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
@@ -88,6 +89,16 @@ class CountingObserver(Observer):
         problems = [super().nonfinite_statistics(), f"{nan} of {int(self.counts.sum())} values NaN" if nan else None]
         return ", ".join(filter(None, problems)) or None
 
+    def _require_percentile(self) -> None:
+        expected = "a value in percent, in (50, 100]; 99.99 cuts one value in ten thousand off each end"
+        self._require("percentile", 50 < self.percentile <= 100, expected)
+
+    def _percentile_range(self) -> MinMaxTuple:
+        scales = self.counts.flatten(0, -2), self.min_vals.flatten(), self.max_vals.flatten()
+        ends = [torch.stack(percentile_range(*one, self.percentile)) for one in zip(*scales, strict=True)]
+        low, high = torch.stack(ends, 1).reshape(2, *self.min_vals.shape)
+        return low, high
+
 
 @Observer.register("percentile")
 class PercentileObserver(CountingObserver):
@@ -113,16 +124,15 @@ class PercentileObserver(CountingObserver):
     """
 
     hyperparameters: ClassVar[dict[str, Any] | None] = {"percentile": 99.99}
-    percentile: float
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        require_percentile(self.percentile)
+        self._require_percentile()
 
     @override
     def get_min_max(self) -> MinMaxTuple:
         self._require_statistics()
-        return percentile_of_each(self.counts, self.min_vals, self.max_vals, self.percentile)
+        return self._percentile_range()
 
 
 @Observer.register("histogram")
@@ -160,11 +170,8 @@ class HistogramObserver(CountingObserver):
         "grid": 100.0,
         "norm": 2.0,
     }
-    statistics: ClassVar[tuple[Statistic, ...]] = CountingObserver.statistics
-    keeps_extremes: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = (*CountingObserver._settings, "_chosen")
     criterion: str
-    percentile: float
     maxshrink: float
     patience: int | None
     grid: float
@@ -173,15 +180,12 @@ class HistogramObserver(CountingObserver):
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
         self._chosen: tuple[int, MinMaxTuple] | None = None
-        if self.criterion not in CRITERIA:
-            raise CalibrationError("criterion", got=repr(self.criterion), expected=f"one of {', '.join(CRITERIA)}")
-        require_percentile(self.percentile)
-        if not 0 <= self.maxshrink <= 1:
-            raise CalibrationError("maxshrink", got=self.maxshrink, expected="a value in [0, 1]")
-        for name in ("patience", "grid", "norm"):
-            value = getattr(self, name)
-            if not (value is None and name == "patience") and not value > 0:
-                raise CalibrationError(name, got=value, expected="a value above 0")
+        self._require("criterion", self.criterion in CRITERIA, f"one of {', '.join(CRITERIA)}")
+        self._require_percentile()
+        self._require("maxshrink", 0 <= self.maxshrink <= 1, "a value in [0, 1]")
+        self._require("patience", self.patience is None or self.patience > 0, "a value above 0, or None")
+        self._require("grid", self.grid > 0, "a value above 0")
+        self._require("norm", self.norm > 0, "a value above 0")
 
     @override
     def get_min_max(self) -> MinMaxTuple:
@@ -201,12 +205,11 @@ class HistogramObserver(CountingObserver):
 
     def _search(self) -> MinMaxTuple:
         if self.criterion == "percentile":
-            return percentile_of_each(self.counts, self.min_vals, self.max_vals, self.percentile)
+            return self._percentile_range()
         if self.nonfinite_statistics():
             return self.min_vals, self.max_vals
         entropy = self.criterion == "entropy"
-        steps = max(1, int(self.maxshrink * self.grid))
-        factors = _ENTROPY_FACTORS if entropy else [1 - i / self.grid for i in range(steps)]
+        factors = _ENTROPY_FACTORS if entropy else shrink_factors(self.maxshrink, self.grid) or [1.0]
         lows, highs = candidate_ranges(self.min_vals.flatten(), self.max_vals.flatten(), factors)
         scales = (self.counts.flatten(0, -2), self.min_vals.flatten(), self.max_vals.flatten(), lows.T, highs.T)
         costs = []
@@ -216,23 +219,3 @@ class HistogramObserver(CountingObserver):
         chosen = select_candidate(torch.stack(costs, 1), patience=None if entropy else self.patience)
         low, high = (ends.gather(0, chosen[None])[0].reshape(self.min_vals.shape) for ends in (lows, highs))
         return low, high
-
-
-def require_percentile(percentile: float) -> None:
-    """Raise a CalibrationError unless the percentile lies in (50, 100]."""
-    if not 50 < percentile <= 100:
-        raise CalibrationError(
-            "percentile",
-            got=percentile,
-            expected="a value in percent, in (50, 100]",
-            remedy="99.99 cuts one value in ten thousand off each end.",
-        )
-
-
-def percentile_of_each(
-    counts: torch.Tensor, min_vals: torch.Tensor, max_vals: torch.Tensor, percentile: float
-) -> MinMaxTuple:
-    """:func:`~lightning_obs.numerics.histogram.percentile_range` of each scale, ``(*Q,)``."""
-    each = zip(counts.flatten(0, -2), min_vals.flatten(), max_vals.flatten(), strict=True)
-    lows, highs = zip(*(percentile_range(*one, percentile) for one in each), strict=True)
-    return torch.stack(lows).reshape(min_vals.shape), torch.stack(highs).reshape(max_vals.shape)

@@ -9,9 +9,9 @@ import torch
 from typing_extensions import override
 
 from lightning_obs.numerics.moments import channel_squares
-from lightning_obs.numerics.qparams import flatten_for_calibration
+from lightning_obs.numerics.qparams import covered_by_scale, flatten_for_calibration
 from lightning_obs.observers.base import Observer
-from lightning_obs.observers.by_inputs import ByInputsObserver, covered_by_scale
+from lightning_obs.observers.by_inputs import ByInputsObserver
 from lightning_obs.observers.mse import MemorylessMSEObserver
 from lightning_obs.observers.statistic import Statistic
 
@@ -66,10 +66,11 @@ class IMatrixMSEObserver(ByInputsObserver):
         self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None
     ) -> Sequence[torch.Tensor]:
         self._require_fit(len(moments), value, value.shape[-1] == len(moments))
-        rows = covered_by_scale(self.args, value)[0]
-        importance = flatten_for_calibration(moments.expand(rows, -1), "weight", self.args, g_idx)[0]
-        observed = flatten_for_calibration(value, self.base_name, self.args, g_idx)
-        return self._search(observed, importance=importance)
+        rows = covered_by_scale(self.args, value.shape)[0]
+        importance, observed = (
+            flatten_for_calibration(x, "weight", self.args, g_idx) for x in (moments.expand(rows, -1), value)
+        )
+        return self._search(observed, importance=importance.flatten(0, -2))
 
 
 @Observer.register("nvfp4_expanded_imatrix")

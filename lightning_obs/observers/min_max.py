@@ -9,7 +9,6 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
-from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.search.rows import observed_range
 from lightning_obs.observers.base import MinMaxTuple, Observer
 from lightning_obs.observers.statistic import Statistic
@@ -81,8 +80,7 @@ class MovingAverageObserver(Observer):
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        if not 0 < self.averaging_constant <= 1:
-            raise CalibrationError("averaging_constant", got=self.averaging_constant, expected="a value in (0, 1]")
+        self._require("averaging_constant", 0 < self.averaging_constant <= 1, "a value in (0, 1]")
 
     @override
     def combine(self, measured: Sequence[torch.Tensor]) -> None:

@@ -10,9 +10,9 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from typing_extensions import override
 
-from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.candidates import shrink_factors, visited
 from lightning_obs.numerics.formats import NumberGrid
+from lightning_obs.numerics.qparams import covered_by_scale
 from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers.base import Observer
@@ -34,7 +34,7 @@ class MemorylessMSEObserver(Observer):
         maxshrink (float): how much of the range may be given up, in [0, 1].
         patience (int): consecutive p without an improvement of any scale that end the search.
         grid (int): steps per unit of p.
-        norm (float): exponent of the error; 2 is the mean squared error, more fears large errors more.
+        norm (float): exponent of the error; 2 is the squared error, and a larger one penalizes large errors more.
         expand (float): factor on the range before the search, at least 1.
         signed (bool): as of ``memoryless_minmax``. Candidates begin where those of positive scales do, at
             ``2 ** bits / (2 ** bits - 1)`` times the range.
@@ -81,8 +81,7 @@ class MemorylessMSEObserver(Observer):
             ("expand", 1.0, sys.float_info.max, "at least 1"),
         ):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not least <= value <= most:
-                raise CalibrationError(name, got=repr(value), expected=expected)
+            self._require(name, isinstance(value, (int, float)) and least <= value <= most, expected)
 
     @override
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
@@ -100,11 +99,6 @@ class MemorylessMSEObserver(Observer):
     def candidates(self) -> list[float]:
         """The factors to try, in their order."""
         return shrink_factors(self.maxshrink, self.grid)
-
-    @property
-    def may_stop_early(self) -> bool:
-        """Whether there are more candidates than the search has patience for."""
-        return self.idle_limit is not None and len(self.candidates()) > max(1, self.idle_limit)
 
     @property
     def idle_limit(self) -> int | None:
@@ -135,7 +129,7 @@ class MemorylessMSEObserver(Observer):
     def for_rows(self, start: int) -> Observer | None:
         part = super().for_rows(start)
         if isinstance(part, MemorylessMSEObserver):
-            part.is_part = part.may_stop_early
+            part.is_part = self.idle_limit is not None and len(self.candidates()) > max(1, self.idle_limit)
         return part
 
     @override
@@ -190,6 +184,5 @@ def _in_whole_blocks(value: torch.Tensor, args: QuantizationArgs) -> bool:
     """Whether a weight is searched by blocks, and no block is cut by its edge."""
     if args.strategy != QuantizationStrategy.BLOCK or value.ndim != 2 or not value.is_floating_point():
         return False
-    assert args.block_structure is not None  # QuantizationArgs validated it
-    height, width = args.block_structure
+    height, width = covered_by_scale(args, value.shape)
     return value.numel() > 0 and value.is_contiguous() and not (value.shape[0] % height or value.shape[1] % width)

@@ -8,7 +8,6 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
-from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.moments import Moments, mean_and_std, measure_moments
 from lightning_obs.observers.base import MinMaxTuple, Observer
 from lightning_obs.observers.statistic import Statistic
@@ -40,8 +39,7 @@ class NormalObserver(Observer):
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        if not self.k > 0:
-            raise CalibrationError("k", got=self.k, expected="a value above 0")
+        self._require("k", self.k > 0, "a value above 0")
 
     @override
     def measure(self, observed: torch.Tensor) -> Moments:

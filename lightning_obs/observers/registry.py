@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from compressed_tensors.registry.registry import RegistryMixin, standardize_lookup_name
@@ -50,13 +49,8 @@ class Registry(RegistryMixin):
             return cls._replaced[key]
         known = cls._known_names()
         if key not in known:
-            names = observer_names(known)
+            names = sorted(name.replace("-", "_") for name in known)  # as users write them
             raise CalibrationError(
                 f"unknown observer {name!r}{likely(name, names)}", expected=f"one of {', '.join(names)}"
             )
         return super(Registry, cls._root()).get_value_from_registry(key)
-
-
-def observer_names(registered: Iterable[str]) -> list[str]:
-    """Registry keys as users write them (underscores), sorted."""
-    return sorted(name.replace("-", "_") for name in registered)

@@ -3,7 +3,7 @@
 From the declaration follow, and are written nowhere else: how batches are combined, how ranks are reduced, what
 ``reset`` forgets, what is looked at for NaN, what a checkpoint holds, and how the rows of a weight come together.
 
-A statistic that was not observed yet is not there, which stands for its identity: combining and reducing leave it out.
+A statistic that was not observed yet is no attribute, which stands for its identity: combining and reducing omit it.
 Its shape and dtype are those of the first tensor observed, so ranks agree on them (:mod:`lightning_obs.ranks`).
 """
 
@@ -86,11 +86,6 @@ class Statistic(NamedTuple):
         return self.reduction in ("min", "max") or (self.reduction == "sum" and counts)
 
 
-def to_sync_dict(statistics: Iterable[Statistic]) -> dict[str, Any]:
-    """A declaration as the ecosystem's guide writes it: ``{name: torch.distributed.ReduceOp}``."""
-    return {s.name: getattr(dist.ReduceOp, _OPS[s.reduction]) for s in statistics if s.reduction in _OPS}
-
-
 def of_sync_dict(declared: Mapping[str, Any]) -> tuple[Statistic, ...]:
     """Read an ``_act_sync_dict``. A reduction that is not known keeps its own name, for the error.
 
@@ -140,7 +135,9 @@ class Statistics:
         super().__init_subclass__(**kwargs)
         own = vars(cls)
         if "statistics" in own:
-            cls._declares_all, cls._act_sync_dict = True, to_sync_dict(cls.statistics)
+            operations = {s.name: _OPS[s.reduction] for s in cls.statistics if s.reduction in _OPS}
+            cls._declares_all = True
+            cls._act_sync_dict = {name: getattr(dist.ReduceOp, op) for name, op in operations.items()}
             cls.needs_inputs = any(statistic.of_inputs for statistic in cls.statistics)
         elif _PHASE_1 & own.keys():
             cls._declares_all = False
@@ -210,7 +207,15 @@ class Statistics:
 
     def nonfinite_statistics(self) -> str | None:
         """Say how many values of which statistic are NaN or infinite; None if all are finite."""
-        return describe_nonfinite(self.get_statistics())
+        statistics = self.get_statistics()
+        if all_finite(statistics.values()):
+            return None
+        counted = {
+            name: (int((~torch.isfinite(_wide(value))).sum()), value.numel())
+            for name, value in statistics.items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+        }
+        return ", ".join(f"{bad} of {n} {name.lstrip('_')} not finite" for name, (bad, n) in counted.items() if bad)
 
 
 def _equal(before: Any, now: Any) -> bool:
@@ -249,18 +254,6 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         for place, part in zip(places, torch.cat(parts).cpu().split([len(part) for part in parts]), strict=True):
             found[place] = part.clone().view(tensors[place].dtype).view(tensors[place].shape)
     return found
-
-
-def describe_nonfinite(statistics: Mapping[str, Any]) -> str | None:
-    """Say how many values of which statistic are NaN or infinite; None if all are finite."""
-    if all_finite(statistics.values()):
-        return None
-    counted = {
-        name: (int((~torch.isfinite(_wide(value))).sum()), value.numel())
-        for name, value in statistics.items()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-    }
-    return ", ".join(f"{bad} of {n} {name.lstrip('_')} not finite" for name, (bad, n) in counted.items() if bad)
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:

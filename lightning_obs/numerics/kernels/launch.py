@@ -24,12 +24,6 @@ from lightning_obs.errors import warn
 
 #: dtypes that the loops read -> the integers, in numpy's words, of their bit patterns, by which the loops know them
 _PATTERNS = {torch.float32: "<u4", torch.bfloat16: "<u2", torch.float16: "<i2"}
-# dtypes of values -> integers of the same size, and infinity as one
-_INTEGERS = {
-    torch.float32: (torch.int32, 0x7F800000),
-    torch.bfloat16: (torch.int16, 0x7F80),
-    torch.float16: (torch.int16, 0x7C00),
-}
 # Larger tensors are split over threads.
 _PART = 1 << 22
 # From this many steps on, starting threads of Python, beside those that torch keeps running, pays off.
@@ -57,8 +51,8 @@ def available() -> bool:
 
 
 class _Memory:
-    """What numpy needs to look at a tensor; the tensor lives as long as the look. ``Tensor.numpy()`` would do it, but
-    forbids to free the storage early, which FSDP1 does with gathered weights."""
+    """A tensor's memory as numpy reads it; the array keeps the tensor alive. After ``Tensor.numpy()`` the storage could
+    not be freed early, as FSDP1 does with gathered weights."""
 
     def __init__(self, value: torch.Tensor, count: int) -> None:
         self.value = value
@@ -113,27 +107,19 @@ def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Smallest and largest value of each row of ``(A, B, N, G)``, ``(A, B)`` each; NaN where a row has one."""
     from lightning_obs.numerics.kernels import loops
 
-    if view.shape[:3].numel() == 1 and view.shape[3] > _PART:  # pieces, to share out
-        whole = view.shape[3] // _PART * _PART
-        pieces = [view[..., :whole].unflatten(-1, (-1, _PART))[0], view[..., whole:]]
-        lows, highs = zip(*(extremes(piece) for piece in pieces if piece.numel()), strict=True)
-        return torch.stack(lows).amin(0), torch.stack(highs).amax(0)
     axis = 0 if view.shape[0] >= view.shape[2] else 2
     parts = view.chunk(1 if view.numel() <= _PART else torch.get_num_threads(), axis)
     ends = [torch.empty(2, *part.shape[:2], dtype=view.dtype) for part in parts]
-    integer, infinity = _INTEGERS[view.dtype]
+    signed = torch.int32 if view.itemsize == 4 else torch.int16
+    infinity = torch.tensor(torch.inf, dtype=view.dtype).view(signed).item()
 
     def work(number: int) -> None:
-        part, found = parts[number], ends[number].view(integer).numpy()
+        part, found = parts[number], ends[number].view(signed).numpy()
         run(loops.extremes, memory(part).view(found.dtype), infinity, part.stride(), tuple(part.shape), found)
 
     in_threads(len(parts), work)
-    low, high = ends[0]
-    if len(parts) > 1 and axis == 0:
-        low, high = torch.cat(ends, 1)
-    elif len(parts) > 1:
-        low, high = torch.stack([end[0] for end in ends]).amin(0), torch.stack([end[1] for end in ends]).amax(0)
-    return low, high
+    low, high = torch.cat(ends, 1) if axis == 0 else torch.stack(ends, 1)
+    return (low, high) if axis == 0 else (low.amin(0), high.amax(0))
 
 
 def count_values(values: torch.Tensor) -> torch.Tensor:

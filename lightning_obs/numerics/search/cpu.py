@@ -7,6 +7,7 @@ early.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,9 +39,9 @@ def can_search(rows: Rows, search: GridSearch) -> bool:
 
 
 def visit(rows: Rows, search: GridSearch) -> Visited:
-    """As :func:`.definition.visit`; rows longer than ``_ROW`` may have met fewer candidates than there are."""
-    loops = _Loops(rows, search)
-    return loops.long_rows() if rows.size > _ROW else loops.all_rows()
+    """As :func:`.definition.visit` of all candidates; rows longer than ``_ROW`` end as the search by itself does."""
+    loops = _Loops(rows, search._replace(patience=None))
+    return loops.long_rows(search.limit) if rows.size > _ROW else loops.all_rows()
 
 
 class _Loops:
@@ -55,16 +56,18 @@ class _Loops:
         self.factors = torch.tensor(search.factors, dtype=torch.float64)
         form, distance = cpu_format.loop_format(search, rows.dtype)
         self.measure = cpu_kernel.Measure(form, fit_power(search.norm, distance, search.grid.usual_error))
-        self.bits = launch.memory(rows.view)
-        self.weights: Any = None if rows.importance is None else launch.memory(rows.importance.contiguous())
+        self.importance: torch.Tensor | None = None  # of each value; as the rows are numbered in their view
+        if rows.importance is not None:
+            times = -(-rows.count // len(rows.importance))
+            self.importance = rows.importance[None, :, None].expand(times, -1, rows.view.shape[2], -1)
 
-    def _load(self, bits: Any, layout: tuple[Any, ...], first: int = 0, count: int = 1) -> Any:
-        """Rows as a tile, or their weights; ``layout`` as of :class:`.cpu_tile.Layout`."""
-        size = layout[1] * layout[2]
+    def _tile(self, view: torch.Tensor, first: int = 0, count: int = 1) -> Any:
+        """Some rows of a view ``(A, B, N, G)`` as a tile."""
+        size = view.shape[2:].numel()
         share = self.tile.lanes_of(size)
         side = self.tile.LANES // share
         tile = np.empty((-(-count // side), -(-size // share), self.tile.LANES), np.float32)
-        launch.run(self.tile.load, bits, self.tile.Layout(*layout), first, count, tile)
+        launch.run(self.tile.load, launch.memory(view), tuple(view.shape), view.stride(), first, count, tile)
         return tile
 
     # ------------------------------------------------------------------ rows that a tile holds
@@ -72,7 +75,7 @@ class _Loops:
     def all_rows(self) -> Visited:
         rows, count = self.rows, len(self.factors)
         low, high = (torch.empty(rows.count, dtype=rows.dtype) for _ in range(2))
-        index = torch.zeros(rows.count, dtype=definition.INDEX)
+        index = torch.zeros(rows.count, dtype=torch.int16)
         side = self.tile.LANES // self.tile.lanes_of(rows.size)  # rows of a block: none is cut by a tile
         step = max(side, _TILE // rows.size // side * side)
         slab = max(step, _SLAB // step * step)
@@ -88,7 +91,6 @@ class _Loops:
 
     def _search(self, part: slice, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The fields of :class:`.cpu_kernel.Choices` in pairs, of some rows, in tiles of ``step``."""
-        (_, columns, *shape), strides = self.rows.view.shape, self.rows.view.stride()
         starts, count = range(part.start, part.stop, step), part.stop - part.start
         ends, chosen = np.empty((2, count), np.float32), np.empty((2, count), np.int32)
         flags = np.zeros((len(starts), 2, len(self.factors)), np.int64)
@@ -97,11 +99,8 @@ class _Loops:
         def work(number: int) -> None:
             here = slice(number * step, min((number + 1) * step, count))
             which = starts[number], here.stop - here.start
-            tile = self._load(self.bits, (columns, *shape, strides), *which)
-            weights = tile[:0]
-            if self.rows.importance is not None:
-                repeats, size = self.rows.importance.shape
-                weights = self._load(self.weights, (repeats, *shape, (0, size, 0, 1)), *which)
+            tile = self._tile(self.rows.view, *which)
+            weights = tile[:0] if self.importance is None else self._tile(self.importance, *which)
             found = self.kernel.Choices(*ends[:, here], *chosen[:, here], *flags[number])
             launch.run(self.kernel.search, tile, weights, self.rows.size, factors, expand, self.measure, found)
 
@@ -128,13 +127,13 @@ class _Loops:
         high.copy_(shrink(high, self.factors[best]))
         for some in some_of(rival == self.kernel.ALL):
             every = definition.visit(self.rows.only(some + start), self.search)
-            low[some], high[some], best[some] = every.low, every.high, every.best.long()
+            low[some], high[some], best[some] = every.low, every.high, every.best
             improved = improved + every.improved
         return improved
 
     # ------------------------------------------------------------------ longer rows
 
-    def long_rows(self) -> Visited:
+    def long_rows(self, limit: int | None) -> Visited:
         rows, search, count = self.rows, self.search, len(self.factors)
         low, high = rows.observed_range()
         size = torch.maximum(-low, high).float().numpy()
@@ -143,23 +142,22 @@ class _Loops:
         scale: Any = scales.numpy()
         zeros: Any = np.zeros_like(scale) if zero_points is None else zero_points.numpy()
         improved, idle = list[bool](), 0
-        most = count if search.patience is None or search.is_part else max(1, search.patience)
+        most = limit or count
         best = np.full(rows.count, -1)
         errors = np.full((count + 2, rows.count), np.inf)  # beside them, sums of weighed squares and of weights
-        exact: dict[tuple[int, int], float] = {}
 
-        def is_less(k: int, best: int, r: int) -> bool:
-            for one in {k, best} - {one for one, row in exact if row == r}:
-                at = slice(one, one + 1), slice(r, r + 1)
-                exact[one, r] = float(definition.measure(rows, at[1], (lows[at], highs[at]), search))
-            return exact[k, r] < exact[best, r]
+        @functools.cache
+        def exact(k: int, r: int) -> float:
+            at = slice(k, k + 1), slice(r, r + 1)
+            return float(definition.measure(rows, at[1], (lows[at], highs[at]), search))
 
         while idle < most and len(improved) < count:
-            some = slice(len(improved), min(count, len(improved) + min(8, most - idle)))
-            errors[[*range(count)[some], -2, -1]] = self._sum_errors(scale[some], zeros[some], scale[0])
-            for k in range(count)[some]:
+            some = range(len(improved), min(count, len(improved) + min(8, most - idle)))
+            for r in range(rows.count):
+                errors[[*some, -2, -1], r] = self._sum_errors(r, scale[some, r], zeros[some, r], scale[0, r])
+            for k in some:
                 better = False
-                for r, b in enumerate(best):
+                for r, b in enumerate(best.tolist()):
                     if b >= 0 and scale[k, r] == scale[b, r] and zeros[k, r] == zeros[b, r]:
                         continue
                     least = errors[[k, b], r].min() if b >= 0 else errors[k, r]
@@ -169,7 +167,7 @@ class _Loops:
                     if off < 0:
                         return definition.visit(rows, search)
                     gain = -1.0 if b < 0 else errors[k, r] / errors[b, r] - 1 if errors[b, r] else 0.0
-                    if gain < -off or (gain < off and is_less(k, int(b), r)):
+                    if gain < -off or (gain < off and exact(k, r) < exact(b, r)):
                         best[r], better = k, True
                 idle = 0 if better else idle + 1
                 improved.append(better)
@@ -177,30 +175,26 @@ class _Loops:
         flags = torch.tensor(improved)
         return Visited(lows.gather(0, at)[0], highs.gather(0, at)[0], at[0], flags, torch.zeros_like(flags))
 
-    def _sum_errors(self, scale: Any, zeros: Any, unit: Any) -> Any:
-        """Errors of candidates ``(c, R)`` in units of ``unit (R,)``; sums of weighed squares and of weights below."""
-        each = zip(scale.T, zeros.T, unit, strict=True)
-        return np.stack([self._sum_row(r, *candidates) for r, candidates in enumerate(each)], 1)
-
-    def _sum_row(self, r: int, scale: Any, zeros: Any, unit: Any) -> Any:
-        _, columns, high, wide = self.rows.view.shape
-        strides = self.rows.view.stride()
+    def _sum_errors(self, r: int, scale: Any, zeros: Any, unit: Any) -> Any:
+        """Errors of candidates ``(c,)`` on row r in units of ``unit``, its sum of weighed squares and of weights."""
+        high, wide = self.rows.view.shape[2:]
         # Some whole pieces, or a part of one that is long by itself.
         across = max(1, _TILE // wide)
         starts = [(n, g) for n in range(0, high, across) for g in range(0, wide, _TILE)]
         sums = np.zeros((len(starts), len(scale) + 2))
-        row = (r // columns) * strides[0] + (r % columns) * strides[1]
+        views = [self.rows.view] if self.importance is None else [self.rows.view, self.importance]
 
         def work(number: int) -> None:
             n, g = starts[number]
-            shape = min(across, high - n), min(_TILE, wide - g)
-            at = row + n * strides[2] + g * strides[3]
-            tile = self._load(self.bits[at:], (1, *shape, (0, 0, *strides[2:])))[0]
-            weights = tile[:0]
-            if self.rows.importance is not None:
-                at = (r % len(self.rows.importance)) * wide + g
-                weights = self._load(self.weights[at:], (1, *shape, (0, 0, 0, 1)))[0]
-            launch.run(self.kernel.sum_errors, tile, weights, scale, zeros, unit, self.measure, sums[number])
+            tile, *weights = (self._tile(_only(x, r)[..., n : n + across, g : g + _TILE]) for x in views)
+            candidates = scale, zeros, unit
+            launch.run(self.kernel.sum_errors, tile, *(weights or [tile[:0]]), *candidates, self.measure, sums[number])
 
         launch.in_threads(len(starts), work, self.rows.size * len(scale))
         return sums.sum(0)
+
+
+def _only(view: torch.Tensor, r: int) -> torch.Tensor:
+    """Row r of ``(A, B, N, G)``."""
+    a, b = divmod(r, view.shape[1])
+    return view[a : a + 1, b : b + 1]

@@ -322,8 +322,8 @@ def sum_errors(tile: Any, weights: Any, scales: Any, zeros: Any, unit: Any, meas
     """Errors of candidates on a piece of a long row, the sum of its weighed squares, and of its weights.
 
     Args:
-        tile: ``(steps, LANES)``, from :func:`.cpu_tile.load`.
-        weights: the same; without steps: all 1.
+        tile: of one block, from :func:`.cpu_tile.load`.
+        weights: of each value, the same; without blocks: all 1.
         scales, zeros: of the candidates, ``(C,)``.
         unit: the scale in units of which errors are measured.
         measure: of the errors.
@@ -331,15 +331,16 @@ def sum_errors(tile: Any, weights: Any, scales: Any, zeros: Any, unit: Any, meas
     """
     inverse, ratio, zero, total = lanes(), lanes(), lanes(), lanes()
     candidate = Candidate(inverse, ratio, zero, inverse, zero, total, lanes())
+    block, weight = tile[0], weights[0] if weights.shape[0] else tile[0, :0]
     for k in range(scales.size):
         inverse[:], ratio[:], zero[:] = f32(1) / scales[k], abs(scales[k] / unit), zeros[k]
-        for s in range(0, tile.shape[0], STEPS):
+        for s in range(0, block.shape[0], STEPS):
             total[:] = f32(0)
-            add_errors(tile[s : s + STEPS], weights[s : s + STEPS], candidate, measure)
+            add_errors(block[s : s + STEPS], weight[s : s + STEPS], candidate, measure)
             for i in range(LANES):
                 sums[k] += total[i]
-    for s in range(tile.shape[0]):
+    for s in range(block.shape[0]):
         for i in range(LANES):
-            weight = weights[s, i] if weights.shape[0] else f32(1)
-            sums[-2] += tile[s, i] * tile[s, i] * weight
-            sums[-1] += weight
+            heavy = weight[s, i] if weight.shape[0] else f32(1)
+            sums[-2] += block[s, i] * block[s, i] * heavy
+            sums[-1] += heavy

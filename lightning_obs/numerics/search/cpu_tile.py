@@ -7,7 +7,7 @@ need no freedom to be reordered, and what a row adds up does not depend on other
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,26 +17,17 @@ LANES = 256
 f32 = np.float32
 
 
-class Layout(NamedTuple):
-    """Where rows lie in memory, a tensor ``(A, columns, pieces, size)`` whose first two dimensions number them."""
-
-    columns: int
-    pieces: int
-    size: int
-    strides: Any  # of all four dimensions
-
-
 @jit()
-def load(bits: Any, layout: Layout, first: int, count: int, tile: Any) -> None:
+def load(bits: Any, shape: Any, strides: Any, first: int, count: int, tile: Any) -> None:
     """Copy rows into a tile ``(blocks, steps, LANES)``: value e of row r of a block is its number ``e * side + r``.
 
     Args:
-        bits: memory of the tensor.
-        layout: of the rows in it.
+        bits: memory of a tensor ``(A, B, N, G)``, whose first two dimensions number the rows.
+        shape, strides: of the tensor.
         first, count: which rows.
         tile: to write to; what the rows do not fill becomes zero.
     """
-    columns, pieces, size, strides = layout
+    _, columns, pieces, size = shape
     side, room = LANES // lanes_of(pieces * size), tile.shape[1] * LANES
     flat = tile.reshape(-1)
     if count % side or pieces * size * side != room:

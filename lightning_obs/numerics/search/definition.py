@@ -17,8 +17,6 @@ from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import tile_size
 from lightning_obs.numerics.search.rows import Range, Rows
 
-#: dtype of a candidate's number
-INDEX = torch.int16
 # Elements of a tile on a CPU, where it should stay near the core.
 _TILE = 1 << 17
 # Up to this size torch runs an elementwise operation on one thread.
@@ -32,7 +30,8 @@ class GridSearch(NamedTuple):
         grid: number format and symmetry. A tensor_group is searched without rounding its scales unless the grid has the
             global scale, which is only known afterwards.
         factors: candidates, in the order of the search; the first wins a tie.
-        patience: number of consecutive factors without an improvement that ends the search; None: it visits all.
+        patience: number of consecutive factors without an improvement, at least 1, that ends the search; None: it
+            visits all.
         norm: exponent of the error.
         expand: factor on the observed range before the search; above 1 it tries ranges wider than the values.
         is_part: other rows belong to the search too. So it visits all factors, and what they improve decides where the
@@ -45,6 +44,11 @@ class GridSearch(NamedTuple):
     norm: float = 2.4
     expand: float = 1.0
     is_part: bool = False
+
+    @property
+    def limit(self) -> int | None:
+        """``patience`` of this search by itself: None where all factors are visited."""
+        return None if self.patience is None or self.is_part else max(1, self.patience)
 
 
 class Visited(NamedTuple):
@@ -62,14 +66,15 @@ class Visited(NamedTuple):
     unsure: torch.Tensor
 
 
-def visit(rows: Rows, search: GridSearch, tile: int = 0, patience: int | None = None) -> Visited:
+def visit(rows: Rows, search: GridSearch, tile: int = 0) -> Visited:
     """Let every row meet all candidates; where none has a finite error, it keeps the expanded range.
+
+    No candidate after the end of the search is chosen.
 
     Args:
         rows: the values, and their importance.
         search: candidates and error.
         tile: elements of a tile; 0 chooses for the device.
-        patience: candidates in a row without improvement after which none is chosen; None: all may be.
     """
     factors = torch.tensor(search.factors, dtype=torch.float64, device=rows.device)
     ends = torch.stack(rows.observed_range()) * search.expand
@@ -82,14 +87,14 @@ def visit(rows: Rows, search: GridSearch, tile: int = 0, patience: int | None = 
         measured.append(measure(rows, part, candidate_ranges(ends[0, part], ends[1, part], factors), search, tile))
     errors = torch.cat(measured, 1) if len(measured) > 1 else measured[0]
     improved = improves(errors).any(1)
-    if patience is not None and len(factors) > max(1, patience):
+    if search.limit is not None and len(factors) > search.limit:
         number = torch.arange(1, len(factors) + 1, device=rows.device)
-        ended = number - torch.where(improved, number, 0).cummax(0).values >= max(1, patience)
+        ended = number - torch.where(improved, number, 0).cummax(0).values >= search.limit
         errors.masked_fill_((ended.cumsum(0) > ended)[:, None], torch.inf)
     best = errors.argmin(0)
     known = errors.gather(0, best[None])[0].isfinite()
     low, high = torch.where(known, shrink(ends, factors[best]), ends)
-    return Visited(low, high, best.to(INDEX), improved, torch.zeros_like(improved))
+    return Visited(low, high, best, improved, torch.zeros_like(improved))
 
 
 def measure(rows: Rows, part: slice, ranges: Range, search: GridSearch, tile: int = 0) -> torch.Tensor:

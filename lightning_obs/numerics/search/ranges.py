@@ -25,7 +25,7 @@ import torch
 from lightning_obs.numerics.candidates import visited
 from lightning_obs.numerics.qparams import split_blocks
 from lightning_obs.numerics.search import cpu, definition
-from lightning_obs.numerics.search.definition import GridSearch
+from lightning_obs.numerics.search.definition import GridSearch, Visited
 from lightning_obs.numerics.search.rows import Rows, rows_of_counts, rows_of_observed
 
 # Values of rows that are searched once more.
@@ -58,7 +58,8 @@ def search_range(
             ``(R, C)`` that the blocks of ``search.grid.args`` divide: Q is ``(R / height, C / width)``, and it is not
             copied.
         search: candidates and error.
-        importance: weight of each value's error, broadcastable to ``(*Q, G)``, not negative; not for a weight.
+        importance: weight of each value's error, not negative, ``(I, G)`` in float32: scale q of all, in their order,
+            has the weights of q modulo I. Not for a weight.
         hessian: quadratic forms of the columns, which measure the error instead of norm and importance: ``(I, T, t,
             t)``, T * t = G, in the order of the scales; I divides their number.
 
@@ -74,25 +75,25 @@ def search_range(
         rows = rows_of_counts(observed)
     rows = rows_of_observed(observed, importance, hessian) if rows is None else rows
     shape = rows.view.shape[:2] if observed.ndim == 2 else observed.shape[1:-1]
-    factors, patience = search.factors, search.patience
-    if not factors:
+    if search.factors:
+        low, high, _, improved, _ = _visit(rows, search)
+    else:
         low, high = (end * search.expand for end in rows.observed_range())
-        return Found(low.reshape(shape), high.reshape(shape), torch.zeros(0, dtype=torch.bool))
+        improved = torch.zeros(0, dtype=torch.bool)
+    return Found(low.reshape(shape), high.reshape(shape), improved)
 
-    def by_definition() -> Found:
-        found = definition.visit(rows, search, patience=None if search.is_part else patience)
-        return Found(found.low.reshape(shape), found.high.reshape(shape), found.improved)
 
+def _visit(rows: Rows, search: GridSearch) -> Visited:
+    """:func:`.definition.visit`, by the compiled loops where they can do it and are certain where the search ends."""
     if not cpu.can_search(rows, search):
-        return by_definition()
-    result = cpu.visit(rows, search)
-    stop = visited(result.improved.tolist(), patience)
-    may_improve = (result.improved | result.unsure).tolist()
-    if result.unsure.any() and (search.is_part or visited(may_improve, patience) != stop):
-        return by_definition()
-    stop = len(factors) if search.is_part else stop
-    late = (result.best >= stop).nonzero().squeeze(-1)  # their candidate comes after the end, which excludes it
+        return definition.visit(rows, search)
+    found = cpu.visit(rows, search)
+    stop = visited(found.improved.tolist(), search.limit)
+    may_improve = (found.improved | found.unsure).tolist()
+    if found.unsure.any() and (search.is_part or visited(may_improve, search.limit) != stop):
+        return definition.visit(rows, search)
+    late = (found.best >= stop).nonzero().squeeze(-1)  # their candidate comes after the end, which excludes it
     for some in late.split(max(1, _AT_ONCE // rows.size)) if len(late) else ():
-        sooner = cpu.visit(rows.only(some), search._replace(factors=factors[:stop], patience=None))
-        result.low[some], result.high[some] = sooner.low, sooner.high
-    return Found(result.low.reshape(shape), result.high.reshape(shape), result.improved[:stop])
+        sooner = cpu.visit(rows.only(some), search._replace(factors=search.factors[:stop], patience=None))
+        found.low[some], found.high[some] = sooner.low, sooner.high
+    return found._replace(improved=found.improved[:stop])

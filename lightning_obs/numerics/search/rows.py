@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.histogram import BINS, count_values, support, value_of
 from lightning_obs.numerics.kernels import launch
 
@@ -45,10 +44,12 @@ class Rows:
 
     def observed_range(self) -> Range:
         """Smallest and largest value of every row, ``(R,)`` each."""
-        if launch.can_read(self.view):
+        if self.count == 1:
+            low, high = torch.aminmax(self.view)  # at the speed of memory, by threads that torch keeps running
+        elif launch.can_read(self.view):
             low, high = launch.extremes(self.view)
         else:
-            # With dimensions, aminmax is ten times slower than the two launch.
+            # With dimensions, aminmax is ten times slower than these two.
             low, high = self.view.amin((2, 3)), self.view.amax((2, 3))
         return low.reshape(-1).to(self.dtype), high.reshape(-1).to(self.dtype)
 
@@ -89,9 +90,6 @@ class Rows:
 
 def observed_range(observed: torch.Tensor) -> Range:
     """Smallest and largest value per scale, ``(*Q,)`` each, of ``(N, *Q, G)``."""
-    if observed.ndim == 3 and observed.shape[1] == 1:
-        low, high = torch.aminmax(observed)  # one scale: at the speed of memory, by threads that torch keeps running
-        return low.reshape(1), high.reshape(1)
     low, high = rows_of_observed(observed).observed_range()
     return low.reshape(observed.shape[1:-1]), high.reshape(observed.shape[1:-1])
 
@@ -103,13 +101,12 @@ def rows_of_observed(
 
     Args:
         observed: the values.
-        importance: broadcastable to ``(*Q, G)``.
-        hessian: see :class:`Rows`.
+        importance, hessian: see :class:`Rows`.
     """
     flat = observed.flatten(1, -2)
     if flat.shape[1] == 1 and flat.is_contiguous():  # one piece, not one per observation
         flat = flat.reshape(1, 1, -1) if importance is None and hessian is None else flat
-    return Rows(flat.transpose(0, 1).unsqueeze(0), _importance_rows(importance, observed.shape[1:]), None, hessian)
+    return Rows(flat.transpose(0, 1).unsqueeze(0), importance, None, hessian)
 
 
 def rows_of_counts(observed: torch.Tensor) -> Rows | None:
@@ -120,7 +117,7 @@ def rows_of_counts(observed: torch.Tensor) -> Rows | None:
     if observed.dtype != torch.bfloat16 or observed.shape[0] * observed.shape[-1] < _COUNTED_FROM:
         return None
     counted = count_values(observed.flatten(1, -2))
-    if observed.device.type != "cpu":  # whose host does not ask which values occur: others have no importance
+    if observed.device.type != "cpu":  # the host does not ask which values occur: all others get no importance
         every = value_of(torch.arange(BINS, device=observed.device))
         bins = torch.where(counted.counts > 0, every, counted.low[:, None])
         return Rows(bins[None, :, None], counted.counts.float(), observed.dtype)
@@ -128,25 +125,7 @@ def rows_of_counts(observed: torch.Tensor) -> Rows | None:
         return None
     each = [support(*one) for one in zip(*counted, strict=True)]
     counts = pad_sequence([one.counts.float() for one in each], True)
-    # Repeated where a scale has fewer, without importance: a zero might be no value of it.
+    # A scale with fewer values repeats its last one, without importance; a zero might lie outside its range.
     longest = counts.shape[1]
     values = [torch.cat([v, v[-1:].expand(longest - len(v))]) for v, _ in each]
     return Rows(torch.stack(values)[None, :, None], counts, observed.dtype)
-
-
-def _importance_rows(importance: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
-    """Importance as ``(I, G)``, where I divides the number of scales and row r takes the weights of r modulo I."""
-    if importance is None:
-        return None
-    padded = (1,) * (len(shape) - importance.ndim) + tuple(importance.shape)
-    if len(padded) != len(shape) or any(own not in (1, size) for own, size in zip(padded, shape, strict=True)):
-        raise CalibrationError(
-            "the importance does not fit",
-            got=f"shape {tuple(importance.shape)}",
-            expected=f"a shape that broadcasts to {tuple(shape)}",
-        )
-    lead = 0  # leading dimensions that the importance lacks need no copy: the modulo repeats it
-    weights = importance.reshape(padded)
-    while lead < len(shape) - 1 and weights.shape[lead] == 1:
-        lead += 1
-    return weights.expand(*weights.shape[:lead], *shape[lead:]).reshape(-1, shape[-1]).float()

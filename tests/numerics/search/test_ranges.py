@@ -11,7 +11,6 @@ from compressed_tensors.quantization.utils import calculate_qparams, calculate_r
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.candidates import shrink_factors, visited
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import flatten_for_calibration
@@ -156,7 +155,7 @@ def test_no_visited_candidate_has_less_error_in_float64(args, dtype):
 @pytest.mark.parametrize("shape", [(1, 12, 1, 64), (9, 4, 16), (9, 1, 33)])
 def test_the_tile_changes_nothing_but_rounding(shape, tile):
     observed = torch.randn(shape)
-    int4, rows = GridSearch(NumberGrid.of(FORMATS["int4"]), FACTORS), rows_of_observed(observed)
+    int4, rows = GridSearch(NumberGrid.of(FORMATS["int4"]), FACTORS, None), rows_of_observed(observed)
     results = [definition.visit(rows, int4, tile) for tile in (0, tile)]
     ends = [(found.low.reshape(shape[1:-1]), found.high.reshape(shape[1:-1])) for found in results]
     whole, tiled = (error_at(observed, FORMATS["int4"], found) for found in ends)
@@ -271,18 +270,14 @@ def test_uniform_importance_changes_nothing():
     assert_same(search_range(observed, FORMATS["int4"], FACTORS, importance=torch.ones(4, 16)), expected)
 
 
-@pytest.mark.parametrize("shape", [(16,), (4, 16), (1, 1, 16), (8, 4, 16), (8, 1, 16)])
-def test_importance_weighs_every_value(shape):
-    observed, importance = torch.randn(1, 8, 4, 16), torch.rand(shape) ** 4
-    expected, _ = brute_force(observed, FORMATS["int4"], FACTORS, patience=None, importance=importance)
+@pytest.mark.parametrize("weights", [1, 4, 32])
+def test_importance_weighs_every_value_and_is_repeated_over_the_scales(weights):
+    observed, importance = torch.randn(1, 8, 4, 16), torch.rand(weights, 16) ** 4
+    each = importance.repeat(32 // weights, 1).view(8, 4, 16)
+    expected, _ = brute_force(observed, FORMATS["int4"], FACTORS, patience=None, importance=each)
     found = search_range(observed, FORMATS["int4"], FACTORS, patience=None, importance=importance)
     assert_same(found, expected)
     assert not torch.equal(found[0], search_range(observed, FORMATS["int4"], FACTORS, patience=None)[0])
-
-
-def test_importance_of_another_shape_is_refused():
-    with pytest.raises(CalibrationError, match=r"importance does not fit. Got shape \(3, 8\), expected .* \(4, 8\)"):
-        search_range(torch.randn(1, 4, 8), FORMATS["int4"], FACTORS, importance=torch.ones(3, 8))
 
 
 # ---------------------------------------------------------------------- formats
