@@ -117,12 +117,11 @@ class LinearExperts(nn.Module):
 def linearize_experts(model: nn.Module) -> list[str]:
     """Replace every module that stacks experts in 3-D parameters by one of a Linear per expert and projection.
 
-    Outputs stay what they are: to the bit those of transformers' ``eager`` experts wherever the matrix product of a
-    row does not depend on how many columns come out beside it (so it was on the CPU that was tried, in float32 and
-    bfloat16). With biases (gpt-oss), and compared with other implementations (``grouped_mm``, ``batched_mm``), numbers
-    are added in another order and the last bits differ. Weights are copied one layer at a time; dtype, device,
-    ``requires_grad`` and training mode are kept; forward hooks on the stacked module are not. Call it before optimizers
-    are made; a second call finds nothing to do.
+    Outputs stay the same: bit for bit those of transformers' ``eager`` experts wherever a matrix product does not
+    depend on how many columns are computed together (on the CPU that was tried it does not, in float32 and bfloat16).
+    With biases (gpt-oss), and compared with other implementations (``grouped_mm``, ``batched_mm``), numbers are added
+    in another order and the last bits differ. Weights are copied one layer at a time; dtype, device, ``requires_grad``
+    and training mode are kept, forward hooks on the stacked module are not. Call it before optimizers are made.
 
     Args:
         model: changed in place. Its ``state_dict`` has other keys afterwards.
@@ -278,14 +277,14 @@ def _build(module: nn.Module) -> LinearExperts:
 
 
 def rows_of_expert(origin: nn.Module, item: torch.Tensor, role: str, joined: bool, is_bias: bool) -> torch.Tensor:
-    """What one projection of an expert has of the expert's item in a stack, the output channels as rows.
+    """The rows (output channels) of one projection of an expert, a view of the expert's item in a stack.
 
     Args:
-        origin: the stacked module, which says how its experts lie.
-        item: of the stack.
+        origin: the stacked module, which tells the layout.
+        item: the expert's weights or biases in the stack.
         role: gate, up or down.
-        joined: the stack is of gate and up together.
-        is_bias: it is of biases.
+        joined: the stack holds gate and up together.
+        is_bias: it holds biases.
     """
     rows = item.T if getattr(origin, "is_transposed", False) and not is_bias else item
     if not joined:
@@ -319,7 +318,7 @@ def _require_same(name: str, module: nn.Module, experts: LinearExperts) -> None:
     tolerance = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 0.05
     if bool(torch.isfinite(expected).all()) and (got - expected).norm() > tolerance * expected.norm():
         raise CalibrationError(
-            "stacked experts compute something else than their parameters' names say",
+            "stacked experts do not compute what their parameters' names say",
             where=[f"{name} ({type(module).__name__})"],
             got=f"outputs that differ by {float((got - expected).norm() / expected.norm()):.1%}",
             remedy="leave them in full precision: list them in `ignore` (`re:.*experts`).",

@@ -46,19 +46,17 @@ def improves(errors: torch.Tensor) -> torch.Tensor:
     return errors < before
 
 
-def visited(improved: Sequence[bool], patience: int | None) -> int:
-    """How many candidates a search visits.
+def visited(improved: torch.Tensor, patience: int | None) -> torch.Tensor:
+    """Which candidates a search visits, ``(C,)``: all up to the one that ends it.
 
     Args:
-        improved: of each candidate, whether it improved any scale.
+        improved: of each candidate, whether it improved any scale, ``(C,)``.
         patience: the search ends after this many in a row that improved none, at least one; None: it visits all.
 
-    >>> visited([True, False, True, False, False, True], patience=2)
-    5
+    >>> visited(torch.tensor([True, False, True, False, False, True]), patience=2).tolist()
+    [True, True, True, True, True, False]
     """
-    idle = 0
-    for number, better in enumerate(improved, 1):
-        idle = 0 if better else idle + 1
-        if patience is not None and idle >= max(1, patience):
-            return number
-    return len(improved)
+    number = torch.arange(1, len(improved) + 1, device=improved.device)
+    idle = number - torch.where(improved, number, 0).cummax(0).values
+    ended = idle >= (len(improved) + 1 if patience is None else max(1, patience))
+    return ended.cumsum(0) <= ended

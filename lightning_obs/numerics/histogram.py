@@ -230,7 +230,7 @@ def select_candidate(errors: torch.Tensor, patience: int | None = None) -> torch
     """
     errors = errors.nan_to_num(nan=torch.inf, posinf=torch.inf)
     if patience is not None:
-        errors = errors[: visited(improves(errors).any(1).tolist(), patience)]
+        errors = errors[visited(improves(errors).any(1), patience)]
     return errors.argmin(0)
 
 

@@ -138,9 +138,9 @@ class MemorylessMSEObserver(Observer):
         searches = [part for part in parts if isinstance(part, MemorylessMSEObserver) and part.is_part]
         if not searches:
             return False
-        improved = torch.stack([search.improved.cpu() for search in searches]).any(0).tolist()
-        stop = visited(improved, self.idle_limit)
-        if not any(improved[stop:]):  # no scale was chosen after the end
+        improved = torch.stack([search.improved.cpu() for search in searches]).any(0)
+        stop = int(visited(improved, self.idle_limit).sum())
+        if not improved[stop:].any():  # no scale was chosen after the end
             return False
         for search in searches:
             search.reset(keep=("is_part", *search.input_statistics))

@@ -190,7 +190,7 @@ class Quantized(StackedExperts):
     ("experts", "message"),
     [
         (Unknown, r"a layout that is not known: experts \(Unknown\).*scales.*`ignore`"),
-        (Deceptive, r"compute something else than their parameters' names say: experts \(Deceptive\).*`ignore`"),
+        (Deceptive, r"do not compute what their parameters' names say: experts \(Deceptive\).*`ignore`"),
         (Quantized, r"quantized, sharded or offloaded.*experts.down_proj.*load the model in full precision"),
     ],
 )

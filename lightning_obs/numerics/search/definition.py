@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_obs.numerics.candidates import candidate_ranges, improves, shrink
+from lightning_obs.numerics.candidates import candidate_ranges, improves, shrink, visited
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import tile_size
 from lightning_obs.numerics.search.rows import Range, Rows
@@ -88,9 +88,7 @@ def visit(rows: Rows, search: GridSearch, tile: int = 0) -> Visited:
     errors = torch.cat(measured, 1) if len(measured) > 1 else measured[0]
     improved = improves(errors).any(1)
     if search.limit is not None and len(factors) > search.limit:
-        number = torch.arange(1, len(factors) + 1, device=rows.device)
-        ended = number - torch.where(improved, number, 0).cummax(0).values >= search.limit
-        errors.masked_fill_((ended.cumsum(0) > ended)[:, None], torch.inf)
+        errors.masked_fill_(~visited(improved, search.limit)[:, None], torch.inf)
     best = errors.argmin(0)
     known = errors.gather(0, best[None])[0].isfinite()
     low, high = torch.where(known, shrink(ends, factors[best]), ends)

@@ -88,9 +88,8 @@ def _visit(rows: Rows, search: GridSearch) -> Visited:
     if not cpu.can_search(rows, search):
         return definition.visit(rows, search)
     found = cpu.visit(rows, search)
-    stop = visited(found.improved.tolist(), search.limit)
-    may_improve = (found.improved | found.unsure).tolist()
-    if found.unsure.any() and (search.is_part or visited(may_improve, search.limit) != stop):
+    stop, latest = (int(visited(each, search.limit).sum()) for each in (found.improved, found.improved | found.unsure))
+    if found.unsure.any() and (search.is_part or latest != stop):
         return definition.visit(rows, search)
     late = (found.best >= stop).nonzero().squeeze(-1)  # their candidate comes after the end, which excludes it
     for some in late.split(max(1, _AT_ONCE // rows.size)) if len(late) else ():

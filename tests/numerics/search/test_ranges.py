@@ -176,9 +176,9 @@ def test_parts_that_join_what_improved_end_where_the_whole_ends(name, patience):
     observed = torch.randn(1, 6, 64)
     whole = search(observed, FORMATS[name], FACTORS, patience=patience)
     halves = [search(part, FORMATS[name], FACTORS, patience=patience, is_part=True) for part in observed.chunk(2, 1)]
-    improved = [any(each) for each in zip(*(half.improved.tolist() for half in halves), strict=True)]
-    stop = visited(improved, patience)
-    assert improved[:stop] == whole.improved.tolist()[:stop]
+    improved = torch.stack([half.improved for half in halves]).any(0)
+    stop = int(visited(improved, patience).sum())
+    assert torch.equal(improved[:stop], whole.improved[:stop])
     again = [search_range(part, FORMATS[name], FACTORS[:stop], patience=None) for part in observed.chunk(2, 1)]
     assert_same([torch.cat(ends) for ends in zip(*again, strict=True)], whole[:2])
 
