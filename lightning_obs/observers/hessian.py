@@ -47,12 +47,9 @@ class LocalHessianObserver(ByInputsObserver):
     tokens, ``(T, t, t)`` in float32: T parts of t columns, zeros after the last column.
 
     Keyword Args:
-        maxshrink (float): how much of the range may be given up, in [0, 1].
-        patience (int): consecutive p without an improvement of any scale that end the search; 0: it visits all.
-        grid (int): steps per unit of p.
+        maxshrink, patience, grid, strict: as of ``imatrix_mse``.
         expand (float | None): factor on the range before the search, at least 1. None: 1.84 in FP4, which has no number
             between 4 and 6, else 1.
-        strict (bool): a weight whose inputs were not seen is an error. Off: all its columns count alike.
         signed (bool): as of ``memoryless_mse``.
         norm (float): 2, the exponent of a quadratic form.
 

@@ -20,16 +20,16 @@ PATHS = [
     ("minmax", "input", TENSOR, Budget(3, 2.01, 0)),
     ("histogram", "input", TENSOR, Budget(7, 12.76, 0)),
     ("percentile", "input", TENSOR, Budget(7, 12.76, 0)),
-    ("mse", "input", TENSOR, Budget(90, 33.54, 0)),
+    ("mse", "input", TENSOR, Budget(85, 33.5, 0)),
     ("normal_observer", "input", TENSOR, Budget(11, 42.01, 0)),
     ("static_minmax", "k", HEADS, Budget(5, 8.01, 0)),
     ("histogram", "k", HEADS, Budget(11, 32.01, 0)),
     ("memoryless_minmax", "weight", GROUPS, Budget(4, 4.1, 0)),
     ("memoryless_minmax", "weight", CHANNEL, Budget(4, 4.02, 0)),
-    ("memoryless_mse", "weight", GROUPS, Budget(116, 1200.2, 0)),
+    ("memoryless_mse", "weight", GROUPS, Budget(112, 1200.1, 0)),
     ("memoryless_mse", "weight", CHANNEL, Budget(112, 1171.9, 0)),
-    ("memoryless_mse", "weight", BLOCKS, Budget(136, 1974.3, 0)),
-    ("nvfp4_expanded_mse", "weight", NVFP4, Budget(109, 11896.9, 0)),
+    ("memoryless_mse", "weight", BLOCKS, Budget(132, 1974.3, 0)),
+    ("nvfp4_expanded_mse", "weight", NVFP4, Budget(108, 11896.2, 0)),
 ]
 
 
