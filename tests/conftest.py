@@ -15,7 +15,7 @@ from compressed_tensors.registry import registry as ct_registry
 from hypothesis import settings
 from torch import nn
 
-from lightning_obs.forward.compile_stance import eager_blocks
+from lightning_obs.forward.shared_blocks import eager_blocks
 from lightning_obs.observers import Observer
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
@@ -38,9 +38,10 @@ def seeded():
 @pytest.fixture(autouse=True)
 def compiled_graphs_may_run_again():
     """A session that a test leaves attached would keep every later test from compiling, until it is collected."""
-    before = eager_blocks.running
+    before, _ = eager_blocks.open.get(torch, (0, None))
     yield
-    assert eager_blocks.running <= before, "a session was left attached, or quantized() was left open"
+    now, _ = eager_blocks.open.get(torch, (0, None))
+    assert now <= before, "a session was left attached, or quantized() was left open"
 
 
 @pytest.fixture

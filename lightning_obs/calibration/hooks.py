@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from lightning_obs.calibration.token_mask import TokenSelection
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.attention import hooked_attention, register_state_hook
-from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.forward.quantized_forward import INSIDE
+from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import is_transformers_model, tokens_of
 from lightning_obs.observers import Observer

@@ -30,8 +30,8 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import call_on, in_evaluation_mode, logits_of
-from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.forward.quantized_forward import quantize_forward
+from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.observers.statistic import to_host
 

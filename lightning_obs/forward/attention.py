@@ -2,8 +2,8 @@
 
 compressed-tensors quantizes k and v where the cache is updated and q where the attention function is called: it adds
 two modules to every attention module, a hook that nobody gets a handle of, and an attention function of its own to the
-model's config and to a variable of the process. Here all of that has an end. Who observes and who quantizes may come
-and go in any order; the last one to leave takes everything out.
+model's config and to a variable of the process. Here all of that has an end: observing and quantizing share the blocks
+(:mod:`.shared_blocks`) that put it in, and the last one to leave takes everything out.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from compressed_tensors.modeling import (
 from torch import nn
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.forward.shared_blocks import SharedBlocks
 from lightning_obs.model.additions import add, keep_hook_out, set_attributes
 
 _REGISTER = {"q": register_query_hook, "k": register_key_hook, "v": register_value_hook}
@@ -48,11 +50,11 @@ def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[st
     cache, query = (KV_CACHE_ATTR, initialize_hooked_kv_cache), (IMPL_ATTR, initialize_hooked_attention)
     with ExitStack() as stack:
         if any("q" in states for states in modules.values()):
-            stack.enter_context(_shared(_FUNCTION, model, _attention_function(model)))
+            stack.enter_context(_functions.around(model, partial(_attention_function, model)))
         for module, states in modules.items():
             for name, initialize in (cache, query) if "q" in states else (cache,):
-                stack.enter_context(_shared(name, module, _hooked(model, module, name, initialize)))
-            stack.enter_context(_shared(_ENABLED, module, _remembered(module)))
+                stack.enter_context(_hooks[name].around(module, partial(_hooked, model, module, name, initialize)))
+            stack.enter_context(_switches.around(module, partial(_remembered, module)))
             # A module that was calibrated before would quantize while it is observed.
             stack.callback(set_attributes(module, **{_ENABLED: False}))
         yield
@@ -125,29 +127,10 @@ def find_owner(root: nn.Module, module: nn.Module) -> nn.Module:
 
 # ---------------------------------------------------------------------- entered by the first, left by the last
 
-_FUNCTION = "attention function"
-#: what is entered -> module -> (how many blocks it is in, what the last one to leave closes)
-_open: dict[str, weakref.WeakKeyDictionary[nn.Module, tuple[int, ExitStack]]] = {
-    name: weakref.WeakKeyDictionary() for name in (KV_CACHE_ATTR, IMPL_ATTR, _FUNCTION, _ENABLED)
-}
-#: module in a block -> what ``quantization_enabled`` was before
-_before: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-
-
-@contextmanager
-def _shared(name: str, key: nn.Module, block: AbstractContextManager[None]) -> Iterator[None]:
-    count, stack = _open[name].get(key) or (0, ExitStack())
-    if count == 0:
-        stack.enter_context(block)
-    _open[name][key] = (count + 1, stack)
-    try:
-        yield
-    finally:
-        count, stack = _open[name].pop(key)
-        if count > 1:
-            _open[name][key] = (count - 1, stack)
-        else:
-            stack.close()
+#: around attention modules those of the cache and of the attention function; around models, what they call for it
+_hooks, _functions = {KV_CACHE_ATTR: SharedBlocks(), IMPL_ATTR: SharedBlocks()}, SharedBlocks()
+#: around attention modules whose ``quantization_enabled`` is switched off, and what it was before
+_switches, _before = SharedBlocks(), weakref.WeakKeyDictionary[nn.Module, Any]()
 
 
 @contextmanager
@@ -179,7 +162,7 @@ def _hooked(
 def _attention_function(model: Any) -> Iterator[None]:
     """compressed-tensors sets the function of the whole model, and remembers the original one in one place for all."""
     used, original = model.config._attn_implementation, QuantizedAttentionImpl._original_impl
-    others = [other for other in _open[_FUNCTION] if other is not model]
+    others = [other for other in _functions.open if other is not model]
     if others and original != used:
         raise CalibrationError(
             "q is observed or quantized in two models with different attention functions at one time",

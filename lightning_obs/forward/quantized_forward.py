@@ -29,7 +29,6 @@ from torch.nn import functional as F
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.attention import find_owner, hooked_attention, register_state_change
 from lightning_obs.forward.calls import replace_input
-from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.forward.quantized_tensors import (
     STATE,
     Quantization,
@@ -39,6 +38,7 @@ from lightning_obs.forward.quantized_tensors import (
     quantized_weight,
     weight_in_use,
 )
+from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import add, keep_hook_out, set_attributes
 from lightning_obs.model.checksums import not_ready, refuse_unmerged
 from lightning_obs.model.kinds import is_dispatched

@@ -21,8 +21,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
 from lightning_obs.forward.calls import call_on, first_input
-from lightning_obs.forward.compile_stance import run_eagerly
 from lightning_obs.forward.quantized_forward import quantize_forward
+from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import tokens_of
 from lightning_obs.model.qparams import ROUNDED, args_of, calibrated_modules, quantized_states, read_qparams

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_obs.calibration.token_mask import PADDING
 from lightning_obs.forward.calls import named_logits
-from lightning_obs.forward.compile_stance import run_eagerly
+from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.ranks.collectives import Collectives
 

@@ -11,9 +11,9 @@ from compressed_tensors.quantization import QuantizationStatus, set_forward_quan
 from torch import nn
 
 from lightning_obs import CalibrationError, quantized
-from lightning_obs.forward.compile_stance import eager_blocks
 from lightning_obs.forward.quantized_forward import quantize_training_forward
 from lightning_obs.forward.quantized_tensors import Switch, quantized_weight
+from lightning_obs.forward.shared_blocks import eager_blocks
 from tests.forward.quantized_modules import (
     INT8,
     Everything,
@@ -229,7 +229,7 @@ def test_many_threads_leave_a_model_as_it_was(mlp):
     with ThreadPoolExecutor(8) as threads:
         assert any(threads.map(enter, range(200)))
     assert [set(vars(module)) for module in mlp.modules()] == before
-    assert not eager_blocks.running
+    assert not eager_blocks.open
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
