@@ -9,7 +9,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
-from lightning_obs.numerics.search.rows import observed_range
+from lightning_obs.numerics.qparams import observed_range
 from lightning_obs.observers.base import MinMaxTuple, Observer
 from lightning_obs.observers.statistic import Statistic
 

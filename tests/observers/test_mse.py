@@ -8,10 +8,9 @@ from torch.distributed import ReduceOp
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.candidates import shrink_factors
 from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.qparams import flatten_for_calibration
+from lightning_obs.numerics.qparams import flatten_for_calibration, observed_range
 from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
-from lightning_obs.numerics.search.rows import observed_range
 from lightning_obs.observers import MovingAverageMSEObserver, Observer
 
 INT8 = QuantizationArgs(num_bits=8)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_obs.numerics.histogram import BINS, count_values, support, value_of
-from lightning_obs.numerics.kernels import launch
+from lightning_obs.numerics.qparams import extremes
 
 Range = tuple[torch.Tensor, torch.Tensor]
 
@@ -44,13 +44,7 @@ class Rows:
 
     def observed_range(self) -> Range:
         """Smallest and largest value of every row, ``(R,)`` each."""
-        if self.count == 1:
-            low, high = torch.aminmax(self.view)  # at the speed of memory, by threads that torch keeps running
-        elif launch.can_read(self.view):
-            low, high = launch.extremes(self.view)
-        else:
-            # With dimensions, aminmax is ten times slower than these two.
-            low, high = self.view.amin((2, 3)), self.view.amax((2, 3))
+        low, high = extremes(self.view)
         return low.reshape(-1).to(self.dtype), high.reshape(-1).to(self.dtype)
 
     def only(self, index: torch.Tensor) -> Rows:
@@ -86,12 +80,6 @@ class Rows:
             for i in range(first, last + 1)
         ]
         return lines[0] if len(lines) == 1 else torch.cat(lines)
-
-
-def observed_range(observed: torch.Tensor) -> Range:
-    """Smallest and largest value per scale, ``(*Q,)`` each, of ``(N, *Q, G)``."""
-    low, high = rows_of_observed(observed).observed_range()
-    return low.reshape(observed.shape[1:-1]), high.reshape(observed.shape[1:-1])
 
 
 def rows_of_observed(

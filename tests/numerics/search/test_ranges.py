@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from lightning_obs.numerics.candidates import shrink_factors, visited
 from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.qparams import flatten_for_calibration
+from lightning_obs.numerics.qparams import flatten_for_calibration, observed_range
 from lightning_obs.numerics.search import cpu, definition, ranges
 from lightning_obs.numerics.search.definition import GridSearch
-from lightning_obs.numerics.search.rows import observed_range, rows_of_observed
+from lightning_obs.numerics.search.rows import rows_of_observed
 
 FACTORS = shrink_factors(maxshrink=0.2, grid=100.0)
 NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
