@@ -1,11 +1,11 @@
 """Quantize the weights of a checkpoint's files, without a model in memory.
 
-A scheme that needs no data looks at weights alone, a fused set at a time. So a set is read, observed, compressed,
-written to its place and forgotten; all else is copied as bytes. Plan, observers, checks and compression are those of a
-model in memory, laid over the model on the meta device, so the tensors are the same.
+A scheme that needs no data needs one fused set of weights at a time. Each set is read, observed, compressed, written to
+its place and forgotten; all other tensors are copied as bytes. Plan, observers, checks and compression are those of a
+model in memory, with the model on the meta device, so the tensors are the same.
 
-A set needs no other, and its place in the new files is known before. So several processes can share the work: each lays
-out the same files, and writes to them.
+Sets do not depend on each other, and their places in the new files are known beforehand. So several processes can share
+the work: each lays out the same files, and writes to them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Set
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
@@ -48,10 +48,10 @@ from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.ranks.sync import partition
 from lightning_obs.schemes.config import SchemeLike, config_groups, make_observer
 
-#: told of what was written: name of the module or tensor, bytes so far, bytes in all
+#: called with the name of the module or tensor that was written, the bytes so far, and those in all
 Progress: TypeAlias = Callable[[str, int, int], None]
 
-#: files that hold weights, of which the safetensors files alone are read
+#: files that hold weights; only safetensors files are read
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -78,7 +78,7 @@ def quantize_checkpoint(
         out: written whole or not at all.
         scheme: weight-only or dynamic activations.
         overwrite: replace the checkpoint in ``out``; files that no export wrote are never deleted.
-        max_shard_size: of one file of weights [bytes], or ``"5GB"``.
+        max_shard_size: bytes of one file of weights, or ``"5GB"``.
         progress: called with the name of what was written, the bytes written so far, and those in all.
         workers: how many processes share the work. They are started, so a script needs ``if __name__ == "__main__":``;
             each imports torch, and has one set of weights at a time. Or ``Collectives.of_group()``: the ranks that
@@ -89,9 +89,8 @@ def quantize_checkpoint(
         What was done, without quantization parameters.
 
     Raises:
-        CalibrationError: before it writes: the scheme needs data or is wrong; ``folder`` is damaged, quantized
-            already, or has other tensors than its config says; ``out`` cannot be written, or has no room. Of any
-            process: what went wrong there; nothing is left of ``out`` then.
+        CalibrationError: the scheme needs data or is wrong; ``folder`` is damaged, quantized already, or has other
+            tensors than its config says; ``out`` cannot be written, or has no room; what went wrong in any process.
     """
     started, folder, out = time.perf_counter(), Path(folder), Path(out)
     ranks = workers if isinstance(workers, Collectives) else Collectives()
@@ -100,18 +99,12 @@ def quantize_checkpoint(
     chosen = CalibrationOptions.of(scheme, **options)
     _require_no_data(chosen)
     with ExitStack() as opened, ExitStack() as stack:
-        partial = Path()
         with on_all_ranks(ranks):
             if ranks.rank == 0:
                 require_free(out, overwrite)
             job = opened.enter_context(Streaming.of(folder, chosen, progress))
-            if ranks.rank == 0:
-                partial = stack.enter_context(whole_folder(out, overwrite))
-                require_room(partial, job.total)
-                copy_others(folder, partial)
-                write_quantization_config(job.source.model, partial, job.of_model, job.unknown)
-                TensorWriter(partial, job.layout, max_shard_size).close()
-        partial = ranks.gather_object(partial)[0]
+            begun = stack.enter_context(job.begun(out, overwrite, max_shard_size)) if ranks.rank == 0 else None
+        partial = ranks.gather_object(begun)[0]
         with on_all_ranks(ranks):
             if isinstance(workers, int) and workers > 1:
                 _run_in_processes(job, (folder, chosen, partial, max_shard_size), workers)
@@ -125,10 +118,11 @@ def quantize_checkpoint(
 
 
 def _require_no_data(options: CalibrationOptions) -> None:
-    """Refuse what the weights alone do not say."""
+    """Refuse schemes that need more than the weights."""
     args = [each for group in config_groups(options.config) for each in scheme_args(group)]
     needs = [f"static {base} activations" for base, each in args if base != "weight" and each.dynamic is not True]
-    needs += [f"{each.observer} on the inputs" for base, each in args if base == "weight" and _observes_data(each)]
+    weights = [each for base, each in args if base == "weight"]
+    needs += [f"{each.observer} on the inputs" for each in weights if make_observer("weight", each).observes_data]
     needs += ["the kv cache"] if options.config.kv_cache_scheme is not None else []
     needs += ["rounding"] if options.rounding is not None else []
     refuse(
@@ -140,18 +134,14 @@ def _require_no_data(options: CalibrationOptions) -> None:
     )
 
 
-def _observes_data(args: Any) -> bool:
-    return make_observer("weight", args).observes_data
-
-
 class Streaming:
     """From the files of a source to those of its quantized checkpoint.
 
     Attributes:
         taken: names of the modules that are stored otherwise than in the source: planned ones, and experts beside them.
         copied: what is stored as it is: by its name in the source its new name, and that of the model's tensor.
+        unknown: names, in both, of what the model does not know.
         layout: a meta tensor of each stored tensor, by its name in the new files.
-        of_model: the stored names of what the model has; ``unknown``: of what it does not know.
     """
 
     def __init__(self, source: CheckpointSource, session: CalibrationSession, progress: Progress | None) -> None:
@@ -165,18 +155,18 @@ class Streaming:
             for name, module in source.model.named_modules()
             if name in planned or (isinstance(module, nn.Linear) and name.startswith(tuple(f"{s}." for s in split)))
         ]
-        stored, names = stored_layout(source.model), dict.fromkeys(self.taken)
-        of_taken = {name: tensor for name, tensor in stored.items() if name.rpartition(".")[0] in names}
+        names = set(self.taken)
         own = {name: s for name, s in source.sources.items() if name.rpartition(".")[0] not in names}
         consumed = {source.sources[n].name for n in source.sources.keys() - own.keys()}
         whole, stacks = ({n: s for n, s in own.items() if (s.index is None) is one} for one in (True, False))
         self.copied = {s.name: (source.stored_as.get(n, s.name), n) for n, s in whole.items()}
         self.copied |= {s.name: (s.name, n) for n, s in stacks.items()}
-        self.unknown = {name for name in source.reader if name not in consumed and name not in self.copied}
-        self.layout = {self.stored_name(name): tensor for name, tensor in of_taken.items()}
-        self.of_model = {*self.layout, *(stored for stored, _ in self.copied.values())}
+        unknown = [name for name in source.reader if name not in consumed and name not in self.copied]
+        self.unknown = dict.fromkeys(unknown).keys()  # in one order in every process, unlike a set
         self.copied |= {name: (name, "") for name in self.unknown}
-        self.layout |= {stored: source.reader.meta(name) for name, (stored, _) in self.copied.items()}
+        stored = stored_layout(source.model)
+        self.layout = {self.stored_name(n): x for n, x in stored.items() if n.rpartition(".")[0] in names}
+        self.layout |= {stored_as: source.reader.meta(name) for name, (stored_as, _) in self.copied.items()}
         #: bytes of the new files, and those that were written
         self.total, self.done = sum(tensor.nbytes for tensor in self.layout.values()), 0
 
@@ -188,11 +178,25 @@ class Streaming:
         with closing(source.reader), torch.inference_mode(False), torch.no_grad():
             yield cls(source, CalibrationSession(source.model, options), progress)
 
+    @contextmanager
+    def begun(self, out: Path, overwrite: bool, max_shard_size: int | str) -> Iterator[Path]:
+        """A folder with everything but the weights, whose files are begun; it is ``out`` after the ``with`` block."""
+        with whole_folder(out, overwrite) as partial:
+            require_room(partial, self.total)
+            self.write_others(partial, self.layout.keys())
+            TensorWriter(partial, self.layout, max_shard_size).close()
+            yield partial
+
     def write_any_qparams(self, skipped: Container[str] = ()) -> None:
         """Give all planned modules, but those that are left in full precision, qparams as they will have them."""
         for target in self.session.plan.targets:
             if target.name not in skipped:
                 write_qparams(target.module, target.scheme, any_qparams(target))
+
+    def write_others(self, partial: Path, stored: Set[str]) -> None:
+        """Write all but weights, of which ``stored`` are the names: the source's other files, how it is quantized."""
+        copy_others(self.source.folder, partial)
+        write_quantization_config(self.source.model, partial, stored - self.unknown, self.unknown)
 
     def stored_name(self, name: str) -> str:
         """The name in files of a module's entry, beside that of the module's weight, or of what is below it."""
@@ -248,7 +252,7 @@ class Streaming:
         self.say(stored)
 
     def say(self, name: str) -> None:
-        """Tell what was written."""
+        """Report what was written."""
         if self._progress is not None:
             self._progress(name, self.done, self.total)
 
@@ -327,7 +331,7 @@ def forget(part: CalibrationSession) -> None:
 
 
 def copy_others(folder: Path, partial: Path) -> None:
-    """Copy all but weights, and what is there; a warning names weights that are not the checkpoint's."""
+    """Copy all files but weights, unless they exist; a warning names weights that transformers does not read."""
     left_out = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)

@@ -1,14 +1,13 @@
 """Calibrate a checkpoint layer by layer: one block of the decoder in memory at a time, whatever the number of batches.
 
-A block is loaded, run on all batches, its observers become scales, its weights are compressed to a file of their own,
-and it goes; its outputs are what the next block reads. So each weight is read once. The file of each finished block and
-the outputs of the last one are what a killed run goes on from. Plan, observers, ranks, checks and compression are those
-of a model in memory, laid over the model on the meta device, so the tensors are the same.
+A block is loaded, run on all batches, calibrated, compressed to a file of its own, and freed; its outputs are the
+inputs of the next block. So each weight is read once. A killed run goes on from the files of the finished blocks and
+the outputs of the last one. Plan, observers, ranks, checks and compression are those of a model in memory, with the
+model on the meta device, so the tensors are the same.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import time
@@ -19,17 +18,16 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch.utils._pytree import tree_leaves
 from typing_extensions import Unpack
 
 from lightning_obs.calibration.blocks import Relay, find_blocks
-from lightning_obs.calibration.checkpoint_weights import Progress, Streaming, copy_others, forget, part_of
+from lightning_obs.calibration.checkpoint_weights import Progress, Streaming, forget, part_of
 from lightning_obs.calibration.finalize import result_of
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.calibration.saved_state import state_checksum
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.compress import stored_layout
-from lightning_obs.checkpoint.export import write_quantization_config
 from lightning_obs.checkpoint.source import CheckpointSource
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.tensors import TensorWriter, give_back_freed, write_index
@@ -83,11 +81,10 @@ def calibrate_layerwise(
 
     With inputs in full precision the tensors of ``out`` are byte for byte those of
     :func:`~lightning_obs.export_checkpoint` of the model in memory, calibrated on the same batches. There is a file for
-    each block and one for all else. What else is in ``folder`` is carried over as :func:`quantize_checkpoint` does.
+    each block and one for all else; the rest of ``folder`` is carried over as by :func:`quantize_checkpoint`.
 
-    It takes the memory of a block, of what lies outside the blocks and is run (the embedding), and of one output of a
-    block for each batch. A folder ``<out>.unfinished`` holds the finished files and these outputs, on each rank; called
-    again with the same arguments, a killed run goes on from there, with the same result.
+    It takes the memory of a block, of what is run outside the blocks, and of one block's output for each batch. Called
+    again with the same arguments, a killed run goes on after the last block that is in the folder ``<out>.unfinished``.
 
     Args:
         folder: a checkpoint of transformers, in full precision: ``config.json`` and safetensors files.
@@ -95,8 +92,7 @@ def calibrate_layerwise(
         scheme: any, weight-only ones included.
         out: written whole or not at all.
         overwrite: replace the checkpoint in ``out``; files that no export wrote are never deleted.
-        collectives: how to talk to the other ranks, as of :class:`~lightning_obs.CalibrationSession`. Every rank must
-            call this, and reach the same file system; rank 0 writes.
+        collectives: how to talk to the other ranks; each must call this, and reach the same file system.
         runs: how the blocks are run.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``ignore``, ``observers``...
 
@@ -104,18 +100,16 @@ def calibrate_layerwise(
         What was done, without quantization parameters.
 
     Raises:
-        CalibrationError: the blocks cannot be found, or are not called one after the other; what
-            :func:`quantize_checkpoint` and :class:`~lightning_obs.CalibrationSession` refuse; what is unfinished was
-            begun with other arguments.
+        CalibrationError: as :func:`quantize_checkpoint` and :class:`~lightning_obs.CalibrationSession`; the blocks are
+            not found, or not called one after the other; what is unfinished was begun with other arguments.
     """
-    started, folder, out = time.perf_counter(), Path(folder), Path(out)
+    folder, out = Path(folder), Path(out)
     chosen = CalibrationOptions.of(scheme, **options)
     collectives = collectives or Collectives()
     with ExitStack() as stack, ExitStack() as written, torch.inference_mode(False), torch.no_grad():
         with on_all_ranks(collectives):
             source = CheckpointSource(folder)
             stack.callback(source.reader.close)
-            find_blocks(source.model)
             session = CalibrationSession(source.model, chosen, token_mask=runs.token_mask, collectives=collectives)
             partial = written.enter_context(whole_folder(out, overwrite)) if collectives.rank == 0 else None
             unfinished = Unfinished(out, collectives.rank, collectives.size)
@@ -128,11 +122,9 @@ def calibrate_layerwise(
         job.run(stack)
         with on_all_ranks(collectives):
             if partial is not None:
-                job.complete(folder, partial)
+                job.complete(partial)
                 written.close()  # it takes its name
                 unfinished.remove()
-    job.result.modules = [t.name for t in session.plan.targets if t.name not in set(job.result.skipped)]
-    job.result.seconds = time.perf_counter() - started
     return job.result
 
 
@@ -152,7 +144,7 @@ class _LayerByLayer:
         unfinished: Unfinished,
     ) -> None:
         self.source, self.session, self.unfinished = source, session, unfinished
-        self._runs, self._device = runs, torch.device(runs.device)
+        self._runs, self._device, self._started = runs, torch.device(runs.device), time.perf_counter()
         name, blocks = find_blocks(source.model)
         self._streaming = Streaming(source, session, runs.progress)
         for target in session.plan.targets:
@@ -171,21 +163,14 @@ class _LayerByLayer:
         self._files, self._size = dict[str, str](), 0
         self.result = result_of(session, batches=len(batches) if session.needs_data else 0)
 
-    def _identity(self, batches: list[Any]) -> str:
+    def _identity(self, batches: list[Any]) -> int:
         """A checksum of all that decides what is written."""
-        found, options = hashlib.sha256(), self.session.options
-        files = [self.source.folder / name for name in self.source.reader.files]
-        known = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-        asked = (known, options.config.model_dump_json(), options.beside_scheme, self._runs.inputs)
-        ranks = self.session.collectives.rank, self.session.collectives.size
-        found.update(repr((asked, self._runs.token_mask, self._device.type, ranks)).encode())
-        for leaf in tree_leaves(batches):
-            if isinstance(leaf, torch.Tensor):
-                found.update(repr((leaf.dtype, leaf.shape)).encode())
-                found.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-            else:
-                found.update(repr(leaf).encode())
-        return found.hexdigest()
+        options, collectives = self.session.options, self.session.collectives
+        known = self.source.reader.files
+        files = [(self.source.folder / name).stat() for name in known]
+        asked = [options.config.model_dump_json(), options.beside_scheme, self._runs.inputs, self._runs.token_mask]
+        here = [self._device.type, collectives.rank, collectives.size]
+        return state_checksum([known, [(file.st_size, file.st_mtime_ns) for file in files], asked, here, batches])
 
     # ------------------------------------------------------------------ from where
 
@@ -223,6 +208,8 @@ class _LayerByLayer:
         planned = [name for name in self._streaming.taken if name in set(self._parts[last])]
         with self.source.loaded(planned, self._device):
             self._finish(last, self._needs_rest)
+        self.result.modules = [t.name for t in self.session.plan.targets if t.name not in set(self.result.skipped)]
+        self.result.seconds = time.perf_counter() - self._started
 
     def _load_when_called(self, name: str, stack: ExitStack) -> None:
         """Load a module outside the blocks when it runs; it stays, for all batches."""
@@ -267,8 +254,8 @@ class _LayerByLayer:
         streaming, reader = self._streaming, self.source.reader
         file = f"model-{index + 1:05d}-of-{len(self._parts):05d}.safetensors"
         taken = [name for name in streaming.taken if name in modules]
-        copied = {n: stored for n, (stored, of) in streaming.copied.items() if of.rpartition(".")[0] in modules}
-        layout = {stored: reader.meta(name) for name, stored in copied.items()}
+        copied = [name for name, (_, of) in streaming.copied.items() if of.rpartition(".")[0] in modules]
+        layout = {streaming.copied[name][0]: reader.meta(name) for name in copied}
         for name in taken:
             for key, meta in stored_layout(self.source.model.get_submodule(name)).items():
                 if "." not in key:
@@ -291,12 +278,10 @@ class _LayerByLayer:
 
     # ------------------------------------------------------------------ the end
 
-    def complete(self, folder: Path, partial: Path) -> None:
+    def complete(self, partial: Path) -> None:
         """Put together the checkpoint."""
         for file in sorted(set(self._files.values())):
             os.link(self.unfinished.folder / file, partial / file)
         write_index(partial, self._files, self._size)
-        copy_others(folder, partial)
         self._streaming.write_any_qparams(self.result.skipped)
-        unknown = self._streaming.unknown
-        write_quantization_config(self.source.model, partial, self._files.keys() - unknown, unknown)
+        self._streaming.write_others(partial, self._files.keys())

@@ -1,6 +1,6 @@
 """A calibration as tensors and strings, for a checkpoint, and back onto a model.
 
-Nothing is written to the model before all of the state was found to fit it.
+Nothing is written to the model before all of the state is known to fit it.
 """
 
 from __future__ import annotations
@@ -94,15 +94,10 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
             remedy="load it with the version of lightning_obs that wrote it, or calibrate again.",
         )
     refuse_other_options(state, plan.config)
-    refuse(
-        [key for key in ("qparams", "checksums") if not isinstance(state.get(key), Mapping)],
-        "the saved calibration has lost a part",
-        remedy=_REMEDY,
-    )
     qparams = by_module(state["qparams"])
     unknown = sorted(qparams.keys() - {target.name for target in plan.targets})
-    refuse(unknown, "the saved calibration has modules that this model has not")
-    refuse(list(_misfits(plan, qparams, state["checksums"])), "the saved calibration does not fit", remedy=_REMEDY)
+    refuse(unknown, "the saved calibration has modules that this model does not have")
+    refuse(list(_misfits(plan, qparams)), "the saved calibration does not fit", remedy=_REMEDY)
     with torch.inference_mode(False), torch.no_grad(), at_rest():
         for target in plan.targets:
             if target.name in qparams:
@@ -153,14 +148,16 @@ def _change(saved: Any, now: Any) -> str:
 
 
 def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, Any]]:
-    """What observers have seen so far: ``{"layer.input": {statistic: value}}``; nothing of those that saw nothing.
+    """The statistics so far: ``{"layer.input": {statistic: value}}``; observers without any are left out.
+
+    Tensors are the observers' own.
 
     Raises:
         CalibrationError: a statistic is neither tensor, number nor string, so no checkpoint could hold it.
     """
     found = {key: observer.get_statistics() for key, observer in observers.items()}
     require_plain(found, "statistics that cannot be saved in a checkpoint")
-    return {f"{name}.{base}": copy.deepcopy(statistics) for (name, base), statistics in found.items() if statistics}
+    return {f"{name}.{base}": statistics for (name, base), statistics in found.items() if statistics}
 
 
 def load_statistics(observers: Mapping[Key, Observer], state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -173,11 +170,11 @@ def load_statistics(observers: Mapping[Key, Observer], state: Mapping[str, Mappi
 
 
 def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives) -> dict[str, Any]:
-    """What all ranks have seen so far, of an observation that is not complete. Every rank must call this.
+    """The statistics of all ranks, of an observation that is not complete. Every rank must call this.
 
     A checkpoint holds one state for all ranks. Extremes and counts are reduced in it; statistics whose reduction
-    depends on the order (moving averages, sums of floats, undeclared statistics) are kept rank by rank. Observers go on
-    with their own. Errors are those of :func:`dump_statistics` and of the sync.
+    depends on the order (moving averages, sums of floats, undeclared statistics) are kept rank by rank. The observers
+    do not change. Errors are those of :func:`dump_statistics` and of the sync.
     """
     apart: dict[str, dict[str, Any]] = {}
     copies: dict[Key, Observer] = {}
@@ -191,13 +188,13 @@ def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives
     except Exception as error:  # the others are waiting
         failure = error
     every = sync_statistics(copies, collectives, failure=failure, note=apart).notes
-    return {"reduced": dump_statistics(copies), "of_ranks": every}
+    return copy.deepcopy({"reduced": dump_statistics(copies), "of_ranks": every})
 
 
 def load_observation(observers: Mapping[Key, Observer], state: Mapping[str, Any], collectives: Collectives) -> bool:
-    """Let observers continue from a :func:`dump_observation`; rank 0 goes on with the reduced statistics.
+    """Let observers continue from a :func:`dump_observation`; rank 0 takes the reduced statistics.
 
-    False, and nothing is loaded, where it has statistics of each of another number of ranks.
+    False, and nothing is loaded, if statistics kept rank by rank are of another number of ranks.
     """
     every = state["of_ranks"]
     if any(every) and len(every) != collectives.size:
@@ -212,14 +209,9 @@ def load_observation(observers: Mapping[Key, Observer], state: Mapping[str, Any]
 
 
 def dump_seen(session: CalibrationSession) -> dict[str, Any]:
-    """What this rank's part of a session has seen, as it is; nobody else is asked.
-
-    Tensors are the observers' own: those that several share are in a file once. Errors: :func:`dump_statistics`.
-    """
-    found = {key: o.get_statistics() for key, o in (session.observers | session.second).items()}
-    require_plain(found, "statistics that cannot be saved")
+    """What this rank has seen of a session; no other rank is asked. Errors: :func:`dump_statistics`."""
     return {
-        "statistics": {f"{name}.{base}": statistics for (name, base), statistics in found.items() if statistics},
+        "statistics": dump_statistics(session.observers | session.second),
         "tokens": session.experts.tokens,
         "counts": [session.batches, session.measurements],
         "seconds": time.perf_counter() - session.started,
@@ -228,8 +220,7 @@ def dump_seen(session: CalibrationSession) -> dict[str, Any]:
 
 def load_seen(session: CalibrationSession, state: Mapping[str, Any]) -> None:
     """Let a session that has just been attached go on from a :func:`dump_seen`."""
-    for (name, base_name), observer in (session.observers | session.second).items():
-        observer.load_statistics(state["statistics"].get(f"{name}.{base_name}", {}))
+    load_statistics(session.observers | session.second, state["statistics"])
     session.experts.tokens = state["tokens"]
     session.batches, session.measurements = state["counts"]
     session.started = time.perf_counter() - state["seconds"]
@@ -241,11 +232,9 @@ def _is_exact(observer: Observer) -> bool:
     return all(n in declared and declared[n].is_exact(value) for n, value in observer.get_statistics().items())
 
 
-def _misfits(plan: Plan, saved: Mapping[str, dict[str, Any]], checksums: Mapping[str, Any]) -> Iterator[str]:
+def _misfits(plan: Plan, saved: Mapping[str, dict[str, Any]]) -> Iterator[str]:
     # Before the first data, no module has qparams of activations. Modules that no data reached have none at all.
     known = {"weight"} | {key.partition("_")[0] for qparams in saved.values() for key in qparams}
     for target in plan.targets if saved else ():
         if target.name in saved:
             yield from find_misfits(target, saved[target.name], known)
-            if target.scheme.weights is not None and not checksums.get(target.name):
-                yield f"the checksum of {target.name} is missing"

@@ -239,9 +239,17 @@ def files(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+def with_unknown(folder):
+    """The folder, with tensors that the model's class does not know."""
+    path = folder / "model.safetensors"
+    further = {f"mtp.{number}.weight": torch.full((512,), float(number)) for number in range(12)}
+    save_file({**load_file(path), **further}, path, metadata={"format": "pt"})
+    return folder
+
+
 @pytest.mark.parametrize("scheme", [pytest.param("W4A16", marks=pytest.mark.slow), "NVFP4A16"])
 def test_workers_write_the_files_of_one_process(scheme, tmp_path):
-    folder = tiny_llama(tmp_path / "model")
+    folder = with_unknown(tiny_llama(tmp_path / "model"))
     quantize_checkpoint(folder, tmp_path / "one", scheme, ignore=IGNORE, max_shard_size="50KB")
     told = []
     result = quantize_checkpoint(
@@ -264,7 +272,7 @@ def on_rank(rank, folder, out, observer):
 
 
 def test_ranks_share_the_work_and_one_that_fails_leaves_nothing(tmp_path):
-    folder = tiny_llama(tmp_path / "model")
+    folder = with_unknown(tiny_llama(tmp_path / "model"))
     quantize_checkpoint(folder, tmp_path / "one", "W4A16", ignore=IGNORE, observers={"weight": "memoryless_minmax"})
     assert run_ranks(on_rank, 2, folder, tmp_path / "two", "memoryless_minmax") == [True, True]
     assert files(tmp_path / "two") == files(tmp_path / "one")
