@@ -1,7 +1,7 @@
 """Calibrate any module while its owner runs it.
 
 A session attaches observers to the modules of a plan, feeds them through forward hooks, and turns what they saw into
-quantization parameters. It runs nothing itself: whoever owns the data runs the model. Nothing is written before
+quantization parameters. It runs nothing itself: the caller owns the data and runs the model. Nothing is written before
 everything was checked, and no hook outlives the session.
 """
 
@@ -55,7 +55,7 @@ from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan
 from lightning_obs.schemes.checks_before_data import check_inputs_fit
 from lightning_obs.schemes.config import SchemeLike, make_observer, rounding_of
-from lightning_obs.schemes.planned_modules import Plan, PlannedModule
+from lightning_obs.schemes.planned_modules import Plan
 
 
 def _make_observers(plan: Plan) -> dict[Key, Observer]:
@@ -82,15 +82,15 @@ class CalibrationSession:
             outermost wrapper; names are those without wrappers.
         scheme: preset name, dict, ``QuantizationConfig``, or :class:`~lightning_obs.CalibrationOptions`.
         token_mask: name of the model's argument that is nonzero for tokens that count, ``(batch, tokens)``, usually
-            ``"attention_mask"``; the others reach no observer. Or say it batch by batch with :meth:`mask_tokens`.
-            Without it, padding that an ``attention_mask`` shows is observed, and a warning says so.
-        collectives: how to talk to the other ranks, if there are (``Collectives.of_group()``). Each rank runs its own
-            data; all end with the same qparams.
+            ``"attention_mask"``; the others reach no observer. Or set it for each batch with :meth:`mask_tokens`.
+            Without it, padding that an ``attention_mask`` shows is observed, with a warning.
+        collectives: how to talk to the other ranks, if there are any (``Collectives.of_group()``). Each rank runs its
+            own data; all end with the same qparams.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`.
 
     Raises:
-        CalibrationError: by the constructor, whatever is wrong with scheme, targets or shapes; at the end of the block,
-            whatever is wrong with the data. Nothing is written in either case.
+        CalibrationError: from the constructor, scheme, targets or shapes are wrong; at the end of the block, the data
+            are. Nothing is written in either case.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -127,7 +127,8 @@ class CalibrationSession:
             self.together = [*self.plan.fused, *self._whole_layers()]
         self.observers = _make_observers(self.plan)
         #: by module, how the weights are rounded that do not get the nearest numbers
-        self.rounding = {t.name: r for t in self.plan.targets if (r := _rounding_of(t)) is not None}
+        weights = {target.name: target.args["weight"] for target in self.plan.targets if "weight" in target.args}
+        self.rounding = {name: r for name, args in weights.items() if (r := rounding_of(args)) is not None}
         #: second observers of inputs: of their extremes, for the result, and of the Hessian that a rounding takes
         self.second = _second_observers(self.observers, self.rounding)
         inputs_of = {(name, "weight"): observer for (name, base), observer in self.second.items() if base == HESSIAN}
@@ -138,14 +139,14 @@ class CalibrationSession:
                 Observer.fuse(fused, self.options.join_fused_scales)
         #: how to talk to the other ranks; a Trainer knows it only when it has started them
         self.collectives = collectives or Collectives()
-        #: calls of the model, and how often observers looked at an activation: modules that share one look once
+        #: calls of the model, and measurements of activations, which modules that share an input share
         self.batches = self.measurements = 0
         self.started = 0.0
-        #: whether it looks away from what the model does, though it is attached
+        #: whether calls of the model are ignored, though it is attached
         self.is_paused = False
         #: which tokens, ``(batch, tokens)``, or samples count; None: all
         self.mask: torch.Tensor | None = None
-        #: what observers were given last, under this mask; sessions that observe the same runs may share it
+        #: what observers were given last, under this mask; sessions that observe the same calls may share it
         self.read = Read()
         #: observers that no data reached on any rank; None: the ranks were not reduced yet
         self.unreached: list[Key] | None = None
@@ -158,7 +159,7 @@ class CalibrationSession:
         self._attached: ExitStack | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, made with the model that holds it: it is not attached."""
+        """The state of a copy, which is not attached."""
         return {**vars(self), "_attached": None, "read": Read()}
 
     @property
@@ -184,20 +185,23 @@ class CalibrationSession:
 
     @property
     def is_attached(self) -> bool:
-        """Whether it observes what the model does."""
+        """Whether hooks are on the model."""
         return self._attached is not None
 
-    def attach(self, count_calls: bool = True) -> None:
-        """Forget earlier statistics and start to observe.
+    def attach(self, count_calls: bool = True, forget: bool = True) -> None:
+        """Start to observe.
 
         Args:
             count_calls: count calls of ``model`` as batches. Leave it to the caller (``session.batches += 1``) if the
                 model is not called as a whole.
+            forget: forget earlier statistics; off: go on with them.
         """
         self.detach()
-        for observer in (*self.observers.values(), *self.second.values()):
-            observer.reset()
-        self.batches, self.measurements, self.result, self.unreached = 0, 0, None, None
+        if forget:
+            self.batches = self.measurements = 0
+            for observer in (*self.observers.values(), *self.second.values()):
+                observer.reset()
+        self.result = self.unreached = None
         self.is_paused, self._counts_calls = False, count_calls
         self.started = time.perf_counter()
         with ExitStack() as stack:
@@ -252,7 +256,7 @@ class CalibrationSession:
             self.say_padding(mask)
 
     def say_padding(self, mask: Any) -> None:
-        """Warn, once, if tokens are about to be observed that the model's or batch's mask takes for padding."""
+        """Warn, once, if tokens that the mask marks as padding are about to be observed."""
         is_masked = self.mask is not None and self.mask.ndim > 1
         if self._padding_is_said or is_masked or self.is_paused or not self.is_attached or not self.needs_data:
             return
@@ -296,10 +300,7 @@ class CalibrationSession:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Take what is on the modules after the ``with`` block for this session's.
-
-        If the block does not end, whatever ends it, modules and session have what they had.
-        """
+        """Take what is on the modules after the ``with`` block for this session's; an error restores what was there."""
         before = self._own, self.skipped, self.result
         try:
             with all_or_nothing(self.model):
@@ -348,9 +349,9 @@ class CalibrationSession:
 
     @torch.no_grad()
     def write_scales(self, scales: Mapping[str, torch.Tensor], *, of_present_weights: bool) -> None:
-        """Replace scales ``{"layer.weight_scale": tensor}`` that calibration found by others, trained ones say.
+        """Replace scales ``{"layer.weight_scale": tensor}``, by trained ones for example.
 
-        They belong to the weights that were calibrated, or with ``of_present_weights`` to those of now.
+        They belong to the weights that were calibrated, or with ``of_present_weights`` to the weights of now.
         """
         own = by_module(scales)
         with torch.inference_mode(False), self._writing():
@@ -364,23 +365,18 @@ class CalibrationSession:
 
     @property
     def has_written(self) -> bool:
-        """Whether there are qparams of this session's."""
+        """Whether this session has written qparams."""
         return bool(self._own)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Let the modules have what this session wrote inside the ``with`` block, also if another wrote since."""
+        """Put this session's qparams on the modules inside the ``with`` block, if another has written since."""
         now = calibration_of(self.model)
         put_back(self._own)
         try:
             yield
         finally:
             put_back(now)
-
-
-def _rounding_of(target: PlannedModule) -> dict[str, Any] | None:
-    weights = target.args.get("weight")
-    return None if weights is None else rounding_of(weights)
 
 
 def _second_observers(observers: Mapping[Key, Observer], rounded: Collection[str]) -> dict[Key, Observer]:

@@ -167,10 +167,7 @@ class QuantizedTraining:
         if phase is not Phase.OBSERVING:
             self.phase = Phase.TRAINING
         elif not session.is_attached:  # after stop() or load_state_dict(): go on
-            batches, seen = session.batches, dump_statistics(session.fed)
-            session.attach(count_calls=False)
-            load_statistics(session.fed, seen)
-            session.batches = batches
+            session.attach(count_calls=False, forget=False)
         return phase in (Phase.NEW, Phase.VALIDATED)
 
     def observe_training(self) -> None:
