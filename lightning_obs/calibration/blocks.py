@@ -1,11 +1,11 @@
 """The blocks of a decoder, and its own forward, run one block at a time.
 
 A decoder's blocks read more than the output of the block before: masks, position embeddings, what the model adds
-between them. So nothing of this is recorded. For each block the model's own forward runs again, up to that block:
-every block before it is not computed, the last of them returns the output that was kept. Only that is kept, of each
-batch; what lies outside the blocks is run as often as there are blocks, and costs little.
+between them. None of this is recorded. For each block the model's own forward runs again, up to that block. Blocks
+before it compute nothing; the last of them returns the output that was kept, one for each batch. What lies outside the
+blocks runs once for each block, and costs little.
 
-What else passes from block to block (keys that later layers share) is not there then: such a model fails, named.
+Whatever else passes from block to block (keys that later layers share) is missing then: such a model is refused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
 
 
 class _Done(BaseException):
-    """Ends a forward; no exception that a model would handle."""
+    """Ends a forward; not an exception that a model would handle."""
 
 
 class Relay:
@@ -119,7 +119,7 @@ class Relay:
         self.session.is_paused = not (self._observes and is_last)
         if is_last:
             return _moved(self._output, self._device)
-        # Nobody reads what those before return; to write to it would be an error.
+        # Nobody reads the outputs of the blocks before that; writing to an expanded tensor is an error.
         nothing = torch.zeros((), device=self._device)
         return tree_map_only(torch.Tensor, lambda x: nothing.to(x.dtype).expand(x.shape), self._output)
 

@@ -1,9 +1,9 @@
-"""Experts under calibration: which tokens the router sends them, all tokens for all of them, ranges where none came.
+"""Experts under calibration: the tokens that the router sends them, all tokens for each of them, ranges without tokens.
 
-With ``calibrate_all_experts`` the observers inside experts are deaf while the model runs as it always does. After the
-layer's own forward every expert is run once more, on all tokens that the layer read, for the observers only: outputs
-are thrown away, random numbers and gradients are not touched, and no token is observed twice. Forward hooks that
-somebody else put inside an expert see these runs too.
+With ``calibrate_all_experts`` the observers inside experts ignore the model's own forward. After that of the layer,
+every expert runs once more, on all tokens that the layer read, for the observers only: outputs are thrown away, random
+numbers and gradients are not touched, and no token is observed twice. Other forward hooks inside an expert see these
+runs too.
 
 With ``on_missing="siblings"`` an expert that no token reached borrows the ranges of the layer's other experts. An
 engine that runs experts fused takes one activation scale for all of them, the widest, so the union of the siblings'
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightning_obs.calibration.token_mask import TokenSelection
+from lightning_obs.calibration.token_mask import Layout, TokenSelection
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import first_input
 from lightning_obs.forward.quantized_forward import INSIDE
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 class ExpertWatch:
     """The experts of a model while it is calibrated; with ``all_experts``, every expert observes all tokens.
 
-    What a :class:`LinearExperts` reads are its own inputs; a ``ModuleList`` is never called, so what its parent reads
-    is taken.
+    The tokens of a :class:`LinearExperts` are its inputs; a ``ModuleList`` is never called, so its parent's are taken.
     """
 
     def __init__(self, model: nn.Module, all_experts: bool = False) -> None:
@@ -86,10 +85,12 @@ class ExpertWatch:
         """Whether the observers of a module take part only while experts run on all tokens."""
         return self._all and name in self._of
 
-    def select(self, value: torch.Tensor, mask: torch.Tensor, name: str, selection: TokenSelection) -> torch.Tensor:
+    def select(
+        self, value: torch.Tensor, mask: torch.Tensor, name: str, selection: TokenSelection, layout: Layout
+    ) -> torch.Tensor:
         """The rows of an activation that count, also inside experts that got only some tokens."""
-        if name not in self._of:
-            return selection.of(value, mask, name)
+        if name not in self._of or layout != "tokens":
+            return selection.of(value, mask, name, layout)
         rows, total = self._rows(self._of[name])
         of_tokens = _of_tokens(mask, total)
         if rows is not None and total == of_tokens.numel():
@@ -139,7 +140,7 @@ class ExpertWatch:
             raise _cannot(name, wrong)
         if not tokens.numel():
             return
-        # Of rows that were flattened already, or of as many samples as tokens, only transformers' order is known.
+        # If rows are flattened already, or there are as many samples as tokens, only transformers' order is known.
         apart = tokens.ndim > 2 and tokens.shape[0] != tokens.shape[1]
         self._flattened = apart or isinstance(module, LinearExperts)
         tokens = tokens.detach().reshape(-1, tokens.shape[-1])
@@ -183,10 +184,10 @@ def borrow_ranges(
     fused: Sequence[Sequence[str]],
     join_ranges: bool = False,
 ) -> dict[Key, Observer]:
-    """Stand-ins for the observers of experts that no data reached, where it reached siblings.
+    """Stand-ins for the observers of experts that no data reached, if data reached their siblings.
 
-    Modules of ``fused`` borrow together, and are fused (:meth:`Observer.fuse`). The stand-in of an activation has the
-    union of the siblings' ranges for the same projection; that of a weight which lacks inputs is its own observer.
+    Modules of a ``fused`` set borrow together, and their stand-ins are fused (:meth:`Observer.fuse`). That of an
+    activation has the union of the siblings' ranges for the same projection; that of a weight is its own observer.
     """
     needing = [key for key, observer in observers.items() if observer.observes_data]
     unreached = {name for name, base in needing if not observers[name, base].is_reached}

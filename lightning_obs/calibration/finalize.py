@@ -114,10 +114,7 @@ def result_of(session: CalibrationSession, **found: Any) -> CalibrationResult:
 def _weights(
     session: CalibrationSession,
 ) -> tuple[dict[Key, nn.Module], dict[Key, int], CalibrationError | None]:
-    """The modules whose weights are observed, and the elements of each weight that one rank observes whole.
-
-    None of them, and why, where they cannot be observed.
-    """
+    """The modules whose weights are observed, the elements of each weight that one rank observes whole, or an error."""
     observers = session.observers
     modules = {key: t.module for t in session.plan.targets if (key := (t.name, "weight")) in observers}
     try:
@@ -198,7 +195,7 @@ def _observe(
 
 
 def _bring_to_host(observers: Mapping[Key, Observer]) -> None:
-    """Statistics of activations come from an accelerator at once: of each, many questions follow, and all are small."""
+    """Move statistics of activations to the host in one transfer: they are small, and each is read many times now."""
     own = [o for o in observers.values() if o.base_name != "weight" and o._declares_all]
     all_found = [(o, name, x) for o in own for name, x in o.get_statistics().items() if isinstance(x, torch.Tensor)]
     found = [one for one in all_found if one[2].device.type != "cpu"]
@@ -212,9 +209,9 @@ def _bring_to_host(observers: Mapping[Key, Observer]) -> None:
 def _activations(
     session: CalibrationSession, unreached: list[Key]
 ) -> tuple[dict[Key, Observer], dict[Key, QParamsDict], CalibrationError | None]:
-    """Stand-ins for the observers that no data reached, which are skipped without one; the qparams of activations.
+    """Stand-ins for observers that no data reached, the qparams of activations, and what went wrong on this rank.
 
-    What went wrong is returned: it is of this rank alone, and raised on all before weights are searched.
+    The error is raised on all ranks before weights are searched. Modules without a stand-in are skipped.
     """
     if session.unreached is None:
         session.unreached = unreached
@@ -273,7 +270,7 @@ def _left_out(session: CalibrationSession, unreached: set[Key]) -> set[str]:
 
 
 def _compute(session: CalibrationSession, observers: Mapping[Key, Observer], weights: bool) -> dict[Key, QParamsDict]:
-    """The qparams of weights, or of activations, whose module is not skipped. An error says which."""
+    """The qparams of weights, or of activations, whose module is not skipped. An error names the module."""
     computed: dict[Key, QParamsDict] = {}
     for key, observer in observers.items():
         if key[0] not in session.skipped and (key[1] == "weight") == weights:
@@ -287,7 +284,7 @@ def _compute(session: CalibrationSession, observers: Mapping[Key, Observer], wei
 def _qparams_of(
     target: PlannedModule, computed: Mapping[Key, QParamsDict], weights: bool, activations: bool
 ) -> dict[str, torch.Tensor]:
-    """``{"weight_scale": ...}`` of one module; what is not computed anew, as it stands on the module."""
+    """``{"weight_scale": ...}`` of one module: what was computed, and the rest as it is on the module."""
     found: dict[str, torch.Tensor] = {}
     for base_name, args in target.args.items():
         if not (weights if base_name == "weight" else activations):
@@ -321,7 +318,7 @@ def _check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]], signed: Col
 
 
 def _check_heads(model: nn.Module, qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Raise a CalibrationError where scales per head do not fit the config, by which a checkpoint is loaded."""
+    """Raise a CalibrationError where scales per head do not fit the config, from which a checkpoint is loaded."""
     per_head = {
         (name, key): len(value)
         for name, values in qparams.items()

@@ -1,6 +1,6 @@
 """Give observers what the modules of a plan read and write, while somebody runs the model.
 
-A hook never changes what it sees. Padding is taken out here, before any observer: a masked token reaches none of them.
+A hook never changes what it sees. Padding is removed here: a masked token reaches no observer.
 
 Modules that read one tensor (q, k, v; gate, up) share what observers of one kind find in it, if it is the same object
 and was not changed in between. torch counts changes in place, except of inference tensors, which Lightning validates
@@ -17,10 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_obs.calibration.token_mask import TokenSelection
+from lightning_obs.calibration.token_mask import Layout, TokenSelection
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.attention import hooked_attention, register_state_hook
 from lightning_obs.forward.quantized_forward import INSIDE
@@ -47,11 +46,11 @@ class Read:
     measured: dict[Hashable, Any] = field(default_factory=dict)  # by the observers' kind
 
     def forget(self) -> None:
-        """As if nothing was read."""
+        """Forget the tensor and what was found in it."""
         vars(self).update(vars(Read()))
 
     def see(self, tensor: torch.Tensor, stamp: Hashable) -> None:
-        """Go on with what was found in a tensor, if it was read last and has not changed; else anew."""
+        """Keep what was found in a tensor if it was read last and has not changed; else start anew."""
         if self.tensor is None or self.tensor() is not tensor or self.stamp != stamp:
             vars(self).update(vars(Read(weakref.ref(tensor), stamp)))
 
@@ -85,25 +84,20 @@ class ObserverHooks:
         extremes, hessian = (self._session.second.get((name, base)) for base in (RANGE, HESSIAN))
         of_weight = [o for o in (weight, hessian) if o is not None and o.needs_inputs]
         if inputs is not None or of_weight:
-            observe = self._observation(target, [o for o in (inputs, extremes) if o is not None], of_weight)
-
-            def observe_input(module: nn.Module, args: Any, kwargs: Any) -> None:
-                observe((*args, *kwargs.values()))
-
-            yield target.module.register_forward_pre_hook, observe_input
+            read = self._observation(target, [o for o in (inputs, extremes) if o is not None], of_weight)
+            yield target.module.register_forward_pre_hook, lambda _, args, kwargs: read((*args, *kwargs.values()))
         if output is not None:
-            observe_written = self._observation(target, [output])
-
-            def observe_output(module: nn.Module, args: Any, kwargs: Any, value: Any) -> None:
-                observe_written(value)
-
+            written = self._observation(target, [output])
             # In training a hook of ours quantizes the output; the observer has to see it before that.
-            yield partial(target.module.register_forward_hook, prepend=True), observe_output
+            yield (
+                partial(target.module.register_forward_hook, prepend=True),
+                lambda _, args, kwargs, value: written(value),
+            )
 
     def _observation(
         self, target: PlannedModule, observers: list[Observer], of_weight: Sequence[Observer] = ()
     ) -> Callable[[Any], None]:
-        """What gives the observers of a module a value: its first tensor, if it is a tuple."""
+        """A function that gives a value to the observers of a module; of a tuple, the first tensor."""
         session, experts, module, name = self._session, self._session.experts, target.module, target.name
         is_forced = experts.is_forced(name)
 
@@ -134,12 +128,9 @@ class ObserverHooks:
             read.see(value, stamp)
             tokens = value.detach()
             if mask is not None:
-                if read.tokens is None and target.states:
-                    read.tokens = self._selection.of(tokens, mask, name, "heads")
-                elif read.tokens is None and value is not given:
-                    read.tokens = self._selection.of(tokens, mask, name, "positions")
-                elif read.tokens is None:
-                    read.tokens = experts.select(tokens, mask, name, self._selection)
+                if read.tokens is None:
+                    layout: Layout = "heads" if target.states else "tokens" if value is given else "positions"
+                    read.tokens = experts.select(tokens, mask, name, self._selection, layout)
                 tokens = read.tokens
             before = len(read.measured)
             for observer in observers:

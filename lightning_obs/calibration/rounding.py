@@ -1,7 +1,7 @@
-"""Choose the numbers of weights that are not the nearest ones, after their scales, by the Hessians of their inputs.
+"""Round weights by the Hessians of their inputs, after their scales are chosen: not always to the nearest number.
 
-A weight is rounded on the rank that observed it, or rows on the ranks that hold them: columns take up each other's
-errors, rows do not. So the rounding of a weight goes the way of its range, as an observer whose statistic is the
+A weight is rounded on the rank that observed it, or its rows on the ranks that hold them: columns compensate each
+other's errors, rows are independent. So a rounding is shared out as ranges are, as an observer whose statistic is the
 rounded weight. Every rank ends with all of them, a byte for each element of a weight.
 """
 

@@ -1,10 +1,10 @@
 """Take padding, and samples that a sampler repeated, out of what a module reads or writes.
 
-A row that is taken out for another one gives a wrong range, and nobody sees it. So a row is taken for a sample's, or
-for a token's, only where no other layout fits the shape: ``(batch, tokens, ...)`` with as many samples as tokens could
-be ``(tokens, batch, ...)``, a matrix of ``batch * tokens`` rows could hold them in either order, or rows that were
-routed. transformers' models are known: batch first, also when they are flattened. Of others an earlier batch of another
-size may have shown it. Where it stays open and something has to be taken out, it is an error.
+Removing the wrong rows gives a wrong range, and nobody notices. So rows are removed only where one layout alone fits
+the shape: ``(batch, tokens, ...)`` with as many samples as tokens could be ``(tokens, batch, ...)``; a matrix of
+``batch * tokens`` rows could hold them in either order, or rows that were routed. transformers' models are known to be
+batch first, also when flattened; of others, an earlier batch of another size may have shown it. If the layout stays
+open and rows have to be removed, that is an error.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 
 from lightning_obs.errors import CalibrationError
 
-#: under which transformers' models and tokenizers say which tokens are padding
+#: the name under which transformers' models and tokenizers mark padding
 PADDING = "attention_mask"
 #: What is known of a value. ``tokens``: nothing; ``heads``: an attention state ``(batch, heads, tokens, head_dim)``;
-#: ``positions``: of a convolution, ``(batch, positions, channels)``; ``flattened``: ``(batch * tokens, channels)``;
+#: ``positions``: a convolution's ``(batch, positions, channels)``; ``flattened``: ``(batch * tokens, channels)``;
 #: ``routed``: it may hold some rows of several samples.
 Layout: TypeAlias = Literal["tokens", "heads", "positions", "flattened", "routed"]
 
 
 class TokenSelection:
-    """Selects the rows that count, and knows what earlier calls of each module have shown of their layout.
+    """Selects the rows that count; remembers what earlier calls of each module have shown of the layout.
 
     Args:
-        batch_first: the model's activations are known to be ``(batch, tokens, ...)`` or that, flattened.
+        batch_first: the model's activations are known to be ``(batch, tokens, ...)``, or flattened in that order.
     """
 
     def __init__(self, batch_first: bool = False) -> None:
@@ -50,7 +50,7 @@ class TokenSelection:
             ``(n, ...)``; of an attention state ``(1, heads, n, head_dim)``.
 
         Raises:
-            CalibrationError: which rows of ``value`` do not count cannot be told.
+            CalibrationError: the shape does not tell which rows of ``value`` count.
 
         >>> TokenSelection().of(torch.tensor([[[1.0], [2.0], [9.0]]]), torch.tensor([[1, 1, 0]]), "layer")
         tensor([[1.],
@@ -85,7 +85,7 @@ class TokenSelection:
         raise _unknown_rows(value, mask, name, layout)
 
     def _rows(self, chosen: torch.Tensor, rows: int, name: str, flattened: bool) -> torch.Tensor | None:
-        """Which rows of a matrix count; None if it cannot be told."""
+        """Which rows of a matrix count; None if the shape does not tell."""
         flattened = flattened or self._known
         if rows == len(chosen) and (self._known or self._shown[name]):
             return chosen if chosen.ndim == 1 else torch.ones_like(chosen[:, 0])

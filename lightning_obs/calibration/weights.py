@@ -112,7 +112,7 @@ class ShardedWeights:
     # ------------------------------------------------------------------ rows of each rank
 
     def _shards(self, key: Key) -> Iterator[_Shard]:
-        """One for each rank that has rows; every rank makes all of them, to receive their ranges."""
+        """A shard for each rank that has rows; every rank makes all of them, to receive their ranges."""
         for rank, (start, stop) in enumerate(self.rows[key]):
             observer = self.observers[key].for_rows(start) if start < stop else None
             if observer is not None:
@@ -122,7 +122,7 @@ class ShardedWeights:
         rows = rows_here(self.modules[shard.weight])
         if len(rows) != shard.stop - shard.start:
             raise CalibrationError(
-                "the weight is sharded in another way than torch.chunk does",
+                "the weight is not sharded as torch.chunk does",
                 where=[shard.weight[0]],
                 got=f"{len(rows)} rows",
                 expected=f"rows {shard.start} to {shard.stop}",

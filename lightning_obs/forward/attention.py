@@ -45,7 +45,7 @@ def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[st
     them meanwhile.
 
     Raises:
-        CalibrationError: q of two models with different attention functions at one time.
+        CalibrationError: q of two models with different attention functions at the same time.
     """
     cache, query = (KV_CACHE_ATTR, initialize_hooked_kv_cache), (IMPL_ATTR, initialize_hooked_attention)
     with ExitStack() as stack:
@@ -65,11 +65,7 @@ def register_state_hook(module: nn.Module, base_name: str, hook: Callable[[torch
 
     The module is inside :func:`hooked_attention`. Returns what removes the hook.
     """
-
-    def observe(_: nn.Module, value: torch.Tensor) -> None:
-        hook(value)
-
-    handle = _REGISTER[base_name](module, observe)
+    handle = _REGISTER[base_name](module, lambda _, value: hook(value))
     hooks = handle.hooks_dict_ref()
     assert isinstance(hooks, OrderedDict)
     hooks.move_to_end(handle.id, last=False)  # as torch's own prepend=True, which compressed-tensors does not pass on
@@ -121,7 +117,7 @@ def find_owner(root: nn.Module, module: nn.Module) -> nn.Module:
     raise CalibrationError(
         "attention states are quantized through the transformers model that holds them",
         got=type(root).__name__,
-        remedy="give the whole model.",
+        remedy="pass the whole model.",
     )
 
 
@@ -165,7 +161,7 @@ def _attention_function(model: Any) -> Iterator[None]:
     others = [other for other in _functions.open if other is not model]
     if others and original != used:
         raise CalibrationError(
-            "q is observed or quantized in two models with different attention functions at one time",
+            "q is observed or quantized in two models with different attention functions at the same time",
             where=[type(other).__name__ for other in others],
             got=f"{original} and {used}",
             remedy="do one after the other, or load both with the same attn_implementation.",

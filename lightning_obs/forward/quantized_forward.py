@@ -116,13 +116,13 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _claimed(model: nn.Module) -> Iterator[None]:
-    """Mark the modules as run by this thread's :func:`quantized`; those of another thread's are refused."""
+    """Mark the modules as run quantized by this thread; modules that another thread has marked are refused."""
     thread = get_ident()
     with _claiming:
         if any(vars(module).get(INSIDE, thread) != thread for module in model.modules()):
             raise CalibrationError(
                 f"another thread runs {type(model).__name__}, or a part of it, quantized",
-                remedy="Enter quantized() once, around all threads that run the model.",
+                remedy="enter quantized() once, around all threads that run the model.",
             )
         undos = [set_attributes(module, **{INSIDE: thread}) for module in model.modules()]
     try:

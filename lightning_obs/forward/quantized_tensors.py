@@ -27,7 +27,7 @@ Writer: TypeAlias = Callable[[torch.Tensor, str], torch.Tensor]
 
 #: the attribute of a module that holds its :class:`Quantization`
 STATE = "quantized_forward"
-#: of modules whose weight holds numbers of the format already
+#: status of modules whose weight is on the format's grid already
 _ON_THE_GRID = (QuantizationStatus.COMPRESSED, QuantizationStatus.DECOMPRESSED)
 
 
@@ -74,7 +74,7 @@ def weight_in_use(module: nn.Module) -> torch.Tensor | None:
 
 def _refuse_training(gradient: torch.Tensor) -> None:
     raise CalibrationError(
-        "the weights of a checkpoint that load_checkpoint loaded are rounded, they cannot be trained",
+        "weights from load_checkpoint are rounded and cannot be trained",
         remedy="fine-tune the original model with QuantizationAwareTraining, or freeze them (requires_grad_(False)).",
     )
 

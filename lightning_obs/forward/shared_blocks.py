@@ -1,4 +1,4 @@
-"""Blocks that several are in at one time, and leave in any order: the first enters, the last leaves.
+"""Blocks that several callers share: the first to come enters one, the last to go leaves it, in whatever order they go.
 
 torch has one compile stance for the whole process, an attention module one set of compressed-tensors' hooks. A block
 around either restores what it found. Of two blocks that do not end in reverse order (a session that is detached inside

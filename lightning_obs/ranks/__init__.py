@@ -1,4 +1,4 @@
-"""All ranks' statistics become one, in a number of collectives that does not depend on what a rank saw.
+"""Reduce statistics over ranks, in a number of collectives that does not depend on what a rank saw.
 
 It may import ``observers`` and all below. Start reading in ``sync.py``.
 """

@@ -1,4 +1,4 @@
-"""How one rank talks to the others: a reduction, and a gather of objects; nothing else is ever needed."""
+"""How one rank talks to the others: a reduction and a gather of objects, which are all that is ever needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _only(thing: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Collectives:
-    """How this rank talks to the others. The default is a single device, which talks to nobody.
+    """How this rank talks to the others. The default is a single process, which talks to nobody.
 
     Attributes:
         reduce: ``(tensor, op) -> tensor`` over all ranks, op ``"sum"`` or ``"min"``; may work in place. Called with
@@ -37,7 +37,7 @@ class Collectives:
         gather_object: ``object -> list``: every rank's object, in the order of the ranks.
         rank: of this process, its place in that list.
         size: how many ranks there are.
-        device: where reductions take place, and where statistics go that this rank did not have.
+        device: where reductions take place, and where statistics go that this rank lacked.
     """
 
     reduce: Callable[[torch.Tensor, Op], torch.Tensor] = _alone
@@ -91,7 +91,7 @@ def all_ranks_answer() -> Iterator[None]:
 
 @contextmanager
 def on_all_ranks(collectives: Collectives) -> Iterator[None]:
-    """What fails on one rank in the ``with`` block fails on all behind it. Every rank must enter the block."""
+    """Raise an error of one rank in the ``with`` block on all ranks, at its end. Every rank must enter the block."""
     failure: Exception | None = None
     try:
         yield

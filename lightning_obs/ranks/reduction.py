@@ -80,7 +80,8 @@ def reduce_statistics(
 ) -> Iterator[dict[Key, dict[str, torch.Tensor]]]:
     """The reduced statistics of this rank's observers, in new tensors: one dict for each reduction that is made.
 
-    Extremes first, then integers: an error comes before any sum was given out, and extremes can be reduced again.
+    Extremes first, then integers: a sum that does not fit is an error before any is handed out, and extremes can be
+    reduced again.
     """
     kinds: list[list[Agreed]] = [[], [], []]
     for one in agreed:
@@ -154,32 +155,22 @@ def _magnitude_of_negatives(keys: torch.Tensor) -> torch.Tensor:
     return (keys >> (torch.iinfo(keys.dtype).bits - 1)) & torch.iinfo(keys.dtype).max
 
 
-def extreme(dtype: torch.dtype, largest: bool) -> float | int:
-    """The value of a dtype that changes no minimum (``largest``) or no maximum."""
-    if dtype.is_floating_point:
-        return math.inf if largest else -math.inf
-    return torch.iinfo(dtype).max if largest else torch.iinfo(dtype).min
-
-
 def _extremes(parts: Sequence[_Part], collectives: Collectives) -> Iterator[Sequence[torch.Tensor]]:
     """Minima and maxima of all dtypes, in one minimum of integers that are ordered as the values are."""
     keys = []
-    for part in parts:
-        smallest = part[0].form.reduction == "min"
-        flat = ordered(_flat(part, extreme(WIDE[part[0].form.dtype], largest=smallest), collectives.device))
-        keys.append(flat if smallest else ~flat)
+    for one, mine in parts:
+        wide = WIDE[one.form.dtype]
+        if mine is None:  # the key that no other is larger than
+            key = _KEYS.get(wide, wide)
+            flat = torch.full((len(one.keys) * one.form.numel,), torch.iinfo(key).max, dtype=key)
+        else:
+            flat = ordered(torch.stack([value.to(collectives.device) for value in mine]).reshape(-1).to(wide))
+            flat = flat if one.form.reduction == "min" else ~flat
+        keys.append(flat.to(collectives.device))
     reduced = collectives.reduce(torch.cat(keys), "min").split([len(k) for k in keys])
     for (one, _), values in zip(parts, reduced, strict=True):
         values = values if one.form.reduction == "min" else ~values
         yield _apart(unordered(values, WIDE[one.form.dtype]), one)
-
-
-def _flat(part: _Part, identity: float, device: torch.device) -> torch.Tensor:
-    """The values of all observers end to end, widened; where this rank has none, the identity."""
-    one, mine = part
-    if mine is None:
-        return torch.full((len(one.keys) * one.form.numel,), identity, dtype=WIDE[one.form.dtype], device=device)
-    return torch.stack([value.to(device) for value in mine]).reshape(-1).to(WIDE[one.form.dtype])
 
 
 def _apart(values: torch.Tensor, one: Agreed) -> Sequence[torch.Tensor]:
@@ -251,7 +242,7 @@ class _Name(str):
 def pack_tensors(nest: Any) -> tuple[Any, bytes]:
     """A nest of dicts and lists with its tensors taken out, and these as safetensors.
 
-    So they are pickled in a hundredth of the time; and torch cannot unpickle float8.
+    Pickling takes a hundredth of the time so, and torch cannot unpickle float8.
     """
     parts: dict[str, torch.Tensor] = {}
 

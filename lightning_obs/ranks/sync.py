@@ -1,4 +1,4 @@
-"""Make every rank's statistics one.
+"""Reduce statistics over ranks.
 
 Ranks see different batches and must write identical scales. What is hard: a collective that one rank does not enter
 hangs the others, so nothing that a rank saw, lacks or failed at may decide which collectives come next.
@@ -67,7 +67,7 @@ def sync_statistics(
     failure: Exception | None = None,
     note: Any = None,
 ) -> Synced:
-    """Give the observers of one key, on all ranks, the statistics of all data. Every rank must call this.
+    """Give every observer the statistics of all ranks' data. Every rank must call this.
 
     An observer that saw nothing on this rank has statistics afterwards too; ``reset`` forgets them.
 
@@ -76,7 +76,7 @@ def sync_statistics(
         collectives: how to talk to the other ranks.
         weights: number of elements of each weight that this rank holds, to share out the search for their ranges.
         failure: what went wrong on this rank before, to be raised on all.
-        note: anything small that all ranks shall know of this one.
+        note: something small to send to all ranks.
 
     Raises:
         CalibrationError: on every rank alike: NaN or infinity in the statistics of a rank; ranks whose statistics of
@@ -179,7 +179,7 @@ def _sync(
 
 @dataclass
 class _Description:
-    """What one rank tells: a few hundred bytes, some ten for each observer, and the statistics without a reduction."""
+    """What one rank sends: a few hundred bytes, some ten for each observer, and the statistics without a reduction."""
 
     failure: CalibrationError | None = None
     weights: dict[Key, int] = field(default_factory=dict)  # elements of those that it holds
@@ -195,7 +195,7 @@ class _Description:
 def _describe(
     mine: _Description, observers: Mapping[Key, Observer], counted: set[Key], reduced: bool, alone: bool
 ) -> None:
-    """Fill in what this rank holds, and of ``counted`` the statistics: to reduce as declared, or to keep them all.
+    """Fill in what this rank holds, and the statistics of ``counted``, to be ``reduced`` as declared or kept as is.
 
     An error is a declared reduction that cannot be made, or a statistic that cannot be sent.
     """
@@ -215,7 +215,7 @@ def _describe(
     require_plain(mine.kept, "statistics that cannot be sent to other ranks, which would go on with others", _REMEDY)
     if mine.kept:
         mine.kept, mine.packed = pack_tensors(mine.kept)
-    # One question for all; one by one only if something is not finite, or an observer answers in its own way.
+    # All are checked at once; one by one only if something is not finite, or an observer has a check of its own.
     finite = all_finite(chain.from_iterable(found.values() for found in statistics.values()))
     for key in sorted(statistics):
         asked = not finite or type(observers[key]).nonfinite_statistics is not Observer.nonfinite_statistics
@@ -271,7 +271,7 @@ def _require_finite(every: Sequence[_Description]) -> None:
             for rank, description in enumerate(every)
             for key, what in description.not_finite.items()
         ],
-        "what was observed is not finite",
+        "observed values are not finite",
         expected="finite weights and activations",
         remedy="find the NaN or infinity in these modules' weights or in the data; nothing was written.",
     )

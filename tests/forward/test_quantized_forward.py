@@ -203,7 +203,7 @@ def test_a_second_thread_is_refused_and_the_first_ends_as_ever(mlp):
     with ThreadPoolExecutor(1) as other, quantized(mlp), torch.no_grad():
         expected = mlp(x)
         for model in (mlp, nn.Sequential(mlp), mlp.fc1):
-            with pytest.raises(CalibrationError, match=r"another thread.*Enter quantized\(\) once"):
+            with pytest.raises(CalibrationError, match=r"another thread.*enter quantized\(\) once"):
                 other.submit(enter, model).result()
         assert torch.equal(enter(mlp), expected)
         assert torch.equal(mlp(x), expected)

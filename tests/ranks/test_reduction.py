@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from lightning_obs.ranks.reduction import (
     BLOCK,
     WIDE,
-    extreme,
     occupied_blocks,
     ordered,
     pack_tensors,
@@ -54,7 +53,7 @@ def test_every_bit_pattern_comes_back(dtype, data):
 
 
 @pytest.mark.parametrize("dtype", list(WIDE), ids=str)
-def test_widening_loses_nothing_and_the_extreme_changes_no_minimum_or_maximum(dtype):
+def test_widening_loses_nothing(dtype):
     if dtype.is_floating_point:
         ends = [torch.finfo(dtype).min, -torch.finfo(dtype).tiny, 0.0, torch.finfo(dtype).tiny, torch.finfo(dtype).max]
     else:
@@ -62,9 +61,6 @@ def test_widening_loses_nothing_and_the_extreme_changes_no_minimum_or_maximum(dt
     values = torch.tensor(ends, dtype=dtype)
     wide = values.to(WIDE[dtype])
     assert torch.equal(wide.to(dtype).view(torch.uint8), values.view(torch.uint8))
-    keys = ordered(wide)
-    assert bool((ordered(torch.tensor([extreme(WIDE[dtype], largest=True)], dtype=WIDE[dtype])) >= keys).all())
-    assert bool((ordered(torch.tensor([extreme(WIDE[dtype], largest=False)], dtype=WIDE[dtype])) <= keys).all())
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 5), (7, 1, 3)])

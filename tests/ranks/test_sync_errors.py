@@ -33,7 +33,7 @@ def on_bad_data(rank, name, bad):
 def test_nan_or_infinity_on_one_rank_is_raised_on_all_naming_module_and_rank(name, bad):
     errors = run_ranks(on_bad_data, 3, name, bad)
     assert len(set(errors)) == 1
-    assert errors[0].startswith("what was observed is not finite: fc1 (input, rank 1: ")
+    assert errors[0].startswith("observed values are not finite: fc1 (input, rank 1: ")
     assert "fc0" not in errors[0]
 
 
