@@ -243,8 +243,8 @@ def killed_and_gone_on_with(tmp_path, points, inputs="full_precision"):
     calls, *expected = run_ranks(calibrate_and_die, 1, source, tmp_path / "whole" / "out", 0, 1, inputs, timeout=LIMIT)[
         0
     ]
-    for point in points:
-        out = tmp_path / f"{point:.3f}" / "out"
+    for number, point in enumerate(points):
+        out = tmp_path / str(number) / "out"
         with pytest.raises(RuntimeError, match="died"):
             run_ranks(calibrate_and_die, 1, source, out, max(1, int(calls * point)), 1, inputs, timeout=LIMIT)
         assert not out.exists()
