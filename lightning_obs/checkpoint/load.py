@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from compressed_tensors.utils.match import match_named_modules, match_targets
 from torch import nn
 
-from lightning_obs.checkpoint.compress import compress_entries, decompress_entries
+from lightning_obs.checkpoint.compress import compressed_layout, decompress_entries
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.contents import refuse_damage
 from lightning_obs.files.read import naming, read_json
@@ -107,11 +107,11 @@ def _compressed_targets(model: nn.Module, config: QuantizationConfig) -> list[Pl
 def _decompressed(target: PlannedModule, state: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
     """Put the dequantized weight into ``state``, in place of the compressed entries, and return the qparams."""
     module, scheme, prefix = target.module, target.scheme, f"{target.name}." if target.name else ""
-    own = {key: value for key, value in module.state_dict().items() if "." not in key}
+    own = {key: value.to("meta") for key, value in module.state_dict().items() if "." not in key}
     keys = [key for key in state if key.rpartition(".")[0] == target.name]
     local = {key[len(prefix) :]: state.pop(key) for key in keys}
     # Names, shapes and formats are to be those that the module itself, compressed, would have.
-    expected = compress_entries(module, own | any_qparams(target), scheme)
+    expected = compressed_layout(module, own | any_qparams(target), scheme)
     here, there = ({prefix + key: _form(value) for key, value in one.items()} for one in (local, expected))
     _refuse_other(here, there, folder)
     local = decompress_entries(module, local, scheme)
@@ -120,12 +120,12 @@ def _decompressed(target: PlannedModule, state: dict[str, torch.Tensor], folder:
 
 
 def any_qparams(target: PlannedModule) -> dict[str, torch.Tensor]:
-    """Quantization parameters as the module will have them, but for their values."""
-    qparams, device = {}, next(target.module.parameters(), torch.empty(0)).device
+    """Quantization parameters as the module will have them, as meta tensors."""
+    qparams = {}
     for base, args in target.args.items():
         for name, shape in expected_shapes(target, base).items():
             dtype = args.zp_dtype if name.endswith("zero_point") else None
-            qparams[name] = torch.ones(shape or (1,), dtype=dtype, device=device)
+            qparams[name] = torch.empty(shape or (1,), dtype=dtype, device="meta")
     return qparams
 
 

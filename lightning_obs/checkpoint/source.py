@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_obs.checkpoint.compress import stored_layout
-from lightning_obs.checkpoint.stored_names import StoredNames
+from lightning_obs.checkpoint.compress import StoredTensors
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.contents import refuse_damage
 from lightning_obs.files.read import naming, read_json
@@ -74,7 +73,7 @@ class CheckpointSource:
                 self.model = _on_meta(folder, self.reader)
             stacks = _stacks(self.model)
             linearize_experts(self.model)
-            names = StoredNames(self.model, stored_layout(self.model))
+            names = StoredTensors(self.model)
             self.stored_as = names.renamed
             found = {name: self._find(name, stacks) for name in names.entries}
             self.sources = {name: source for name, source in found.items() if source is not None}
@@ -191,7 +190,7 @@ def _on_meta(folder: Path, reader: TensorReader) -> Any:
 
 def _stacks(model: nn.Module) -> dict[str, str]:
     """The name in files of each stack of experts that is stored as it is."""
-    names = StoredNames(model, stored_layout(model))
+    names = StoredTensors(model)
     own = [f"{name}.{key}" for name, module in fused_experts(model).items() for key in dict(module.named_parameters())]
     # One that is stored under its own name, but converted, would be read as something else.
     return {name: names.renamed.get(name, name) for name in own if name in names.renamed or name not in names.files}
