@@ -17,10 +17,9 @@ from torch import nn
 
 from lightning_obs.checkpoint.compress import compressed_layout, decompress_entries
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.files.contents import refuse_damage
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.tensors import WEIGHTS_FILE, TensorReader
-from lightning_obs.files.write import settle_dead
+from lightning_obs.files.write import refuse_damage, settle_dead
 from lightning_obs.forward.quantized_forward import quantize_for_good
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.offload import is_offloaded

@@ -18,9 +18,9 @@ from torch import nn
 
 from lightning_obs.checkpoint.compress import StoredTensors
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.files.contents import refuse_damage
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.tensors import TensorReader
+from lightning_obs.files.write import refuse_damage
 from lightning_obs.moe.experts import LinearExpert, fused_experts, linear_experts, linearize_experts, rows_of_expert
 
 CONFIG_FILE = "config.json"
