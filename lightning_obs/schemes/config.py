@@ -19,7 +19,7 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
-from lightning_obs.errors import CalibrationError, likely
+from lightning_obs.errors import CalibrationError, likely, refuse_unknown
 from lightning_obs.model.qparams import scheme_args
 from lightning_obs.numerics.qparams import ATTENTION, BASE_NAMES
 from lightning_obs.observers import Observer
@@ -180,9 +180,7 @@ def _group(name: str, value: Any) -> QuantizationScheme:
 
 
 def _from_fields(what: str, given: dict[str, Any]) -> QuantizationScheme:
-    unknown = ", ".join(name + likely(name, _SCHEME_FIELDS) for name in sorted(map(str, set(given) - _SCHEME_FIELDS)))
-    if unknown:
-        raise CalibrationError(f"{what} has no field {unknown}", expected=", ".join(sorted(_SCHEME_FIELDS)))
+    refuse_unknown(map(str, given), _SCHEME_FIELDS, f"{what} has no such field")
     return QuantizationScheme.model_validate(given)
 
 
@@ -203,10 +201,8 @@ def _preset(name: str, targets: list[str]) -> QuantizationScheme:
 
 
 def _set_observers(config: QuantizationConfig, observers: Mapping[str, Any], rounding: RoundingLike) -> None:
+    refuse_unknown(observers, BASE_NAMES, "observers are given for an unknown tensor")
     for base_name, value in observers.items():
-        if base_name not in BASE_NAMES:
-            hint = likely(base_name, BASE_NAMES)
-            raise CalibrationError(f"observers for {base_name!r}{hint}", expected=f"one of {', '.join(BASE_NAMES)}")
         kwargs = {"name": value} if isinstance(value, str) else dict(value or {})
         name = kwargs.pop("name", None)
         if name is None and kwargs:
