@@ -52,8 +52,7 @@ from lightning_obs.observers import HessianObserver, Observer, StaticMinMaxObser
 from lightning_obs.observers.base import Key
 from lightning_obs.observers.statistic import to_host
 from lightning_obs.ranks.collectives import Collectives
-from lightning_obs.schemes.build_plan import build_plan
-from lightning_obs.schemes.checks_before_data import check_inputs_fit
+from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
 from lightning_obs.schemes.config import SchemeLike, make_observer, rounding_of
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule
 
