@@ -1,18 +1,18 @@
 """The tensors of a calibrated model's checkpoint, wherever its weights lie, and one module's entries.
 
-What will be stored is known from shapes alone. Then one module after the other is compressed, a block of rows at a
-time, and given away: the model is not touched, and nothing of its checkpoint is held.
+What will be stored is known from shapes alone. Modules are then compressed one after the other, a block of rows at a
+time, and each block is handed on at once: the model is not changed, and nothing of its checkpoint stays in memory.
 
 compressed-tensors stores Linear and Embedding. Its compressors take any matrix, so the weight of every other module
 (convolutions, transformers' Conv1D) goes through them as the matrix that was calibrated, ``(output channels, inputs of
 each)``, and is stored like a Linear's of that shape: int8 codes under ``weight``, 4-bit ones under ``weight_packed``.
 The module that loads it knows its own shape.
 
-The formats pack along a row, so the compressed rows below each other are the compressed weight. It is not so for packed
-zero points, which are packed along the column. Where weights are sharded over ranks, rank 0 stores them. Under FSDP2
-each rank compresses the rows that it has, and what is gathered is compressed already. A weight whose rows cannot be
-compressed apart, or of which two ranks share a block, is gathered first, and so is every unit of FSDP1, whose ranks
-hold pieces of flat tensors. Every rank holds one module or unit at a time.
+The formats pack along a row, so a weight can be compressed in blocks of rows that are then stacked. Packed zero points
+are the exception: they are packed along the column. Where weights are sharded over ranks, rank 0 stores them. Under
+FSDP2 each rank compresses its own rows, and only compressed rows are gathered. A weight whose rows cannot be compressed
+separately, or of which two ranks share a block, is gathered first, and so is every unit of FSDP1, whose ranks hold
+pieces of flat tensors. Every rank holds one module or unit at a time.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def module_entries(module: nn.Module) -> Iterable[Entry]:
 
 
 def _is_compressible(module: nn.Module) -> bool:
-    """Whether the module's entries are compressed: it was calibrated, and is no attention module."""
+    """Whether the module's entries are compressed: it was calibrated, and has no attention states."""
     return get_scheme(module) is not None and not quantized_states(module)
 
 
@@ -232,7 +232,7 @@ def _compressed(own: _Tensors, scheme: QuantizationScheme) -> Iterator[Entry]:
 
 
 def _heights(scheme: QuantizationScheme) -> dict[str, int]:
-    """How many rows of the matrix a row of each entry belongs to; 0: the entry has no rows."""
+    """How many rows of the matrix share one row of each entry; 0: the entry is not cut by rows."""
     assert scheme.weights is not None
     height = rows_per_scale(scheme.weights) or 0
     return {"weight": 1, ROUNDED: 1, "weight_packed": 1, "weight_scale": height, "weight_zero_point": height}
@@ -355,7 +355,7 @@ class StoredTensors:
         self._unconverted: dict[str, list[torch.Tensor]] = {}
 
     def put(self, writer: TensorWriter, name: str, rows: torch.Tensor, first: int, copy: bool) -> None:
-        """Write rows of an entry; ``copy``: they are not there any more after the call."""
+        """Write rows of an entry; ``copy``: their memory is freed after the call."""
         if name in self.renamed:
             writer.write(self.renamed[name], rows, first)
         else:

@@ -87,7 +87,7 @@ def export_checkpoint(
 @at_rest()
 def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool, max_shard_size: int | str) -> Path:
     refuse(
-        [n for n, m in calibrated_modules(model) if "weight" in vars(m)],  # a plain attribute, no parameter
+        [n for n, m in calibrated_modules(model) if "weight" in vars(m)],  # a plain attribute, not a parameter
         "the weight is computed from others (pruning, weight_norm) and cannot be stored",
         remedy="make it permanent first: torch.nn.utils.prune.remove(module, 'weight').",
     )
@@ -118,7 +118,7 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool, max
 def _open(
     stack: ExitStack, model: nn.Module, folder: Path, overwrite: bool, sharded: bool
 ) -> tuple[Path | None, StoredTensors]:
-    """What to write into, on the rank that writes, and what; before any work. If one rank fails, all do."""
+    """The folder (None on a rank that does not write) and the tensors to write. If one rank fails, all do."""
     partial, stored, failure = None, None, None
     try:
         _refuse_misfits(model)
@@ -163,7 +163,7 @@ def _warn_if_not_smaller(model: nn.Module, entries: Mapping[str, torch.Tensor]) 
 def _write_tensors(
     model: nn.Module, partial: Path | None, stored: StoredTensors, sharded: bool, max_shard_size: int | str
 ) -> None:
-    """Write every tensor, on rank 0; every rank must call this. What goes wrong on one is raised on all."""
+    """Write every tensor, on rank 0; every rank must call this. An error on one rank is raised on all."""
     if partial is None:
         failure = store(model, stored.entries, None)
     else:

@@ -44,7 +44,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def require_free(folder: Path, overwrite: bool) -> None:
-    """Refuse a folder that cannot be written, or only by deleting what is no checkpoint.
+    """Refuse a folder that cannot be written, or that holds anything but a checkpoint.
 
     Raises:
         CalibrationError: something is there and ``overwrite`` is off, or it is nothing that an export wrote; the folder
@@ -62,7 +62,7 @@ def require_free(folder: Path, overwrite: bool) -> None:
                 remedy = "choose a folder inside it."
                 raise CalibrationError(f"{folder} is {kind}, which cannot be replaced whole", remedy=remedy)
         if not target.is_dir():
-            raise CalibrationError(f"{folder} is already there, and no folder", remedy="choose another folder.")
+            raise CalibrationError(f"{folder} is already there, and is not a folder", remedy="choose another folder.")
         if any(target.iterdir()) and not overwrite:
             raise CalibrationError(
                 f"{folder} is already there",

@@ -176,7 +176,7 @@ def clear_qparams(module: nn.Module) -> None:
 
 
 def _clear(module: nn.Module) -> None:
-    known = QuantizationMetadata.all_qparam_names()  # k_scale and v_scale, no others of attention's
+    known = QuantizationMetadata.all_qparam_names()  # of attention's, k_scale and v_scale only
     for name in _own_names(module).intersection((*known, *_QPARAMS)):
         if name in known or name not in module._parameters:  # a parameter of another name would be the model's own
             delattr(module, name)

@@ -82,8 +82,8 @@ def resolve_config(
     ``input_activations`` / ``output_activations``; a dict of groups (``{"FP8": ["re:.*mlp.*_proj"],
     "W4A16": ["Linear"]}`` or ``{"group": {"targets": [...], "weights": {...}}}``); a full ``{"config_groups": ...}``;
     or the compressed-tensors object. None with ``kv_cache``, for the cache alone. ``observers``, by base name, replace
-    those that the scheme names, with their hyperparameters. ``rounding`` is of all weights; a scheme says it of one
-    group's beside the hyperparameters of their observer: ``"observer_kwargs": {"rounding": "gptq"}``.
+    those that the scheme names, with their hyperparameters. ``rounding`` applies to all weights; for one group
+    it stands among the hyperparameters of the weights' observer: ``"observer_kwargs": {"rounding": "gptq"}``.
 
     Raises:
         CalibrationError: an unknown preset, field, base name, observer or rounding; targets given twice; a scheme that
@@ -246,7 +246,7 @@ def _all_args(config: QuantizationConfig) -> Iterator[tuple[str, QuantizationArg
 def make_observer(base_name: str, args: QuantizationArgs) -> Observer:
     """The observer that ``args`` names; ``memoryless_minmax`` for weights and ``minmax`` otherwise if it names none.
 
-    What is said of rounding beside its hyperparameters is checked, and is not the observer's.
+    A ``rounding`` among its hyperparameters is checked, and not passed to it.
     """
     if ROUNDING in args.observer_kwargs:
         if rounding_of(args) is not None and base_name != "weight":
@@ -277,7 +277,7 @@ def rounding_of(args: QuantizationArgs) -> dict[str, Any] | None:
 
 
 def has_rounding(config: QuantizationConfig) -> bool:
-    """Whether the weights of any group are rounded otherwise than to nearest."""
+    """Whether any group's weights are rounded other than to nearest."""
     return any(base_name == "weight" and rounding_of(args) is not None for base_name, args in _all_args(config))
 
 
