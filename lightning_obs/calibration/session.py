@@ -35,7 +35,6 @@ from lightning_obs.model.offload import at_rest, register_offload
 from lightning_obs.model.qparams import (
     CHECKSUMS,
     Calibration,
-    all_or_nothing,
     calibration_of,
     get_scheme,
     put_back,
@@ -299,12 +298,12 @@ class CalibrationSession:
 
         If the block does not end, whatever ends it, modules and session have what they had.
         """
-        before = self._own, self.skipped, self.result
+        on_modules, before = calibration_of(self.model), (self._own, self.skipped, self.result)
         try:
-            with all_or_nothing(self.model):
-                yield
-                self._own = calibration_of(self.model, only={target.module for target in self.plan.targets})
+            yield
+            self._own = calibration_of(self.model, only={target.module for target in self.plan.targets})
         except BaseException:
+            put_back(on_modules)
             self._own, self.skipped, self.result = before
             raise
 
