@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Set
 from contextlib import ExitStack, closing, nullcontext
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,7 @@ def write_quantization_config(
 
 def _patterns_of(tensors: Set[str], modules: Set[str]) -> list[str]:
     """A pattern for each subtree of modules that holds some of ``tensors`` and none of ``modules``."""
-    inner = _ancestors(modules)
+    inner = {prefix for name in modules for prefix in _prefixes(name)}
     found = (_subtree_without(tensor.rpartition(".")[0], inner) for tensor in sorted(tensors))
     return list(dict.fromkeys(_below(name) for name in found if name))
 
@@ -222,7 +223,7 @@ def _towers(ignored: Iterable[str], quantized: Iterable[str]) -> list[str]:
 
     Such a part is a vision tower or a projector. What stands in a layer with a number is named.
     """
-    inner, found = _ancestors(quantized), dict[str, list[str]]()
+    inner, found = {prefix for name in quantized for prefix in _prefixes(name)}, dict[str, list[str]]()
     for name in ignored:
         tower = None if name.startswith("re:") else _subtree_without(name, inner)
         whole = tower is not None and tower != name and not any(map(str.isdecimal, tower.split(".")))
@@ -230,15 +231,14 @@ def _towers(ignored: Iterable[str], quantized: Iterable[str]) -> list[str]:
     return [names[0] if len(names) == 1 else entry for entry, names in found.items()]
 
 
-def _ancestors(names: Iterable[str]) -> set[str]:
-    """The names, and those of all modules that they are in."""
-    return {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
+def _prefixes(name: str) -> Iterable[str]:
+    """The names of the modules that a module is in, from the outermost on, and its own."""
+    return accumulate(name.split("."), "{}.{}".format)
 
 
 def _subtree_without(name: str, inner: Set[str]) -> str | None:
     """The outermost module around ``name``, or itself, that is not among ``inner``."""
-    parts = name.split(".")
-    return next((prefix for d in range(1, len(parts) + 1) if (prefix := ".".join(parts[:d])) not in inner), None)
+    return next((prefix for prefix in _prefixes(name) if prefix not in inner), None)
 
 
 def _below(name: str) -> str:
