@@ -138,7 +138,8 @@ def _refuse_misfits(model: nn.Module) -> None:
     modules = [(n, m, s) for n, m in calibrated_modules(model) if not quantized_states(m) and (s := get_scheme(m))]
     held = {name: read_qparams(module) for name, module, _ in modules}
     away = [(x, key) for x in held.values() for key in x.keys() - {ROUNDED} if x[key].device.type != "cpu"]
-    for (qparams, key), value in zip(away, to_host([x[key] for x, key in away]), strict=True):  # in one transfer
+    on_host = to_host([x[key] for x, key in away]) if away else []  # in one transfer
+    for (qparams, key), value in zip(away, on_host, strict=True):
         qparams[key] = value
     refuse(
         [x for name, module, s in modules for x in find_misfits(PlannedModule(name, module, s), held[name])],
@@ -179,7 +180,8 @@ def _write_tensors(
 
             failure = store(model, stored.entries, put)
             if failure is None:
-                for (name, _, first), rows in zip(small, to_host([rows for _, rows, _ in small]), strict=True):
+                on_host = to_host([rows for _, rows, _ in small]) if small else []
+                for (name, _, first), rows in zip(small, on_host, strict=True):
                     stored.put(writer, name, rows, first, copy=False)
                 stored.finish(writer)
     failures = [sendable(failure)] if failure is not None else [None]
