@@ -39,9 +39,8 @@ from lightning_obs.checkpoint.export import write_quantization_config
 from lightning_obs.checkpoint.load import any_qparams
 from lightning_obs.checkpoint.source import CheckpointSource
 from lightning_obs.errors import CalibrationError, refuse, warn
-from lightning_obs.files.contents import CONTENTS_FILE
 from lightning_obs.files.tensors import TensorWriter
-from lightning_obs.files.write import require_free, require_room, whole_folder
+from lightning_obs.files.write import CONTENTS_FILE, require_free, require_room, whole_folder
 from lightning_obs.model.qparams import clear_qparams, scheme_args, write_qparams
 from lightning_obs.moe.experts import linear_experts
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks

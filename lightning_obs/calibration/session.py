@@ -35,7 +35,6 @@ from lightning_obs.model.offload import at_rest, register_offload
 from lightning_obs.model.qparams import (
     CHECKSUMS,
     Calibration,
-    all_or_nothing,
     calibration_of,
     get_scheme,
     put_back,
@@ -52,8 +51,7 @@ from lightning_obs.observers import HessianObserver, Observer, StaticMinMaxObser
 from lightning_obs.observers.base import Key
 from lightning_obs.observers.statistic import to_host
 from lightning_obs.ranks.collectives import Collectives
-from lightning_obs.schemes.build_plan import build_plan
-from lightning_obs.schemes.checks_before_data import check_inputs_fit
+from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
 from lightning_obs.schemes.config import SchemeLike, make_observer, rounding_of
 from lightning_obs.schemes.planned_modules import Plan
 
@@ -301,12 +299,12 @@ class CalibrationSession:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Take what is on the modules after the ``with`` block for this session's; an error restores what was there."""
-        before = self._own, self.skipped, self.result
+        on_modules, before = calibration_of(self.model), (self._own, self.skipped, self.result)
         try:
-            with all_or_nothing(self.model):
-                yield
-                self._own = calibration_of(self.model, only={target.module for target in self.plan.targets})
+            yield
+            self._own = calibration_of(self.model, only={target.module for target in self.plan.targets})
         except BaseException:
+            put_back(on_modules)
             self._own, self.skipped, self.result = before
             raise
 

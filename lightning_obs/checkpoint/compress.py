@@ -1,23 +1,23 @@
 """The tensors of a calibrated model's checkpoint, wherever its weights lie, and one module's entries.
 
-What will be stored is known from shapes alone. Then one module after the other is compressed, a block of rows at a
-time, and given away: the model is not touched, and nothing of its checkpoint is held.
+What will be stored is known from shapes alone. Modules are then compressed one after the other, a block of rows at a
+time, and each block is handed on at once: the model is not changed, and nothing of its checkpoint stays in memory.
 
 compressed-tensors stores Linear and Embedding. Its compressors take any matrix, so the weight of every other module
 (convolutions, transformers' Conv1D) goes through them as the matrix that was calibrated, ``(output channels, inputs of
 each)``, and is stored like a Linear's of that shape: int8 codes under ``weight``, 4-bit ones under ``weight_packed``.
 The module that loads it knows its own shape.
 
-The formats pack along a row, so the compressed rows below each other are the compressed weight. It is not so for packed
-zero points, which are packed along the column. Where weights are sharded over ranks, rank 0 stores them. Under FSDP2
-each rank compresses the rows that it has, and what is gathered is compressed already. A weight whose rows cannot be
-compressed apart, or of which two ranks share a block, is gathered first, and so is every unit of FSDP1, whose ranks
-hold pieces of flat tensors. Every rank holds one module or unit at a time.
+The formats pack along a row, so a weight can be compressed in blocks of rows that are then stacked. Packed zero points
+are the exception: they are packed along the column. Where weights are sharded over ranks, rank 0 stores them. Under
+FSDP2 each rank compresses its own rows, and only compressed rows are gathered. A weight whose rows cannot be compressed
+separately, or of which two ranks share a block, is gathered first, and so is every unit of FSDP1, whose ranks hold
+pieces of flat tensors. Every rank holds one module or unit at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -28,15 +28,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.errors import require_no_failure, sendable
-from lightning_obs.model.kinds import from_matrix, kind_of, to_matrix
+from lightning_obs.files.tensors import TensorWriter
+from lightning_obs.model.kinds import from_matrix, is_transformers_model, kind_of, to_matrix
 from lightning_obs.model.qparams import ROUNDED, get_scheme, quantized_states, read_qparams
-from lightning_obs.model.weight import by_unit, full_weight, place_of, whole_tensor, whole_unit
+from lightning_obs.model.weight import by_unit, full_weight, identities, place_of, whole_tensor, whole_unit
 from lightning_obs.numerics.fake_quantize import dequantize
 from lightning_obs.numerics.qparams import rows_per_scale
 from lightning_obs.ranks.collectives import gather_objects
 
 _Tensors: TypeAlias = dict[str, torch.Tensor]
-#: takes a tensor of the checkpoint, or rows of it: name in the state dict, rows, number of the first of them
+#: a tensor of the checkpoint, or rows of it: its name (in the module, or in the state dict), rows, number of the first
+Entry: TypeAlias = tuple[str, torch.Tensor, int]
 Put: TypeAlias = Callable[[str, torch.Tensor, int], None]
 #: elements of a weight that are compressed at once; compressed-tensors takes up to 36 bytes for each
 _AT_ONCE = 1 << 20
@@ -50,16 +52,33 @@ def stored_layout(model: nn.Module) -> _Tensors:
     """
     state = _state(model)
     layout = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
-    for prefix, module in _places(model):
-        own = {key: _meta(module, key) for key in _own_names(module, prefix, state)}
-        for key in own:
+    for prefix, module, keys in _own(model, state):
+        entries = {key: _meta(module, key) for key in keys}
+        for key in keys:
             del layout[prefix + key]
-        try:
-            entries = _stored_meta(module, own)
-        except Exception as error:
-            raise sendable(error, (prefix.rstrip("."), "weight")) from error
+        if (scheme := get_scheme(module)) is not None:
+            entries |= {key: value.to("meta") for key, value in read_qparams(module).items()}
+            if not quantized_states(module):
+                try:
+                    entries = compressed_layout(module, entries, scheme)
+                except Exception as error:
+                    raise sendable(error, (prefix.rstrip("."), "weight")) from error
         layout.update({prefix + key: value for key, value in entries.items()})
     return layout
+
+
+def compressed_layout(module: nn.Module, own: Mapping[str, torch.Tensor], scheme: QuantizationScheme) -> _Tensors:
+    """A module's entries in a checkpoint, of its own (weight, bias, quantization parameters), all as meta tensors.
+
+    The module says what its weight is as a matrix; nothing else of it is read.
+    """
+    stored, weights = _compress(_with_matrix(module, own, scheme), scheme), scheme.weights
+    zero_point = stored.get("weight_zero_point")
+    if weights is not None and zero_point is not None and _packs_zero_points(scheme):
+        # compressed-tensors 0.20 leaves it as it is on meta
+        rows = -(-len(zero_point) * weights.num_bits // 32)
+        stored["weight_zero_point"] = zero_point.new_empty((rows, *zero_point.shape[1:]), dtype=torch.int32)
+    return stored
 
 
 def store(model: nn.Module, layout: Container[str], put: Put | None) -> Exception | None:
@@ -76,48 +95,45 @@ def store(model: nn.Module, layout: Container[str], put: Put | None) -> Exceptio
     Raises:
         CalibrationError: on every rank alike, what went wrong where one compressed its rows.
     """
-    state, prefixes = _state(model), dict[nn.Module, list[str]]()
-    for prefix, module in _places(model):  # a module used under two names has its entries under both
+    state, keys_of, prefixes = _state(model), dict[nn.Module, list[str]](), dict[nn.Module, list[str]]()
+    rest = dict(state)
+    for prefix, module, keys in _own(model, state):  # a module used under two names has its entries under both
+        keys_of[module] = keys
         prefixes.setdefault(module, []).append(prefix)
+        for key in keys:
+            del rest[prefix + key]
     failure: Exception | None = None
 
-    def give(entries: Iterator[tuple[str, torch.Tensor, int]], known_as: list[str]) -> None:
+    def give(entries: Iterable[Entry], known_as: list[str]) -> None:
         nonlocal failure
+        if put is None or failure is not None:
+            return
         try:
-            for key, rows, first in entries if put is not None and failure is None else ():
-                for name in (prefix + key for prefix in known_as):
-                    if put is not None and name in layout:
-                        put(name, rows, first)
+            for key, rows, first in entries:
+                for prefix in known_as:
+                    if prefix + key in layout:
+                        put(prefix + key, rows, first)
         except Exception as error:
             failure = error
 
     for modules in by_unit(prefixes):  # in an order that is the same on every rank
         with whole_unit(modules[0]):
             for module in modules:
-                known_as = prefixes[module]
-                keys = _own_names(module, known_as[0], state)
-                for name in (prefix + key for prefix in known_as for key in keys):
-                    state.pop(name, None)
+                keys, known_as = keys_of[module], prefixes[module]
                 if not _is_compressible(module):
                     keys = [key for key in keys if any(prefix + key in layout for prefix in known_as)]
                 give(_entries(module, keys, known_as[0]), known_as)
-    give(((name, whole_tensor(value), 0) for name, value in state.items()), [""])
+    give(((name, whole_tensor(value), 0) for name, value in rest.items()), [""])
     return failure
 
 
-def module_entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """One module's entries in a checkpoint, those of a compressed weight in blocks: key, rows, number of the first."""
-    return _entries(module, _own_names(module, "", {**dict(module.named_parameters()), **module.state_dict()}), "")
-
-
-@torch.no_grad()
-def compressed_bytes(module: nn.Module) -> int:
-    """How many bytes a module's weight and quantization parameters take in a checkpoint."""
-    return sum(value.nbytes for value in _stored_meta(module, {"weight": _meta(module, "weight")}).values())
+def module_entries(module: nn.Module) -> Iterable[Entry]:
+    """One module's entries in a checkpoint, those of a compressed weight in blocks of rows."""
+    return _entries(module, next(_own(module, _state(module)))[2], "")
 
 
 def _is_compressible(module: nn.Module) -> bool:
-    """Whether the module's entries are compressed: it was calibrated, and is no attention module."""
+    """Whether the module's entries are compressed: it was calibrated, and has no attention states."""
     return get_scheme(module) is not None and not quantized_states(module)
 
 
@@ -125,16 +141,11 @@ def _state(model: nn.Module) -> _Tensors:
     return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module with the prefix of its entries, also those used under two names."""
+def _own(model: nn.Module, state: Container[str]) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """Every module under all of its names: the prefix of its entries, and which of its own tensors are in ``state``."""
     for name, module in model.named_modules(remove_duplicate=False):
-        yield f"{name}." if name else "", module
-
-
-def _own_names(module: nn.Module, prefix: str, state: Mapping[str, torch.Tensor]) -> list[str]:
-    """The module's own parameters and buffers that are in the state dict."""
-    own = [*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))]
-    return [key for key in own if prefix + key in state]
+        prefix = f"{name}." if name else ""
+        yield prefix, module, [key for key in (*module._parameters, *module._buffers) if prefix + key in state]
 
 
 def _meta(module: nn.Module, key: str) -> torch.Tensor:
@@ -142,65 +153,41 @@ def _meta(module: nn.Module, key: str) -> torch.Tensor:
     return torch.empty(place_of(module, key).shape, dtype=getattr(module, key).dtype, device="meta")
 
 
-def _stored_meta(module: nn.Module, own: _Tensors) -> _Tensors:
-    """A module's entries in the checkpoint, of its own tensors without data."""
-    scheme = get_scheme(module)
-    if scheme is None:
-        return own
-    entries = own | {key: value.to("meta") for key, value in read_qparams(module).items()}
-    if not _is_compressible(module):
-        return entries
-    stored, weights = compress_entries(module, entries, scheme), scheme.weights
-    zero_point = stored.get("weight_zero_point")
-    if zero_point is not None and _packs_zero_points(scheme):  # compressed-tensors 0.20 leaves it as it is on meta
-        assert weights is not None
-        rows = -(-len(zero_point) * weights.num_bits // 32)
-        stored["weight_zero_point"] = zero_point.new_empty((rows, *zero_point.shape[1:]), dtype=torch.int32)
-    return stored
-
-
 def _packs_zero_points(scheme: QuantizationScheme) -> bool:
     weights = scheme.weights
     return weights is not None and not weights.symmetric and scheme.format == CompressionFormat.pack_quantized.value
 
 
-def _entries(module: nn.Module, keys: list[str], prefix: str) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """A module's entries in the checkpoint: key, rows, number of the first. ``keys``: its own tensors.
+def _entries(module: nn.Module, keys: list[str], prefix: str) -> Iterable[Entry]:
+    """A module's entries in the checkpoint; ``keys``: its own tensors.
 
     What other ranks hold of them is gathered in the call, so every rank must call it; a weight that is whole is
     compressed while the blocks are read.
     """
-    compressible, compressed = _is_compressible(module), _Tensors()
-    if compressible and is_compressed_by_rows(module):
+    compressible, own = _is_compressible(module), _Tensors()
+    by_rows = compressible and is_compressed_by_rows(module)
+    if by_rows:
         failure = None
         try:
-            compressed = compress_rows(module)
+            own = compress_rows(module)
         except Exception as error:  # the other ranks wait for this one
             failure = sendable(error, (prefix.rstrip("."), "weight"))
         require_no_failure(gather_objects(failure))
-        keys = [key for key in keys if key != "weight"]
-    own = {key: gather_rows(value) for key, value in compressed.items()}
+        own = {key: gather_rows(value) for key, value in own.items()}
     for key in keys:
-        value = full_weight(module) if key == "weight" else getattr(module, key)
-        assert isinstance(value, torch.Tensor)
-        own[key] = whole_tensor(value)
-    if compressed or get_scheme(module) is None:
-        return ((key, value, 0) for key, value in own.items())
-    own |= read_qparams(module)
-    if not compressible:
-        return ((key, value, 0) for key, value in own.items())
-    return _compressed(_with_matrix(module, own, module.quantization_scheme), module.quantization_scheme)
+        if not (by_rows and key == "weight"):
+            value = full_weight(module) if key == "weight" else getattr(module, key)
+            assert isinstance(value, torch.Tensor)
+            own[key] = whole_tensor(value)
+    scheme = get_scheme(module)
+    if scheme is not None and not by_rows:
+        own |= read_qparams(module)
+        if compressible:
+            return _compressed(_with_matrix(module, own, scheme), scheme)
+    return [(key, value, 0) for key, value in own.items()]
 
 
 # ---------------------------------------------------------------------- one module
-
-
-def compress_entries(module: nn.Module, own: Mapping[str, torch.Tensor], scheme: QuantizationScheme) -> _Tensors:
-    """A module's own entries (weight, bias, quantization parameters, by their names there) as they are stored.
-
-    The module says what its weight is as a matrix; nothing else of it is read.
-    """
-    return _compress(_with_matrix(module, own, scheme), scheme)
 
 
 def _with_matrix(module: nn.Module, own: Mapping[str, torch.Tensor], scheme: QuantizationScheme) -> _Tensors:
@@ -212,7 +199,7 @@ def _with_matrix(module: nn.Module, own: Mapping[str, torch.Tensor], scheme: Qua
 
 
 def _compress(own: _Tensors, scheme: QuantizationScheme) -> _Tensors:
-    """As :func:`compress_entries`, of entries whose weight is a matrix, or rows of it."""
+    """The entries of a module whose weight is a matrix, or of rows of it, as they are stored."""
     entries = dict(own)
     if scheme.weights is not None:
         rounded = entries.pop(ROUNDED, None)
@@ -229,8 +216,8 @@ def _compress(own: _Tensors, scheme: QuantizationScheme) -> _Tensors:
     return {key: value.contiguous() for key, value in entries.items() if value is not None}
 
 
-def _compressed(own: _Tensors, scheme: QuantizationScheme) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """As :func:`_compress`, a block of rows at a time where they can be compressed apart: key, rows, first row."""
+def _compressed(own: _Tensors, scheme: QuantizationScheme) -> Iterator[Entry]:
+    """As :func:`_compress`, a block of rows at a time where they can be compressed apart."""
     if scheme.weights is None or _packs_zero_points(scheme):
         yield from ((key, value, 0) for key, value in _compress(own, scheme).items())
         return
@@ -245,7 +232,7 @@ def _compressed(own: _Tensors, scheme: QuantizationScheme) -> Iterator[tuple[str
 
 
 def _heights(scheme: QuantizationScheme) -> dict[str, int]:
-    """How many rows of the matrix a row of each entry belongs to; 0: the entry has no rows."""
+    """How many rows of the matrix share one row of each entry; 0: the entry is not cut by rows."""
     assert scheme.weights is not None
     height = rows_per_scale(scheme.weights) or 0
     return {"weight": 1, ROUNDED: 1, "weight_packed": 1, "weight_scale": height, "weight_zero_point": height}
@@ -260,10 +247,8 @@ def _rows_of(entries: _Tensors, start: int, stop: int, scheme: QuantizationSchem
     }
 
 
-def decompress_entries(
-    module: nn.Module, stored: Mapping[str, torch.Tensor], scheme: QuantizationScheme
-) -> dict[str, torch.Tensor]:
-    """The inverse of :func:`compress_entries`; the weight is the dequantized one, in the module's shape."""
+def decompress_entries(module: nn.Module, stored: Mapping[str, torch.Tensor], scheme: QuantizationScheme) -> _Tensors:
+    """The entries of a checkpoint as a module's own; the weight is the dequantized one, in the module's shape."""
     entries = dict(stored)
     if scheme.weights is None:
         return entries
@@ -342,3 +327,65 @@ def _sharded(rows: torch.Tensor, weight: DTensor, height: int) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
     mesh, placements = weight.device_mesh, weight.placements
     return DTensor.from_local(rows.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+# ---------------------------------------------------------------------- under the names of files
+
+
+class StoredTensors:
+    """The tensors of a model's checkpoint, by their names in the state dict and in the files.
+
+    A plain module's names are those of its state dict. transformers stores a tied weight once, and takes back the
+    conversions with which it loads an architecture: most of them rename, some stack or split tensors.
+
+    Attributes:
+        entries: what is stored, as meta tensors by their names in the state dict.
+        files: the same by their names in the files, converted.
+        renamed: the name in the files of each entry that is stored as it is; the others are converted.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self.entries = model, stored_layout(model)
+        if is_transformers_model(model):
+            self.entries = _without_tied(model, self.entries)
+        self.files = self._converted(self.entries)
+        names = {id(tensor): name for name, tensor in self.files.items()}
+        self.renamed = {name: names[id(tensor)] for name, tensor in self.entries.items() if id(tensor) in names}
+        #: blocks of rows of the entries that are to be converted
+        self._unconverted: dict[str, list[torch.Tensor]] = {}
+
+    def put(self, writer: TensorWriter, name: str, rows: torch.Tensor, first: int, copy: bool) -> None:
+        """Write rows of an entry; ``copy``: their memory is freed after the call."""
+        if name in self.renamed:
+            writer.write(self.renamed[name], rows, first)
+        else:
+            self._unconverted.setdefault(name, []).append(rows.detach().to("cpu", copy=copy))
+
+    def finish(self, writer: TensorWriter) -> None:
+        """Write the entries that have to be converted, all of which have been put; refuse files that lack tensors."""
+        whole = {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in self._unconverted.items()}
+        self._unconverted = {}
+        for name, tensor in self._converted(whole).items():
+            writer.write(name, tensor)
+        writer.require_complete()
+
+    def _converted(self, tensors: _Tensors) -> _Tensors:
+        if not is_transformers_model(self._model):
+            return tensors
+        from transformers.core_model_loading import revert_weight_conversion
+
+        found: _Tensors = revert_weight_conversion(self._model, dict(tensors))
+        return found
+
+
+def _without_tied(model: Any, entries: _Tensors) -> _Tensors:
+    """The entries that transformers saves."""
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    own = identities(model)
+    # transformers compares addresses, which meta tensors do not have.
+    stand_ins = {one: torch.empty(1) for one in own.values()}
+    tied = {name: stand_ins[one] for name, one in own.items() if name in entries}
+    left_out = set(model._keys_to_ignore_on_save or ())
+    kept = remove_tied_weights_from_state_dict({name: tied.get(name, torch.empty(1)) for name in entries}, model)
+    return {name: tensor for name, tensor in entries.items() if name in kept and name not in left_out}

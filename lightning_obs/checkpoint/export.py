@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Set
+from contextlib import ExitStack, closing, nullcontext
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ from compressed_tensors.utils.match import is_match, match_named_modules
 from torch import distributed as dist
 from torch import nn
 
-from lightning_obs.checkpoint.compress import store, stored_layout
-from lightning_obs.checkpoint.stored_names import StoredNames
+from lightning_obs.checkpoint.compress import StoredTensors, store
 from lightning_obs.engines.engine import ENGINES
 from lightning_obs.errors import CalibrationError, refuse, require_no_failure, sendable, warn
 from lightning_obs.files.tensors import TensorWriter
@@ -35,7 +35,7 @@ from lightning_obs.model.checksums import require_ready
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model
 from lightning_obs.model.offload import at_rest
 from lightning_obs.model.qparams import ROUNDED, calibrated_modules, get_scheme, quantized_states, read_qparams
-from lightning_obs.model.weight import in_shards, register_fsdp_units
+from lightning_obs.model.weight import in_shards, model_bytes, register_fsdp_units
 from lightning_obs.model.wrappers import adopt_adapters, unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import routers
 from lightning_obs.observers.statistic import to_host
@@ -88,7 +88,7 @@ def export_checkpoint(
 @at_rest()
 def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool, max_shard_size: int | str) -> Path:
     refuse(
-        [n for n, m in calibrated_modules(model) if "weight" in vars(m)],  # a plain attribute, no parameter
+        [n for n, m in calibrated_modules(model) if "weight" in vars(m)],  # a plain attribute, not a parameter
         "the weight is computed from others (pruning, weight_norm) and cannot be stored",
         remedy="make it permanent first: torch.nn.utils.prune.remove(module, 'weight').",
     )
@@ -101,54 +101,56 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool, max
     require_ready(model, merged_for="a checkpoint of sharded weights" if sharded else None)
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
         stack.enter_context(without_adapters(model))
-        partial, layout = _open(stack, model, folder, overwrite, sharded)
-        stored = StoredNames(model, layout)
+        partial, stored = _open(stack, model, folder, overwrite, sharded)
         if partial is not None:
             if not sharded:
-                _warn_if_not_smaller(model, layout)
+                _warn_if_not_smaller(model, stored.entries)
             require_room(partial, sum(value.nbytes for value in stored.files.values()))
         _write_tensors(model, partial, stored, sharded, max_shard_size)
         if partial is not None:
-            _write_config(model, partial, stored.files.keys(), tokenizer)
+            if is_transformers_model(model):
+                _save_without_tensors(model, partial)
+            write_quantization_config(model, partial, stored.files.keys())
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(partial))
     return folder
 
 
 def _open(
     stack: ExitStack, model: nn.Module, folder: Path, overwrite: bool, sharded: bool
-) -> tuple[Path | None, dict[str, torch.Tensor]]:
-    """What to write into, on the rank that writes, and what; before any work. If one rank fails, all do."""
-    partial, layout, failure = None, dict[str, torch.Tensor](), None
+) -> tuple[Path | None, StoredTensors]:
+    """The folder (None on a rank that does not write) and the tensors to write. If one rank fails, all do."""
+    partial, stored, failure = None, None, None
     try:
-        modules = [(n, m, s) for n, m in calibrated_modules(model) if not quantized_states(m) and (s := get_scheme(m))]
-        held = {(n, key): x for n, m, _ in modules for key, x in read_qparams(m).items() if key != ROUNDED}
-        away = {key: x for key, x in held.items() if x.device.type != "cpu"}
-        on_host = dict(zip(away, to_host(list(away.values())), strict=True)) if away else {}  # one question of all
-        refuse(
-            [
-                misfit
-                for name, module, scheme in modules
-                for misfit in find_misfits(
-                    PlannedModule(name, module, scheme),
-                    {key: on_host.get((name, key), x) for key, x in read_qparams(module).items()},
-                )
-            ],
-            "the quantization parameters are not those that the scheme asks for",
-            remedy="calibrate again, with data.",
-        )
-        layout = stored_layout(model)
+        _refuse_misfits(model)
+        stored = StoredTensors(model)
         if not sharded or dist.get_rank() == 0:
             partial = stack.enter_context(whole_folder(folder, overwrite))
     except CalibrationError as error:
         failure = error
     require_no_failure(gather_objects(failure) if sharded else [failure])
-    return partial, layout
+    assert stored is not None
+    return partial, stored
 
 
-def _warn_if_not_smaller(model: nn.Module, layout: Mapping[str, torch.Tensor]) -> None:
-    again = {n for n, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
-    again |= {*getattr(model, "all_tied_weights_keys", ())}  # offloaded, tied weights are parameters of their own
-    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    stored, plain = (sum(held[name].nbytes for name in held.keys() - again) for held in (layout, state))
+def _refuse_misfits(model: nn.Module) -> None:
+    """Refuse quantization parameters that are not of the shapes and values that the schemes ask for."""
+    modules = [(n, m, s) for n, m in calibrated_modules(model) if not quantized_states(m) and (s := get_scheme(m))]
+    held = {name: read_qparams(module) for name, module, _ in modules}
+    away = [(x, key) for x in held.values() for key in x.keys() - {ROUNDED} if x[key].device.type != "cpu"]
+    on_host = to_host([x[key] for x, key in away]) if away else []  # in one transfer
+    for (qparams, key), value in zip(away, on_host, strict=True):
+        qparams[key] = value
+    refuse(
+        [x for name, module, s in modules for x in find_misfits(PlannedModule(name, module, s), held[name])],
+        "the quantization parameters are not those that the scheme asks for",
+        remedy="calibrate again, with data.",
+    )
+
+
+def _warn_if_not_smaller(model: nn.Module, entries: Mapping[str, torch.Tensor]) -> None:
+    again = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
+    stored, plain = sum(value.nbytes for name, value in entries.items() if name not in again), model_bytes(model)
     weighted = any((scheme := get_scheme(m)) is not None and scheme.weights for _, m in calibrated_modules(model))
     if weighted and stored >= plain:
         warn(
@@ -161,9 +163,9 @@ def _warn_if_not_smaller(model: nn.Module, layout: Mapping[str, torch.Tensor]) -
 
 
 def _write_tensors(
-    model: nn.Module, partial: Path | None, stored: StoredNames, sharded: bool, max_shard_size: int | str
+    model: nn.Module, partial: Path | None, stored: StoredTensors, sharded: bool, max_shard_size: int | str
 ) -> None:
-    """Write every tensor, on rank 0; every rank must call this. What goes wrong on one is raised on all."""
+    """Write every tensor, on rank 0; every rank must call this. An error on one rank is raised on all."""
     if partial is None:
         failure = store(model, stored.entries, None)
     else:
@@ -182,21 +184,12 @@ def _write_tensors(
                 for (name, _, first), rows in zip(small, on_host, strict=True):
                     stored.put(writer, name, rows, first, copy=False)
                 stored.finish(writer)
-                writer.require_complete()
     failures = [sendable(failure)] if failure is not None else [None]
     if sharded:
         failures = gather_objects(failures[0])
     if failure is not None:
         raise failure
     require_no_failure(failures)
-
-
-def _write_config(model: nn.Module, folder: Path, tensors: Set[str], tokenizer: Any) -> None:
-    if is_transformers_model(model):
-        _save_without_tensors(model, folder)
-    write_quantization_config(model, folder, tensors)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(str(folder))
 
 
 def write_quantization_config(
@@ -222,7 +215,7 @@ def write_quantization_config(
 
 def _patterns_of(tensors: Set[str], modules: Set[str]) -> list[str]:
     """A pattern for each subtree of modules that holds some of ``tensors`` and none of ``modules``."""
-    inner = _ancestors(modules)
+    inner = {prefix for name in modules for prefix in _prefixes(name)}
     found = (_subtree_without(tensor.rpartition(".")[0], inner) for tensor in sorted(tensors))
     return list(dict.fromkeys(_below(name) for name in found if name))
 
@@ -232,7 +225,7 @@ def _towers(ignored: Iterable[str], quantized: Iterable[str]) -> list[str]:
 
     Such a part is a vision tower or a projector. What stands in a layer with a number is named.
     """
-    inner, found = _ancestors(quantized), dict[str, list[str]]()
+    inner, found = {prefix for name in quantized for prefix in _prefixes(name)}, dict[str, list[str]]()
     for name in ignored:
         tower = None if name.startswith("re:") else _subtree_without(name, inner)
         whole = tower is not None and tower != name and not any(map(str.isdecimal, tower.split(".")))
@@ -240,15 +233,14 @@ def _towers(ignored: Iterable[str], quantized: Iterable[str]) -> list[str]:
     return [names[0] if len(names) == 1 else entry for entry, names in found.items()]
 
 
-def _ancestors(names: Iterable[str]) -> set[str]:
-    """The names, and those of all modules that they are in."""
-    return {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
+def _prefixes(name: str) -> Iterable[str]:
+    """The names of the modules that a module is in, from the outermost on, and its own."""
+    return accumulate(name.split("."), "{}.{}".format)
 
 
 def _subtree_without(name: str, inner: Set[str]) -> str | None:
     """The outermost module around ``name``, or itself, that is not among ``inner``."""
-    parts = name.split(".")
-    return next((prefix for d in range(1, len(parts) + 1) if (prefix := ".".join(parts[:d])) not in inner), None)
+    return next((prefix for prefix in _prefixes(name) if prefix not in inner), None)
 
 
 def _below(name: str) -> str:
@@ -296,29 +288,20 @@ def _name_modules(config: QuantizationConfig, model: nn.Module, tensors: Set[str
 
 def _save_without_tensors(model: Any, folder: Path) -> None:
     """What transformers saves beside the tensors: configs, and the model's code if that is not its own."""
+    from transformers.utils import logging
+
     # A model that was itself loaded through a quantizer would save that one's config, one with adapters only these, and
     # one that is offloaded would warn of memory.
     misleading = ("hf_quantizer", "_hf_peft_config_loaded", "hf_device_map")
     aside = {key: vars(model).pop(key) for key in misleading if key in vars(model)}
     config = vars(model.config).pop("quantization_config", None)
+    shows_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # of writing no tensors
     try:
-        with _no_progress_bar():
-            model.save_pretrained(str(folder), state_dict={})
+        model.save_pretrained(str(folder), state_dict={})
     finally:
+        if shows_bars:
+            logging.enable_progress_bar()
         vars(model).update(aside)
         if config is not None:
             model.config.quantization_config = config
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Transformers would show the bar of writing no tensors."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

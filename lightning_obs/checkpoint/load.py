@@ -15,16 +15,16 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from compressed_tensors.utils.match import match_named_modules, match_targets
 from torch import nn
 
-from lightning_obs.checkpoint.compress import compress_entries, decompress_entries
+from lightning_obs.checkpoint.compress import compressed_layout, decompress_entries
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.files.contents import refuse_damage
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.tensors import WEIGHTS_FILE, TensorReader
-from lightning_obs.files.write import settle_dead
+from lightning_obs.files.write import refuse_damage, settle_dead
 from lightning_obs.forward.quantized_forward import quantize_for_good
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.qparams import write_qparams
+from lightning_obs.model.weight import identities
 from lightning_obs.model.wrappers import unwrapped
 from lightning_obs.schemes.build_plan import is_meant
 from lightning_obs.schemes.planned_modules import PlannedModule, expected_shapes, find_misfits
@@ -66,17 +66,17 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
     with naming(folder / CONFIG_FILE, remedy=_REMEDY):
         config = None if raw is None else QuantizationConfig.model_validate(raw)
         targets = [] if config is None else _compressed_targets(model, config)
-    with naming(folder / WEIGHTS_FILE, remedy=_REMEDY):
-        with closing(TensorReader(folder)) as tensors:
-            state = {name: tensors.read(name) for name in tensors}
-        stored = {target.name: _decompressed(target, state, folder) for target in targets}
-    _refuse_misfits([m for target in targets for m in find_misfits(target, stored[target.name])], folder)
-    _require_fit(model, state, folder)
+    with naming(folder / WEIGHTS_FILE, remedy=_REMEDY), closing(TensorReader(folder)) as tensors:
+        stored_as = _require_fit(model, targets, tensors, folder)
+        state = {name: tensors.read(name) for name in tensors}
+        qparams = {target.name: _decompress(target, state) for target in targets}
+    state |= {name: state[other] for name, other in stored_as.items()}
+    _refuse_misfits([m for target in targets for m in find_misfits(target, qparams[target.name])], folder)
     refuse_damage(folder)  # last: what comes before says more
     with torch.inference_mode(False), torch.no_grad():
         model.load_state_dict(state)
         for target in targets:
-            write_qparams(target.module, target.scheme, stored[target.name])
+            write_qparams(target.module, target.scheme, qparams[target.name])
             if target.scheme.weights is not None:
                 # The weight is on the grid already, it need not be quantized at each forward.
                 target.module.quantization_status = QuantizationStatus.DECOMPRESSED
@@ -104,28 +104,24 @@ def _compressed_targets(model: nn.Module, config: QuantizationConfig) -> list[Pl
     ]
 
 
-def _decompressed(target: PlannedModule, state: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+def _decompress(target: PlannedModule, state: _Tensors) -> _Tensors:
     """Put the dequantized weight into ``state``, in place of the compressed entries, and return the qparams."""
-    module, scheme, prefix = target.module, target.scheme, f"{target.name}." if target.name else ""
-    own = {key: value for key, value in module.state_dict().items() if "." not in key}
+    prefix = f"{target.name}." if target.name else ""
+    own = {key: value for key, value in target.module.state_dict().items() if "." not in key}
     keys = [key for key in state if key.rpartition(".")[0] == target.name]
-    local = {key[len(prefix) :]: state.pop(key) for key in keys}
-    # Names, shapes and formats are to be those that the module itself, compressed, would have.
-    expected = compress_entries(module, own | any_qparams(target), scheme)
-    here, there = ({prefix + key: _form(value) for key, value in one.items()} for one in (local, expected))
-    _refuse_other(here, there, folder)
-    local = decompress_entries(module, local, scheme)
+    local = {key.removeprefix(prefix): state.pop(key) for key in keys}
+    local = decompress_entries(target.module, local, target.scheme)
     state.update({prefix + key: local[key].to(own[key].dtype) for key in own.keys() & local.keys()})
     return {key: value for key, value in local.items() if key not in own and key.endswith(("scale", "zero_point"))}
 
 
 def any_qparams(target: PlannedModule) -> dict[str, torch.Tensor]:
-    """Quantization parameters as the module will have them, but for their values."""
-    qparams, device = {}, next(target.module.parameters(), torch.empty(0)).device
+    """Quantization parameters as the module will have them, as meta tensors."""
+    qparams = {}
     for base, args in target.args.items():
         for name, shape in expected_shapes(target, base).items():
             dtype = args.zp_dtype if name.endswith("zero_point") else None
-            qparams[name] = torch.ones(shape or (1,), dtype=dtype, device=device)
+            qparams[name] = torch.empty(shape or (1,), dtype=dtype, device="meta")
     return qparams
 
 
@@ -135,24 +131,25 @@ def _form(value: torch.Tensor) -> str:
     return f"{dtype} {tuple(value.shape)}"
 
 
-def _require_fit(model: nn.Module, state: _Tensors, folder: Path) -> None:
-    """Refuse what is missing, left over, or of other shapes."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    for tied in names.values():  # transformers stores tied weights once
-        first = next((name for name in tied if name in state), None)
-        if first is not None:
-            state.update({name: state[first] for name in tied if name not in state})
-    here, there = ({n: str(tuple(value.shape)) for n, value in one.items()} for one in (state, model.state_dict()))
-    _refuse_other(here, there, folder)
-
-
-def _refuse_other(here: dict[str, str], there: dict[str, str], folder: Path) -> None:
-    names = [name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]
+def _require_fit(model: nn.Module, targets: list[PlannedModule], tensors: TensorReader, folder: Path) -> dict[str, str]:
+    """Refuse what is missing, left over, or of another shape or format; return by which name the files hold the other
+    names of a tied weight, which transformers stores once."""
+    expected = {name: value.to("meta") for name, value in model.state_dict().items()}
+    own = identities(model)
+    held = {one: name for name, one in own.items() if name in tensors}
+    stored_as = {name: held[one] for name, one in own.items() if one in held and name not in tensors}
+    for target in targets:
+        prefix = f"{target.name}." if target.name else ""
+        plain = {key: expected.pop(prefix + key) for key in target.module.state_dict() if "." not in key}
+        entries = compressed_layout(target.module, plain | any_qparams(target), target.scheme)
+        expected |= {prefix + key: value for key, value in entries.items()}
+    there = {name: _form(value) for name, value in expected.items() if name not in stored_as}
+    here = {name: _form(tensors.meta(name)) for name in tensors}
+    other = [name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]
     _refuse_misfits(
-        [f"{name} is {here.get(name, 'missing')} instead of {there.get(name, 'absent')}" for name in names], folder
+        [f"{name} is {here.get(name, 'missing')} instead of {there.get(name, 'absent')}" for name in other], folder
     )
+    return stored_as
 
 
 def _refuse_misfits(misfits: list[str], folder: Path) -> None:

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_obs.checkpoint.compress import stored_layout
-from lightning_obs.checkpoint.stored_names import StoredNames
+from lightning_obs.checkpoint.compress import StoredTensors
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.files.contents import refuse_damage
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.tensors import TensorReader
-from lightning_obs.moe.experts import LinearExpert, fused_experts, linear_experts, linearize_experts, rows_of_expert
+from lightning_obs.files.write import refuse_damage
+from lightning_obs.moe.experts import LinearExpert, fused_experts, linearize_experts, rows_of_expert
 
 CONFIG_FILE = "config.json"
 
@@ -35,11 +34,13 @@ class Source:
         name: of the tensor in the files.
         index: of the expert whose item it is, in a stack.
         role: of the expert's projection (``gate``, ``up``, ``down``).
+        expert: in the model.
     """
 
     name: str
     index: int | None = None
     role: str = ""
+    expert: LinearExpert | None = None
 
 
 class CheckpointSource:
@@ -74,7 +75,7 @@ class CheckpointSource:
                 self.model = _on_meta(folder, self.reader)
             stacks = _stacks(self.model)
             linearize_experts(self.model)
-            names = StoredNames(self.model, stored_layout(self.model))
+            names = StoredTensors(self.model)
             self.stored_as = names.renamed
             found = {name: self._find(name, stacks) for name in names.entries}
             self.sources = {name: source for name, source in found.items() if source is not None}
@@ -88,18 +89,17 @@ class CheckpointSource:
         for candidate in (self.stored_as.get(name, name), name):
             if candidate in self.reader:
                 return Source(candidate)
-        for container in linear_experts(self.model):
-            parts = name.removeprefix(f"{container}.").split(".")
-            if name.startswith(f"{container}.") and len(parts) == 3 and parts[0].isdigit():
-                index, projection, key = parts
-                expert = self.model.get_submodule(f"{container}.{index}")
-                assert isinstance(expert, LinearExpert)
-                role = next(role for role, known_as in expert.projections.items() if known_as == projection)
-                suffix = "_bias" if key == "bias" else ""
-                for stack in (f"{role}_proj{suffix}", f"gate_up_proj{suffix}"):
-                    stored = stacks.get(f"{container}.{stack}", "")
-                    if stored in self.reader:
-                        return Source(stored, int(index), role)
+        module, _, key = name.rpartition(".")
+        path, _, projection = module.rpartition(".")
+        expert = self.model.get_submodule(path)
+        if isinstance(expert, LinearExpert):
+            container, _, index = path.rpartition(".")
+            role = next(role for role, known_as in expert.projections.items() if known_as == projection)
+            suffix = "_bias" if key == "bias" else ""
+            for stack in (f"{role}_proj{suffix}", f"gate_up_proj{suffix}"):
+                stored = stacks.get(f"{container}.{stack}", "")
+                if stored in self.reader:
+                    return Source(stored, int(index), role, expert)
         return None
 
     def _require_fit(self, folder: Path, missing: list[str]) -> None:
@@ -124,11 +124,9 @@ class CheckpointSource:
         """A parameter or buffer of the model, in the dtype that it has there."""
         source, meta = self.sources[name], self.meta(name)
         value = self.reader.read(source.name, source.index)
-        if source.index is not None:
-            expert = self.model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
-            assert isinstance(expert, LinearExpert)
-            is_bias = name.endswith(".bias")
-            value = rows_of_expert(expert.origin, value[0], source.role, "gate_up_proj" in source.name, is_bias)
+        if source.expert is not None:
+            halves, is_bias = "gate_up_proj" in source.name, name.endswith(".bias")
+            value = rows_of_expert(source.expert.origin, value[0], source.role, halves, is_bias)
         return value.to(meta.dtype).contiguous()
 
     @contextmanager
@@ -191,7 +189,7 @@ def _on_meta(folder: Path, reader: TensorReader) -> Any:
 
 def _stacks(model: nn.Module) -> dict[str, str]:
     """The name in files of each stack of experts that is stored as it is."""
-    names = StoredNames(model, stored_layout(model))
+    names = StoredTensors(model)
     own = [f"{name}.{key}" for name, module in fused_experts(model).items() for key in dict(module.named_parameters())]
     # One that is stored under its own name, but converted, would be read as something else.
     return {name: names.renamed.get(name, name) for name in own if name in names.renamed or name not in names.files}

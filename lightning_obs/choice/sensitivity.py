@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.checkpoint.compress import compressed_bytes
+from lightning_obs.checkpoint.compress import stored_layout
 from lightning_obs.choice.divergence import Losses, Twins, divergences
 from lightning_obs.engines.engine import Engine, engine_of
 from lightning_obs.errors import CalibrationError, refuse, warn
@@ -302,7 +302,8 @@ def _group(model: nn.Module, names: tuple[str, ...], schemes: Iterable[str], los
     for name, weight in weights.items():
         for scheme in sizes:
             twin = twins.get(name, {}).get(scheme)
-            sizes[scheme] += weight.nbytes if twin is None else compressed_bytes(twin)
+            stored = {"weight": weight} if twin is None else stored_layout(twin)
+            sizes[scheme] += sum(value.nbytes for key, value in stored.items() if key != "bias")
     number = sum(weight.numel() for weight in weights.values())
     return Group(names, number, {scheme: losses.get((scheme, names), 0.0) for scheme in sizes}, sizes)
 

@@ -92,7 +92,7 @@ class FamilyEngine(Engine):
         release: the engine and the version whose source the table was read from.
         families: in the engine's order.
         stored: the kinds of modules that it loads quantized.
-        states: the hardware that runs a quantized kv cache.
+        states: the hardware that runs a quantized kv cache; None: refused.
     """
 
     release: ClassVar[str]
@@ -118,6 +118,11 @@ class FamilyEngine(Engine):
             [str(t) for t in targets if not t.states and kind_of(t.module).stored_as not in self.stored],
             f"{self.release} loads quantized {' and '.join(kind.__name__ for kind in self.stored)} modules, no others",
             remedy=REMEDY,
+        )
+        refuse(
+            [t.name for t in targets if t.states and self.states is None],
+            f"{self.release} does not load a quantized kv cache",
+            remedy="leave the kv cache in full precision.",
         )
         return super().check(model, targets, own_sets)
 

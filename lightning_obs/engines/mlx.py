@@ -41,16 +41,16 @@ class MLX(FamilyEngine):
                 got=getattr(config, "model_type", type(model).__name__),
                 remedy="save the model in full precision and quantize it there: mlx_lm.convert -q.",
             )
-        refuse([t.name for t in targets if t.states], f"{self.release} has no place for the scales of a kv cache")
         heads = getattr(config, "qk_nope_head_dim", 0)
         refuse(
-            [t.name for t in targets if t.name.endswith("kv_b_proj") and heads % (_group_size(t) or 1)],
+            [
+                target.name
+                for target in targets
+                if target.name.endswith("kv_b_proj") and (weights := target.scheme.weights) is not None
+                if heads % (weights.group_size or 1)
+            ],
             f"{self.release} cuts kv_b_proj by heads and quantizes the parts again in groups of the same size",
             got=f"heads of {heads} channels",
             remedy="list kv_b_proj in `ignore`, or use smaller groups.",
         )
         return super().check(model, targets, own_sets)
-
-
-def _group_size(target: PlannedModule) -> int | None:
-    return target.scheme.weights.group_size if target.scheme.weights is not None else None

@@ -3,7 +3,7 @@
 Read from OpenVINO 2026.4.1 (``frontend/pytorch/compressed_tensors.py``, there since 2026.3), which turns modules that
 are still packed into int4 constants; tried on its CPU plugin (docs/engines.md). Whoever loads the model has to leave it
 packed: optimum-intel 2.2.0 does not yet (its pull request 1859 does). transformers loads no packed zero points and no
-packed Embedding, so they do not get there.
+packed Embedding, so they do not get there. A model whose kv cache is quantized cannot be traced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from lightning_obs.engines.engine import Engine, FusedSets, Hardware
 from lightning_obs.engines.families import DYNAMIC, Family, FamilyEngine, fits, full
-from lightning_obs.errors import refuse
 from lightning_obs.schemes.planned_modules import PlannedModule
 
 _INTEL = Hardware(cpu="CPU, Intel GPU")
@@ -32,13 +31,6 @@ class OpenVINO(FamilyEngine):
         Family("W4A16", _INT4, full, _INTEL),
         Family("W4A8", _INT4, DYNAMIC, _INTEL, None, "OpenVINO leaves the inputs alone, which the scheme quantizes"),
     )
-
-    @override
-    def check(self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets) -> Hardware | None:
-        refuse(
-            [t.name for t in targets if t.states], f"{self.release} cannot trace a model whose kv cache is quantized"
-        )
-        return super().check(model, targets, own_sets)
 
     @override
     def remarks(

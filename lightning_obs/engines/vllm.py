@@ -137,7 +137,7 @@ class VLLM(FamilyEngine):
 
     @override
     def matches_class(self, model: nn.Module, module: nn.Module) -> bool:
-        """vLLM's output embedding is no Linear."""
+        """vLLM's output embedding is not a Linear."""
         return module is not getattr(model, "get_output_embeddings", lambda: None)()
 
     def _wrong_choices(

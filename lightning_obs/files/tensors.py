@@ -33,7 +33,7 @@ INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 
 _DTYPES: dict[str, torch.dtype] = {**_TYPES, "F8_E8M0": torch.float8_e8m0fnu}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-#: bytes that are read or written at once
+#: bytes that are copied at once
 _BLOCK = 1 << 24
 #: bytes after which freed memory is given back to the system
 _TRIMMED = 1 << 26
@@ -97,22 +97,24 @@ class TensorWriter:
     def _begin(self, path: Path, layout: Mapping[str, torch.Tensor], is_begun: bool) -> None:
         """Write the header: widest elements first, so that every tensor is aligned to its own."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        names = sorted(layout, key=lambda name: (-layout[name].itemsize, _CODES[layout[name].dtype], name))
         file, end = os.open(path, os.O_RDWR | (0 if is_begun else os.O_CREAT | os.O_EXCL), 0o666), 0
         self._files.append(file)
-        for name in sorted(layout, key=lambda name: (-layout[name].itemsize, _CODES[layout[name].dtype], name)):
-            tensor = layout[name]
-            code, offsets = _CODES[tensor.dtype], [end, end + tensor.nbytes]
-            header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": offsets}
-            self._places[name] = _Place(file, end, tensor.dtype, tensor.shape)
-            end += tensor.nbytes
+        for name in names:
+            tensor, start, end = layout[name], end, end + layout[name].nbytes
+            header[name] = {
+                "dtype": _CODES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [start, end],
+            }
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         if not is_begun:
             _write_all(file, memoryview(struct.pack("<Q", len(text)) + text), 0)
             os.truncate(file, 8 + len(text) + end)
-        for name in layout:
-            place = self._places[name]
-            self._places[name] = _Place(file, 8 + len(text) + place.start, place.dtype, place.shape)
+        for name in names:
+            start = 8 + len(text) + header[name]["data_offsets"][0]
+            self._places[name] = _Place(file, start, layout[name].dtype, layout[name].shape)
 
     def write(self, name: str, rows: torch.Tensor, first: int = 0) -> None:
         """Write a tensor, or rows of it from ``first`` on, to its place."""
@@ -125,10 +127,8 @@ class TensorWriter:
                 expected=f"{place.dtype} {tuple(place.shape)}",
             )
         rows = rows.detach().cpu().contiguous()
-        data = _bytes_of(rows)
         start = place.start + (first * (place.size // place.shape[0]) if first else 0)
-        for done in range(0, size, _BLOCK):
-            _write_all(place.file, data[done : done + _BLOCK], start + done)
+        _write_all(place.file, _bytes_of(rows), start)
         self._left[name] -= size
         self._untrimmed += size
         if self._untrimmed > _TRIMMED:
@@ -230,9 +230,7 @@ class TensorReader:
         shape = place.shape if item is None else torch.Size((1, *place.shape[1:]))
         size = shape.numel() * place.dtype.itemsize
         data = torch.empty(size, dtype=torch.uint8)
-        view, start = _bytes_of(data), place.start + (item or 0) * size
-        for done in range(0, size, _BLOCK):
-            _read_all(place.file, view[done : done + _BLOCK], start + done)
+        _read_all(place.file, _bytes_of(data), place.start + (item or 0) * size)
         return data.view(place.dtype).view(shape)
 
     def blocks(self, name: str) -> Iterator[memoryview]:

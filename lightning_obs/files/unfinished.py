@@ -11,6 +11,7 @@ written belongs to it.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -22,11 +23,6 @@ import torch
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.read import naming
 from lightning_obs.files.write import whole_file
-
-try:
-    import fcntl
-except ImportError:  # Windows: two writers are not told from one
-    fcntl = None  # type: ignore[assignment]
 
 
 class Unfinished:
@@ -43,7 +39,7 @@ class Unfinished:
         self._kept = 1 if ranks == 1 else 2
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-        if rank == 0 and fcntl is not None:
+        if rank == 0:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:

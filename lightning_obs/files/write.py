@@ -8,6 +8,9 @@ What is being written lies in a hidden folder beside the name:
         whole/<name>    complete; after an exchange, what was under the name before
         old/<name>      taken from under the name, where the file system cannot exchange
 
+A folder lists its own files and their checksums (``lightning_obs.json``). So what is missing or damaged is named, and
+what no export wrote is never deleted.
+
 A file replaces another by one rename. A folder needs an exchange (Linux' ``renameat2``); where there is none it takes
 two renames, and a kill between them leaves nothing under the name. Whoever writes beside it next, or loads it, puts
 back what dead writers took and removes what they left.
@@ -17,30 +20,31 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
+import json
 import os
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from lightning_obs.errors import CalibrationError, warn
-from lightning_obs.files.contents import foreign, refuse_foreign, write_contents
+from lightning_obs.errors import CalibrationError, refuse, warn
+from lightning_obs.files.read import naming, read_json
 
-try:
-    import fcntl
-except ImportError:  # Windows: no writer is known to be dead
-    fcntl = None  # type: ignore[assignment]
-
+#: what the folder holds: ``{"files": {relative path: CRC-32 of the file, null of a folder}}``
+CONTENTS_FILE = "lightning_obs.json"
+_DAMAGED = "copy or export the checkpoint again."
 _PREFIX, _SUFFIX = ".lightning_obs.", ".partial"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def require_free(folder: Path, overwrite: bool) -> None:
-    """Refuse a folder that cannot be written, or only by deleting what is no checkpoint.
+    """Refuse a folder that cannot be written, or that holds anything but a checkpoint.
 
     Raises:
         CalibrationError: something is there and ``overwrite`` is off, or it is nothing that an export wrote; the folder
@@ -58,7 +62,7 @@ def require_free(folder: Path, overwrite: bool) -> None:
                 remedy = "choose a folder inside it."
                 raise CalibrationError(f"{folder} is {kind}, which cannot be replaced whole", remedy=remedy)
         if not target.is_dir():
-            raise CalibrationError(f"{folder} is already there, and no folder", remedy="choose another folder.")
+            raise CalibrationError(f"{folder} is already there, and is not a folder", remedy="choose another folder.")
         if any(target.iterdir()) and not overwrite:
             raise CalibrationError(
                 f"{folder} is already there",
@@ -146,6 +150,73 @@ def _writing(path: Path) -> Iterator[Path]:
             got=str(error),
             remedy="choose a name on a disk that can be written and has room.",
         ) from error
+
+
+# ---------------------------------------------------------------------- what a folder was written with
+
+
+def write_contents(folder: Path) -> None:
+    """List all that lies in ``folder``."""
+    files = {path.relative_to(folder).as_posix(): _checksum(path) for path in sorted(folder.rglob("*"))}
+    (folder / CONTENTS_FILE).write_text(json.dumps({"files": files}, indent=1) + "\n")
+
+
+def refuse_damage(folder: Path) -> None:
+    """Refuse a folder in which a file is missing or has other bytes than were written, if it says what they were."""
+    if not (folder / CONTENTS_FILE).exists():
+        return
+    written = _contents(folder)
+    with naming(folder, remedy=_DAMAGED):
+        refuse(
+            [name for name in written if not (folder / name).exists()],
+            f"files of {folder} are missing",
+            remedy=_DAMAGED,
+        )
+        refuse(
+            [name for name in written if written[name] != _checksum(folder / name)],
+            f"files of {folder} have changed since they were written",
+            remedy=f"{_DAMAGED} If you changed them on purpose, delete {CONTENTS_FILE}.",
+        )
+
+
+def foreign(folder: Path) -> list[str]:
+    """What lies in ``folder`` and is not, byte for byte, what was written there."""
+    try:
+        own = _contents(folder)
+    except CalibrationError:
+        own = {}
+    found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+    added = [name for name in found if name not in own and not (own and name == CONTENTS_FILE)]
+    changed = [name for name in found if name in own and own[name] != _checksum(folder / name)]
+    return [*added, *(f"{name} (changed since)" for name in changed)]
+
+
+def refuse_foreign(folder: Path, name: Path | None = None) -> None:
+    """Refuse to replace a folder that holds what no export wrote; ``name``: its own, where it lies elsewhere now."""
+    refuse(
+        foreign(folder),
+        f"{name or folder} holds what no export wrote, and overwrite=True would delete it",
+        remedy="choose another folder, or move these files away.",
+    )
+
+
+def _contents(folder: Path) -> dict[str, int | None]:
+    path = folder / CONTENTS_FILE
+    found = read_json(path, remedy=_DAMAGED)
+    with naming(path, remedy=_DAMAGED):
+        return dict(found["files"])
+
+
+def _checksum(path: Path) -> int | None:
+    if path.is_dir():
+        return None
+    if not path.is_file():  # a pipe, a device, a link to nothing
+        return -1
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 # ---------------------------------------------------------------------- the hidden folder
@@ -252,8 +323,7 @@ def _locked_folder(parent: Path) -> tuple[Path, int]:
         with suppress(FileNotFoundError):
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
             with suppress(OSError):  # a file system without locks: no writer there is known to be dead
-                if fcntl is not None:
-                    fcntl.flock(lock, fcntl.LOCK_EX)
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if (folder / "lock").exists():
                 return folder, lock
             os.close(lock)
@@ -261,10 +331,8 @@ def _locked_folder(parent: Path) -> tuple[Path, int]:
 
 def _lock_of_dead(folder: Path) -> int | None:
     """The lock of a folder of ours whose writer has ended; None: it lives, or nobody can tell."""
-    if fcntl is None or folder.is_symlink():
-        return None
     try:
-        if folder.stat().st_uid != os.getuid():
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             return None
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError:

@@ -27,7 +27,7 @@ _TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value
 
 
 def add(module: nn.Module, take_out: TakeOut, undo: Callable[[], None] | None = None) -> Callable[[], None]:
-    """Let copies of a module go without something that is on it now; returns what removes it, in any order with others.
+    """Keep something that is on a module now out of its copies; returns what removes it, in any order with others.
 
     ``take_out`` gets the module's ``__dict__``, or a copy of it and of torch's own tables in it, without what was added
     later. ``undo`` removes it from the module; by default ``take_out`` does.

@@ -123,7 +123,7 @@ def is_dispatched(module: nn.Module) -> bool:
 
 
 def holds_parameters(module: nn.Module) -> bool:
-    """Whether the module has parameters of its own, so that it is no container and no activation function."""
+    """Whether the module has parameters of its own; containers and activation functions have none."""
     return next(module.parameters(recurse=False), None) is not None
 
 

@@ -12,7 +12,6 @@ The forward of the model stays what it was until :func:`~lightning_obs.quantized
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from copy import copy
 from typing import Any, TypeAlias
 
@@ -176,7 +175,7 @@ def clear_qparams(module: nn.Module) -> None:
 
 
 def _clear(module: nn.Module) -> None:
-    known = QuantizationMetadata.all_qparam_names()  # k_scale and v_scale, no others of attention's
+    known = QuantizationMetadata.all_qparam_names()  # of attention's, k_scale and v_scale only
     for name in _own_names(module).intersection((*known, *_QPARAMS)):
         if name in known or name not in module._parameters:  # a parameter of another name would be the model's own
             delattr(module, name)
@@ -211,14 +210,3 @@ def put_back(calibration: Calibration) -> None:
                 values.pop(name, None)
         vars(module).update(plain)
         module._buffers.update(buffers)
-
-
-@contextmanager
-def all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """Put back what was on the modules of ``model`` if the ``with`` block does not end, whatever ends it."""
-    before = calibration_of(model)
-    try:
-        yield
-    except BaseException:
-        put_back(before)
-        raise

@@ -91,7 +91,7 @@ def adopt_adapters(model: nn.Module) -> list[str]:
     """Let every base layer know its LoRA layer, so that the adapters count as a part of its weight.
 
     Returns:
-        Names of the LoRA layers whose adapters are no sum with the weight, and why; these are left alone.
+        Names of the LoRA layers whose adapters cannot simply be added to the weight, and why; these are left alone.
     """
     refused = []
     for name, layer in model.named_modules():

@@ -19,7 +19,7 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
-from lightning_obs.errors import CalibrationError, likely
+from lightning_obs.errors import CalibrationError, likely, refuse_unknown
 from lightning_obs.model.qparams import scheme_args
 from lightning_obs.numerics.qparams import ATTENTION, BASE_NAMES
 from lightning_obs.observers import Observer
@@ -82,8 +82,8 @@ def resolve_config(
     ``input_activations`` / ``output_activations``; a dict of groups (``{"FP8": ["re:.*mlp.*_proj"],
     "W4A16": ["Linear"]}`` or ``{"group": {"targets": [...], "weights": {...}}}``); a full ``{"config_groups": ...}``;
     or the compressed-tensors object. None with ``kv_cache``, for the cache alone. ``observers``, by base name, replace
-    those that the scheme names, with their hyperparameters. ``rounding`` is of all weights; a scheme says it of one
-    group's beside the hyperparameters of their observer: ``"observer_kwargs": {"rounding": "gptq"}``.
+    those that the scheme names, with their hyperparameters. ``rounding`` applies to all weights; for one group
+    it stands among the hyperparameters of the weights' observer: ``"observer_kwargs": {"rounding": "gptq"}``.
 
     Raises:
         CalibrationError: an unknown preset, field, base name, observer or rounding; targets given twice; a scheme that
@@ -180,9 +180,7 @@ def _group(name: str, value: Any) -> QuantizationScheme:
 
 
 def _from_fields(what: str, given: dict[str, Any]) -> QuantizationScheme:
-    unknown = ", ".join(name + likely(name, _SCHEME_FIELDS) for name in sorted(map(str, set(given) - _SCHEME_FIELDS)))
-    if unknown:
-        raise CalibrationError(f"{what} has no field {unknown}", expected=", ".join(sorted(_SCHEME_FIELDS)))
+    refuse_unknown(map(str, given), _SCHEME_FIELDS, f"{what} has no such field")
     return QuantizationScheme.model_validate(given)
 
 
@@ -203,10 +201,8 @@ def _preset(name: str, targets: list[str]) -> QuantizationScheme:
 
 
 def _set_observers(config: QuantizationConfig, observers: Mapping[str, Any], rounding: RoundingLike) -> None:
+    refuse_unknown(observers, BASE_NAMES, "observers are given for an unknown tensor")
     for base_name, value in observers.items():
-        if base_name not in BASE_NAMES:
-            hint = likely(base_name, BASE_NAMES)
-            raise CalibrationError(f"observers for {base_name!r}{hint}", expected=f"one of {', '.join(BASE_NAMES)}")
         kwargs = {"name": value} if isinstance(value, str) else dict(value or {})
         name = kwargs.pop("name", None)
         if name is None and kwargs:
@@ -250,7 +246,7 @@ def _all_args(config: QuantizationConfig) -> Iterator[tuple[str, QuantizationArg
 def make_observer(base_name: str, args: QuantizationArgs) -> Observer:
     """The observer that ``args`` names; ``memoryless_minmax`` for weights and ``minmax`` otherwise if it names none.
 
-    What is said of rounding beside its hyperparameters is checked, and is not the observer's.
+    A ``rounding`` among its hyperparameters is checked, and not passed to it.
     """
     if ROUNDING in args.observer_kwargs:
         if rounding_of(args) is not None and base_name != "weight":
@@ -281,7 +277,7 @@ def rounding_of(args: QuantizationArgs) -> dict[str, Any] | None:
 
 
 def has_rounding(config: QuantizationConfig) -> bool:
-    """Whether the weights of any group are rounded otherwise than to nearest."""
+    """Whether any group's weights are rounded other than to nearest."""
     return any(base_name == "weight" and rounding_of(args) is not None for base_name, args in _all_args(config))
 
 

@@ -79,7 +79,7 @@ def scheme_identity(scheme: QuantizationScheme) -> str:
 
 
 def check_own_sets(own: Sequence[Sequence[str]]) -> None:
-    """Refuse what is not a list of fused sets: two or more attribute names each, no name in two of them."""
+    """Refuse what is not a list of fused sets: two or more attribute names each, and no name in two sets."""
     if isinstance(own, str) or any(isinstance(fused, str) for fused in own):
         raise CalibrationError("fused_sets", got=repr(own), expected="a list of lists of names, [['a', 'b']]")
     names = [name for fused in own for name in fused]
@@ -152,7 +152,7 @@ def find_misfits(
 
 def _misfit(name: str, value: Any, shape: tuple[int, ...] | None, args: QuantizationArgs) -> str | None:
     if not isinstance(value, torch.Tensor):
-        return "is missing" if value is None else f"is no tensor but {type(value).__name__}"
+        return "is missing" if value is None else f"is a {type(value).__name__}, not a tensor"
     if shape is not None and value.shape != shape:
         return f"has shape {tuple(value.shape)} instead of {tuple(shape)}"
     if name.endswith("scale"):

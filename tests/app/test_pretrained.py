@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
 from lightning_obs.app.models.pretrained import load_pretrained
-from lightning_obs.files.contents import CONTENTS_FILE
+from lightning_obs.files.write import CONTENTS_FILE
 from tests.tiny_model import save_tiny_llama
 
 

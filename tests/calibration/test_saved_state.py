@@ -109,7 +109,7 @@ DAMAGES = {
     ),
     "other values": (lambda s: s["qparams"]["fc1.weight_scale"][3].mul_(2), "has other values than were saved"),
     "no values": (lambda s: s["qparams"].clear(), "has other values than were saved"),
-    "no tensor": (lambda s: s["qparams"].update({"fc1.input_scale": 0.5}), "input_scale is no tensor but float"),
+    "no tensor": (lambda s: s["qparams"].update({"fc1.input_scale": 0.5}), "input_scale is a float, not a tensor"),
     "a method": (
         lambda s: s["qparams"].update({"fc1.forward": torch.ones(1)}),
         r"fc1\.forward belongs to nothing that is quantized",

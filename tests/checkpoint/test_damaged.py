@@ -91,7 +91,7 @@ def drop(name):
         ("model", drop("head.input_zero_point"), r"head\.input_zero_point is missing"),
         ("model", drop("conv.bias"), r"conv\.bias is missing instead of float \(8,\)"),
         ("model", put("fc.forward", torch.ones(1)), r"fc\.forward is float \(1,\) instead of absent"),
-        ("model", put("other", torch.ones(1)), r"other is \(1,\) instead of absent"),
+        ("model", put("other", torch.ones(1)), r"other is float \(1,\) instead of absent"),
         ("model", put("head.weight_scale", torch.ones(1, 1)), r"head\.weight_scale is float \(1, 1\) instead of"),
         ("model", put("fc.weight_scale", torch.ones(32, 1)), r"fc\.weight_scale is float \(32, 1\) instead of"),
         ("model", put("head.input_scale", torch.ones(1, 1)), r"head\.input_scale is float \(1, 1\) instead of"),

@@ -111,7 +111,7 @@ def test_the_umask_decides_who_may_read(model, tmp_path, mask, mode):
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_file_is_not_replaced_by_a_folder(model, tmp_path, overwrite):
     (tmp_path / "out").write_text("precious")
-    with pytest.raises(CalibrationError, match="out is already there, and no folder"):
+    with pytest.raises(CalibrationError, match="out is already there, and is not a folder"):
         export_checkpoint(model, tmp_path / "out", overwrite=overwrite)
     assert (tmp_path / "out").read_text() == "precious"
 

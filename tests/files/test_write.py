@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_obs.errors import CalibrationError, CalibrationWarning
-from lightning_obs.files.contents import CONTENTS_FILE, write_contents
-from lightning_obs.files.write import Staging, settle_dead, whole_file, write_text
+from lightning_obs.files.write import CONTENTS_FILE, Staging, settle_dead, whole_file, write_contents, write_text
 
 
 def hidden(folder):

@@ -126,7 +126,7 @@ WRITTEN = {
         ({"fused_sets": [["a_proj"]]}, r"not a fused set"),
         (
             {"observers": {"inputs": "minmax"}},
-            r"observers for 'inputs'.*`input`.*Expected one of weight, input",
+            r"observers are given for an unknown tensor: inputs.*`input`",
         ),
         ({"observers": {"input": "minmx"}}, r"unknown observer 'minmx' \(did you mean `minmax`\?\)"),
         ({"observers": {"input": {"name": "minmax", "c": 1}}}, r"no hyperparameter 'c'"),

@@ -25,9 +25,8 @@ from transformers import (
 
 from lightning_obs.app.console import say
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.files.contents import refuse_damage
 from lightning_obs.files.read import naming
-from lightning_obs.files.write import settle_dead, whole_folder
+from lightning_obs.files.write import refuse_damage, settle_dead, whole_folder
 from lightning_obs.model.qparams import args_of
 from lightning_obs.numerics.qparams import can_be_signed
 
