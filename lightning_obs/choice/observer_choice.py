@@ -24,7 +24,7 @@ from typing_extensions import Unpack
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.choice.mixed_precision import config_of
-from lightning_obs.choice.sensitivity import Batches, Group, Sensitivity, sensitivity
+from lightning_obs.choice.sensitivity import Batches, Sensitivity, sensitivity
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.schemes.config import ROUNDING, SchemeLike, config_groups, resolve_config
 
@@ -157,11 +157,12 @@ def choose_observers(
     if not observed or not scored:
         raise CalibrationError("observers are compared on batches that they did not observe", got="too few batches")
     schemes = {
-        f"{base_name}: {label}": _with_observers(base, {base_name: one})
+        _key(base_name, label): _observed_by(base, base_name, one)
         for base_name, ones in tried.items()
         for label, one in ones.items()
     }
-    return _choose(sensitivity(model, scored, schemes, calibration=observed, seed=seed, **options), base, tried)
+    measured = sensitivity(model, scored, schemes, calibration=observed, seed=seed, **options)
+    return _choose(measured, tried, base.ignore or ())
 
 
 def choose_for(
@@ -184,52 +185,50 @@ def _without_cache(options: CalibrationOptions) -> QuantizationConfig:
     return options.config.model_copy(deep=True, update={"kv_cache_scheme": None})
 
 
-def _choose(
-    measured: Sensitivity, base: QuantizationConfig, tried: Mapping[str, Mapping[str, _Named]]
-) -> ObserverChoice:
-    def scores(group: Group, base_name: str) -> dict[str, float]:
-        return {label: group.losses[f"{base_name}: {label}"] for label in tried[base_name]}
-
-    losses = {
-        base_name: {label: sum(scores(group, base_name)[label] for group in measured.groups) for label in ones}
-        for base_name, ones in tried.items()
-    }
-    observers: dict[str, dict[str, _Named]] = {}
+def _choose(measured: Sensitivity, tried: Mapping[str, Mapping[str, _Named]], ignore: Sequence[str]) -> ObserverChoice:
+    """For each group of modules the overall best candidate, or the group's own best where that is clearly better."""
+    losses: dict[str, dict[str, float]] = {}
     chosen = dict.fromkeys(tried, 0.0)
-    for group in measured.groups:
-        for base_name, ones in tried.items():
-            score, whole = scores(group, base_name), losses[base_name]
-            best, favourite = min(score, key=score.__getitem__), min(whole, key=whole.__getitem__)
-            if score[best] > CLEARLY * score[favourite]:
+    found: dict[str, dict[str, str]] = {name: {} for group in measured.groups for name in group.names}
+    for base_name, ones in tried.items():
+        of_groups = [{label: group.losses[_key(base_name, label)] for label in ones} for group in measured.groups]
+        whole = losses[base_name] = {label: sum(of_group[label] for of_group in of_groups) for label in ones}
+        favourite = min(whole, key=whole.__getitem__)
+        for group, of_group in zip(measured.groups, of_groups, strict=True):
+            best = min(of_group, key=of_group.__getitem__)
+            if of_group[best] > CLEARLY * of_group[favourite]:
                 best = favourite
-            chosen[base_name] += score[best]
+            chosen[base_name] += of_group[best]
             for module in group.names:
-                observers.setdefault(module, {})[base_name] = dict(ones[best])
-    candidate = next(iter(measured.schemes.values()))
+                found[module][base_name] = best
     modules: dict[str, tuple[str, QuantizationScheme | None]] = {}
-    for module, of_module in observers.items():
-        if module in candidate:
-            label = ", ".join(f"{base_name} {_label(one)}" for base_name, one in of_module.items())
-            written = next(group for group in config_groups(base) if group.targets == candidate[module].targets)
-            modules[module] = label, _observed_by(written, of_module)
-    config = config_of(modules, list(dict.fromkeys([*(base.ignore or []), *measured.ignore])))
+    for module, labels in found.items():
+        schemes = {base: measured.schemes[_key(base, label)].get(module) for base, label in labels.items()}
+        whole_scheme = next(iter(schemes.values()))
+        if whole_scheme is not None:  # else no data reached the module
+            observed = {_FIELDS[base]: getattr(scheme, _FIELDS[base]) for base, scheme in schemes.items()}
+            label = ", ".join(f"{base} {label}" for base, label in labels.items())
+            modules[module] = label, whole_scheme.model_copy(update=observed)
+    config = config_of(modules, list(dict.fromkeys([*ignore, *measured.ignore])))
     assert config is not None
+    observers = {m: {base: dict(tried[base][label]) for base, label in labels.items()} for m, labels in found.items()}
     return ObserverChoice(config, observers, losses, chosen)
 
 
-def _with_observers(base: QuantizationConfig, of_bases: Mapping[str, _Named]) -> QuantizationConfig:
-    groups = {name: _observed_by(group, of_bases) for name, group in base.config_groups.items()}
-    return base.model_copy(deep=True, update={"config_groups": groups})
+def _key(base_name: str, label: str) -> str:
+    """The name of an observer among the candidates of a sensitivity."""
+    return f"{base_name}: {label}"
 
 
-def _observed_by(group: QuantizationScheme, of_bases: Mapping[str, _Named]) -> QuantizationScheme:
-    group = group.model_copy(deep=True)
-    for base_name, one in of_bases.items():
+def _observed_by(base: QuantizationConfig, base_name: str, one: _Named) -> QuantizationConfig:
+    """The scheme with this observer, rounded as it was where the observer does not say."""
+    config = base.model_copy(deep=True)
+    for group in config_groups(config):
         if (args := _observed_args(group, base_name)) is not None:
             rounding = {key: value for key, value in args.observer_kwargs.items() if key == ROUNDING}
             args.observer = one["name"]
             args.observer_kwargs = rounding | {key: value for key, value in one.items() if key != "name"}
-    return group
+    return config
 
 
 def _observed_args(group: QuantizationScheme, base_name: str) -> QuantizationArgs | None:
@@ -257,7 +256,7 @@ def _fitting(
                 forms = [named | {"signed": True}, named] if is_small else [named] * ("hessian" not in named["name"])
             for form in forms:
                 try:
-                    CalibrationSession(model, _with_observers(base, {base_name: form}), **options)
+                    CalibrationSession(model, _observed_by(base, base_name, form), **options)
                 except CalibrationError:
                     if asked:
                         raise

@@ -118,16 +118,15 @@ def test_observers_auto_names_the_way():
 
 
 def test_a_tensor_leaves_the_overall_best_observer_only_for_one_that_is_clearly_better():
-    base = resolve_config("INT8_STATIC")
-    (scheme,) = base.config_groups.values()
+    (scheme,) = resolve_config("INT8_STATIC").config_groups.values()
     tried = {"input": {name: {"name": name} for name in ("static_minmax", "minmax")}}
     losses = {"overall": (1.0, 5.0), "little": (1.0, 0.9), "clearly": (1.0, 0.5)}
     groups = [
         Group((name,), 8, {"input: static_minmax": first, "input: minmax": second}, {})
         for name, (first, second) in losses.items()
     ]
-    measured = Sensitivity(groups, {}, {"input: minmax": dict.fromkeys(losses, scheme)})
-    choice = _choose(measured, base, tried)
+    schemes = {f"input: {name}": dict.fromkeys(losses, scheme) for name in tried["input"]}
+    choice = _choose(Sensitivity(groups, {}, schemes), tried, ignore=())
     assert {name: of["input"]["name"] for name, of in choice.observers.items()} == {
         "overall": "static_minmax",
         "little": "static_minmax",
