@@ -11,8 +11,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
-from typing_extensions import override
 
 from lightning_obs.app.console import step
 from lightning_obs.app.job import Job
@@ -50,7 +48,6 @@ def continuations(job: Job, as_quantized: bool) -> list[dict[str, Any]] | None:
         )  # fmt: skip
     job.module.to(job.trainer.strategy.root_device)
     prompts = _prompts(job).to(device_of(model))
-    loops = _Loops(prompts.shape[1], model.generation_config.eos_token_id)
     with ExitStack() as stack:
         which = "quantized" if as_quantized else "original"
         stack.enter_context(step(f"continuing {len(prompts)} texts by {wanted} tokens with the {which} model"))
@@ -63,10 +60,10 @@ def continuations(job: Job, as_quantized: bool) -> list[dict[str, Any]] | None:
             attention_mask=torch.ones_like(prompts),
             max_new_tokens=wanted,
             do_sample=False,
-            stopping_criteria=StoppingCriteriaList([loops]),
         )
-    texts = job.module.tokenizer.batch_decode(written[:, prompts.shape[1] :], skip_special_tokens=True)
-    return [{"text": text, "loop": loops.found.get(number)} for number, text in enumerate(texts)]
+    ends, tokenizer = model.generation_config.eos_token_id, job.module.tokenizer
+    found = [_up_to_loop(tokens, ends) for tokens in written[:, prompts.shape[1] :].tolist()]
+    return [{"text": tokenizer.decode(tokens, skip_special_tokens=True), "loop": loop} for tokens, loop in found]
 
 
 def loop_line(original: list[dict[str, Any]], quantized: list[dict[str, Any]]) -> str:
@@ -104,25 +101,15 @@ def loop_at_end(tokens: Sequence[int]) -> int | None:
     return None
 
 
-class _Loops(StoppingCriteria):
-    """Ends a text where it loops.
-
-    Attributes:
-        found: the loop's length, by the number of the text.
-    """
-
-    def __init__(self, prompt: int, ends: int | list[int] | None) -> None:
-        self._prompt, self._ends = prompt, {*(ends if isinstance(ends, list) else [ends])}
-        self.found: dict[int, int] = {}
-
-    @override
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        for row, tokens in enumerate(input_ids[:, self._prompt :].tolist()):
-            if row not in self.found and self._ends.isdisjoint(tokens):  # behind the end of a text there is padding
-                found = loop_at_end(tokens)
-                if found is not None:
-                    self.found[row] = found
-        return torch.tensor([row in self.found for row in range(len(input_ids))], device=input_ids.device)
+def _up_to_loop(tokens: list[int], ends: int | list[int] | None) -> tuple[list[int], int | None]:
+    """A text up to its end or to where it is known to loop, and the loop's length; ``ends``: tokens that end a text."""
+    for written, token in enumerate(tokens):
+        if token == ends or (isinstance(ends, list) and token in ends):
+            return tokens[:written], None
+        loop = loop_at_end(tokens[: written + 1])
+        if loop is not None:
+            return tokens[: written + 1], loop
+    return tokens, None
 
 
 def _prompts(job: Job) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_class, get_object, instantiate
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
 from lightning_obs.app.console import say, step
@@ -28,7 +29,7 @@ from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.checkpoint.load import load_checkpoint
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.write import require_free
 from lightning_obs.forward.quantized_forward import quantized
@@ -118,10 +119,10 @@ class Job:
 
     def load_again(self, folder: Path) -> LightningModule:
         """A new LightningModule with what was exported to ``folder``, loaded as a user loads it."""
-        wanted = self.config.model
         if is_transformers_model(self.model):
-            return made(wanted, path=str(folder), **({"dtype": "auto"} if "dtype" in wanted else {}))
-        module: LightningModule = made(wanted)
+            as_saved = {"dtype": "auto"} if "dtype" in self.config.model else {}
+            return _make_module(self.config, path=str(folder), **as_saved)
+        module = _make_module(self.config)
         load_checkpoint(find_module(module, self.config.module)[1], folder)
         return module
 
@@ -165,9 +166,22 @@ def made(node: Any, **given: Any) -> Any:
 
 def load_module(config: DictConfig) -> LightningModule:
     """The LightningModule that ``model`` describes."""
+    refuse(
+        ["model.layerwise"] if config.model.get("layerwise") else [],
+        "layer by layer a model is calibrated and exported, nothing else is done with it",
+        remedy="leave it out, or choose task=calibrate.",
+    )
     with step("loading the model"):
-        module: LightningModule = made(config.model)
+        module = _make_module(config)
     stay_put(module)  # the Trainer that measures has no callback of ours
+    return module
+
+
+def _make_module(config: DictConfig, **given: Any) -> LightningModule:
+    wanted = deepcopy(config.model)
+    with open_dict(wanted):
+        wanted.pop("layerwise", None)  # of the task, not of the module
+    module: LightningModule = made(wanted, **given)
     return module
 
 

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from typing_extensions import override
 
 from lightning_obs.app.checkpoint import write_checkpoint
@@ -21,7 +20,6 @@ from lightning_obs.app.console import say, step
 from lightning_obs.app.generation import continuations, loop_line
 from lightning_obs.app.job import Job, Quality, make_job, make_options, plain, recovered_share, typed_words
 from lightning_obs.app.models.pretrained import DEFAULT_MODEL
-from lightning_obs.app.tasks.layerwise import Layerwise
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
@@ -62,11 +60,6 @@ class Calibrate(Task):
     generation: Mapping[str, Any] = MappingProxyType({})
     lines: Sequence[str] = ()
     sizes: tuple[int, int] | None = None
-
-    @override
-    @classmethod
-    def of(cls, config: DictConfig) -> Task:
-        return Layerwise(config) if cls is Calibrate and config.model.get("layerwise") else cls(config)
 
     @override
     def check(self) -> None:
