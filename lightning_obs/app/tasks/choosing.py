@@ -22,7 +22,7 @@ from lightning_obs.app.tasks.finetune import PASSES_OF_A_STEP
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.choice.mixed_precision import budget_in_bytes, choose_schemes, frontier, plan_of
-from lightning_obs.choice.observer_choice import check_candidates, choose_for
+from lightning_obs.choice.observer_choice import choose_observers, fitting_candidates
 from lightning_obs.choice.sensitivity import candidate_options, sensitivity
 from lightning_obs.errors import CalibrationError, refuse_unknown
 from lightning_obs.files.write import write_text
@@ -73,17 +73,16 @@ class Observers(ChoosingTask):
     @override
     def check_task(self) -> None:
         super().check_task()
-        check_candidates(self.job.model, self.job.callback.options, self.candidates or None)
+        fitting_candidates(self.job.model, self.job.callback.options, self.candidates or None)
 
     @override
     def choose(self) -> Mapping[str, Any]:
+        asked = self.job.callback.options
         with step("scoring observers"):
-            choice, options = choose_for(
-                self.job.model, self.calibration_batches(), self.job.callback.options, self.candidates or None
-            )
+            choice = choose_observers(self.job.model, self.calibration_batches(), asked, self.candidates or None)
         print_report(choice.table())
         self.write_scheme(choice.config, "Observers chosen by task=observers.")
-        self.calibrate_with(options)
+        self.calibrate_with(asked.with_config(choice.config))
         return {"scores": choice.scores}
 
     @override
