@@ -46,7 +46,7 @@ def continuations(job: Job, as_quantized: bool) -> list[dict[str, Any]] | None:
             "generation_check is for causal language models of transformers", got=type(model).__name__,
             remedy="generation_check=0.",
         )  # fmt: skip
-    job.module.to(job.trainer.strategy.root_device)
+    job.to_device()
     prompts = _prompts(job).to(device_of(model))
     with ExitStack() as stack:
         which = "quantized" if as_quantized else "original"

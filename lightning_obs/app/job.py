@@ -9,10 +9,10 @@ import inspect
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import get_class, get_object, instantiate
@@ -82,18 +82,23 @@ class Job:
     evaluator: Trainer
     predictions: Predictions = field(default_factory=Predictions)
 
-    def inputs(self, batch: Any, device: torch.device | None = None) -> dict[str, Any]:
-        """Keyword arguments of ``model`` for a batch (``model_inputs``, or all of it), on a device or the model's."""
+    def inputs(self, batch: Any) -> dict[str, Any]:
+        """Keyword arguments of ``model`` for a batch (``model_inputs``, or all of it), on the model's device."""
         if hasattr(self.module, "model_inputs"):
             inputs = self.module.model_inputs(batch)
         else:
             inputs = {**batch, **({"use_cache": False} if is_transformers_model(self.model) else {})}
-        return dict(move_data_to_device(inputs, device or device_of(self.model)))
+        return dict(move_data_to_device(inputs, device_of(self.model)))
 
     def to_device(self) -> None:
         """Put the model where Lightning runs it: a Trainer leaves it on the CPU, where it was before."""
         if not any(map(in_shards, self.module.modules())):
             self.module.to(self.trainer.strategy.root_device)
+
+    def first_inputs(self, loader: Any, batches: int | None = None) -> list[dict[str, Any]]:
+        """:meth:`inputs` of the first batches, or all, where Lightning runs the model."""
+        self.to_device()
+        return [self.inputs(batch) for batch in islice(loader, batches)]
 
     def quality(self, what: str, as_quantized: bool = True, again: LightningModule | None = None) -> Quality | None:
         """Quality of the model, which the user is told as ``what``; None where it is not measured.

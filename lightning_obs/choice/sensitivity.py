@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -142,7 +142,8 @@ def sensitivity(
         >>> [group.names for group in found.groups], found.groups[0].sizes
         ([('0',), ('2',)], {'int8': 320, 'none': 1024})
     """
-    _require_whole(model)
+    elsewhere = [name for name, module in model.named_modules() if in_shards(module) or is_offloaded(module)]
+    refuse(elsewhere, "sensitivities need whole weights, on one device")
     engines = [engine_of(name, "engines") for name in as_names(options.pop("engines", ()))]
     named = _named(schemes)
     sessions = _sessions(model, named, engines, options)
@@ -155,14 +156,15 @@ def sensitivity(
         losses, tokens = _weight_errors(twins, every), 0
     else:
         losses, tokens = divergences(model, measured, twins, every, seed)
+    names, tied = [name for group in groups for name in group], (s.plan.tied for s in sessions.values())
     return Sensitivity(
-        [_group(model, group, candidates, losses, twins) for group in groups],
-        {scheme: {n: losses.get((scheme, (n,)), 0.0) for group in groups for n in group} for scheme in candidates},
-        {k: {t.name: t.scheme for t in s.plan.targets if t.name not in s.skipped} for k, s in sessions.items()},
-        [*as_names(options.get("ignore", ())), *dict.fromkeys(n for s in sessions.values() for n in s.plan.tied)],
-        "weight error" if measured is None else "divergence",
-        tokens,
-        any(_refused_together(pair, groups[0], engines) for pair in combinations(sessions.values(), 2)),
+        groups=[_group(model, group, candidates, losses, twins) for group in groups],
+        layers={scheme: {name: losses.get((scheme, (name,)), 0.0) for name in names} for scheme in candidates},
+        schemes={k: {t.name: t.scheme for t in s.plan.targets if t.name not in s.skipped} for k, s in sessions.items()},
+        ignore=[*as_names(options.get("ignore", ())), *dict.fromkeys(chain.from_iterable(tied))],
+        method="weight error" if measured is None else "divergence",
+        tokens=tokens,
+        alone=any(_refused_together(pair, groups[0], engines) for pair in combinations(sessions.values(), 2)),
     )
 
 
@@ -200,11 +202,6 @@ def _refusal(engine: Engine, session: CalibrationSession, targets: list[PlannedM
     except CalibrationError as error:
         return error
     return None
-
-
-def _require_whole(model: nn.Module) -> None:
-    elsewhere = [n for n, m in model.named_modules() if in_shards(m) or is_offloaded(m)]
-    refuse(elsewhere, "sensitivities need whole weights, on one device")
 
 
 def candidate_options(candidate: Candidate, **options: Any) -> CalibrationOptions:

@@ -96,10 +96,7 @@ class LanguageModel(TaskModule):
         linearize_experts: bool = True,
         learning_rate: float = 2e-5,
     ) -> None:
-        where = {
-            "device_map": dict(device_map) if isinstance(device_map, Mapping) else device_map,
-            "offload_folder": offload_folder,
-        }
+        where = {"device_map": device_map, "offload_folder": offload_folder}
         model, tokenizer = load_pretrained(path, self.auto_class, dtype, attn_implementation, **where)
         super().__init__(model, learning_rate)
         self.tokenizer = tokenizer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,9 @@ def load_pretrained(
     if dtype not in _DTYPES:
         raise CalibrationError("model.dtype", got=repr(dtype), expected=f"one of {', '.join(_DTYPES)}")
     options = {k: v for k, v in {"attn_implementation": attn_implementation, **where}.items() if v is not None}
-    if options.get("device_map") == "disk":
-        options["device_map"] = {"": "disk"}
+    device_map = options.get("device_map")
+    if device_map == "disk" or isinstance(device_map, Mapping):  # Hydra's is no dict
+        options["device_map"] = {"": "disk"} if device_map == "disk" else dict(device_map)
     folder = default_model_folder() if source is None else Path(source)
     name = str(source or folder)
     if not folder.exists():

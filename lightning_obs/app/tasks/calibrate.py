@@ -136,10 +136,9 @@ class Calibrate(Task):
         job, batches = self.job, self.config.report.layer_error_batches
         if batches < 1:
             return ()
-        job.to_device()
-        moved = [job.inputs(batch) for batch, _ in zip(job.data.test_dataloader(), range(batches), strict=False)]
+        held_out = job.first_inputs(job.data.test_dataloader(), batches)
         with step("measuring each layer's error"):
-            errors = measure_layer_errors(job.model, moved, counts=counts)
+            errors = measure_layer_errors(job.model, held_out, counts=counts)
         if job.callback.session is not None:
             counts.update(job.callback.session.input_counts)
         return errors
@@ -153,8 +152,7 @@ class Calibrate(Task):
         passes = self.passes(session is None or session.needs_data)
         if passes < _WORTH_SAYING:
             return
-        job.to_device()
-        batch = job.inputs(next(iter(job.data.test_dataloader())))
+        [batch] = job.first_inputs(job.data.test_dataloader(), 1)
         with torch.inference_mode():
             job.model(**batch)
             started = time.perf_counter()
@@ -211,17 +209,13 @@ class Calibrate(Task):
             self.sizes = (model_bytes(job.model), folder_size(job.folder))
         assert job.callback.session is not None
         known = known_facts(job.callback.session) | {"errors": self.errors, "lines": self.lines, "sizes": self.sizes}
-        known |= {
-            "was_trained": self.seconds_trained is not None,
-            "words": typed_words(),
-            "curves": job.callback.curves,
-        }
+        known |= {"was_trained": self.seconds_trained is not None, "words": typed_words(), "counts": counts}
+        known |= {"curves": job.callback.curves, "drift": job.callback.drift}
         if self.full is not None and self.quantized is not None:
             known["metrics"] = {self.full.name: (self.full.value, self.quantized.value)}
             known |= {"moved": self.quantized.moved, "higher_is_better": self.quantized.higher_is_better}
         title = f"{job.callback.label} \N{MIDDLE DOT} {Path(str(config.model.get('path') or DEFAULT_MODEL)).name}"
-        extra = {**self.row(), "config": plain(config)}
-        report = Report(title, **known, counts=counts, drift=job.callback.drift, extra=extra, **parts)
+        report = Report(title, **known, extra={**self.row(), "config": plain(config)}, **parts)
         path = write_report(config.output_dir, report)
         advice = [f"{step.what}: {step.command}" for step in judge(report, path.parent).steps if step.command]
         hint = "" if not report.poor_layers else f"  (leave out: ignore_from={path.with_suffix('.json')})"
