@@ -1,7 +1,7 @@
 """Let the original and the quantized model continue the same texts, and see which of them comes to repeat itself.
 
-Perplexity asks for one token at a time, of a text that is given. A quantized model can do well there, and loop some
-dozens of tokens on when it reads what it wrote itself.
+Perplexity is measured token by token on a given text. A quantized model can do well at that, and still fall into a loop
+after some dozens of tokens of its own.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.quantized_forward import quantized, weights_kept
 from lightning_obs.model.offload import device_of
 
-#: texts, and how many tokens of each are given
+#: how many texts are continued, from how many tokens of each
 PROMPTS, PROMPT_TOKENS = 3, 32
-#: a text loops where it ends with the same tokens this often, over this many tokens at least
+#: a text loops if it ends with the same tokens, repeated at least so often and over at least so many tokens
 TIMES, SHORTEST = 3, 24
 #: characters of a loop that are shown
 _SHOWN = 80
 
 
 def continuations(job: Job, as_quantized: bool) -> list[dict[str, Any]] | None:
-    """Continue the first held-out texts greedily by ``generation_check`` tokens.
+    """Continue the first held-out texts greedily by ``generation_check`` tokens; None if that is 0.
 
     Returns:
-        For each text what the model wrote, up to its end or to where it is known to loop, and the length of the loop in
-        tokens, None where there is none: ``{"text": ..., "loop": ...}``. None where ``generation_check`` is 0.
+        For each text ``{"text": ..., "loop": ...}``: what the model wrote, up to its end or to where it is known to
+        loop, and the loop's length in tokens, None if it does not loop.
 
     Raises:
         CalibrationError: the model is no causal language model.
@@ -67,7 +67,7 @@ def continuations(job: Job, as_quantized: bool) -> list[dict[str, Any]] | None:
 
 
 def loop_line(original: list[dict[str, Any]], quantized: list[dict[str, Any]]) -> str:
-    """A line of the report, of what :func:`continuations` gave; warns where only the quantized model loops.
+    """A line of the report on two results of :func:`continuations`; warns where only the quantized model loops.
 
     >>> loop_line([{"text": "a a a a", "loop": 1}], [{"text": "a a a a", "loop": 1}])
     'generation: the quantized model loops in none of 1 texts where the original does not (original 1, quantized 1)'
@@ -88,7 +88,7 @@ def loop_line(original: list[dict[str, Any]], quantized: list[dict[str, Any]]) -
 
 
 def loop_at_end(tokens: Sequence[int]) -> int | None:
-    """How many tokens the loop has that a text ends with; None: it ends with none.
+    """The length in tokens of the loop that a text ends with; None if it ends with none.
 
     >>> loop_at_end([9, 8, 7] + [1, 2, 3, 4] * 6), loop_at_end([1, 2, 3, 4] * 5), loop_at_end(range(99))
     (4, None, None)

@@ -39,7 +39,7 @@ from lightning_obs.model.weight import in_shards
 from lightning_obs.report.predictions import Moved, Predictions
 from lightning_obs.schemes.config import as_names
 
-#: a loss by calibration below this share of the quality is noise, and so is any share of it
+#: below this relative loss by calibration, a share of it that was recovered is noise and is not shown
 _LOST = 1e-3
 
 
@@ -51,7 +51,7 @@ class Quality:
         name: under which ``test_step`` logged it.
         value: over all held-out batches and ranks.
         higher_is_better: as the torchmetrics metric of that name says; None where the module has none.
-        moved: the predictions, held against the original's; None: of the original, or without logits.
+        moved: how far the predictions are from the original's; None for the original, and without logits.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Job:
         folder: of the checkpoint; None: none is written.
         trainer: runs the callback.
         evaluator: runs without it, to measure.
-        predictions: the original's on held-out data.
+        predictions: of the original model on held-out data.
     """
 
     config: DictConfig
@@ -91,7 +91,7 @@ class Job:
         return dict(move_data_to_device(inputs, device_of(self.model)))
 
     def to_device(self) -> None:
-        """Put the model where Lightning runs it: a Trainer leaves it on the CPU, where it was before."""
+        """Put the model where Lightning runs it: a Trainer leaves it on the CPU."""
         if not any(map(in_shards, self.module.modules())):
             self.module.to(self.trainer.strategy.root_device)
 
@@ -101,12 +101,12 @@ class Job:
         return [self.inputs(batch) for batch in islice(loader, batches)]
 
     def quality(self, what: str, as_quantized: bool = True, again: LightningModule | None = None) -> Quality | None:
-        """Quality of the model, which the user is told as ``what``; None where it is not measured.
+        """Measure the quality of the model; None if ``evaluate`` is off.
 
         Args:
-            what: is measured.
-            as_quantized: off: this is the original, whose predictions are kept to compare later ones with.
-            again: measure this module, of a checkpoint that was loaded again, in the model's place.
+            what: what the user is told is measured.
+            as_quantized: False: measure the original, and keep its predictions to compare later ones with.
+            again: measure this module instead, which a checkpoint was loaded into.
         """
         if not self.config.evaluate:
             return None
@@ -198,7 +198,7 @@ def check_data(config: DictConfig) -> None:
 
 
 def make_data(config: DictConfig, module: LightningModule) -> LightningDataModule:
-    """The data that ``data`` describes; its constructor gets, of the module's ``for_data()``, what it asks for."""
+    """The data that ``data`` describes; its constructor gets those values of ``module.for_data()`` that it takes."""
     offered: dict[str, Any] = {"tokenizer": getattr(module, "tokenizer", None)}
     if hasattr(module, "for_data"):
         offered = module.for_data()
@@ -225,9 +225,9 @@ def measure_quality(module: LightningModule, trainer: Trainer, data: LightningDa
 
 
 def recovered_share(full: Quality | None, calibrated: Quality | None, tuned: Quality | None) -> float | None:
-    """How much fine-tuning brought back of what calibration lost, from 0 (nothing, or less) to 1 (all, or more).
+    """The share of calibration's loss that fine-tuning recovered, from 0 (none, or it lost more) to 1 (all, or more).
 
-    None where calibration lost next to nothing, and where the metric does not say which direction is better.
+    None if calibration lost next to nothing, or the metric does not say which direction is better.
     """
     if full is None or calibrated is None or tuned is None or full.higher_is_better is None:
         return None

@@ -30,8 +30,8 @@ from lightning_obs.schemes.config import ROUNDING, SchemeLike, config_groups
 
 #: an observer's name under ``name``, and its hyperparameters
 _Named: TypeAlias = dict[str, Any]
-#: what is tried for what a scheme observes, where it fits the scheme; the first is always tried. Only weights
-#: below 8 bits are tried by Hessians, and with signed scales where format and engine take them
+#: what is tried by default, of what fits the scheme; the first of each is always tried. Hessians and signed scales are
+#: tried for weights below 8 bits, where format and engine take them
 CANDIDATES: dict[str, list[_Named]] = {
     "input": [
         {"name": "static_minmax"},
@@ -48,8 +48,8 @@ CANDIDATES: dict[str, list[_Named]] = {
         {"name": "hessian"},
     ],
 }
-#: share of the overall best candidate's loss below which another one is taken for a tensor: estimates of one tensor are
-#: noisy, and the best of several noisy ones is often only lucky
+#: a tensor gets another candidate than the overall best if it loses less than this share of what the best loses there:
+#: estimates for one tensor are noisy, and the least of several noisy ones is often luck
 CLEARLY = 0.8
 #: by base name (input, weight), names of observers or dicts of name, hyperparameters and (weight) rounding
 Candidates: TypeAlias = Mapping[str, Sequence[str | Mapping[str, Any]]]

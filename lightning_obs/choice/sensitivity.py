@@ -1,7 +1,7 @@
-"""How much each layer's quantization changes what the model says, for every candidate scheme at once.
+"""How much quantizing each layer changes the model's predictions, for every candidate scheme at once.
 
 Every candidate is calibrated in one pass over the data, on copies of the modules that share their parameters; what
-several candidates gather of one input (a Hessian) is gathered and kept once. Then :mod:`.divergence` measures all
+several candidates gather from one input (a Hessian) is gathered and kept once. Then :mod:`.divergence` measures all
 copies in one forward and backward pass per batch.
 """
 
@@ -52,7 +52,7 @@ class Group:
     Attributes:
         names: of the modules.
         weights: how many numbers their weights have.
-        losses: by scheme, see :attr:`Sensitivity.method`.
+        losses: by scheme, in the units of :attr:`Sensitivity.method`.
         sizes: by scheme, the bytes of their weights and scales in a checkpoint.
     """
 
@@ -70,12 +70,12 @@ class Sensitivity:
         groups: modules that choose together, in the model's order.
         layers: by scheme, the loss of each module alone.
         schemes: by name, what it does to each module.
-        ignore: what all candidates left out, as it was written, and tied heads.
+        ignore: what all candidates left out, as it was given, and tied heads.
         method: ``"divergence"``: losses are estimated KL divergences of the model's predictions, in nats per token;
             ``"weight error"``: relative squared errors of the weights, which no data was needed for and which say
             little about the model.
         tokens: predictions that were measured.
-        alone: whether no plan may have two of the schemes, as one of the engines reads one alone.
+        alone: whether a plan may have only one of the schemes, because an engine reads only one.
     """
 
     groups: list[Group]

@@ -27,7 +27,7 @@ from lightning_obs.app.imports import import_for
 from lightning_obs.app.models.language import LABELS
 from lightning_obs.errors import CalibrationError
 
-#: words that make a paragraph of the default text a sample
+#: least number of words of a paragraph of the default text that is a sample
 _SENTENCE = 8
 
 
@@ -36,10 +36,10 @@ class DataOptions:
     """What to read, and how much of it; the keys that every config of the group ``data`` has.
 
     Attributes:
-        path: of the samples; None: the default text.
+        path: where the samples are; None: the default text.
         batches, eval_batches, train_batches: to calibrate on, to measure on, to train on; no sample is in two of them.
-        tokens: of a sample; images have none.
-        eval_path: of the samples to measure on; None: every second sample of ``path`` is held out for that.
+        tokens: length of a sample; images have none.
+        eval_path: where the samples to measure on are; None: every second sample of ``path`` is held out for that.
     """
 
     path: str | os.PathLike[str] | None = None
@@ -69,7 +69,7 @@ class CalibrationData(LightningDataModule, ABC):
         CalibrationError: numbers that are not positive; what cannot be read; fewer samples than asked for.
     """
 
-    #: a kind of sample, in the plural
+    #: what errors call the samples, in the plural
     unit: ClassVar[str]
 
     def __init__(self, collate: Callable[[list[Any]], Any] | None = None, **options: Any) -> None:
@@ -126,7 +126,7 @@ class CalibrationData(LightningDataModule, ABC):
         return self._loader(self.held_out)
 
     def _loader(self, samples: Any, shuffle: bool = False) -> DataLoader[Any]:
-        # all by name: Lightning makes it again with a sampler of its own
+        # keyword arguments, because Lightning makes the loader again with a sampler of its own
         sizes: dict[str, Any] = {"batch_size": self.options.batch_size, "num_workers": self.options.num_workers}
         return DataLoader(samples, shuffle=shuffle, collate_fn=self.collate, **sizes)
 

@@ -48,8 +48,8 @@ def load_pretrained(
 
     Args:
         source: a folder or a hub name; None: the default model.
-        auto_class: ``AutoModelForCausalLM``...; None: the class that wrote the checkpoint, with its head if it has one.
-            So it is for a causal language model that reads images too, which transformers does not count among them.
+        auto_class: ``AutoModelForCausalLM``...; None: the class that wrote the checkpoint, with its head if it has one,
+            as is taken for models with images that ``AutoModelForCausalLM`` does not know.
         dtype: auto (as it was saved), float32, bfloat16 or float16.
         attn_implementation: as in transformers (``sdpa``, ``eager``...); None lets transformers choose.
         **where: ``device_map`` and ``offload_folder`` as in transformers; ``device_map="disk"`` puts all of it there.

@@ -22,16 +22,15 @@ from lightning_obs.app.models.pretrained import load_pretrained
 from lightning_obs.checkpoint.load import load_checkpoint
 from lightning_obs.errors import CalibrationError
 
-#: logged where the data have no labels: the cosine of the outputs to the unquantized model's
+#: logged if the data have no labels: the cosine similarity of the outputs to the unquantized model's
 SIMILARITY = "similarity"
 
 
 class OneOutputPerSample(TaskModule):
-    """A classifier, or a model that makes one vector of a sample.
+    """A classifier, or a model that turns a sample into one vector.
 
-    Where the data have labels, ``test_step`` logs ``accuracy`` (of models with one output: ``mse``). Where they have
-    none, it logs ``similarity``: the first test's outputs are remembered, and of every later one the mean cosine to
-    them is taken, so that a quantized model is held against the unquantized one.
+    ``test_step`` logs ``accuracy`` if the data have labels (``mse`` for models with one output). Otherwise it logs
+    ``similarity``, the mean cosine similarity to the outputs of the first test, which is that of the unquantized model.
 
     Args:
         model: see :class:`TaskModule`.
