@@ -78,7 +78,7 @@ class OneOutputPerSample(TaskModule):
         """Predictions and labels, as losses and metrics take them."""
         if LABELS not in batch:
             raise CalibrationError(
-                "training needs labels, and the data have none",
+                "training needs labels, but the data have none",
                 got=f"batches of {', '.join(batch)}",
                 remedy="data.label_field=<the field that holds them>; of images, one folder for each class.",
             )
@@ -87,7 +87,7 @@ class OneOutputPerSample(TaskModule):
             return output.squeeze(-1), labels.to(output.dtype)
         if self.accuracy is None:
             raise CalibrationError(
-                "the data have labels, and the model has no head that predicts them",
+                "the data have labels, but the model has no head that predicts them",
                 got=type(self.model).__name__,
                 remedy="leave data.label_field out, or give a model for sequence classification.",
             )

@@ -160,7 +160,7 @@ class Calibrate(Task):
             seconds = time.perf_counter() - started
         say(
             f"· about {passes * seconds / 60:.1f} minutes for {passes} forward passes of {seconds:.2g} s on each of "
-            f"{job.trainer.world_size} device(s), beside weights and files  (speed=quick: a few batches only)"
+            f"{job.trainer.world_size} device(s), plus the weights and files  (speed=quick: only a few batches)"
         )
 
     def passes(self, needs_data: bool) -> int:

@@ -44,7 +44,7 @@ class Evaluate(Task):
         found = measure_quality(self.module, trainer, self.data)
         if found is None or found.name == SIMILARITY:
             raise CalibrationError(
-                "nothing judges the model by itself on these data",
+                "nothing judges a single model on these data",
                 got="test_step logs nothing" if found is None else "only its similarity to an unquantized model",
                 remedy="data.label_field=<the field of the labels>; images: one folder for each class.",
             )
