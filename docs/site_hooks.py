@@ -1,13 +1,18 @@
-"""What the site needs beyond its pages: links that leave ``docs/``, and the roles in docstrings.
+"""What the site needs beyond its pages: links that leave ``docs/``, roles in docstrings, options in signatures.
 
 On GitHub a page links to the repository's files (``../examples/03_own_module.py``). The site has them as pages of their
 own, so that it is whole wherever it lies. Docstrings name other objects as Sphinx's roles do; here they become links
-into the reference, where it has the object.
+into the reference, where it has the object. Signatures show the options that ``**options`` takes.
 """
 
 import re
+from importlib import import_module
+from inspect import signature
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -40,3 +45,26 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 def _reference(role: re.Match[str]) -> str:
     path = role[1]
     return f'<autoref optional identifier="{path}"><code>{path.rsplit(".", 1)[-1]}</code></autoref>'
+
+
+class OptionsInSignatures(griffe.Extension):
+    """Put the options, with their defaults, where the source has ``**options: Unpack[...]``."""
+
+    def on_function(self, *, func: griffe.Function, **kwargs: Any) -> None:
+        """Take them from the function itself, in whose signature ``takes_keywords_of`` has put them."""
+        *_, last = func.parameters or [None]
+        if last is None or "Unpack[" not in str(last.annotation):
+            return
+        taker = attrgetter(func.path.removeprefix(f"{func.module.path}."))(import_module(func.module.path))
+        options = {name: each for name, each in signature(taker).parameters.items() if name not in func.parameters}
+        module, _, name = last.annotation.slice.canonical_path.rpartition(".")
+        types = getattr(import_module(module), name).__annotations__
+        if options:
+            del func.parameters[last.name]
+        for name, option in options.items():
+            func.parameters[name] = griffe.Parameter(
+                name,
+                kind=griffe.ParameterKind.keyword_only,
+                annotation=types[name].__forward_arg__,
+                default=repr(option.default),
+            )

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from lightning_obs.errors import CalibrationError, likely
 
@@ -33,14 +33,23 @@ def main() -> None:
     trace = os.environ.get("HYDRA_FULL_ERROR") == "1"
     OmegaConf.register_new_resolver("described", described, replace=True)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of exiting, so that we can add the valid options
+    failures: list[Exception] = []
 
     def task(config: DictConfig) -> Any:
         from lightning_obs.app.main import run  # after Hydra's own help and shell completion had their turn
 
-        return run(config)
+        try:
+            return run(config)
+        except Exception as error:
+            if HydraConfig.get().mode is not RunMode.MULTIRUN:
+                raise
+            failures.append(error)  # raised when the other runs have been compared
+            return error
 
     try:
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")(task)()
+        for failure in failures:
+            raise failure
     except (HydraException, OmegaConfBaseException, CalibrationError) as error:
         if trace:
             raise
@@ -49,7 +58,7 @@ def main() -> None:
         if told is not None:
             message = f"CalibrationError: {told}"
         else:
-            message = f"{error}{'' if cause is None else f'{chr(10)}{cause}'}{_valid_options(str(error))}"
+            message = f"{error}{'' if cause is None else f'{chr(10)}{cause}'}{_valid_options(error)}"
         sys.exit(f"{message}\n(HYDRA_FULL_ERROR=1 shows where it was raised)")
 
 
@@ -76,29 +85,20 @@ def described(*groups: str) -> str:
     return "\n".join(lines)
 
 
-def _valid_options(message: str) -> str:
-    """The keys that stand where an unknown one was given, or the option of a group that was meant."""
-    option = re.search(r"Could not find '([^'/]+)/([^']+)'", message)  # Hydra lists the others itself
+def _valid_options(error: Exception) -> str:
+    """The option of a group that was probably meant, or the keys that stand where an unknown one was given."""
+    option = re.search(r"Could not find '([^'/]+)/([^']+)'", str(error))  # Hydra lists the others itself
     if option is not None:
         hint = likely(option[2], [file.stem for file in (config_dir() / option[1]).glob("*.yaml")])
         return hint and f"\n{option[0]}{hint}"
-    match = re.search(r"Could not override '([^']+)'", message)
-    if match is None:
+    cause = error.__cause__
+    if not isinstance(cause, (ConfigAttributeError, ConfigKeyError)) or not cause.parent_node:
         return ""
-    key = match.group(1)
-    parent, _, last = key.rpartition(".")
-    overrides = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-") and a.lstrip("+~").split("=")[0] != key]
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
-            config = compose("config", overrides=[o for o in overrides if "," not in o])
-        node = OmegaConf.select(config, parent) if parent else config
-    except (HydraException, OmegaConfBaseException):
-        return ""
-    if not isinstance(node, DictConfig):
-        return ""
-    hint = likely(last, map(str, node))
-    return f"\n{key}{hint}\nValid options in '{parent or 'the top level'}': {', '.join(map(str, node))}"
+    parent, _, last = str(cause.full_key).rpartition(".")
+    known = [str(key) for key in cause.parent_node]
+    return (
+        f"\n{cause.full_key}{likely(last, known)}\nValid options in '{parent or 'the top level'}': {', '.join(known)}"
+    )
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def write_checkpoint(job: Job, folder: Path, result: CalibrationResult) -> list[
             difference, lines = _load_into_a_new_model(job, folder, expected)
         if difference != 0.0 and not (wanted.reload == "dequantize" and is_transformers_model(job.model)):
             raise CalibrationError(
-                "the checkpoint was written, but loaded again it gives other outputs",
+                "the checkpoint was written, but loaded again the model gives other outputs",
                 where=[str(folder)],
                 got=f"a difference of {difference}",
                 expected="0.0",

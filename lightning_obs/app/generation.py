@@ -1,7 +1,7 @@
 """Let the original and the quantized model continue the same texts, and see which of them comes to repeat itself.
 
-Perplexity asks for one token at a time, of a text that is given. A quantized model can do well there, and loop some
-dozens of tokens on when it reads what it wrote itself.
+Perplexity is measured token by token on a given text. A quantized model can do well at that, and still fall into a loop
+after some dozens of tokens of its own.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
-from typing_extensions import override
 
 from lightning_obs.app.console import step
 from lightning_obs.app.job import Job
@@ -20,20 +18,20 @@ from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.quantized_forward import quantized, weights_kept
 from lightning_obs.model.offload import device_of
 
-#: texts, and how many tokens of each are given
+#: how many texts are continued, from how many tokens of each
 PROMPTS, PROMPT_TOKENS = 3, 32
-#: a text loops where it ends with the same tokens this often, over this many tokens at least
+#: a text loops if it ends with the same tokens, repeated at least so often and over at least so many tokens
 TIMES, SHORTEST = 3, 24
 #: characters of a loop that are shown
 _SHOWN = 80
 
 
 def continuations(job: Job, as_quantized: bool) -> list[dict[str, Any]] | None:
-    """Continue the first held-out texts greedily by ``generation_check`` tokens.
+    """Continue the first held-out texts greedily by ``generation_check`` tokens; None if that is 0.
 
     Returns:
-        For each text what the model wrote, up to its end or to where it is known to loop, and the length of the loop in
-        tokens, None where there is none: ``{"text": ..., "loop": ...}``. None where ``generation_check`` is 0.
+        For each text ``{"text": ..., "loop": ...}``: what the model wrote, up to its end or to where it is known to
+        loop, and the loop's length in tokens, None if it does not loop.
 
     Raises:
         CalibrationError: the model is no causal language model.
@@ -48,9 +46,8 @@ def continuations(job: Job, as_quantized: bool) -> list[dict[str, Any]] | None:
             "generation_check is for causal language models of transformers", got=type(model).__name__,
             remedy="generation_check=0.",
         )  # fmt: skip
-    job.module.to(job.trainer.strategy.root_device)
+    job.to_device()
     prompts = _prompts(job).to(device_of(model))
-    loops = _Loops(prompts.shape[1], model.generation_config.eos_token_id)
     with ExitStack() as stack:
         which = "quantized" if as_quantized else "original"
         stack.enter_context(step(f"continuing {len(prompts)} texts by {wanted} tokens with the {which} model"))
@@ -63,14 +60,14 @@ def continuations(job: Job, as_quantized: bool) -> list[dict[str, Any]] | None:
             attention_mask=torch.ones_like(prompts),
             max_new_tokens=wanted,
             do_sample=False,
-            stopping_criteria=StoppingCriteriaList([loops]),
         )
-    texts = job.module.tokenizer.batch_decode(written[:, prompts.shape[1] :], skip_special_tokens=True)
-    return [{"text": text, "loop": loops.found.get(number)} for number, text in enumerate(texts)]
+    ends, tokenizer = model.generation_config.eos_token_id, job.module.tokenizer
+    found = [_up_to_loop(tokens, ends) for tokens in written[:, prompts.shape[1] :].tolist()]
+    return [{"text": tokenizer.decode(tokens, skip_special_tokens=True), "loop": loop} for tokens, loop in found]
 
 
 def loop_line(original: list[dict[str, Any]], quantized: list[dict[str, Any]]) -> str:
-    """A line of the report, of what :func:`continuations` gave; warns where only the quantized model loops.
+    """A line of the report on two results of :func:`continuations`; warns where only the quantized model loops.
 
     >>> loop_line([{"text": "a a a a", "loop": 1}], [{"text": "a a a a", "loop": 1}])
     'generation: the quantized model loops in none of 1 texts where the original does not (original 1, quantized 1)'
@@ -91,7 +88,7 @@ def loop_line(original: list[dict[str, Any]], quantized: list[dict[str, Any]]) -
 
 
 def loop_at_end(tokens: Sequence[int]) -> int | None:
-    """How many tokens the loop has that a text ends with; None: it ends with none.
+    """The length in tokens of the loop that a text ends with; None if it ends with none.
 
     >>> loop_at_end([9, 8, 7] + [1, 2, 3, 4] * 6), loop_at_end([1, 2, 3, 4] * 5), loop_at_end(range(99))
     (4, None, None)
@@ -104,25 +101,15 @@ def loop_at_end(tokens: Sequence[int]) -> int | None:
     return None
 
 
-class _Loops(StoppingCriteria):
-    """Ends a text where it loops.
-
-    Attributes:
-        found: the loop's length, by the number of the text.
-    """
-
-    def __init__(self, prompt: int, ends: int | list[int] | None) -> None:
-        self._prompt, self._ends = prompt, {*(ends if isinstance(ends, list) else [ends])}
-        self.found: dict[int, int] = {}
-
-    @override
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        for row, tokens in enumerate(input_ids[:, self._prompt :].tolist()):
-            if row not in self.found and self._ends.isdisjoint(tokens):  # behind the end of a text there is padding
-                found = loop_at_end(tokens)
-                if found is not None:
-                    self.found[row] = found
-        return torch.tensor([row in self.found for row in range(len(input_ids))], device=input_ids.device)
+def _up_to_loop(tokens: list[int], ends: int | list[int] | None) -> tuple[list[int], int | None]:
+    """A text up to its end or to where it is known to loop, and the loop's length; ``ends``: tokens that end a text."""
+    for written, token in enumerate(tokens):
+        if token == ends or (isinstance(ends, list) and token in ends):
+            return tokens[:written], None
+        loop = loop_at_end(tokens[: written + 1])
+        if loop is not None:
+            return tokens[: written + 1], loop
+    return tokens, None
 
 
 def _prompts(job: Job) -> torch.Tensor:

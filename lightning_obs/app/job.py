@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import inspect
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import get_class, get_object, instantiate
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
 from lightning_obs.app.console import say, step
@@ -28,7 +29,7 @@ from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.checkpoint.load import load_checkpoint
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.write import require_free
 from lightning_obs.forward.quantized_forward import quantized
@@ -38,7 +39,7 @@ from lightning_obs.model.weight import in_shards
 from lightning_obs.report.predictions import Moved, Predictions
 from lightning_obs.schemes.config import as_names
 
-#: a loss by calibration below this share of the quality is noise, and so is any share of it
+#: below this relative loss by calibration, a share of it that was recovered is noise and is not shown
 _LOST = 1e-3
 
 
@@ -50,7 +51,7 @@ class Quality:
         name: under which ``test_step`` logged it.
         value: over all held-out batches and ranks.
         higher_is_better: as the torchmetrics metric of that name says; None where the module has none.
-        moved: the predictions, held against the original's; None: of the original, or without logits.
+        moved: how far the predictions are from the original's; None for the original, and without logits.
     """
 
     name: str
@@ -68,7 +69,7 @@ class Job:
         folder: of the checkpoint; None: none is written.
         trainer: runs the callback.
         evaluator: runs without it, to measure.
-        predictions: the original's on held-out data.
+        predictions: of the original model on held-out data.
     """
 
     config: DictConfig
@@ -81,26 +82,31 @@ class Job:
     evaluator: Trainer
     predictions: Predictions = field(default_factory=Predictions)
 
-    def inputs(self, batch: Any, device: torch.device | None = None) -> dict[str, Any]:
-        """Keyword arguments of ``model`` for a batch (``model_inputs``, or all of it), on a device or the model's."""
+    def inputs(self, batch: Any) -> dict[str, Any]:
+        """Keyword arguments of ``model`` for a batch (``model_inputs``, or all of it), on the model's device."""
         if hasattr(self.module, "model_inputs"):
             inputs = self.module.model_inputs(batch)
         else:
             inputs = {**batch, **({"use_cache": False} if is_transformers_model(self.model) else {})}
-        return dict(move_data_to_device(inputs, device or device_of(self.model)))
+        return dict(move_data_to_device(inputs, device_of(self.model)))
 
     def to_device(self) -> None:
-        """Put the model where Lightning runs it: a Trainer leaves it on the CPU, where it was before."""
+        """Put the model where Lightning runs it: a Trainer leaves it on the CPU."""
         if not any(map(in_shards, self.module.modules())):
             self.module.to(self.trainer.strategy.root_device)
 
+    def first_inputs(self, loader: Any, batches: int | None = None) -> list[dict[str, Any]]:
+        """:meth:`inputs` of the first batches, or all, where Lightning runs the model."""
+        self.to_device()
+        return [self.inputs(batch) for batch in islice(loader, batches)]
+
     def quality(self, what: str, as_quantized: bool = True, again: LightningModule | None = None) -> Quality | None:
-        """Quality of the model, which the user is told as ``what``; None where it is not measured.
+        """Measure the quality of the model; None if ``evaluate`` is off.
 
         Args:
-            what: is measured.
-            as_quantized: off: this is the original, whose predictions are kept to compare later ones with.
-            again: measure this module, of a checkpoint that was loaded again, in the model's place.
+            what: what the user is told is measured.
+            as_quantized: False: measure the original, and keep its predictions to compare later ones with.
+            again: measure this module instead, which a checkpoint was loaded into.
         """
         if not self.config.evaluate:
             return None
@@ -118,10 +124,10 @@ class Job:
 
     def load_again(self, folder: Path) -> LightningModule:
         """A new LightningModule with what was exported to ``folder``, loaded as a user loads it."""
-        wanted = self.config.model
         if is_transformers_model(self.model):
-            return made(wanted, path=str(folder), **({"dtype": "auto"} if "dtype" in wanted else {}))
-        module: LightningModule = made(wanted)
+            as_saved = {"dtype": "auto"} if "dtype" in self.config.model else {}
+            return _make_module(self.config, path=str(folder), **as_saved)
+        module = _make_module(self.config)
         load_checkpoint(find_module(module, self.config.module)[1], folder)
         return module
 
@@ -165,9 +171,22 @@ def made(node: Any, **given: Any) -> Any:
 
 def load_module(config: DictConfig) -> LightningModule:
     """The LightningModule that ``model`` describes."""
+    refuse(
+        ["model.layerwise"] if config.model.get("layerwise") else [],
+        "layer by layer a model is calibrated and exported, nothing else is done with it",
+        remedy="leave it out, or choose task=calibrate.",
+    )
     with step("loading the model"):
-        module: LightningModule = made(config.model)
+        module = _make_module(config)
     stay_put(module)  # the Trainer that measures has no callback of ours
+    return module
+
+
+def _make_module(config: DictConfig, **given: Any) -> LightningModule:
+    wanted = deepcopy(config.model)
+    with open_dict(wanted):
+        wanted.pop("layerwise", None)  # of the task, not of the module
+    module: LightningModule = made(wanted, **given)
     return module
 
 
@@ -179,7 +198,7 @@ def check_data(config: DictConfig) -> None:
 
 
 def make_data(config: DictConfig, module: LightningModule) -> LightningDataModule:
-    """The data that ``data`` describes; its constructor gets, of the module's ``for_data()``, what it asks for."""
+    """The data that ``data`` describes; its constructor gets those values of ``module.for_data()`` that it takes."""
     offered: dict[str, Any] = {"tokenizer": getattr(module, "tokenizer", None)}
     if hasattr(module, "for_data"):
         offered = module.for_data()
@@ -206,9 +225,9 @@ def measure_quality(module: LightningModule, trainer: Trainer, data: LightningDa
 
 
 def recovered_share(full: Quality | None, calibrated: Quality | None, tuned: Quality | None) -> float | None:
-    """How much fine-tuning brought back of what calibration lost, from 0 (nothing, or less) to 1 (all, or more).
+    """The share of calibration's loss that fine-tuning recovered, from 0 (none, or it lost more) to 1 (all, or more).
 
-    None where calibration lost next to nothing, and where the metric does not say which direction is better.
+    None if calibration lost next to nothing, or the metric does not say which direction is better.
     """
     if full is None or calibrated is None or tuned is None or full.higher_is_better is None:
         return None

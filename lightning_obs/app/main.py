@@ -16,7 +16,7 @@ from torch import distributed as dist
 from lightning_obs.app.imports import import_for
 from lightning_obs.app.job import typed_words
 from lightning_obs.app.sigterm import ended_by_sigterm
-from lightning_obs.app.tasks.task import make_task
+from lightning_obs.app.tasks.task import make_task, task_node
 from lightning_obs.errors import refuse
 from lightning_obs.schemes.config import as_names
 
@@ -24,7 +24,7 @@ from lightning_obs.schemes.config import as_names
 def run(config: DictConfig) -> dict[str, Any]:
     """Run the task of a composed config and return what a comparison shows of it."""
     _quiet_lightning()
-    refuse_unread(config.task, [word for word in typed_words() or () if not word.startswith("--")])
+    refuse_unread(task_node(config), [word for word in typed_words() or () if not word.startswith("--")])
     for name in as_names(config.imports):
         import_for("imports", name, "run from the folder that holds it, or set PYTHONPATH.")
     with ended_by_sigterm():

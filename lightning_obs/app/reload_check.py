@@ -53,10 +53,10 @@ def main() -> None:
 
 
 def align(model: Any) -> None:
-    """Move tensors that lie at no multiple of 64 bytes to memory of their own, as torch allocates it.
+    """Move tensors whose address is not a multiple of 64 bytes to memory of their own, as torch allocates it.
 
-    safetensors maps them from the file at any offset, and MKL adds a product's terms in an order that depends on where
-    the matrix lies: equal models at other addresses differ in the last bit.
+    safetensors maps them from the file at any offset, and MKL's order of summation depends on the address of a matrix:
+    equal models at other addresses differ in the last bit.
     """
     for tensor in [*model.parameters(), *model.buffers()]:
         data = tensor.data
@@ -65,7 +65,7 @@ def align(model: Any) -> None:
 
 
 def first_tensor(output: Any) -> tuple[str, Any]:
-    """The logits of a model's output, or the first tensor that it has, and what that is called."""
+    """What to compare of a model's output, with its name: the logits, or else its first tensor."""
     if getattr(output, "logits", None) is not None:
         return "logits", output.logits
     if hasattr(output, "to_tuple"):

@@ -2,7 +2,7 @@
 
 Lightning's own handler notes the signal and goes on: the last batch of a validation, and all that follows the Trainer,
 still run. On several ranks it first waits for a collective that the others may never join. So it is replaced as soon as
-Lightning has put it in.
+Lightning has installed it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing_extensions import override
 class EndOnSigterm(Callback):
     """Part of every Trainer of a run, inside :func:`ended_by_sigterm`."""
 
-    #: of the Trainers of this process that launched ranks
+    #: those of this process's Trainers that launched ranks
     launchers: list[Any] = []  # noqa: RUF012
 
     @override

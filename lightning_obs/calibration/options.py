@@ -155,8 +155,9 @@ class CalibrationOptions:
         return {name: getattr(self, name) for name in names}
 
     def with_config(self, config: QuantizationConfig) -> CalibrationOptions:
-        """These options with a config that says scheme, targets, ignore, observers and rounding together."""
-        return replace(self, scheme=config, targets=None, ignore=(), observers=None, rounding=None)
+        """These options with a config that says all that is quantized, and how; it keeps the kv cache of these."""
+        config = config.model_copy(update={"kv_cache_scheme": config.kv_cache_scheme or self.config.kv_cache_scheme})
+        return replace(self, scheme=config, targets=None, ignore=(), observers=None, kv_cache=None, rounding=None)
 
     @property
     def engine(self) -> Engine:

@@ -20,7 +20,7 @@ from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.copies import KeptBatches
 from lightning_obs.callbacks.which_module import require_forward
-from lightning_obs.choice.observer_choice import Candidates, ObserverChoice, check_candidates, choose_for
+from lightning_obs.choice.observer_choice import Candidates, ObserverChoice, choose_observers, fitting_candidates
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.calls import call_on, logits_of
 from lightning_obs.model.additions import keep_hook_out
@@ -57,7 +57,7 @@ class AutoObservers:
                 got=f"{session.collectives.size} devices{', a token mask' if self._masked else ''}",
                 remedy="choose there (callback.choice.config), then calibrate here with that scheme.",
             )
-        check_candidates(session.model, self.asked, self.candidates)
+        fitting_candidates(session.model, self.asked, self.candidates)
 
     def start(self, session: CalibrationSession) -> None:
         """Keep what the model is called with, until :meth:`choose` or :meth:`stop`; nothing after the choice."""
@@ -102,7 +102,8 @@ class AutoObservers:
         kept = [inputs for inputs, _ in self._kept.taken()]
         self.stop()
         session.detach()
-        self.choice, self.options = choose_for(model, kept[:SCORED], self.asked, self.candidates)
+        self.choice = choose_observers(model, kept[:SCORED], self.asked, self.candidates)
+        self.options = self.asked.with_config(self.choice.config)
         for base, counts in self.choice.counts.items():
             rank_zero_info(f'observers="auto", {base}: ' + ", ".join(f"{name} {n}" for name, n in counts.most_common()))
         chosen = CalibrationSession(model, self.options)

@@ -1,8 +1,8 @@
 """Measure how much each layer's quantization changes the model's predictions, for every candidate scheme at once.
 
-The truth is the Kullback-Leibler divergence of the quantized model's next-token distributions from the unquantized
-model's, with one layer quantized. To measure it takes a forward per layer and scheme. Its second order takes one
-forward and one backward for all of them: a layer whose output changes by ``d`` changes the logits by ``J d``, and
+What counts is the Kullback-Leibler divergence of the next-token distributions from the unquantized model's, with one
+layer quantized. Measuring it takes a forward pass per layer and scheme. Its second-order term takes one forward and one
+backward pass for all of them: a layer whose output changes by ``d`` changes the logits by ``J d``, and
 
     KL = 1/2 d^T J^T F J d = 1/2 E[(v^T J d)^2],   F = diag(p) - p p^T,   v = sqrt(p) r - p (sqrt(p)^T r),
 
@@ -10,9 +10,9 @@ where ``p`` is what the model predicts and ``r`` are random signs: ``v`` has cov
 log-probability of a drawn label has, with less variance. ``v^T J`` is what backward leaves at the layer's output. No
 label of the text is used: a layer can lower the loss on a text by chance, but it cannot lower the divergence.
 
-The signs of two positions are independent, so the square of the sum over a sequence is right on average whether errors
-of neighbouring tokens agree or cancel. It is also noisy: one number a sequence. Sums over :data:`BLOCK` tokens, squared
-and added, are far less noisy, and leave out what only distant tokens do to each other.
+The signs of two positions are independent, so the square of the sum over a sequence is unbiased whether errors of
+neighbouring tokens agree or cancel, but noisy: one number per sequence. Sums over :data:`BLOCK` tokens, squared and
+added, are far less noisy, and leave out only the interaction of distant tokens.
 
 Beyond second order the estimate is wrong; how far it holds on a real model is measured in docs/choosing.md.
 """
@@ -35,7 +35,7 @@ from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.observers.statistic import to_host
 
-#: tokens whose errors are taken to add up, not to be independent
+#: the errors of so many neighbouring tokens are summed before they are squared
 BLOCK = 16
 #: by module name and scheme, a copy of the module that shares its parameters and has the scheme's qparams
 Twins: TypeAlias = dict[str, dict[str, nn.Module]]
@@ -48,7 +48,7 @@ _Changes: TypeAlias = dict[tuple[str, str], list[torch.Tensor]]
 def divergences(
     model: nn.Module, batches: Sequence[Any], twins: Twins, groups: Iterable[tuple[str, ...]], seed: int
 ) -> tuple[Losses, int]:
-    """Run the model forward and backward, and each candidate's module on what its original read.
+    """Run the model forward and backward, and each candidate's module on the inputs of the original.
 
     Returns:
         The KL divergence in nats per token for each scheme and each of ``groups``, and the number of predictions.
@@ -87,7 +87,7 @@ def divergences(
 
 
 def _tap(name: str, twins: Mapping[str, nn.Module], changes: _Changes) -> Callable[..., torch.Tensor | None]:
-    """A forward hook that runs a module's twins, when backward has arrived at its output."""
+    """A forward hook that runs a module's twins once backward has reached its output."""
 
     def tap(module: nn.Module, args: Any, kwargs: Any, output: Any) -> torch.Tensor | None:
         if not isinstance(output, torch.Tensor) or not output.numel():

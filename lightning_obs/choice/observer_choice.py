@@ -24,14 +24,14 @@ from typing_extensions import Unpack
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.choice.mixed_precision import config_of
-from lightning_obs.choice.sensitivity import Batches, Group, Sensitivity, sensitivity
+from lightning_obs.choice.sensitivity import Batches, Sensitivity, sensitivity
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.schemes.config import ROUNDING, SchemeLike, config_groups, resolve_config
+from lightning_obs.schemes.config import ROUNDING, SchemeLike, config_groups
 
 #: an observer's name under ``name``, and its hyperparameters
 _Named: TypeAlias = dict[str, Any]
-#: what is tried for what a scheme observes, where it fits the scheme; the first is always tried. Only weights
-#: below 8 bits are tried by Hessians, and with signed scales where format and engine take them
+#: what is tried by default, of what fits the scheme; the first of each is always tried. Hessians and signed scales are
+#: tried for weights below 8 bits, where format and engine take them
 CANDIDATES: dict[str, list[_Named]] = {
     "input": [
         {"name": "static_minmax"},
@@ -48,8 +48,8 @@ CANDIDATES: dict[str, list[_Named]] = {
         {"name": "hessian"},
     ],
 }
-#: share of the overall best candidate's loss below which another one is taken for a tensor: estimates of one tensor are
-#: noisy, and the best of several noisy ones is often only lucky
+#: a tensor gets another candidate than the overall best if it loses less than this share of what the best loses there:
+#: estimates for one tensor are noisy, and the least of several noisy ones is often luck
 CLEARLY = 0.8
 #: by base name (input, weight), names of observers or dicts of name, hyperparameters and (weight) rounding
 Candidates: TypeAlias = Mapping[str, Sequence[str | Mapping[str, Any]]]
@@ -113,7 +113,7 @@ class _Table(Table):
 def choose_observers(
     model: nn.Module,
     batches: Batches,
-    scheme: SchemeLike,
+    scheme: SchemeLike | CalibrationOptions,
     candidates: Candidates | None = None,
     *,
     held_out: Batches | None = None,
@@ -125,7 +125,7 @@ def choose_observers(
     Args:
         model: a module whose output is logits; it is not changed.
         batches: to observe. Without ``held_out`` every second one is scored instead.
-        scheme: as for :class:`~lightning_obs.CalibrationSession`.
+        scheme: as for :class:`~lightning_obs.CalibrationSession`; the choice keeps its kv cache as it is.
         candidates: by base name (input, weight), names of observers or dicts of name and hyperparameters, of a weight
             with ``rounding``, too: ``{"name": "hessian", "signed": True, "rounding": "gptq"}``; one that does not say
             is rounded as the scheme says. Default: those of :data:`CANDIDATES` that fit the scheme.
@@ -144,92 +144,69 @@ def choose_observers(
         >>> sorted(choice.losses["input"]), set(choice.observers["0"])
         (['minmax', 'static_minmax'], {'input'})
     """
-    base = resolve_config(
-        scheme,
-        targets=options.pop("targets", None),
-        ignore=options.pop("ignore", ()),
-        rounding=options.pop("rounding", None),
-    )
-    tried = _fitting(model, base, candidates, options)
+    asked = CalibrationOptions.of(scheme, **options)
+    tried = fitting_candidates(model, asked, candidates)
     observed = list(batches)
     scored = observed[1::2] if held_out is None else list(held_out)
     observed = observed[0::2] if held_out is None else observed
     if not observed or not scored:
         raise CalibrationError("observers are compared on batches that they did not observe", got="too few batches")
     schemes = {
-        f"{base_name}: {label}": _with_observers(base, {base_name: one})
+        _key(base_name, label): _observed_by(asked.config, base_name, one)
         for base_name, ones in tried.items()
         for label, one in ones.items()
     }
-    return _choose(sensitivity(model, scored, schemes, calibration=observed, seed=seed, **options), base, tried)
-
-
-def choose_for(
-    model: nn.Module, batches: Batches, options: CalibrationOptions, candidates: Candidates | None = None
-) -> tuple[ObserverChoice, CalibrationOptions]:
-    """:func:`choose_observers` for the scheme of some options, and the options with what was chosen.
-
-    The kv cache has no weights to score, so its observers stay what they are.
-    """
-    choice = choose_observers(model, batches, _without_cache(options), candidates, **options.beside_scheme)
-    return choice, options.with_config(choice.config)
-
-
-def check_candidates(model: nn.Module, options: CalibrationOptions, candidates: Candidates | None = None) -> None:
-    """Refuse without data what :func:`choose_for` would refuse of its candidates."""
-    _fitting(model, _without_cache(options), candidates, options.beside_scheme)
-
-
-def _without_cache(options: CalibrationOptions) -> QuantizationConfig:
-    return options.config.model_copy(deep=True, update={"kv_cache_scheme": None})
+    measured = sensitivity(model, scored, schemes, calibration=observed, seed=seed, **asked.beside_scheme)
+    return _choose(measured, tried, asked.config)
 
 
 def _choose(
-    measured: Sensitivity, base: QuantizationConfig, tried: Mapping[str, Mapping[str, _Named]]
+    measured: Sensitivity, tried: Mapping[str, Mapping[str, _Named]], asked: QuantizationConfig
 ) -> ObserverChoice:
-    def scores(group: Group, base_name: str) -> dict[str, float]:
-        return {label: group.losses[f"{base_name}: {label}"] for label in tried[base_name]}
-
-    losses = {
-        base_name: {label: sum(scores(group, base_name)[label] for group in measured.groups) for label in ones}
-        for base_name, ones in tried.items()
-    }
-    observers: dict[str, dict[str, _Named]] = {}
+    """For each group of modules the overall best candidate, or the group's own best where that is clearly better."""
+    losses: dict[str, dict[str, float]] = {}
     chosen = dict.fromkeys(tried, 0.0)
-    for group in measured.groups:
-        for base_name, ones in tried.items():
-            score, whole = scores(group, base_name), losses[base_name]
-            best, favourite = min(score, key=score.__getitem__), min(whole, key=whole.__getitem__)
-            if score[best] > CLEARLY * score[favourite]:
+    found: dict[str, dict[str, str]] = {name: {} for group in measured.groups for name in group.names}
+    for base_name, ones in tried.items():
+        of_groups = [{label: group.losses[_key(base_name, label)] for label in ones} for group in measured.groups]
+        whole = losses[base_name] = {label: sum(of_group[label] for of_group in of_groups) for label in ones}
+        favourite = min(whole, key=whole.__getitem__)
+        for group, of_group in zip(measured.groups, of_groups, strict=True):
+            best = min(of_group, key=of_group.__getitem__)
+            if of_group[best] > CLEARLY * of_group[favourite]:
                 best = favourite
-            chosen[base_name] += score[best]
+            chosen[base_name] += of_group[best]
             for module in group.names:
-                observers.setdefault(module, {})[base_name] = dict(ones[best])
-    candidate = next(iter(measured.schemes.values()))
+                found[module][base_name] = best
     modules: dict[str, tuple[str, QuantizationScheme | None]] = {}
-    for module, of_module in observers.items():
-        if module in candidate:
-            label = ", ".join(f"{base_name} {_label(one)}" for base_name, one in of_module.items())
-            written = next(group for group in config_groups(base) if group.targets == candidate[module].targets)
-            modules[module] = label, _observed_by(written, of_module)
-    config = config_of(modules, list(dict.fromkeys([*(base.ignore or []), *measured.ignore])))
+    for module, labels in found.items():
+        schemes = {base: measured.schemes[_key(base, label)].get(module) for base, label in labels.items()}
+        whole_scheme = next(iter(schemes.values()))
+        if whole_scheme is not None:  # else no data reached the module
+            observed = {_FIELDS[base]: getattr(scheme, _FIELDS[base]) for base, scheme in schemes.items()}
+            label = ", ".join(f"{base} {label}" for base, label in labels.items())
+            modules[module] = label, whole_scheme.model_copy(update=observed)
+    config = config_of(modules, list(dict.fromkeys([*(asked.ignore or ()), *measured.ignore])))
     assert config is not None
+    config.kv_cache_scheme = asked.kv_cache_scheme
+    observers = {m: {base: dict(tried[base][label]) for base, label in labels.items()} for m, labels in found.items()}
     return ObserverChoice(config, observers, losses, chosen)
 
 
-def _with_observers(base: QuantizationConfig, of_bases: Mapping[str, _Named]) -> QuantizationConfig:
-    groups = {name: _observed_by(group, of_bases) for name, group in base.config_groups.items()}
-    return base.model_copy(deep=True, update={"config_groups": groups})
+def _key(base_name: str, label: str) -> str:
+    """The name of an observer among the candidates of a sensitivity."""
+    return f"{base_name}: {label}"
 
 
-def _observed_by(group: QuantizationScheme, of_bases: Mapping[str, _Named]) -> QuantizationScheme:
-    group = group.model_copy(deep=True)
-    for base_name, one in of_bases.items():
+def _observed_by(base: QuantizationConfig, base_name: str, one: _Named) -> QuantizationConfig:
+    """The scheme with this observer, rounded as it was where the observer does not say; the kv cache has no weights."""
+    config = base.model_copy(deep=True, update={"kv_cache_scheme": None})
+    for group in config_groups(config):
         if (args := _observed_args(group, base_name)) is not None:
             rounding = {key: value for key, value in args.observer_kwargs.items() if key == ROUNDING}
             args.observer = one["name"]
             args.observer_kwargs = rounding | {key: value for key, value in one.items() if key != "name"}
-    return group
+    return config
 
 
 def _observed_args(group: QuantizationScheme, base_name: str) -> QuantizationArgs | None:
@@ -238,28 +215,28 @@ def _observed_args(group: QuantizationScheme, base_name: str) -> QuantizationArg
     return None if args is None or args.dynamic is True else args
 
 
-def _fitting(
-    model: nn.Module, base: QuantizationConfig, candidates: Candidates | None, options: Mapping[str, Any]
+def fitting_candidates(
+    model: nn.Module, asked: CalibrationOptions, candidates: Candidates | None = None
 ) -> dict[str, dict[str, _Named]]:
     """Candidates by base name and label. The user's have to fit the scheme; of our own, those that do are taken."""
     refuse(sorted(set(candidates or {}) - set(_FIELDS)), "observers are chosen for input and weight")
     tried: dict[str, dict[str, _Named]] = {}
     for base_name, (first, *others) in CANDIDATES.items():
         given: Sequence[Any] = others if candidates is None else candidates.get(base_name, ())
-        observed = [args for group in config_groups(base) if (args := _observed_args(group, base_name)) is not None]
+        observed = list(filter(None, (_observed_args(group, base_name) for group in config_groups(asked.config))))
         if not observed or not given:
             continue
         is_small = base_name == "weight" and all(args.num_bits < 8 for args in observed)
         for one in [first, *([given] if isinstance(given, (str, Mapping)) else given)]:
             named = {"name": one} if isinstance(one, str) else dict(one)
-            asked, forms = candidates is not None or one is first, [named]
-            if not asked and base_name == "weight":
+            is_asked, forms = candidates is not None or one is first, [named]
+            if not is_asked and base_name == "weight":
                 forms = [named | {"signed": True}, named] if is_small else [named] * ("hessian" not in named["name"])
             for form in forms:
                 try:
-                    CalibrationSession(model, _with_observers(base, {base_name: form}), **options)
+                    CalibrationSession(model, _observed_by(asked.config, base_name, form), **asked.beside_scheme)
                 except CalibrationError:
-                    if asked:
+                    if is_asked:
                         raise
                     continue
                 tried.setdefault(base_name, {})[_label(form)] = form

@@ -1,7 +1,7 @@
-"""How much each layer's quantization changes what the model says, for every candidate scheme at once.
+"""How much quantizing each layer changes the model's predictions, for every candidate scheme at once.
 
 Every candidate is calibrated in one pass over the data, on copies of the modules that share their parameters; what
-several candidates gather of one input (a Hessian) is gathered and kept once. Then :mod:`.divergence` measures all
+several candidates gather from one input (a Hessian) is gathered and kept once. Then :mod:`.divergence` measures all
 copies in one forward and backward pass per batch.
 """
 
@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -52,7 +52,7 @@ class Group:
     Attributes:
         names: of the modules.
         weights: how many numbers their weights have.
-        losses: by scheme, see :attr:`Sensitivity.method`.
+        losses: by scheme, in the units of :attr:`Sensitivity.method`.
         sizes: by scheme, the bytes of their weights and scales in a checkpoint.
     """
 
@@ -70,12 +70,12 @@ class Sensitivity:
         groups: modules that choose together, in the model's order.
         layers: by scheme, the loss of each module alone.
         schemes: by name, what it does to each module.
-        ignore: what all candidates left out, as it was written, and tied heads.
+        ignore: what all candidates left out, as it was given, and tied heads.
         method: ``"divergence"``: losses are estimated KL divergences of the model's predictions, in nats per token;
             ``"weight error"``: relative squared errors of the weights, which no data was needed for and which say
             little about the model.
         tokens: predictions that were measured.
-        alone: whether no plan may have two of the schemes, as one of the engines reads one alone.
+        alone: whether a plan may have only one of the schemes, because an engine reads only one.
     """
 
     groups: list[Group]
@@ -142,7 +142,8 @@ def sensitivity(
         >>> [group.names for group in found.groups], found.groups[0].sizes
         ([('0',), ('2',)], {'int8': 320, 'none': 1024})
     """
-    _require_whole(model)
+    elsewhere = [name for name, module in model.named_modules() if in_shards(module) or is_offloaded(module)]
+    refuse(elsewhere, "sensitivities need whole weights, on one device")
     engines = [engine_of(name, "engines") for name in as_names(options.pop("engines", ()))]
     named = _named(schemes)
     sessions = _sessions(model, named, engines, options)
@@ -155,14 +156,15 @@ def sensitivity(
         losses, tokens = _weight_errors(twins, every), 0
     else:
         losses, tokens = divergences(model, measured, twins, every, seed)
+    names, tied = [name for group in groups for name in group], (s.plan.tied for s in sessions.values())
     return Sensitivity(
-        [_group(model, group, candidates, losses, twins) for group in groups],
-        {scheme: {n: losses.get((scheme, (n,)), 0.0) for group in groups for n in group} for scheme in candidates},
-        {k: {t.name: t.scheme for t in s.plan.targets if t.name not in s.skipped} for k, s in sessions.items()},
-        [*as_names(options.get("ignore", ())), *dict.fromkeys(n for s in sessions.values() for n in s.plan.tied)],
-        "weight error" if measured is None else "divergence",
-        tokens,
-        any(_refused_together(pair, groups[0], engines) for pair in combinations(sessions.values(), 2)),
+        groups=[_group(model, group, candidates, losses, twins) for group in groups],
+        layers={scheme: {name: losses.get((scheme, (name,)), 0.0) for name in names} for scheme in candidates},
+        schemes={k: {t.name: t.scheme for t in s.plan.targets if t.name not in s.skipped} for k, s in sessions.items()},
+        ignore=[*as_names(options.get("ignore", ())), *dict.fromkeys(chain.from_iterable(tied))],
+        method="weight error" if measured is None else "divergence",
+        tokens=tokens,
+        alone=any(_refused_together(pair, groups[0], engines) for pair in combinations(sessions.values(), 2)),
     )
 
 
@@ -200,11 +202,6 @@ def _refusal(engine: Engine, session: CalibrationSession, targets: list[PlannedM
     except CalibrationError as error:
         return error
     return None
-
-
-def _require_whole(model: nn.Module) -> None:
-    elsewhere = [n for n, m in model.named_modules() if in_shards(m) or is_offloaded(m)]
-    refuse(elsewhere, "sensitivities need whole weights, on one device")
 
 
 def candidate_options(candidate: Candidate, **options: Any) -> CalibrationOptions:

@@ -90,6 +90,18 @@ def test_multirun_prints_one_table(command_line, tmp_path):
     assert "observer=minmax" in (tmp_path / "sweep" / "report.html").read_text()
 
 
+def test_a_run_of_a_multirun_that_fails_is_named_beside_those_that_worked(command_line, tmp_path):
+    runs = ("--multirun", "scheme=w4a16,w8a8", "hydra.sweep.dir=sweep")
+    done = command_line(*runs, "evaluate=false", "export=none")
+    assert done.returncode == 1
+    assert "scheme=w4a16 (failed)" in done.stdout[done.stdout.index("comparison") :]
+    assert "scheme=w4a16 failed: weight group size 128 does not divide" in done.stdout
+    assert "CalibrationError: weight group size 128 does not divide" in done.stderr
+    page = (tmp_path / "sweep" / "report.html").read_text()
+    assert "scheme=w4a16 (failed)" in page
+    assert '"run": "scheme=w8a8", "size": null, "seconds": ' in page
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8_static", pytest.param("w8a8", marks=pytest.mark.nightly)])
 def test_two_ranks_of_ddp_print_and_write_once_and_give_the_scales_of_one(command_line, tmp_path, scheme):

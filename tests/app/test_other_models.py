@@ -84,7 +84,7 @@ def test_without_labels_an_encoder_is_held_against_the_unquantized_one(other, en
 
 
 def test_similarity_judges_no_model_by_itself(other, encoder):
-    with pytest.raises(CalibrationError, match=r"nothing judges the model by itself.*data\.label_field"):
+    with pytest.raises(CalibrationError, match=r"nothing judges a single model.*data\.label_field"):
         run(other("encoder", encoder, "data.batch_size=4", "task=evaluate"))
 
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from torch import nn
 
 from lightning_obs import CalibrationError, CalibrationOptions, CalibrationSession, choose_observers
-from lightning_obs.choice.observer_choice import _choose, _fitting, choose_for
+from lightning_obs.choice.observer_choice import _choose, fitting_candidates
 from lightning_obs.choice.sensitivity import Group, Sensitivity, sensitivity
 from lightning_obs.schemes.config import has_rounding, resolve_config
 
@@ -118,16 +118,15 @@ def test_observers_auto_names_the_way():
 
 
 def test_a_tensor_leaves_the_overall_best_observer_only_for_one_that_is_clearly_better():
-    base = resolve_config("INT8_STATIC")
-    (scheme,) = base.config_groups.values()
+    (scheme,) = resolve_config("INT8_STATIC").config_groups.values()
     tried = {"input": {name: {"name": name} for name in ("static_minmax", "minmax")}}
     losses = {"overall": (1.0, 5.0), "little": (1.0, 0.9), "clearly": (1.0, 0.5)}
     groups = [
         Group((name,), 8, {"input: static_minmax": first, "input: minmax": second}, {})
         for name, (first, second) in losses.items()
     ]
-    measured = Sensitivity(groups, {}, {"input: minmax": dict.fromkeys(losses, scheme)})
-    choice = _choose(measured, base, tried)
+    schemes = {f"input: {name}": dict.fromkeys(losses, scheme) for name in tried["input"]}
+    choice = _choose(Sensitivity(groups, {}, schemes), tried, resolve_config("INT8_STATIC"))
     assert {name: of["input"]["name"] for name, of in choice.observers.items()} == {
         "overall": "static_minmax",
         "little": "static_minmax",
@@ -136,10 +135,19 @@ def test_a_tensor_leaves_the_overall_best_observer_only_for_one_that_is_clearly_
     assert choice.chosen == {"input": 2.5}
 
 
+def test_a_kv_cache_is_left_as_it_is(tiny_llama, batches):
+    asked = CalibrationOptions("INT8_STATIC", ignore="lm_head", kv_cache="FP8")
+    choice = choose_observers(tiny_llama(), batches, asked, {"input": ["minmax"]})
+    assert choice.config.kv_cache_scheme == asked.config.kv_cache_scheme
+    chosen = asked.with_config(choice.config)
+    assert chosen.config == choice.config
+    assert chosen.with_config(chosen.config) == chosen  # as a resumed run makes them again
+
+
 def test_one_candidate_is_a_name_and_not_its_letters():
-    base = resolve_config("INT8_STATIC")
     for one in ("histogram", {"name": "histogram"}, ["histogram"]):
-        assert list(_fitting(nn.Linear(8, 8), base, {"input": one}, {})["input"]) == ["static_minmax", "histogram"]
+        tried = fitting_candidates(nn.Linear(8, 8), CalibrationOptions("INT8_STATIC"), {"input": one})
+        assert list(tried["input"]) == ["static_minmax", "histogram"]
 
 
 # ---------------------------------------------------------------------- signed scales, Hessians, rounding
@@ -164,7 +172,8 @@ def test_a_candidate_carries_hyperparameters_and_rounding(classifier):
 def test_candidates_are_rounded_as_the_scheme_says(classifier, outliers):
     candidates = {"weight": ["memoryless_mse", {"name": "memoryless_mse", "rounding": None}]}
     options = CalibrationOptions(INT4, rounding="gptq")
-    choice, chosen = choose_for(classifier, outliers, options, candidates)
+    choice = choose_observers(classifier, outliers, options, candidates)
+    chosen = options.with_config(choice.config)
     losses = choice.losses["weight"]
     assert losses["memoryless_mse"] < losses["memoryless_mse(rounding=None)"]
     assert has_rounding(chosen.config)
@@ -182,7 +191,7 @@ def test_candidates_are_rounded_as_the_scheme_says(classifier, outliers):
 )
 def test_our_own_candidates_are_those_that_the_format_takes(classifier, scheme, reload, labels):
     scheme = {"weights": {"num_bits": 8, "strategy": "channel"}} if scheme == "W8A16" else scheme
-    tried = _fitting(classifier, resolve_config(scheme), None, {"reload": reload})["weight"]
+    tried = fitting_candidates(classifier, CalibrationOptions(scheme, reload=reload))["weight"]
     assert labels < set(tried)
     assert ("hessian" in str(tried)) == ("hessian" in str(labels))
     assert ("signed" in str(tried)) == ("signed" in str(labels))
@@ -192,7 +201,7 @@ def test_our_own_candidates_are_those_that_the_format_takes(classifier, scheme, 
 def test_signed_scales_that_the_engine_reads_wrongly_are_not_tried_unless_asked_for(tiny_llama):
     model, base = tiny_llama(), resolve_config("W4A8", ignore="lm_head")
     base.config_groups["group_0"].weights.group_size = 32
-    tried = _fitting(model, base, None, {"reload": "vllm"})["weight"]
+    tried = fitting_candidates(model, CalibrationOptions(base, reload="vllm"))["weight"]
     assert "hessian" in tried
     assert "signed" not in str(tried)
 
@@ -205,5 +214,5 @@ def test_signed_scales_that_the_engine_reads_wrongly_are_not_tried_unless_asked_
 
 
 def test_modules_whose_inputs_have_other_channels_are_not_tried_by_hessians():
-    tried = _fitting(nn.Sequential(nn.Conv2d(4, 4, 3)), resolve_config(CHANNELS, targets="Conv2d"), None, {})
+    tried = fitting_candidates(nn.Sequential(nn.Conv2d(4, 4, 3)), CalibrationOptions(CHANNELS, targets="Conv2d"))
     assert list(tried["weight"]) == ["memoryless_minmax", "memoryless_mse(signed=True)"]

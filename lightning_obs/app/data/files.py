@@ -26,7 +26,7 @@ def read_documents(
     path: str | os.PathLike[str] | None, text_field: str = "text", option: str = "data.path"
 ) -> list[str]:
     """The texts of what :func:`read_rows` reads."""
-    return [text_of(*row, text_field) for row in read_rows(path, text_field, option)]
+    return [value_of(*row, text_field) for row in read_rows(path, text_field, option)]
 
 
 def read_rows(
@@ -73,33 +73,19 @@ def read_rows(
 def require_fields(path: Any, asked: Mapping[str, Any], option: str) -> None:
     """Refuse, by the first object alone, a ``path`` without the fields that ``asked`` names as ``*_field``."""
     place, row = next(read_rows(path, asked.get("text_field", "text"), option), (str(path), {}))
-    for name in ("text_field", "target_field"):
+    for name, kind in (("text_field", str), ("target_field", str), ("label_field", object)):
         if asked.get(name) is not None:
-            text_of(place, row, asked[name], f"data.{name}")
-    if asked.get("label_field") is not None:
-        label_of(place, row, asked["label_field"])
+            value_of(place, row, asked[name], f"data.{name}", kind)
 
 
-def label_of(place: str, row: Any, field: str) -> Any:
-    """What stands in the field of the label; an error if there is no such field."""
-    value = row.get(field) if isinstance(row, dict) else None
-    if value is None:
-        known = list(row) if isinstance(row, dict) else []
+def value_of(place: str, row: Any, field: str, option: str = "data.text_field", kind: type = str) -> Any:
+    """The value in a field of a row, which ``option`` names; an error where there is none of that kind."""
+    fields = row if isinstance(row, dict) else {}
+    value = fields.get(field)
+    if value is None or not isinstance(value, kind):
         raise CalibrationError(
-            f"{place} has no field {field!r}{likely(field, known)}",
-            got=f"the fields {name_list(known)}",
-            remedy="name the field of the labels: data.label_field=...",
-        )
-    return value
-
-
-def text_of(place: str, row: Any, field: str, option: str = "data.text_field") -> str:
-    """The text in a field of a row, which ``option`` names; an error if there is none."""
-    value = row.get(field) if isinstance(row, dict) else None
-    if not isinstance(value, str):
-        raise CalibrationError(
-            f"{place} has no text in the field {field!r}{likely(field, row if isinstance(row, dict) else ())}",
-            got=repr(row)[:80],
+            f"{place} has no {'text in the ' if kind is str else ''}field {field!r}{likely(field, fields)}",
+            got=repr(row)[:80] if kind is str else f"the fields {name_list(list(fields))}",
             remedy=f"name the field: {option}=...",
         )
     return value

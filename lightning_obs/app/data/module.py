@@ -22,12 +22,12 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 from typing_extensions import override
 
 from lightning_obs.app.console import say
-from lightning_obs.app.data.files import Row, label_of, read_documents, read_rows, require_fields, text_of
+from lightning_obs.app.data.files import Row, read_documents, read_rows, require_fields, value_of
 from lightning_obs.app.imports import import_for
 from lightning_obs.app.models.language import LABELS
 from lightning_obs.errors import CalibrationError
 
-#: words that make a paragraph of the default text a sample
+#: least number of words of a paragraph of the default text that is a sample
 _SENTENCE = 8
 
 
@@ -36,10 +36,10 @@ class DataOptions:
     """What to read, and how much of it; the keys that every config of the group ``data`` has.
 
     Attributes:
-        path: of the samples; None: the default text.
+        path: where the samples are; None: the default text.
         batches, eval_batches, train_batches: to calibrate on, to measure on, to train on; no sample is in two of them.
-        tokens: of a sample; images have none.
-        eval_path: of the samples to measure on; None: every second sample of ``path`` is held out for that.
+        tokens: length of a sample; images have none.
+        eval_path: where the samples to measure on are; None: every second sample of ``path`` is held out for that.
     """
 
     path: str | os.PathLike[str] | None = None
@@ -69,7 +69,7 @@ class CalibrationData(LightningDataModule, ABC):
         CalibrationError: numbers that are not positive; what cannot be read; fewer samples than asked for.
     """
 
-    #: a kind of sample, in the plural
+    #: what errors call the samples, in the plural
     unit: ClassVar[str]
 
     def __init__(self, collate: Callable[[list[Any]], Any] | None = None, **options: Any) -> None:
@@ -126,7 +126,7 @@ class CalibrationData(LightningDataModule, ABC):
         return self._loader(self.held_out)
 
     def _loader(self, samples: Any, shuffle: bool = False) -> DataLoader[Any]:
-        # all by name: Lightning makes it again with a sampler of its own
+        # keyword arguments, because Lightning makes the loader again with a sampler of its own
         sizes: dict[str, Any] = {"batch_size": self.options.batch_size, "num_workers": self.options.num_workers}
         return DataLoader(samples, shuffle=shuffle, collate_fn=self.collate, **sizes)
 
@@ -198,8 +198,7 @@ class DocumentData(CalibrationData):
     ) -> None:
         self._tokenizer, self._label2id, self._targets = tokenizer, label2id or {}, targets
         self._text_field, self._label_field, self._target_field = text_field, label_field, target_field
-        pad = (DataCollatorForSeq2Seq if targets else DataCollatorWithPadding)(tokenizer)
-        super().__init__(partial(_padded, pad), **options)
+        super().__init__((DataCollatorForSeq2Seq if targets else DataCollatorWithPadding)(tokenizer), **options)
 
     @override
     def read(self, path: Any, option: str) -> list[Row]:
@@ -215,14 +214,14 @@ class DocumentData(CalibrationData):
         return [self._sample(*row) for row in found[:count]]
 
     def _sample(self, place: str, row: Any) -> dict[str, Any]:
-        text = text_of(place, row, self._text_field)
+        text = value_of(place, row, self._text_field)
         if self._targets:
             if self._target_field is None:
                 words = text.split()
                 half = max(1, min(len(words) // 2, self.options.tokens))
                 text, target = " ".join(words[:half]), " ".join(words[half:])
             else:
-                target = text_of(place, row, self._target_field, "data.target_field")
+                target = value_of(place, row, self._target_field, "data.target_field")
             return {**self._encoded(text=text), "labels": self._encoded(text_target=target)["input_ids"]}
         sample = self._encoded(text=text)
         return sample if self._label_field is None else {**sample, "labels": self._label(place, row)}
@@ -231,7 +230,7 @@ class DocumentData(CalibrationData):
         return dict(self._tokenizer(**text, truncation=True, max_length=self.options.tokens))
 
     def _label(self, place: str, row: Mapping[str, Any]) -> int | float:
-        value = label_of(place, row, self._label_field or "")
+        value = value_of(place, row, str(self._label_field), "data.label_field", object)
         if isinstance(value, str) and value in self._label2id:
             return self._label2id[value]
         try:
@@ -245,11 +244,6 @@ class DocumentData(CalibrationData):
                 remedy="write the classes as numbers, or put their names into the model's config.json: "
                 f'"label2id": {{{json.dumps(str(value))}: 0, ...}}.',
             ) from error
-
-
-def _padded(pad: Callable[[Any], Mapping[str, Any]], samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """A function, not a lambda: processes that are spawned get the data pickled."""
-    return dict(pad(samples))
 
 
 class ImageData(CalibrationData):

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from typing_extensions import override
 
 from lightning_obs.app.models.pretrained import load_pretrained
-from lightning_obs.errors import refuse
 from lightning_obs.moe.experts import linearize_experts as _linearize
 
 #: the key of a batch that holds the labels
@@ -82,7 +81,6 @@ class LanguageModel(TaskModule):
             not fit is offloaded, and comes in one module at a time.
         offload_folder: where transformers writes what is offloaded to disk and lies in no safetensors file.
         linearize_experts: give every expert Linear modules of its own, so that they can be quantized.
-        layerwise: for ``task=calibrate``, which then loads one block at a time and no such module.
         learning_rate: of AdamW, see :class:`TaskModule`.
     """
 
@@ -96,18 +94,9 @@ class LanguageModel(TaskModule):
         device_map: str | Mapping[str, Any] | None = None,
         offload_folder: str | None = None,
         linearize_experts: bool = True,
-        layerwise: bool | str = False,
         learning_rate: float = 2e-5,
     ) -> None:
-        refuse(
-            ["model.layerwise"] if layerwise else [],
-            "layer by layer a model is calibrated and exported, nothing else is done with it",
-            remedy="leave it out, or choose task=calibrate.",
-        )
-        where = {
-            "device_map": dict(device_map) if isinstance(device_map, Mapping) else device_map,
-            "offload_folder": offload_folder,
-        }
+        where = {"device_map": device_map, "offload_folder": offload_folder}
         model, tokenizer = load_pretrained(path, self.auto_class, dtype, attn_implementation, **where)
         super().__init__(model, learning_rate)
         self.tokenizer = tokenizer

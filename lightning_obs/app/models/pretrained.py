@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,8 @@ def load_pretrained(
 
     Args:
         source: a folder or a hub name; None: the default model.
-        auto_class: ``AutoModelForCausalLM``...; None: the class that wrote the checkpoint, with its head if it has one.
-            So it is for a causal language model that reads images too, which transformers does not count among them.
+        auto_class: ``AutoModelForCausalLM``...; None: the class that wrote the checkpoint, with its head if it has one,
+            as is taken for models with images that ``AutoModelForCausalLM`` does not know.
         dtype: auto (as it was saved), float32, bfloat16 or float16.
         attn_implementation: as in transformers (``sdpa``, ``eager``...); None lets transformers choose.
         **where: ``device_map`` and ``offload_folder`` as in transformers; ``device_map="disk"`` puts all of it there.
@@ -59,8 +60,9 @@ def load_pretrained(
     if dtype not in _DTYPES:
         raise CalibrationError("model.dtype", got=repr(dtype), expected=f"one of {', '.join(_DTYPES)}")
     options = {k: v for k, v in {"attn_implementation": attn_implementation, **where}.items() if v is not None}
-    if options.get("device_map") == "disk":
-        options["device_map"] = {"": "disk"}
+    device_map = options.get("device_map")
+    if device_map == "disk" or isinstance(device_map, Mapping):  # Hydra's is no dict
+        options["device_map"] = {"": "disk"} if device_map == "disk" else dict(device_map)
     folder = default_model_folder() if source is None else Path(source)
     name = str(source or folder)
     if not folder.exists():

@@ -22,16 +22,15 @@ from lightning_obs.app.models.pretrained import load_pretrained
 from lightning_obs.checkpoint.load import load_checkpoint
 from lightning_obs.errors import CalibrationError
 
-#: logged where the data have no labels: the cosine of the outputs to the unquantized model's
+#: logged if the data have no labels: the cosine similarity of the outputs to the unquantized model's
 SIMILARITY = "similarity"
 
 
 class OneOutputPerSample(TaskModule):
-    """A classifier, or a model that makes one vector of a sample.
+    """A classifier, or a model that turns a sample into one vector.
 
-    Where the data have labels, ``test_step`` logs ``accuracy`` (of models with one output: ``mse``). Where they have
-    none, it logs ``similarity``: the first test's outputs are remembered, and of every later one the mean cosine to
-    them is taken, so that a quantized model is held against the unquantized one.
+    ``test_step`` logs ``accuracy`` if the data have labels (``mse`` for models with one output). Otherwise it logs
+    ``similarity``, the mean cosine similarity to the outputs of the first test, which is that of the unquantized model.
 
     Args:
         model: see :class:`TaskModule`.
@@ -79,7 +78,7 @@ class OneOutputPerSample(TaskModule):
         """Predictions and labels, as losses and metrics take them."""
         if LABELS not in batch:
             raise CalibrationError(
-                "training needs labels, and the data have none",
+                "training needs labels, but the data have none",
                 got=f"batches of {', '.join(batch)}",
                 remedy="data.label_field=<the field that holds them>; of images, one folder for each class.",
             )
@@ -88,7 +87,7 @@ class OneOutputPerSample(TaskModule):
             return output.squeeze(-1), labels.to(output.dtype)
         if self.accuracy is None:
             raise CalibrationError(
-                "the data have labels, and the model has no head that predicts them",
+                "the data have labels, but the model has no head that predicts them",
                 got=type(self.model).__name__,
                 remedy="leave data.label_field out, or give a model for sequence classification.",
             )

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from typing_extensions import override
 
 from lightning_obs.app.checkpoint import write_checkpoint
@@ -21,7 +20,6 @@ from lightning_obs.app.console import say, step
 from lightning_obs.app.generation import continuations, loop_line
 from lightning_obs.app.job import Job, Quality, make_job, make_options, plain, recovered_share, typed_words
 from lightning_obs.app.models.pretrained import DEFAULT_MODEL
-from lightning_obs.app.tasks.layerwise import Layerwise
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
@@ -62,11 +60,6 @@ class Calibrate(Task):
     generation: Mapping[str, Any] = MappingProxyType({})
     lines: Sequence[str] = ()
     sizes: tuple[int, int] | None = None
-
-    @override
-    @classmethod
-    def of(cls, config: DictConfig) -> Task:
-        return Layerwise(config) if cls is Calibrate and config.model.get("layerwise") else cls(config)
 
     @override
     def check(self) -> None:
@@ -143,10 +136,9 @@ class Calibrate(Task):
         job, batches = self.job, self.config.report.layer_error_batches
         if batches < 1:
             return ()
-        job.to_device()
-        moved = [job.inputs(batch) for batch, _ in zip(job.data.test_dataloader(), range(batches), strict=False)]
+        held_out = job.first_inputs(job.data.test_dataloader(), batches)
         with step("measuring each layer's error"):
-            errors = measure_layer_errors(job.model, moved, counts=counts)
+            errors = measure_layer_errors(job.model, held_out, counts=counts)
         if job.callback.session is not None:
             counts.update(job.callback.session.input_counts)
         return errors
@@ -160,8 +152,7 @@ class Calibrate(Task):
         passes = self.passes(session is None or session.needs_data)
         if passes < _WORTH_SAYING:
             return
-        job.to_device()
-        batch = job.inputs(next(iter(job.data.test_dataloader())))
+        [batch] = job.first_inputs(job.data.test_dataloader(), 1)
         with torch.inference_mode():
             job.model(**batch)
             started = time.perf_counter()
@@ -169,7 +160,7 @@ class Calibrate(Task):
             seconds = time.perf_counter() - started
         say(
             f"· about {passes * seconds / 60:.1f} minutes for {passes} forward passes of {seconds:.2g} s on each of "
-            f"{job.trainer.world_size} device(s), beside weights and files  (speed=quick: a few batches only)"
+            f"{job.trainer.world_size} device(s), plus the weights and files  (speed=quick: only a few batches)"
         )
 
     def passes(self, needs_data: bool) -> int:
@@ -218,17 +209,13 @@ class Calibrate(Task):
             self.sizes = (model_bytes(job.model), folder_size(job.folder))
         assert job.callback.session is not None
         known = known_facts(job.callback.session) | {"errors": self.errors, "lines": self.lines, "sizes": self.sizes}
-        known |= {
-            "was_trained": self.seconds_trained is not None,
-            "words": typed_words(),
-            "curves": job.callback.curves,
-        }
+        known |= {"was_trained": self.seconds_trained is not None, "words": typed_words(), "counts": counts}
+        known |= {"curves": job.callback.curves, "drift": job.callback.drift}
         if self.full is not None and self.quantized is not None:
             known["metrics"] = {self.full.name: (self.full.value, self.quantized.value)}
             known |= {"moved": self.quantized.moved, "higher_is_better": self.quantized.higher_is_better}
         title = f"{job.callback.label} \N{MIDDLE DOT} {Path(str(config.model.get('path') or DEFAULT_MODEL)).name}"
-        extra = {**self.row(), "config": plain(config)}
-        report = Report(title, **known, counts=counts, drift=job.callback.drift, extra=extra, **parts)
+        report = Report(title, **known, extra={**self.row(), "config": plain(config)}, **parts)
         path = write_report(config.output_dir, report)
         advice = [f"{step.what}: {step.command}" for step in judge(report, path.parent).steps if step.command]
         hint = "" if not report.poor_layers else f"  (leave out: ignore_from={path.with_suffix('.json')})"

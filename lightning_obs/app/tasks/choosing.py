@@ -22,7 +22,7 @@ from lightning_obs.app.tasks.finetune import PASSES_OF_A_STEP
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.choice.mixed_precision import budget_in_bytes, choose_schemes, frontier, plan_of
-from lightning_obs.choice.observer_choice import check_candidates, choose_for
+from lightning_obs.choice.observer_choice import choose_observers, fitting_candidates
 from lightning_obs.choice.sensitivity import candidate_options, sensitivity
 from lightning_obs.errors import CalibrationError, refuse_unknown
 from lightning_obs.files.write import write_text
@@ -48,11 +48,6 @@ class ChoosingTask(Calibrate):
                 remedy="choose with trainer.devices=1, then calibrate with the scheme that it wrote.",
             )
 
-    def calibration_batches(self) -> list[dict[str, Any]]:
-        """All of them, as the model takes them."""
-        self.job.to_device()
-        return [self.job.inputs(batch) for batch in self.job.data.val_dataloader()]
-
     def calibrate_with(self, options: CalibrationOptions) -> None:
         """Replace the callback by one with these options."""
         callback = self.make_callback(options)
@@ -73,17 +68,16 @@ class Observers(ChoosingTask):
     @override
     def check_task(self) -> None:
         super().check_task()
-        check_candidates(self.job.model, self.job.callback.options, self.candidates or None)
+        fitting_candidates(self.job.model, self.job.callback.options, self.candidates or None)
 
     @override
     def choose(self) -> Mapping[str, Any]:
+        asked, batches = self.job.callback.options, self.job.first_inputs(self.job.data.val_dataloader())
         with step("scoring observers"):
-            choice, options = choose_for(
-                self.job.model, self.calibration_batches(), self.job.callback.options, self.candidates or None
-            )
+            choice = choose_observers(self.job.model, batches, asked, self.candidates or None)
         print_report(choice.table())
         self.write_scheme(choice.config, "Observers chosen by task=observers.")
-        self.calibrate_with(options)
+        self.calibrate_with(asked.with_config(choice.config))
         return {"scores": choice.scores}
 
     @override
@@ -117,7 +111,8 @@ class Plan(ChoosingTask):
     @override
     def choose(self) -> Mapping[str, Any]:
         """Measure sensitivities, solve for the budget, print the frontier, write the plan."""
-        config, batches, at_most = self.config, self.calibration_batches(), plain(self.config.task.at_most)
+        config, at_most = self.config, plain(self.config.task.at_most)
+        batches = self.job.first_inputs(self.job.data.val_dataloader())
         scored, observed = batches[: config.task.batches], batches[config.task.batches :] or batches
         with step("measuring each layer's sensitivity"):
             measured = sensitivity(

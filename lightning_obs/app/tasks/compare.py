@@ -44,7 +44,7 @@ class Evaluate(Task):
         found = measure_quality(self.module, trainer, self.data)
         if found is None or found.name == SIMILARITY:
             raise CalibrationError(
-                "nothing judges the model by itself on these data",
+                "nothing judges a single model on these data",
                 got="test_step logs nothing" if found is None else "only its similarity to an unquantized model",
                 remedy="data.label_field=<the field of the labels>; images: one folder for each class.",
             )
@@ -79,26 +79,33 @@ class Compare(Task):
 
 
 class ComparisonTable(Callback):
-    """Hydra callback: one row a run of a ``--multirun``, shown when the last has ended."""
+    """Hydra callback: one row a run of a ``--multirun``, shown when the last has ended; failed ones are named."""
 
     def __init__(self) -> None:
-        self.jobs: list[tuple[list[str], dict[str, Any] | None]] = []
+        self.jobs: list[tuple[list[str], Any]] = []
 
     @override
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Keep what :func:`lightning_obs.app.main.run` returned."""
-        done = job_return.status is JobStatus.COMPLETED and isinstance(job_return.return_value, dict)
-        self.jobs.append((list(map(str, job_return.overrides or ())), job_return.return_value if done else None))
+        """Keep the row that :func:`lightning_obs.app.main.run` returned, or the error that it raised."""
+        if job_return.status is JobStatus.COMPLETED:
+            self.jobs.append((list(map(str, job_return.overrides or ())), job_return.return_value))
 
     @override
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         if not self.jobs:
             return
-        common, rows = set.intersection(*(set(overrides) for overrides, _ in self.jobs)), []
-        for overrides, row in self.jobs:
+        common = set.intersection(*(set(overrides) for overrides, _ in self.jobs))
+        rows, failures = [], []
+        for overrides, found in self.jobs:
             name = " ".join(one for one in overrides if one not in common) or " ".join(overrides)
-            rows.append({"run": f"{name} (failed)"} if row is None else {**row, "run": name or row["run"]})
+            if isinstance(found, Exception):
+                failures.append(f"{name} failed: {found}")
+                rows.append({"run": f"{name} (failed)"})
+            else:
+                rows.append({**found, "run": name or found["run"]})
         _write_comparison(config.hydra.sweep.dir, rows)
+        for failure in failures:
+            say(failure)
 
 
 def _write_comparison(folder: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from hydra.core.hydra_config import HydraConfig
 from lightning.fabric import Fabric
-from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 from typing_extensions import override
 
 from lightning_obs.app.job import check_data, make_data
-from lightning_obs.app.main import refuse_unread
 from lightning_obs.app.tasks.weights import Weights
 from lightning_obs.calibration.checkpoint_weights import Progress
 from lightning_obs.calibration.layerwise import BlockRuns, calibrate_layerwise
@@ -20,13 +17,6 @@ from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import refuse
 from lightning_obs.files.read import naming
 from lightning_obs.ranks.collectives import Collectives
-
-_READS = (
-    *("model.path", "model.layerwise", "data", "trainer", "scheme", "kv_cache", "group_size", "rounding"),
-    *("observer", "weight_observer", "ignore", "ignore_from", "fused_sets", "join_fused_scales", "on_missing"),
-    *("token_mask", "calibrate_all_experts", "imports", "output_dir"),
-    *("export.folder", "export.overwrite", "export.reload", "export.engines"),
-)
 
 
 class Layerwise(Weights):
@@ -36,10 +26,6 @@ class Layerwise(Weights):
 
     @override
     def check(self) -> None:
-        if HydraConfig.initialized():
-            typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-            known = {"name": "calibrate with model.layerwise", "ignores": ["*"], "reads": _READS}
-            refuse_unread(OmegaConf.create(known), list(map(str, typed)))
         refuse(
             ["trainer.precision"] if self.config.trainer.precision is not None else [],
             "layer by layer a model runs in the dtype in which it was saved",

@@ -17,11 +17,6 @@ class Task(ABC):
     def __init__(self, config: DictConfig) -> None:
         self.config = config
 
-    @classmethod
-    def of(cls, config: DictConfig) -> Task:
-        """The task that does what the config asks for."""
-        return cls(config)
-
     @abstractmethod
     def check(self) -> None:
         """Refuse, before the model is run, what can be known to be wrong."""
@@ -35,9 +30,15 @@ class Task(ABC):
         """What a comparison of runs shows of this one; it has a key ``run``."""
 
 
+def task_node(config: DictConfig) -> DictConfig:
+    """What says which class the task is and which keys it reads: ``task``, or what it has for ``model.layerwise``."""
+    in_blocks = config.get("model", {}).get("layerwise") and config.task.get("layerwise")
+    return in_blocks or config.task
+
+
 def make_task(config: DictConfig) -> Task:
-    """The task that ``task._target_`` names."""
-    target = config.task.get("_target_")
+    """The task that ``_target_`` of its node names."""
+    target = task_node(config).get("_target_")
     try:
         kind: Any = get_class(str(target))
     except (ImportError, ValueError) as error:
@@ -45,5 +46,5 @@ def make_task(config: DictConfig) -> Task:
     if not issubclass(kind, Task):
         expected = f"a subclass of {Task.__module__}.Task"
         raise CalibrationError(f"task._target_={target} is not a task", expected=expected)
-    task: Task = kind.of(config)
+    task: Task = kind(config)
     return task
