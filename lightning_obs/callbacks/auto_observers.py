@@ -1,8 +1,8 @@
 """``observers="auto"``: in the first validation, choose the observer of each tensor by measurement.
 
-What the model is called with is kept while the validation runs (for a language model token ids: little). At its end
-:func:`~lightning_obs.choose_observers` scores the candidates on some of it, and a session with the chosen observers
-runs all of it again. Later validations calibrate with what was chosen.
+The model's inputs are kept while the validation runs (the token ids of a language model take little memory). At its end
+:func:`~lightning_obs.choose_observers` scores the candidates on some of them, and a session with the chosen observers
+runs all of them again. Later validations calibrate with what was chosen.
 """
 
 from __future__ import annotations

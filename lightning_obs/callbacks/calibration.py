@@ -23,7 +23,6 @@ from lightning_obs.callbacks.base import require_at_least
 from lightning_obs.callbacks.observed_batches import BatchKeywords, ObservedBatches
 from lightning_obs.callbacks.quantized_validation import QuantizedValidation, require_batches
 from lightning_obs.callbacks.strategies import collectives_of
-from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.choice.observer_choice import Candidates
 from lightning_obs.errors import CalibrationError, name_list, warn
 from lightning_obs.report.summary import layer_table, print_report
@@ -109,14 +108,14 @@ class CalibrationCallback(ObservedBatches):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the observers; make ready for a second pass."""
         is_due = self._is_due(trainer)
-        if self.evaluate and not trainer.sanity_checking and (is_due or self.has_calibrated):
-            model = find_module(pl_module, self.module)[1]
-            self._second_pass = QuantizedValidation(trainer, pl_module, model, self.evaluate)
-        if not is_due:
+        session = self.prepare(trainer, pl_module) if is_due else self.session
+        if session is None:
             return
-        session = self.prepare(trainer, pl_module)
-        self.observe_validation(trainer, session)
-        if self._auto is not None:
+        if self.evaluate and not trainer.sanity_checking and (is_due or session.has_written):
+            self._second_pass = QuantizedValidation(trainer, pl_module, session.model, self.evaluate)
+        if is_due:
+            self.observe_validation(trainer, session)
+        if is_due and self._auto is not None:
             self._auto.start(session)
 
     @override
@@ -200,13 +199,11 @@ class CalibrationCallback(ObservedBatches):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the qparams of ``test(ckpt_path=...)``; make ready for a second pass."""
         super().on_test_start(trainer, pl_module)
-        if not self.evaluate:
-            return
-        if self.session is None or not self.has_calibrated:
+        if self.evaluate and self.session is not None and self.has_calibrated:
+            self.session.collectives = collectives_of(trainer)
+            self._second_pass = QuantizedValidation(trainer, pl_module, self.session.model, self.evaluate)
+        elif self.evaluate:
             warn(f"{self.label}: nothing was calibrated, so evaluate has nothing to measure in this test.")
-            return
-        self.session.collectives = collectives_of(trainer)
-        self._second_pass = QuantizedValidation(trainer, pl_module, self.session.model, self.evaluate)
 
     @override
     def on_test_batch_start(self, trainer: Trainer, pl_module: LightningModule, *seen: Any) -> None:

@@ -1,9 +1,9 @@
 """What a calibration gives out: a checkpoint, layer errors, a report, numbers for the user's own loggers.
 
-The checkpoint of ``export_folder`` is written in ``teardown``. Weight averaging has put its weights in by then, the
-last validation of a fit is over, and Lightning does not come here after an error or Ctrl-C. It is the state in which
-``callback.export(folder)`` after ``trainer.fit`` finds the model, so both write the same. Whatever can be known before
-the first batch is refused there.
+The checkpoint of ``export_folder`` is written in ``teardown``: weight averaging has put its weights in, the last
+validation of a fit is over, and after an error or Ctrl-C Lightning does not call it. ``callback.export(folder)`` after
+``trainer.fit`` finds the model in the same state, so both write the same. What is known to fail is refused before the
+first batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lightning_obs.report.predictions import Moved
 
 
 class Results(Callback):
-    """What a callback found, for whoever asks. Its subclass says what the session is."""
+    """What a callback's session found, for users, loggers and the page; a subclass makes the session."""
 
     #: of the scheme that was asked for: it names the state in checkpoints
     label: str

@@ -38,8 +38,8 @@ from lightning_obs.schemes.planned_modules import Plan, PlannedModule, scale_sha
 class LearnedScales:
     """A log factor for every scale of a plan that can be learned.
 
-    Learned are static scales of weights, and of activations with one scale per tensor; the others are observed as ever.
-    Scales of NVFP4 are learned alone only: with other weights comes another global scale. Those of MX are not: the
+    Learned are static scales of weights, and of activations with one scale per tensor; the others are observed. Scales
+    of NVFP4 are learned only alone, because other weights need another global scale; those of MX never, because the
     smallest step of a power of two doubles a block.
 
     Args:
@@ -81,9 +81,9 @@ class LearnedScales:
         return [scale.factor for scale in self._scales.values()]
 
     def join(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Add each factor, once, to the first group of the optimizer that trains its module; alone, nothing else stays.
+        """Add each factor, once, to the first group of the optimizer that trains its module.
 
-        Groups are not removed, though nothing may be left in them: schedules count them.
+        Where scales are trained alone, all other parameters are removed. Empty groups stay: schedulers count them.
         """
         for scale in self._scales.values():
             scale.follow()
@@ -94,7 +94,7 @@ class LearnedScales:
         places = {name: found or some for name, found in trained_by.items()}
         refuse(
             sorted({self._scales[n].target.name for n in places if len(optimizers) > 1 and len(places[n]) != 1}),
-            "no single optimizer trains these modules, so it is open which one trains their scales",
+            "no single optimizer trains these modules, so it is undecided which one trains their scales",
             got=f"{len(optimizers)} optimizers",
             expected="the parameters of each module in one of them",
             remedy="give them to one optimizer, list the modules in `ignore`, or set train='weights'.",

@@ -24,6 +24,7 @@ from lightning_obs import (
 )
 from lightning_obs.calibration.options import OptionKeywords
 from lightning_obs.callbacks.base import SessionCallback, SessionKeywords
+from lightning_obs.callbacks.observed_batches import BatchKeywords, ObservedBatches
 from lightning_obs.callbacks.quantized_fit import FitKeywords, QuantizedFit
 from tests.markdown import ROOT
 
@@ -74,6 +75,7 @@ def test_every_option_is_in_the_signature_with_its_type_and_default(taker):
     [
         (OptionKeywords, (CalibrationOptions,)),
         (SessionKeywords, (CalibrationOptions, SessionCallback)),
+        (BatchKeywords, (CalibrationOptions, SessionCallback, ObservedBatches)),
         (FitKeywords, (CalibrationOptions, SessionCallback, QuantizedFit)),
     ],
 )
