@@ -178,7 +178,7 @@ def test_a_checkpoint_is_evaluated_to_the_perplexity_of_the_run_that_wrote_it(
     assert "comparison" in output
     assert "KL [nats]" in output
     page = (tmp_path / "c" / "report.html").read_text()
-    assert '"name": "perplexity"' in page
+    assert '"quality": ["perplexity"' in page
     assert page.count("INT8_STATIC (run)") >= 2  # in the picture and in the table
 
 

@@ -195,6 +195,12 @@ def test_layers_without_depth_are_a_strip_and_unknown_numbers_leave_the_page_who
     names = ["encoder", "head", "extra.proj"]
     errors = [LayerError(name, nothing, nothing) for name in names]
     report = Report("odd", errors=errors, metrics={"loss": (0.0, float("nan"))}, sensitivity={"head": float("inf")})
+    report.scores = [{"of": "input", "observer": "mse", "loss": float("nan"), "tensors": 2}]
+    report.frontier = [
+        {"name": name, "bits_per_weight": 4, "loss": loss} for name, loss in (("a", float("nan")), ("b", 0))
+    ]
+    report.curves = [{"step": 0, "val_loss": float("nan")}, {"step": 1, "val_loss": 1.0}]
+    report.runs = [{"run": "y", "metric": "m", "m": (1.0, float("nan"))}]
     browser.open(write_report(tmp_path, report), fragment="#layer=head")
     assert browser.run("document.querySelector('.grade').textContent") == "Broken"
     assert browser.run("document.querySelector('#map h2').textContent") == "All layers"

@@ -4,7 +4,7 @@
   const { layers, poor } = data;
   const byName = new Map(layers.map((row) => [row.name, row]));
   const known = (value) => value !== undefined && value !== null && value !== "";
-  const short = (v) => (Math.abs(v) >= 1e4 ? Math.round(v).toLocaleString("en") : String(Number(v.toPrecision(4))));
+  const short = (v) => (!known(v) ? "not known" : Math.abs(v) >= 1e4 ? Math.round(v).toLocaleString("en") : String(Number(v.toPrecision(4))));
   const size = (bytes) => {
     const at = bytes < 1024 ? 0 : Math.min(3, Math.floor(Math.log2(bytes) / 10));
     return `${(bytes / 1024 ** at).toFixed(at > 2 ? 2 : 0)} ${["B", "KiB", "MiB", "GiB"][at]}`;
@@ -366,7 +366,7 @@
     for (const score of data.scores) if (!(best[score.of] <= score.loss)) best[score.of] = score.loss;
     const lines = data.scores.map((score) =>
       element("tr", {}, element("th", { scope: "row" }, `${score.of}: `, ...breakable(score.observer)),
-        element("td", { class: "track" }, bar(score.loss / most, score.loss === best[score.of] ? 1 : 0)), element("td", {}, short(score.loss)), element("td", {}, String(score.tensors))));
+        element("td", { class: "track" }, bar(score.loss / (most || 1), score.loss === best[score.of] ? 1 : 0)), element("td", {}, short(score.loss)), element("td", {}, String(score.tensors))));
     const head = element("thead", {}, element("tr", {}, ...["observer", "", "loss", "chosen for"].map((title) => element("th", { scope: "col" }, title))));
     figure("What each observer would lose", () => element("table", { class: "bars" }, head, element("tbody", {}, ...lines)),
       "Estimated over all layers, on batches that were not observed; chosen by tensor: the best for each. The least loss is orange.");
