@@ -44,7 +44,7 @@ from lightning_obs.choice.mixed_precision import MixedPlan, choose_schemes, plan
 from lightning_obs.choice.sensitivity import Sensitivity
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.qparams import calibration_of, put_back
-from lightning_obs.report.facts import poor_layers
+from lightning_obs.report.facts import Report
 from lightning_obs.report.layer_errors import measure_layer_errors
 
 
@@ -183,7 +183,7 @@ def int8(bench: Bench) -> None:
     observers = ("static_minmax", "histogram", "minmax")
     found = bench.sensitivity({**{name: static_int8(name) for name in observers}, "dynamic": "W8A8", "none": None})
     with bench.calibrated(static_int8("static_minmax"), ignore=bench.ignore) as model:
-        poor = set(poor_layers(measure_layer_errors(model, bench.held_out[:1])))
+        poor = set(Report("", errors=measure_layer_errors(model, bench.held_out[:1])).poor_layers)
     static = plan_of(found, "static_minmax")
     by_hand = plan_of(found, {name: "none" if name in poor else "static_minmax" for name in static.schemes})
     limit = f"{by_hand.size} B"

@@ -63,4 +63,4 @@ with tempfile.TemporaryDirectory() as scratch:
     for name in rows[1][2]["ignore"]:
         if name in errors:
             layer = errors[name]
-            print(f"| {name} | {layer['sqnr']:.1f} | [{layer['low']:.4g}, {layer['high']:.4g}] |")
+            print(f"| {name} | {layer['sqnr']:.1f} | [{layer['input_low']:.4g}, {layer['input_high']:.4g}] |")

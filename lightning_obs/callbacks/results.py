@@ -149,13 +149,17 @@ class Results(Callback):
         """
         refuse_unknown(parts, [one.name for one in fields(Report)])
         session, counts = self._calibrated_session(), dict[str, Support]()
-        errors = self.layer_errors(batches, counts)
+        known = {"errors": self.layer_errors(batches, counts), "counts": counts}
         if session.collectives.rank != 0:
             return Path(folder) / "report.html"
-        known = known_facts(session) | {"title": self.label, "errors": errors, "counts": counts}
+        return write_report(folder, self.facts(**{**known, **parts}))
+
+    def facts(self, **parts: Any) -> Report:
+        """What is known of the last calibration; ``parts`` are added to it, or take its place."""
+        known = known_facts(self._calibrated_session()) | {"title": self.label, "checkpoint": self.export_folder}
         known |= {"drift": self.drift, "moved": self.moved, "curves": self.curves, "metrics": self.metrics}
         known["scores"] = () if self.choice is None else self.choice.scores
-        return write_report(folder, Report(**known | parts))
+        return Report(**{**known, **parts})
 
     @property
     def curves(self) -> list[dict[str, float]]:

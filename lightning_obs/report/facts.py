@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median, median_low
@@ -78,6 +79,7 @@ class Report:
         moved: how far the predictions are from the original's.
         was_trained: after calibration, so that predictions were meant to move.
         sizes: bytes before and after; by default those of ``kinds``.
+        checkpoint: folder of what was exported; None: nothing was.
         config: the scheme that was calibrated.
         layers: what is known of each layer without data.
         kinds: bytes before and after, by kind of tensor.
@@ -104,6 +106,7 @@ class Report:
     moved: Moved | None = None
     was_trained: bool = False
     sizes: tuple[int, int] | None = None
+    checkpoint: str | os.PathLike[str] | None = None
     config: QuantizationConfig | None = None
     layers: Mapping[str, LayerFacts] = field(default_factory=dict)
     kinds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -127,8 +130,15 @@ class Report:
 
     @property
     def poor_layers(self) -> list[str]:
-        """The layers to try in ``ignore``."""
-        return poor_layers(self.errors, fused=() if self.result is None else self.result.fused)
+        """The layers to try in ``ignore``: those whose per-token SQNR is below :data:`POOR_SQNR`, worst first.
+
+        Modules that must share a scheme (q, k, v; gate, up: ``result.fused``) are named together.
+        """
+        poor = dict.fromkeys(error.name for error in self.errors if error.sqnr < POOR_SQNR)
+        for members in () if self.result is None else self.result.fused:
+            if any(name in poor for name in members):
+                poor.update(dict.fromkeys(members))
+        return list(poor)
 
 
 def facts(report: Report, arrow: str = "->") -> dict[str, str]:
@@ -147,18 +157,6 @@ def facts(report: Report, arrow: str = "->") -> dict[str, str]:
     return found
 
 
-def poor_layers(errors: Sequence[LayerError], fused: Sequence[Sequence[str]] = ()) -> list[str]:
-    """The layers to try in ``ignore``: those whose per-token SQNR is below :data:`POOR_SQNR`, worst first.
-
-    Modules that must share a scheme (q, k, v; gate, up: ``fused``, as in ``result.fused``) are named together.
-    """
-    poor = dict.fromkeys(error.name for error in errors if error.sqnr < POOR_SQNR)
-    for members in fused:
-        if any(name in poor for name in members):
-            poor.update(dict.fromkeys(members))
-    return list(poor)
-
-
 def _expert_line(tokens: Mapping[str, Sequence[int]]) -> str:
     """How many tokens the router sent to the experts, and which got none."""
     counts = sorted(count for layer in tokens.values() for count in layer)
@@ -171,7 +169,8 @@ def aggregates(result: CalibrationResult | None, errors: Sequence[LayerError]) -
     """What a logger plots over time: the least and the median SQNR [dB], the largest clipped share [%] of an input,
     tokens of the least and of the median expert, and how long calibration took [s].
 
-    >>> aggregates(None, [LayerError("a", 20.0, None, 0.0, 1.0), LayerError("b", 30.0, 0.5, 0.0, 1.0)])
+    >>> from lightning_obs.report.metrics import TensorError
+    >>> aggregates(None, [LayerError("a", TensorError(20.0)), LayerError("b", input=TensorError(30.0, clipped=0.5))])
     {'sqnr_min': 20.0, 'sqnr_median': 25.0, 'clipped_max': 0.5}
     """
     found: dict[str, float] = {}

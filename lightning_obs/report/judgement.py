@@ -18,10 +18,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, TypeAlias
 
-from lightning_obs.report.facts import Report
-from lightning_obs.report.metrics import TensorError
-from lightning_obs.report.numbers import human_size, number
-from lightning_obs.schemes.config import has_rounding, preset_names
+from lightning_obs.files.read import read_json
+from lightning_obs.report.facts import Report, facts
+from lightning_obs.report.numbers import human_size
+from lightning_obs.schemes.config import describe_scheme, has_rounding, preset_names
 
 Grade: TypeAlias = Literal["good", "usable", "broken", "not measured"]
 
@@ -34,6 +34,12 @@ AGREEMENT = (0.88, 0.70)
 KEPT = (0.99, 0.95)
 #: shares of the noise that a remedy took away where it was measured: README.md, docs/choosing.md, docs/finetuning.md
 OBSERVERS_BRING, ZERO_POINT_BRINGS, HESSIAN_BRINGS, TUNING_BRINGS = 0.66, 0.57, 0.67, 0.66
+#: what gives each token a scale, of schemes with one for all inputs
+_BY_TOKEN = {
+    "int8 channel weights, int8 tensor inputs": "W8A8",
+    "int8 channel weights, asymmetric int8 tensor inputs": "W8A8",
+    "float8 tensor weights, float8 tensor inputs": "FP8_DYNAMIC",
+}
 #: a remedy for less than this share of the noise is not named
 _WORTH = 0.05
 _SAID = {
@@ -99,15 +105,17 @@ def judge(report: Report, folder: str | Path = ".") -> Judgement:
     grades: list[Grade] = [sign["grade"] for sign in signs]
     grade: Grade = max(grades, key=["good", "usable", "broken"].index, default="not measured")
     losses = layer_losses(report)
-    steps = [] if grade == "good" else _Remedies(report, Path(folder), losses).best()
-    return Judgement(grade, _SAID[grade], signs, "" if grade == "good" else _cause(report, losses), steps)
+    remedies = _Remedies(report, Path(folder), losses)
+    steps, cause = (list(remedies.of_use()), "") if grade == "good" else (remedies.best(), _cause(report, losses))
+    return Judgement(grade, _SAID[grade], signs, cause, steps)
 
 
 def layer_losses(report: Report) -> list[LayerLoss]:
     """Each layer's part of the loss, the largest first; of a plan as it was measured, else by noise."""
     found = []
     for error in report.errors:
-        weight, read, whole = _noise(error.weight), _noise(error.input), _share_of(error.sqnr)
+        whole = _share_of(error.sqnr)
+        weight, read = (0.0 if part is None else _share_of(part.sqnr) for part in (error.weight, error.input))
         layer = report.layers.get(error.name)
         if error.input is None or error.input.sqnr is None:  # dynamic: what the weight does not explain
             is_plain = layer is not None and layer.input_width is None
@@ -131,10 +139,6 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def _noise(error: TensorError | None) -> float:
-    return 0.0 if error is None else _share_of(error.sqnr)
-
-
 # ---------------------------------------------------------------------- how good
 
 
@@ -151,18 +155,15 @@ def _graded(value: float, limits: tuple[float, float]) -> Grade:
 
 
 def _signs(report: Report) -> list[Any]:
-    signs = []
+    grades: dict[str, Grade] = {}
     for name, (before, after) in list(report.metrics.items())[:1]:
         if before is not None and after is not None:
-            change = f" ({100 * (after / before - 1):+.1f} %)" if before else ""
-            value = f"{number(before)} \N{RIGHTWARDS ARROW} {number(after)}{change}"
-            signs.append({"label": name, "value": value, "grade": _metric_grade(name, before, after, report)})
+            grades[name] = _metric_grade(name, before, after, report)
     if report.moved is not None and not report.was_trained:
-        divergence, agreement = report.moved.divergence, report.moved.agreement
-        signs.append({"label": "KL [nats]", "value": number(divergence), "grade": _graded(divergence, NATS)})
-        same = {"value": f"{100 * agreement:.2f}", "grade": _graded(agreement, AGREEMENT)}
-        signs.append({"label": "same top-1 [%]", **same})
-    return signs
+        grades["KL [nats]"] = _graded(report.moved.divergence, NATS)
+        grades["same top-1 [%]"] = _graded(report.moved.agreement, AGREEMENT)
+    values = facts(report, "\N{RIGHTWARDS ARROW}") if grades else {}
+    return [{"label": label, "value": values[label], "grade": grade} for label, grade in grades.items()]
 
 
 def _metric_grade(name: str, before: float, after: float, report: Report) -> Grade:
@@ -201,12 +202,12 @@ def _stretched(report: Report, most: Sequence[LayerLoss]) -> str:
     of = {error.name: error for error in report.errors}
     errors = [of[one.name] for one in most]
     bits = [error.input.bits for error in errors if error.input is not None and error.input.bits is not None]
-    wide = max((max(abs(error.low), abs(error.high)) for error in errors if not math.isnan(error.low)), default=None)
+    ends = [abs(end) for e in errors if e.input is not None for end in (e.input.low, e.input.high) if end is not None]
     layer = report.layers.get(errors[0].name)
-    if wide is None or not bits or layer is None or layer.input_width is None:
+    if not ends or not bits or layer is None or layer.input_width is None:
         return ""
     return (
-        f": single values of up to {wide:,.4g} stretch the scale that all values share, "
+        f": single values of up to {max(ends):,.4g} stretch the scale that all values share, "
         f"and {median(bits):.1f} of its {layer.input_width} bits are in use"
     )
 
@@ -230,10 +231,9 @@ def command(words: Sequence[str], *changes: str, drop: Sequence[str] = (), name:
             continue
         is_folder = key(word) in ("output_dir", "export.folder") and "=" in word
         kept.append(f"{word.rstrip('/')}-{name}" if is_folder else word)
-    flags = [word for word in kept if word.startswith("--")]
-    rest = [word for word in kept if not word.startswith("--")]
-    place = next((at for at, word in enumerate(rest) if key(word) in ("output_dir", "export.folder")), len(rest))
-    return shlex.join(["python", "-m", "lightning_obs", *flags, *rest[:place], *changes, *rest[place:]])
+    place = next((at for at, word in enumerate(kept) if key(word) in ("output_dir", "export.folder")), len(kept))
+    line = sorted([*kept[:place], *changes, *kept[place:]], key=lambda word: not word.startswith("--"))
+    return shlex.join(["python", "-m", "lightning_obs", *line])
 
 
 class _Remedies:
@@ -244,11 +244,9 @@ class _Remedies:
         self.total = sum(one.loss for one in losses) or 1.0
         self.inputs = sum(one.loss * one.input for one in losses) / self.total
         self.weights = sum(one.loss * one.weight for one in losses) / self.total
-        self.label = "" if report.result is None else report.result.scheme
-        self.scheme = repr(self.label) if self.label in preset_names() else "scheme"
-        here = Path.cwd()
-        file = folder.resolve() / "report.json"
-        self.file = str(file.relative_to(here) if file.is_relative_to(here) else file)
+        label = "" if report.result is None else report.result.scheme
+        self.scheme = f'"{label}"' if label in preset_names() else "scheme"
+        self.file = _from_here(folder / "report.json")
 
     def best(self) -> list[Step]:
         """The three that bring back most."""
@@ -264,10 +262,32 @@ class _Remedies:
         line = None if typed is None else command(typed, *words, drop=drop.split(), name=key)
         return Step(key, what, why, line, python, share)
 
+    def of_use(self) -> Iterator[Step]:
+        """What to do with a good run: serve its checkpoint, load it; where there is none, write one."""
+        report = self.report
+        if report.result is None:
+            return
+        if report.checkpoint is None:
+            python, why = 'callback.export("checkpoint")', "this run has exported nothing"
+            yield self.step("exported", "Export it", why, 1.0, python, "export=checkpoint")
+            return
+        folder, takes = Path(report.checkpoint), report.result.engines
+        shown, config = _from_here(folder), folder / "config.json"
+        kind = ([*(read_json(config).get("architectures") or []), ""] if config.is_file() else [""])[0]
+        if "vLLM" in takes and takes["vLLM"].loads and kind.endswith(("ForCausalLM", "ForConditionalGeneration")):
+            why, line = f"it runs on {takes['vLLM'].text or 'any hardware'}", shlex.join(["vllm", "serve", shown])
+            yield Step("serve", "Serve it with vLLM", why, line, f'vllm.LLM("{shown}")', 1.0)
+        if kind and "transformers" in takes and takes["transformers"].loads:
+            python = f'transformers.{kind}.from_pretrained("{shown}")'
+            yield Step("load", "Load it with transformers", "it needs compressed-tensors beside it", None, python, 1.0)
+        else:
+            python = f'load_checkpoint(model, "{shown}")'
+            yield Step("load", "Load it in Python", "into an unquantized model of the same class", None, python, 1.0)
+
     def of_layers(self) -> Iterator[Step]:
         """Leave the worst out. A plan has decided about its layers: more bits are another budget."""
         report, poor = self.report, set(self.report.poor_layers)
-        held = self.held(poor)
+        held = sum(one.loss for one in self.losses if one.name in poor) / self.total
         if report.choices:
             bits = next((point["bits_per_weight"] for point in report.frontier if point.get("mark") == "chosen"), None)
             if bits is not None:
@@ -287,25 +307,25 @@ class _Remedies:
 
     def of_inputs(self) -> Iterator[Step]:
         """What inputs with few values far out need: a scale for each token, or a better range."""
-        other = {"INT8_STATIC": "W8A8", "INT8_STATIC_ASYM": "W8A8", "FP8": "FP8_DYNAMIC"}.get(self.label)
-        if other is None:
+        config, share = self.report.config, self.inputs
+        found = {describe_scheme(group) for group in ({} if config is None else config.config_groups).values()}
+        scheme = found.pop() if len(found) == 1 else ""
+        if scheme not in _BY_TOKEN:
             return
-        share, integers = self.inputs, self.label != "FP8"
+        other, drop = _BY_TOKEN[scheme], "observer task" if self.report.scores else "observer"
         why = f"removes most of the inputs' {_percent(share)} of the noise; scales are computed while it runs"
-        python = f'CalibrationCallback("{other}")'
-        what = "Give each token a scale of its own"
-        yield self.step("dynamic", what, why, share, python, f"scheme={other.lower()}", drop="observer")
-        if integers:
+        python, what = f'CalibrationCallback("{other}")', "Give each token a scale of its own"
+        yield self.step("dynamic", what, why, share, python, f"scheme={other.lower()}", drop=drop)
+        if other == "W8A8" and not self.report.scores:
             why = f"brought back {_percent(OBSERVERS_BRING)} on the default model; takes a few minutes"
-            python = f'CalibrationCallback("{self.label}", observers="auto")'
-            words, drop = ["task=observers"], "task observer data.train_batches budget"
-            what = "Choose the ranges by measurement"
-            yield self.step("observers", what, why, OBSERVERS_BRING * share, python, *words, drop=drop)
-        if self.label == "INT8_STATIC":
+            python = f'CalibrationCallback({self.scheme}, observers="auto")'
+            what, drop = "Choose the ranges by measurement", "task observer data.train_batches budget"
+            yield self.step("observers", what, why, OBSERVERS_BRING * share, python, "task=observers", drop=drop)
+        if other == "W8A8" and "asymmetric" not in scheme:
             why = f"brought back {_percent(ZERO_POINT_BRINGS)} on the default model, at the same speed"
             python, what = 'CalibrationCallback("INT8_STATIC_ASYM")', "Give the inputs a zero point"
-            words = ["scheme=int8_static_asym"]
-            yield self.step("asym", what, why, ZERO_POINT_BRINGS * share, python, *words, drop="observer")
+            share = ZERO_POINT_BRINGS * share
+            yield self.step("asym", what, why, share, python, "scheme=int8_static_asym", drop="observer")
 
     def of_weights(self) -> Iterator[Step]:
         """What weights of few bits need: better integers."""
@@ -323,18 +343,16 @@ class _Remedies:
 
     def of_training(self) -> Iterator[Step]:
         """Train through the quantization; commands do it for causal language models."""
-        words = self.report.words or ()
-        is_language = not any(word.startswith(("model=", "data=", "kv_cache=")) for word in words)
-        if self.report.was_trained or self.report.choices or not is_language:
+        report, words = self.report, ["task=finetune"]
+        is_language = not any(word.startswith(("model=", "data=", "kv_cache=")) for word in report.words or ())
+        if report.was_trained or not is_language:
             return
+        if report.choices or report.scores:  # with what the run has chosen, as it has written it
+            folder = Path(self.file).parent / "configs"
+            words += [f"--config-dir={folder}", f"scheme={'plan' if report.choices else 'observers'}"]
         why = f"brought back {_percent(TUNING_BRINGS)} of 4 bits' loss in ten minutes"
         python = f"QuantizationAwareTraining({self.scheme})"
-        drop = "task budget"
-        yield self.step("tuned", "Fine-tune it", why, TUNING_BRINGS, python, "task=finetune", drop=drop)
-
-    def held(self, names: set[str]) -> float:
-        """The share of the loss that these layers have."""
-        return sum(one.loss for one in self.losses if one.name in names) / self.total
+        yield self.step("tuned", "Fine-tune it", why, TUNING_BRINGS, python, *words, drop="task budget")
 
     def loss_at(self, bits: float) -> float:
         """What the frontier expects at a size, as a share of the chosen plan's loss."""
@@ -342,6 +360,11 @@ class _Remedies:
         chosen = next(one["loss"] for one in points if one.get("mark") == "chosen")
         reachable = [one["loss"] for one in points if one["bits_per_weight"] <= bits and one.get("mark") != "measured"]
         return min(1.0, min(reachable) / chosen) if chosen > 0 else 1.0
+
+
+def _from_here(path: Path) -> str:
+    path, here = path.resolve(), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _value(text: str) -> str:

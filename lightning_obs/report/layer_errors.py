@@ -11,6 +11,8 @@ to its output needs a pass: :func:`measure_layer_errors`.
 from __future__ import annotations
 
 import math
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -19,6 +21,9 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_obs.forward.calls import call_on, first_input
 from lightning_obs.forward.quantized_forward import quantize_forward
@@ -39,21 +44,27 @@ class LayerError:
 
     Attributes:
         name: module name.
-        sqnr: mean over tokens of the output's signal-to-quantization-noise ratio [dB]; where no output was measured,
-            the least of the weight's and the input's.
-        clipped: share of the input values outside what the input scale can represent [%]; None for dynamic inputs.
-        low, high: smallest and largest input value seen here; NaN if none was seen.
         weight, input, output: each tensor by itself, where it is known.
+        feeds: the layers that are the first to read what this one has computed; empty where no data were run.
     """
 
     name: str
-    sqnr: float
-    clipped: float | None
-    low: float
-    high: float
     weight: TensorError | None = None
     input: TensorError | None = None
     output: TensorError | None = None
+    feeds: tuple[str, ...] = ()
+
+    @property
+    def sqnr(self) -> float:
+        """Mean over tokens of the output's signal-to-quantization-noise ratio [dB]; where no output was measured, the
+        least of the weight's and the input's; NaN where none is known."""
+        parts = (self.weight, self.input) if self.output is None else (self.output,)
+        return min((part.sqnr for part in parts if part is not None and part.sqnr is not None), default=math.nan)
+
+    @property
+    def clipped(self) -> float | None:
+        """Share of the input values outside what the input scale can represent [%]; None for dynamic inputs."""
+        return None if self.input is None else self.input.clipped
 
 
 def measure_layer_errors(
@@ -78,16 +89,46 @@ def measure_layer_errors(
     """
     layers = _layers(model)
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad(), run_eagerly():
-        inputs, outputs = LayerSums(list(layers)), LayerSums(list(layers))
+        inputs, outputs, feeds = LayerSums(list(layers)), LayerSums(list(layers)), stack.enter_context(_Feeds())
         for name, module in layers.items():
-            hook = module.register_forward_hook(_probe(name, inputs, outputs, counts), with_kwargs=True)
+            hook = module.register_forward_hook(_probe(name, inputs, outputs, feeds, counts), with_kwargs=True)
             stack.callback(keep_hook_out(module, hook))
         for batch in batches if layers else ():
             call_on(model, batch)
     # Outputs are compared as they come out: they have no grid, and nothing of them is clipped here.
     written = {name: replace(error, clipped=None) for name, error in outputs.errors().items()}
     found = _joined(layers, _weight_errors(model, layers, collectives), inputs.errors(), written)
-    return [error for error in found if error.output is not None]
+    return [replace(error, feeds=tuple(feeds.of[error.name])) for error in found if error.output is not None]
+
+
+class _Feeds(TorchFunctionMode):
+    """The layers that are the first to read what a layer has computed: ``of``, by its name.
+
+    A tensor stems from the layers that the arguments of its function stem from, so what passes attention, a norm or an
+    addition is followed; what a function computes that is not torch's own is lost. The first are all that read one
+    tensor: q, k and v.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of = defaultdict[str, list[str]](list)
+        self._sources = WeakTensorKeyDictionary()
+        self._first: dict[str, weakref.ref[torch.Tensor]] = {}
+
+    def passed(self, name: str, value: torch.Tensor, output: torch.Tensor) -> None:
+        """A layer has read a tensor and written another."""
+        for source in self._sources.get(value, ()):
+            if self._first.setdefault(source, weakref.ref(value))() is value:
+                self.of[source].append(name)
+        self._sources[output] = {name}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        read, written = ([x for x in tree_leaves(at) if isinstance(x, torch.Tensor)] for at in ((args, kwargs), found))
+        sources = set().union(*(self._sources.get(tensor, ()) for tensor in read))
+        for tensor in written if sources else ():
+            self._sources[tensor] = sources
+        return found
 
 
 def known_layer_errors(
@@ -148,7 +189,7 @@ def _grid_of(module: nn.Module, base_name: str) -> tuple[torch.Tensor, torch.Ten
 
 
 def _probe(
-    name: str, inputs: LayerSums, outputs: LayerSums, counts: dict[str, Support] | None
+    name: str, inputs: LayerSums, outputs: LayerSums, feeds: _Feeds, counts: dict[str, Support] | None
 ) -> Callable[[nn.Module, Any, Any, Any], None]:
     """A forward hook that compares one layer with its quantized form."""
 
@@ -156,7 +197,11 @@ def _probe(
         value = first_input(args, kwargs)
         if value is None or not isinstance(output, torch.Tensor) or value.numel() == 0 or output.ndim == 0:
             return
-        rounded, plain = (tokens_of(module, value) for value in (_run_quantized(module, args, kwargs), output))
+        feeds.passed(name, value, output)
+        with ExitStack() as stack:
+            stack.callback(quantize_forward(module))
+            quantized = module.forward(*args, **kwargs)  # not __call__: hooks saw this call already
+        rounded, plain = (tokens_of(module, each) for each in (quantized, output))
         outputs.update(name, difference_error(rounded, plain))
         if not value.is_floating_point():
             return
@@ -174,23 +219,8 @@ def _probe(
     return probe
 
 
-def _run_quantized(module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
-    with ExitStack() as stack:
-        stack.callback(quantize_forward(module))
-        result = module.forward(*args, **kwargs)  # not __call__: hooks saw this call already
-    assert isinstance(result, torch.Tensor)
-    return result
-
-
 def _joined(layers: Iterable[str], *tensors: Mapping[str, TensorError]) -> list[LayerError]:
     """The errors of layers from those of weights, inputs and outputs, the worst first."""
-    found = []
-    for name in layers:
-        weight, read, written = (errors.get(name) for errors in tensors)
-        own = [e.sqnr for e in ([written] if written is not None else [weight, read]) if e is not None]
-        sqnr = min((ratio for ratio in own if ratio is not None), default=math.nan)
-        clipped = None if read is None or read.sqnr is None else read.clipped
-        ends = (None, None) if read is None else (read.low, read.high)
-        low, high = (math.nan if end is None else end for end in ends)
-        found.append(LayerError(name, sqnr, clipped, low, high, weight, read, written))
+    weights, inputs, outputs = tensors
+    found = [LayerError(name, weights.get(name), inputs.get(name), outputs.get(name)) for name in layers]
     return sorted(found, key=lambda error: math.inf if math.isnan(error.sqnr) else error.sqnr)

@@ -28,7 +28,8 @@ class LayerFacts:
         weight_width, input_width: bits of their numbers; None: full precision.
         weight_observer, input_observer: which found the ranges; empty: none did.
         before, after: bytes of all its tensors, in the model and in a checkpoint.
-        channels: largest weight that each output channel's scale can hold; of runs of channels where there are many.
+        outputs: how many output channels the weight has scales of.
+        channels: largest weight that the scales of each can hold; of runs of channels where there are many.
         grid: ends of what the input's scale can hold, in the units of the input; None: not one for the whole tensor.
     """
 
@@ -39,6 +40,7 @@ class LayerFacts:
     input_observer: str
     before: int
     after: int
+    outputs: int
     channels: list[float]
     grid: tuple[float, float] | None
 
@@ -62,16 +64,14 @@ def known_facts(session: CalibrationSession) -> dict[str, Any]:
     facts = {}
     for name, target in targets.items():
         weight, read = target.args.get("weight"), target.args.get("input")
-        before, after = layers.get(name, (0, 0))
         facts[name] = LayerFacts(
             describe_scheme(target.scheme),
             None if weight is None else weight.num_bits,
             None if read is None else read.num_bits,
             of_observers.get((name, "weight"), ""),
             of_observers.get((name, "input"), ""),
-            before,
-            after,
-            _channels(weight, session.result.qparams.get(f"{name}.weight_scale")),
+            *layers.get(name, (0, 0)),
+            *_channels(weight, session.result.qparams.get(f"{name}.weight_scale")),
             _grid(read, *(session.result.qparams.get(f"{name}.input_{key}") for key in ("scale", "zero_point"))),
         )
     return {"result": session.result, "config": session.options.config, "layers": facts, "kinds": kinds}
@@ -100,11 +100,11 @@ def _kind(module: nn.Module, key: str, is_target: bool) -> str:
     return "embeddings" if isinstance(module, nn.Embedding) else "full precision"
 
 
-def _channels(args: QuantizationArgs | None, scale: torch.Tensor | None) -> list[float]:
+def _channels(args: QuantizationArgs | None, scale: torch.Tensor | None) -> tuple[int, list[float]]:
     if args is None or scale is None or scale.ndim < 2 or len(scale) < 2:
-        return []
+        return 0, []
     held = scale.detach().float().abs().flatten(1).amax(1) * calculate_range(args, scale.device)[1].float()
-    return [float(part.max()) for part in held.tensor_split(min(CHANNELS, len(held)))]
+    return len(held), [float(part.max()) for part in held.tensor_split(min(CHANNELS, len(held)))]
 
 
 def _grid(

@@ -26,13 +26,13 @@ _MOST = 4096
 class TensorError:
     """What rounding does to one tensor: :data:`NUMBERS`, its smallest and its largest value. None: not known."""
 
-    sqnr: float | None
-    mse: float | None
-    cosine: float | None
-    clipped: float | None
-    low: float | None
-    high: float | None
-    bits: float | None
+    sqnr: float | None = None
+    mse: float | None = None
+    cosine: float | None = None
+    clipped: float | None = None
+    low: float | None = None
+    high: float | None = None
+    bits: float | None = None
 
 
 class LayerSums:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -27,22 +27,15 @@ def quality_row(name: str, before: float | None, after: float | None) -> dict[st
     return {"metric": name, name: (before, after)}
 
 
-class Quality(NamedTuple):
-    """A metric by which a model is judged; None for what is not known."""
-
-    name: str | None
-    before: float | None
-    after: float | None
-
-
-def quality_of(row: Mapping[str, Any]) -> Quality:
-    """The metric in the row of a run.
+def quality_of(row: Mapping[str, Any]) -> tuple[str | None, float | None, float | None]:
+    """The metric in the row of a run by which it is judged: its name, before, after; None for what is not known.
 
     >>> quality_of({"run": "a", "metric": "perplexity", "perplexity": [14.8, 15.2]})
-    Quality(name='perplexity', before=14.8, after=15.2)
+    ('perplexity', 14.8, 15.2)
     """
     name = row.get("metric")
-    return Quality(name, *((name and row.get(name)) or (None, None)))
+    before, after = (name and row.get(name)) or (None, None)
+    return name, before, after
 
 
 def moved_texts(row: Mapping[str, Any]) -> dict[str, str]:
@@ -51,11 +44,9 @@ def moved_texts(row: Mapping[str, Any]) -> dict[str, str]:
     >>> moved_texts({"run": "a", "divergence": 0.03125, "agreement": 0.93})
     {'KL [nats]': '0.03125', 'same top-1 [%]': '93.00'}
     """
-    shown = {
-        "KL [nats]": ("divergence", number),
-        "same top-1 [%]": ("agreement", lambda share: f"{100 * share:.2f}"),
-    }
-    return {title: text(row[key]) for title, (key, text) in shown.items() if row.get(key) is not None}
+    divergence, agreement = row.get("divergence"), row.get("agreement")
+    texts = {} if divergence is None else {"KL [nats]": number(divergence)}
+    return texts if agreement is None else texts | {"same top-1 [%]": f"{100 * agreement:.2f}"}
 
 
 def human_size(size: float) -> str:

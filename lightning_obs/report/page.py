@@ -23,7 +23,8 @@ from lightning_obs.numerics.histogram import linear_bins
 from lightning_obs.report.facts import POOR_SQNR, Report, facts
 from lightning_obs.report.judgement import Judgement, judge, layer_losses
 from lightning_obs.report.layer_errors import LayerError
-from lightning_obs.report.numbers import finite, human_size, moved_texts, number, quality_of
+from lightning_obs.report.numbers import finite, human_size, quality_of
+from lightning_obs.report.summary import comparison
 from lightning_obs.schemes.config import as_names
 
 BINS = 64
@@ -55,7 +56,7 @@ COLUMNS = [
     Column("choice", "choice"),
 ]
 #: keys of a row that are lists or texts for the page alone
-_ONLY_PAGE = ("histogram", "channels", "at", "grid")
+_ONLY_PAGE = ("histogram", "channels", "at", "grid", "feeds")
 
 
 def write_report(folder: str | os.PathLike[str], report: Report) -> Path:
@@ -88,7 +89,7 @@ def as_json(data: Any) -> str:
 
 def layer_row(error: LayerError) -> dict[str, Any]:
     """One layer, flat: ``{"name": ..., "sqnr": ..., "weight_sqnr": ..., "input_bits": ...}``; None is not known."""
-    whole = {key: getattr(error, key) for key in ("name", "sqnr", "clipped", "low", "high")}
+    whole = {key: getattr(error, key) for key in ("name", "sqnr", "clipped", "feeds")}
     parts = {kind: getattr(error, kind) for kind in ("weight", "input", "output")}
     flat = {f"{kind}_{key}": value for kind, part in parts.items() if part for key, value in asdict(part).items()}
     own = {column.key: column.value(error) for column in COLUMNS if column.value is not None}
@@ -126,28 +127,30 @@ def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
         "lines": as_names(report.lines),
         **({} if report.moved is None else asdict(report.moved)),
         "metrics": {name: list(pair) for name, pair in report.metrics.items()},
+        "engines": {} if report.result is None else {k: asdict(v) for k, v in report.result.engines.items()},
         "sensitivity_unit": report.sensitivity_unit,
         "layers": list(_layers(report)),
         "kinds": {kind: list(pair) for kind, pair in report.kinds.items()},
         "frontier": [dict(point) for point in report.frontier],
         "scores": [dict(score) for score in report.scores],
         "curves": [dict(point) for point in report.curves],
-        "runs": [{**run, "quality": quality_of(run)._asdict(), "moved": moved_texts(run)} for run in report.runs],
+        "runs": [{**run, "quality": quality_of(run)} for run in report.runs],
         "drift": None if report.drift is None else {"steps": report.drift.steps, "drifts": report.drift.drifts},
     }
 
 
 def _page(report: Report, data: Mapping[str, Any], judgement: Judgement) -> str:
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {"human_size": human_size, "number": number}
+    environment.filters |= {"human_size": human_size}
+    environment.globals |= {"comparison": comparison}
     units = {"sensitivity": f" [{report.sensitivity_unit}]"} if report.sensitivity_unit else {}
     columns = [(key, title + units.get(key, ""), *how) for key, title, *how, _ in COLUMNS]
-    drawn = ("layers", "kinds", "frontier", "scores", "curves", "runs", "drift", "sensitivity_unit")
     # The page needs no more digits than it shows.
-    shown = {key: finite(data[key], digits=4) for key in drawn} | {"shown": columns, "poor": POOR_SQNR}
-    fused = [] if report.result is None else report.result.fused
+    shown = finite(data, digits=4) | {"shown": columns, "poor": POOR_SQNR}
+    shown["fused"] = [] if report.result is None else report.result.fused
+    shown["size"] = None if report.sizes is None else report.sizes[1]
     template = environment.get_template("report.html.j2")
-    return template.render(data=data, judgement=judgement, shown={**shown, "fused": fused})
+    return template.render(data=data, judgement=judgement, checkpoint=report.checkpoint, shown=shown)
 
 
 def _layers(report: Report) -> Iterable[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,15 +53,16 @@ def layer_table(errors: Sequence[LayerError]) -> Table:
 
 def _cells(error: LayerError) -> list[str]:
     sqnr, clipped = _known(error.sqnr, ".1f"), _known(error.clipped, ".2f")
-    seen = "" if math.isnan(error.low) else f"[{error.low:.4g}, {error.high:.4g}]"
+    read = error.input
+    seen = "" if read is None or read.low is None else f"[{read.low:.4g}, {read.high:.4g}]"
     weight, bits = (None, None) if error.weight is None else (error.weight.sqnr, error.weight.bits)
     return [error.name, sqnr, clipped, seen, _known(weight, ".1f"), _known(bits, ".2f")]
 
 
-def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Several runs side by side. Each row: overrides, its metric (before, after), how far its predictions are from the
-    original's where a run knows that, size, seconds, worst layer."""
-    names = {quality_of(row).name for row in rows} - {None}
+def comparison(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Titles and texts of several runs side by side: overrides, the metric and its change, how far the predictions are
+    from the original's where a run knows that, size, seconds, worst layer."""
+    names = {quality_of(row)[0] for row in rows} - {None}
     moved = dict.fromkeys(title for row in rows for title in moved_texts(row))
     cells = []
     for row in rows:
@@ -74,8 +75,12 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
         further = [moved_texts(row).get(title, "") for title in moved]
         cells.append([str(row.get("run", "")), metric, change, *further, size, seconds, worst])
     title = str(*names) if len(names) == 1 else "metric"
-    titles = ["run", title, "change [%]", *moved, "size", "calibration [s]", "worst SQNR [dB]"]
-    return _table(titles, cells, title="comparison", header_style="bold")
+    return ["run", title, "change [%]", *moved, "size", "calibration [s]", "worst SQNR [dB]"], cells
+
+
+def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Several runs side by side."""
+    return _table(*comparison(rows), title="comparison", header_style="bold")
 
 
 def frontier_table(plans: Sequence[MixedPlan], *, title: str = "frontier") -> Table:

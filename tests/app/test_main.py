@@ -49,10 +49,10 @@ def test_a_scheme_without_data_runs_no_batch_and_says_so(composed, capsys):
 
 def test_the_layers_that_a_report_names_can_be_left_out(composed, tmp_path):
     (tmp_path / "earlier.json").write_text(json.dumps({"ignore": ["model.layers.0.mlp.down_proj"]}))
-    row = run(composed("export=none", "evaluate=false", f"ignore_from={tmp_path / 'earlier.json'}"))
+    run(composed("export=none", "evaluate=false", f"ignore_from={tmp_path / 'earlier.json'}"))
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert "model.layers.0.mlp.down_proj" not in {layer["name"] for layer in report["layers"]}
-    assert row["ignore"][:2] == ["lm_head", "model.layers.0.mlp.down_proj"]
+    assert report["ignore"][:2] == ["lm_head", "model.layers.0.mlp.down_proj"]
 
 
 def test_a_report_that_is_none_is_refused(composed, tmp_path):
@@ -178,7 +178,7 @@ def test_a_checkpoint_is_evaluated_to_the_perplexity_of_the_run_that_wrote_it(
     assert "comparison" in output
     assert "KL [nats]" in output
     page = (tmp_path / "c" / "report.html").read_text()
-    assert '"name": "perplexity"' in page
+    assert '"quality": ["perplexity"' in page
     assert page.count("INT8_STATIC (run)") >= 2  # in the picture and in the table
 
 

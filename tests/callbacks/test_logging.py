@@ -105,7 +105,8 @@ def test_layer_errors_need_no_data_for_weights_and_counted_inputs():
     for error in errors:
         assert error.sqnr == min(error.weight.sqnr, error.input.sqnr)
         assert error.output is None
-        assert (error.low, error.high) == pytest.approx(callback.result.input_ranges[error.name], rel=1e-6)
+        read = (error.input.low, error.input.high)
+        assert read == pytest.approx(callback.result.input_ranges[error.name], rel=1e-6)
 
 
 def test_layer_errors_on_batches_compare_outputs_too():

@@ -1,5 +1,7 @@
 """A report of made-up numbers, of as many layers as are asked for."""
 
+from dataclasses import replace
+
 import torch
 
 from lightning_obs.calibration.result import CalibrationResult
@@ -18,8 +20,8 @@ def made_up(count, **changes):
         TensorError(10 + 30 * n[0], n[1] / 1e3, 1 - n[2] / 99, n[3], -9 * n[4], 9 * n[5], 7 * n[6]) for n in numbers
     ]
     errors = [
-        LayerError(name, 8 + 32 * n[7], n[8], -9 * n[4], 9 * n[5], part, part, part)
-        for name, n, part in zip(names, numbers, tensor, strict=True)
+        LayerError(name, part, part, replace(part, sqnr=8 + 32 * n[7]), tuple(names[at + 1 : at + 3]))
+        for at, (name, n, part) in enumerate(zip(names, numbers, tensor, strict=True))
     ]
     values = torch.randn(2000, generator=torch.Generator().manual_seed(0))
     seen, drift = support_of(torch.cat([values, values[:3] * 9])), ScaleDrift()

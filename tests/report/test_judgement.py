@@ -1,5 +1,6 @@
 """The verdict of a run and its next steps, from made-up numbers; commands are composed as Hydra composes them."""
 
+import json
 import math
 import shlex
 from dataclasses import replace
@@ -10,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from lightning_obs.__main__ import config_dir
 from lightning_obs.app.main import refuse_unread
 from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.engines import Verdict
 from lightning_obs.report.facts import Report
 from lightning_obs.report.judgement import judge, layer_losses
 from lightning_obs.report.layer_errors import LayerError
@@ -19,12 +21,9 @@ from lightning_obs.report.predictions import Moved
 from lightning_obs.schemes.config import resolve_config
 
 
-def tensor(sqnr, bits=None):
-    return TensorError(sqnr, None, None, None, None, None, bits)
-
-
 def layer(name, sqnr, weight=40.0, read=40.0, high=1.0):
-    return LayerError(name, sqnr, 0.0, -1.0, high, tensor(weight), tensor(read, 1.3), tensor(sqnr))
+    read = TensorError(read, clipped=0.0, low=-1.0, high=high, bits=1.3)
+    return LayerError(name, TensorError(weight), read, TensorError(sqnr))
 
 
 def run(scheme="INT8_STATIC", words=("scheme=int8_static",), errors=None, **parts):
@@ -32,7 +31,7 @@ def run(scheme="INT8_STATIC", words=("scheme=int8_static",), errors=None, **part
     spoilt = [layer(f"layers.{i}.down_proj", 2.0, 40.0, 2.0, 2571.0) for i in (1, 11)]
     errors = [*spoilt, *(layer(f"layers.{i}.up_proj", 40.0) for i in range(18))] if errors is None else errors
     names = [error.name for error in errors]
-    facts = LayerFacts("int8", 8, 8, "", "", 4 << 20, 1 << 20, [], None)
+    facts = LayerFacts("int8", 8, 8, "", "", 4 << 20, 1 << 20, 0, [], None)
     known = {
         "result": CalibrationResult(scheme, names, 2, 2, 2, 1.0, {}),
         "config": resolve_config(scheme, ignore=["lm_head"]),
@@ -60,9 +59,35 @@ def test_remedies_are_ordered_by_what_they_bring_back(tmp_path):
     assert f"ignore_from={tmp_path}/report.json" in steps[0].command
 
 
-def test_a_good_run_has_nothing_to_mend():
-    judgement = judge(run(metrics={"perplexity": (14.80, 15.10)}, moved=Moved(0.02, 0.95, 100)))
-    assert (judgement.grade, judgement.steps, judgement.cause) == ("good", [], "")
+GOOD = {"metrics": {"perplexity": (14.80, 15.10)}, "moved": Moved(0.02, 0.95, 100)}
+
+
+def test_a_good_run_without_a_checkpoint_is_told_to_write_one():
+    judgement = judge(run(words=["scheme=fp8", "export=none"], **GOOD))
+    assert (judgement.grade, judgement.cause) == ("good", "")
+    assert [step.command for step in judgement.steps] == ["python -m lightning_obs scheme=fp8 export=checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("takes", "kind", "keys", "python"),
+    [
+        (("transformers", "vLLM"), "LlamaForCausalLM", ["serve", "load"], "transformers.LlamaForCausalLM"),
+        (("transformers", "vLLM"), "BertModel", ["load"], "transformers.BertModel"),
+        (("vLLM",), "LlamaForCausalLM", ["serve", "load"], "load_checkpoint"),
+        ((), None, ["load"], "load_checkpoint"),
+    ],
+)
+def test_a_good_run_is_told_what_takes_its_checkpoint(tmp_path, monkeypatch, takes, kind, keys, python):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a run").mkdir()
+    if kind:
+        (tmp_path / "a run/config.json").write_text(json.dumps({"architectures": [kind]}))
+    report = run(checkpoint=tmp_path / "a run", **GOOD)
+    report.result.engines = {name: Verdict(True, "CPU") for name in takes}
+    steps = {step.key: step for step in judge(report).steps}
+    assert list(steps) == keys
+    assert python in steps["load"].python
+    assert all(step.command == "vllm serve 'a run'" for key, step in steps.items() if key == "serve")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +121,7 @@ def test_layers_whose_error_is_not_known_or_not_finite_have_no_part_of_the_loss(
 
 def test_inputs_in_full_precision_have_no_part_of_the_loss():
     error = replace(layer("a", 10.0, 12.0), input=None)
-    facts = LayerFacts("int4", 4, None, "", "", 8, 2, [], None)
+    facts = LayerFacts("int4", 4, None, "", "", 8, 2, 0, [], None)
     (loss,) = layer_losses(run(errors=[error], layers={"a": facts}))
     assert (loss.weight, loss.input) == (1.0, 0.0)
 
@@ -108,9 +133,19 @@ def test_a_plan_is_told_another_budget_and_never_to_leave_out_what_it_gave_few_b
     names = [error.name for error in run().errors]
     report = run("W4A16", ["task=plan", "budget=5"], choices=dict.fromkeys(names, "int4"), frontier=frontier)
     steps = judge(report).steps
-    assert [step.key for step in steps] == ["wider"]
-    assert steps[0].command == "python -m lightning_obs task=plan budget=5.50"
-    assert steps[0].share == pytest.approx(0.4)
+    assert [step.key for step in steps] == ["tuned", "wider"]
+    assert steps[1].command == "python -m lightning_obs task=plan budget=5.50"
+    assert steps[1].share == pytest.approx(0.4)
+
+
+def test_a_choice_of_observers_is_trained_with_what_it_chose_and_told_what_its_formats_need():
+    words, score = ["task=observers", "scheme=int8_static"], {"of": "input", "observer": "mse", "loss": 1, "tensors": 9}
+    report = run("INT8_STATIC", words, scores=[score])
+    report.result.scheme = "int8 channel weights, int8 tensor inputs"
+    steps = {step.key: step.command for step in judge(report, "out").steps}
+    assert steps["dynamic"] == "python -m lightning_obs scheme=w8a8"
+    assert steps["tuned"] == "python -m lightning_obs --config-dir=out/configs task=finetune scheme=observers"
+    assert "observers" not in steps
 
 
 WORDS = {

@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 from lightning_obs import CalibrationSession
-from lightning_obs.report.facts import poor_layers
+from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.report.facts import Report
 from lightning_obs.report.layer_errors import LayerError, measure_layer_errors
+from lightning_obs.report.metrics import TensorError
 from lightning_obs.report.numbers import human_size
 from lightning_obs.report.summary import comparison_table
 
@@ -28,7 +30,7 @@ def test_the_error_is_the_mean_over_tokens_in_db():
     (error,) = measure_layer_errors(model, [tokens])
     expected = torch.tensor([(10**2 + 0.25**2) / 0.25**2, 2.25**2 / 0.25**2]).log10().mul(10).mean()
     assert error.sqnr == pytest.approx(expected.item(), rel=1e-4)
-    assert (error.low, error.high) == (0.0, 10.0)
+    assert (error.input.low, error.input.high) == (0.0, 10.0)
 
 
 def test_one_outlier_token_does_not_hide_that_the_others_are_lost():
@@ -54,6 +56,20 @@ def test_dynamic_inputs_have_no_clipping(mlp):
     assert {error.clipped for error in measure_layer_errors(mlp, [torch.randn(4, 16)])} == {None}
 
 
+def test_a_layer_names_the_layers_that_first_read_what_it_has_computed(tiny_llama):
+    model, ids = tiny_llama(), torch.arange(8).view(2, 4)
+    with CalibrationSession(model, "INT8_STATIC", ignore=["lm_head"]):
+        model(input_ids=ids)
+    errors = measure_layer_errors(model, [{"input_ids": ids}] * 2)
+    feeds = {error.name.removeprefix("model.layers."): error.feeds for error in errors}
+    of = {name: {one.removeprefix("model.layers.") for one in found} for name, found in feeds.items()}
+    assert of["0.self_attn.q_proj"] == of["0.self_attn.v_proj"] == {"0.self_attn.o_proj"}
+    assert of["0.self_attn.o_proj"] == {"0.mlp.gate_proj", "0.mlp.up_proj"}
+    assert of["0.mlp.gate_proj"] == of["0.mlp.up_proj"] == {"0.mlp.down_proj"}
+    assert of["0.mlp.down_proj"] == {f"1.self_attn.{one}_proj" for one in "qkv"}
+    assert of["1.mlp.down_proj"] == set()
+
+
 def test_measuring_leaves_the_model_as_it_was(mlp):
     calibrated(mlp, torch.randn(4, 16))
     x = torch.randn(4, 16)
@@ -65,14 +81,10 @@ def test_measuring_leaves_the_model_as_it_was(mlp):
 
 
 def test_layers_that_are_fused_are_named_together():
-    errors = [LayerError("l.0.down_proj", 5, 0, 0, 0), LayerError("l.1.up_proj", 9, 0, 0, 0)]
-    errors += [LayerError("l.1.gate_proj", 30, 0, 0, 0), LayerError("l.2.up_proj", 30, 0, 0, 0)]
-    fused = [["l.1.gate_proj", "l.1.up_proj"]]
-    assert poor_layers(errors, fused=fused) == [
-        "l.0.down_proj",
-        "l.1.up_proj",
-        "l.1.gate_proj",
-    ]
+    sqnr = {"l.0.down_proj": 5, "l.1.up_proj": 9, "l.1.gate_proj": 30, "l.2.up_proj": 30}
+    errors = [LayerError(name, output=TensorError(ratio)) for name, ratio in sqnr.items()]
+    result = CalibrationResult("INT8", list(sqnr), 0, fused=[["l.1.gate_proj", "l.1.up_proj"]])
+    assert Report("a run", result, errors).poor_layers == ["l.0.down_proj", "l.1.up_proj", "l.1.gate_proj"]
 
 
 def test_a_failed_run_is_a_row_too():

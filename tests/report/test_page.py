@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_obs import CalibrationError
+from lightning_obs.engines import Verdict
 from lightning_obs.errors import refuse
 from lightning_obs.report import page as report_page
 from lightning_obs.report.facts import Report, facts
@@ -119,11 +120,11 @@ def test_a_browser_shows_sorts_searches_and_opens_at_every_width(folder, browser
     browser.click("#more")
     assert len(browser.run(NAMES)) == 210
     browser.click("tr.layer td:first-child button")
-    assert browser.run("document.querySelectorAll('tr.detail svg.histogram rect.bin').length") > 9
-    assert 0 < browser.run("document.querySelectorAll('tr.detail svg.histogram rect.out').length") < 64
-    assert browser.run("document.querySelectorAll('tr.detail svg.histogram rect.chosen').length") == 1
+    assert browser.run("document.querySelectorAll('#layer svg.histogram rect.bin').length") > 9
+    assert 0 < browser.run("document.querySelectorAll('#layer svg.histogram rect.out').length") < 64
+    assert browser.run("document.querySelectorAll('#layer svg.histogram rect.chosen').length") == 1
     browser.click("tr.layer td:first-child button")
-    assert browser.run("document.querySelectorAll('tr.detail').length") == 0
+    assert browser.run("document.getElementById('layer').hidden")
     assert browser.run(WIDE) <= 0  # nothing sticks out of the window, at the width of a phone either
 
 
@@ -170,12 +171,11 @@ def test_a_screen_reader_finds_verdict_cells_charts_and_rows(folder, browser):
 
 @in_chromium
 def test_210_layers_are_interactive_in_a_second(folder, browser):
-    """A margin of three for a machine on which other tests run; the best of three counts."""
-    ready = []
-    for _ in range(3):
-        browser.open(folder / "report.html")
-        ready.append(browser.run("performance.timing.domContentLoadedEventEnd - performance.timing.navigationStart"))
-    assert min(ready) < 3000
+    """All that the page's thread has computed since it was opened, in CPU time: other tests may run beside it."""
+    browser.send("Performance.enable", timeDomain="threadTicks")
+    browser.open(folder / "report.html")
+    spent = {one["name"]: one["value"] for one in browser.send("Performance.getMetrics")["metrics"]}
+    assert 0 < spent["ScriptDuration"] < spent["TaskDuration"] < 1
 
 
 @in_chromium
@@ -191,10 +191,16 @@ def test_5000_layers_are_still_usable(tmp_path, browser):
 
 @in_chromium
 def test_layers_without_depth_are_a_strip_and_unknown_numbers_leave_the_page_whole(tmp_path, browser):
-    nothing = TensorError(None, None, None, None, None, None, None)
+    nothing = TensorError()
     names = ["encoder", "head", "extra.proj"]
-    errors = [LayerError(name, float("nan"), None, float("nan"), float("nan"), nothing, nothing) for name in names]
+    errors = [LayerError(name, nothing, nothing) for name in names]
     report = Report("odd", errors=errors, metrics={"loss": (0.0, float("nan"))}, sensitivity={"head": float("inf")})
+    report.scores = [{"of": "input", "observer": "mse", "loss": float("nan"), "tensors": 2}]
+    report.frontier = [
+        {"name": name, "bits_per_weight": 4, "loss": loss} for name, loss in (("a", float("nan")), ("b", 0))
+    ]
+    report.curves = [{"step": 0, "val_loss": float("nan")}, {"step": 1, "val_loss": 1.0}]
+    report.runs = [{"run": "y", "metric": "m", "m": (1.0, float("nan"))}]
     browser.open(write_report(tmp_path, report), fragment="#layer=head")
     assert browser.run("document.querySelector('.grade').textContent") == "Broken"
     assert browser.run("document.querySelector('#map h2').textContent") == "All layers"
@@ -228,6 +234,34 @@ def test_a_plan_observers_bytes_and_curves_each_have_their_picture(tmp_path, bro
     heard = browser.heard()
     assert ("image", "after: 2 MiB") in heard
     assert ("image", "val_loss") in heard
+
+
+@in_chromium
+def test_the_page_says_what_each_engine_says_and_why_not(tmp_path, browser):
+    report = made_up(6, checkpoint="out")
+    report.result.engines = {
+        "vLLM": Verdict(True, "CUDA 7.5 or newer"),
+        "MLX": Verdict(False, "long", "no such scheme"),
+    }
+    browser.open(write_report(tmp_path, report))
+    lines = "[...document.querySelectorAll('.engines tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
+    assert browser.run(lines) == [["vLLM", "yes", "CUDA 7.5 or newer"], ["MLX", "no", "no such scheme"]]
+    written = json.loads((tmp_path / "report.json").read_text())["engines"]
+    assert written["MLX"] == {"loads": False, "text": "long", "what": "no such scheme"}
+
+
+@in_chromium
+def test_a_step_without_a_command_shows_its_python_under_either_switch(tmp_path, browser):
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    report = made_up(6, checkpoint=tmp_path, metrics={"perplexity": (14.8, 14.9)}, choices={})
+    report.result.engines = {"transformers": Verdict(True), "vLLM": Verdict(True, "CPU")}
+    browser.open(write_report(tmp_path, report))
+    for switch, shown in (("python", "vllm.LLM("), ("command", "vllm serve ")):
+        browser.click(f"[data-as={switch}]")
+        texts = browser.run("[...document.querySelectorAll('.copy:not([hidden]) pre')].map((one) => one.textContent)")
+        assert len(texts) == 2
+        assert texts[0].startswith(shown)
+        assert texts[1].startswith("transformers.LlamaForCausalLM")
 
 
 @in_chromium
@@ -295,7 +329,7 @@ from lightning_obs.report.page import COLUMNS, Column
 
 
 def span(error):
-    return error.high - error.low
+    return error.input.high - error.input.low
 
 
 COLUMNS.append(Column("span", "span of the inputs", 2, smallest_first=False, value=span))
@@ -311,7 +345,7 @@ def test_a_column_of_the_page_is_added_in_ten_lines(tmp_path, monkeypatch):
     text = write_report(tmp_path, report).read_text()
     shown = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1))
     assert shown["shown"][-1] == ["span", "span of the inputs", 2, False, False]
-    spans = [error.high - error.low for error in report.errors]
+    spans = [error.input.high - error.input.low for error in report.errors]
     assert [layer["span"] for layer in shown["layers"]] == pytest.approx(spans, rel=1e-3)
     with open(tmp_path / "layers.csv") as file:
         assert [float(row["span"]) for row in csv.DictReader(file)] == spans

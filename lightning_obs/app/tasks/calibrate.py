@@ -28,10 +28,8 @@ from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.callbacks.which_module import describe, find_module
 from lightning_obs.model.weight import model_bytes
 from lightning_obs.numerics.histogram import Support
-from lightning_obs.report.facts import Report, poor_layers
 from lightning_obs.report.judgement import judge
-from lightning_obs.report.layer_errors import LayerError, measure_layer_errors
-from lightning_obs.report.layer_facts import known_facts
+from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.numbers import folder_size, quality_row
 from lightning_obs.report.page import write_report
 from lightning_obs.report.summary import print_report, summary
@@ -138,10 +136,7 @@ class Calibrate(Task):
             return ()
         held_out = job.first_inputs(job.data.test_dataloader(), batches)
         with step("measuring each layer's error"):
-            errors = measure_layer_errors(job.model, held_out, counts=counts)
-        if job.callback.session is not None:
-            counts.update(job.callback.session.input_counts)
-        return errors
+            return job.callback.layer_errors(held_out, counts)
 
     def after_export(self, folder: Path) -> None:
         """Measure what was exported."""
@@ -179,7 +174,7 @@ class Calibrate(Task):
 
     @override
     def row(self) -> dict[str, Any]:
-        """Quality, size, time, and the layers to try in ``ignore``."""
+        """Quality, size, time."""
         quality: dict[str, Any] = {"metric": None}
         if self.full is not None and self.quantized is not None:
             name = self.full.name
@@ -189,7 +184,6 @@ class Calibrate(Task):
                 quality[f"{name}_{when}"] = None if found is None else found.value
                 if found is not None and found.moved is not None:
                     quality[f"divergence_{when}"] = found.moved.divergence
-        ignored = self.job.callback.options.config.ignore or []
         return {
             "run": self.job.callback.label,
             **quality,
@@ -199,7 +193,6 @@ class Calibrate(Task):
             "seconds": self.result.seconds,
             "worst_sqnr": self.errors[0].sqnr if self.errors else None,
             **({"generation": self.generation} if self.generation else {}),
-            "ignore": [*ignored, *poor_layers(self.errors, fused=self.result.fused)],
         }
 
     def report(self, counts: Mapping[str, Support], parts: Mapping[str, Any]) -> None:
@@ -207,15 +200,14 @@ class Calibrate(Task):
         job, config = self.job, self.config
         if job.folder is not None:
             self.sizes = (model_bytes(job.model), folder_size(job.folder))
-        assert job.callback.session is not None
-        known = known_facts(job.callback.session) | {"errors": self.errors, "lines": self.lines, "sizes": self.sizes}
-        known |= {"was_trained": self.seconds_trained is not None, "words": typed_words(), "counts": counts}
-        known |= {"curves": job.callback.curves, "drift": job.callback.drift}
+        known: dict[str, Any] = {"was_trained": self.seconds_trained is not None, "words": typed_words(), **parts}
         if self.full is not None and self.quantized is not None:
             known["metrics"] = {self.full.name: (self.full.value, self.quantized.value)}
             known |= {"moved": self.quantized.moved, "higher_is_better": self.quantized.higher_is_better}
-        title = f"{job.callback.label} \N{MIDDLE DOT} {Path(str(config.model.get('path') or DEFAULT_MODEL)).name}"
-        report = Report(title, **known, extra={**self.row(), "config": plain(config)}, **parts)
+        known |= {"errors": self.errors, "counts": counts, "checkpoint": job.folder, "sizes": self.sizes}
+        model, extra = config.model.get("path") or DEFAULT_MODEL, {**self.row(), "config": plain(config)}
+        title = f"{job.callback.label} \N{MIDDLE DOT} {Path(str(model)).name}"
+        report = job.callback.facts(title=title, lines=self.lines, extra=extra, **known)
         path = write_report(config.output_dir, report)
         advice = [f"{step.what}: {step.command}" for step in judge(report, path.parent).steps if step.command]
         hint = "" if not report.poor_layers else f"  (leave out: ignore_from={path.with_suffix('.json')})"

@@ -3,8 +3,8 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const { layers, poor } = data;
   const byName = new Map(layers.map((row) => [row.name, row]));
-  const known = (value) => value !== undefined && value !== null;
-  const short = (v) => (Math.abs(v) >= 1e4 ? Math.round(v).toLocaleString("en") : String(Number(v.toPrecision(4))));
+  const known = (value) => value !== undefined && value !== null && value !== "";
+  const short = (v) => (!known(v) ? "not known" : Math.abs(v) >= 1e4 ? Math.round(v).toLocaleString("en") : String(Number(v.toPrecision(4))));
   const size = (bytes) => {
     const at = bytes < 1024 ? 0 : Math.min(3, Math.floor(Math.log2(bytes) / 10));
     return `${(bytes / 1024 ** at).toFixed(at > 2 ? 2 : 0)} ${["B", "KiB", "MiB", "GiB"][at]}`;
@@ -66,7 +66,7 @@
       : drawn("circle", { cx: spot[0], cy: spot[1], r: shape === "ring" ? 6 : 4, class: shape });
     mark.append(drawn("title", {}, `${name} ${short(x)}, ${short(y)}`));
     picture.svg.append(mark);
-    const ends = spot[0] > picture.right - 90;
+    const ends = at[0] < 0 ? spot[0] > picture.left + 70 : spot[0] > picture.right - 90;
     const text = { x: spot[0] + (ends ? -9 : at[0]), y: spot[1] + at[1], "text-anchor": ends ? "end" : "start", class: shape.includes("mark") && shape !== "plain-mark" ? "strong" : "" };
     if (name) picture.svg.append(drawn("text", text, name));
   }
@@ -79,15 +79,10 @@
     document.getElementById("pictures").append(made);
     drawings.push(() => place.replaceChildren(...[make(Math.max(240, place.clientWidth || 460))].flat()));
   }
-  function legend(names, colour) {
-    const one = (name, i) => {
-      const swatch = element("i");
-      swatch.style.background = colour(name, i);
-      return element("span", {}, swatch, name);
-    };
-    return element("div", { class: "legend" }, ...names.map(one));
-  }
-  const colours = [0, 1, 2, 3, 4, 5, 6, 7].map((i) => `var(--c${i})`);
+  const colour = (i) => `var(--c${i % 8})`;
+  const legend = (names) => element("div", { class: "legend" },
+    ...names.map((name, i) => element("span", {}, element("i", { style: `background:${colour(i)}` }), name)));
+  const bar = (share, i, title = "") => element("i", { title, style: `width:${100 * share}%;background:${colour(i)}` });
 
   // ------------------------------------------------------------------ where a layer stands: depth and kind
   const inOrder = [...layers].sort((a, b) => (a.at ?? 1e9) - (b.at ?? 1e9));
@@ -103,10 +98,7 @@
     row.kind = numbers.length ? parts.join(".") : row.name;
   }
   const deep = inOrder.filter((row) => known(row.depth));
-  const depths = [...new Set(deep.map((row) => row.depth))].sort((a, b) => {
-    const [x, y] = [a, b].map((text) => text.split(".").map(Number));
-    return x[0] - y[0] || (x[1] ?? -1) - (y[1] ?? -1);
-  });
+  const depths = [...new Set(deep.map((row) => row.depth))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
   const isStrip = depths.length < 2 || deep.length < layers.length / 2;
   const kinds = isStrip ? [] : [...new Set(deep.map((row) => row.kind))];
   const common = kinds.reduce((a, b) => { while (!b.startsWith(a)) a = a.slice(0, -1); return a; }, kinds[0] ?? "");
@@ -125,45 +117,44 @@
     more: hex("#f6ede2", "#f0a15e", "#c2410c", "#7c2400"), large: hex("#e9f0f6", "#7fb0d3", "#2f6ea5", "#173a63"),
   };
   const largest = (key) => Math.max(...layers.map((row) => row[key] ?? 0)) || 1;
-  const several = { weight_width: "bit weights", input_width: "bit inputs" };
   const modes = [
     { key: "sqnr", title: "dB", ramp: "worse", at: (v) => 1 - v / 50, ends: ["50 dB", `${poor} dB is poor`, "0 dB"], text: (v) => `${v.toFixed(1)} dB`, cell: (v) => v.toFixed(0), worst: (v) => -v },
     { key: "share", title: "share of the loss", ramp: "more", at: (v) => Math.sqrt(v / largest("share")), ends: ["0 %", "", `${short(largest("share"))} %`], text: (v) => `${v.toFixed(1)} % of the loss`, cell: (v) => (v < 0.5 ? "" : v.toFixed(0)) },
     { key: "sensitivity", title: "sensitivity", ramp: "more", at: (v) => Math.sqrt(Math.max(0, v) / largest("sensitivity")), ends: ["0", data.sensitivity_unit, short(largest("sensitivity"))], text: short, cell: () => "" },
     { key: "choice", title: "choice" },
-    { key: "weight_width", title: "weight bits" },
-    { key: "input_width", title: "input bits" },
+    { key: "weight_width", title: "weight bits", text: (v) => `${v} bit weights` },
+    { key: "input_width", title: "input bits", text: (v) => `${v} bit inputs` },
     { key: "weight_observer", title: "weight observer" },
     { key: "input_observer", title: "input observer" },
     { key: "clipped", title: "clipped", ramp: "more", at: (v) => Math.sqrt(v / largest("clipped")), ends: ["0 %", "", `${short(largest("clipped"))} %`], text: (v) => `${v.toFixed(2)} % clipped`, cell: (v) => (v < 0.05 ? "" : v.toFixed(1)) },
     { key: "after", title: "bytes", ramp: "large", at: (v) => v / largest("after"), ends: ["0", "", size(largest("after"))], text: size, cell: () => "" },
-  ].filter(({ key }, i) => !i || layers.some((row) => known(row[key]) && row[key] !== ""));
+  ].filter(({ key }, i) => !i || layers.some((row) => known(row[key])));
   let mode = modes.find(({ key }) => key === "choice") ?? modes[0], current = null;
 
   function cellOf(rows) {
     const worst = mode.worst ?? ((v) => (typeof v === "number" ? v : 0));
-    const withValue = rows.filter((row) => known(row[mode.key]) && row[mode.key] !== "");
+    const withValue = rows.filter((row) => known(row[mode.key]));
     const row = withValue.sort((a, b) => worst(b[mode.key]) - worst(a[mode.key]))[0] ?? rows[0], value = row[mode.key];
-    const isKnown = known(value) && value !== "";
-    const said = !isKnown ? "not known" : mode.text ? mode.text(value) : several[mode.key] ? `${value} ${several[mode.key]}` : value;
+    const said = !known(value) ? "not known" : mode.text ? mode.text(value) : value;
     const others = rows.length > 1 ? `, worst of ${rows.length}` : "";
     const button = element("button", { "aria-label": `${row.name}: ${said}${others}`, title: `${row.name}: ${said}${others}`, tabindex: -1, "data-name": row.name });
-    if (!isKnown) button.className = "unknown";
+    if (!known(value)) button.className = "unknown";
     else if (mode.ramp) {
       const rgb = mixed(RAMPS[mode.ramp], Math.min(1, Math.max(0, mode.at(value))));
       button.style.background = `rgb(${rgb.join()})`;
       button.style.color = rgb[0] * 0.3 + rgb[1] * 0.59 + rgb[2] * 0.11 > 140 ? "#111" : "#fff";
       button.textContent = mode.cell(value);
     } else {
-      button.style.background = colours[mode.values.indexOf(value) % colours.length];
+      button.style.background = colour(mode.values.indexOf(value));
       button.style.color = "#fff";
       button.textContent = typeof value === "number" ? value : "";
     }
     if (current === row) button.setAttribute("aria-current", "true");
     return button;
   }
-  function cellsOf(head, body, columns, caption, dense) {
-    const table = element("table", { class: `map${dense ? " dense" : ""}` }, element("caption", { class: "note", hidden: "" }, caption));
+  function cellsOf(head, body, columns, label) {
+    const room = (document.getElementById("map").clientWidth - 150) / columns.length;
+    const table = element("table", { class: room < 22 ? "map dense" : "map", "aria-label": label });
     table.append(element("colgroup", {}, element("col", { class: "names" }), ...columns.map(() => element("col"))));
     if (head) {
       const tenth = Math.max(1, Math.ceil(columns.length / 12));
@@ -177,7 +168,7 @@
   }
   function drawMap() {
     const place = document.getElementById("map"), hadFocus = place.contains(document.activeElement) && document.activeElement.dataset.mode;
-    mode.values = [...new Set(layers.map((row) => row[mode.key]).filter((v) => known(v) && v !== ""))].sort();
+    mode.values = [...new Set(layers.map((row) => row[mode.key]).filter(known))].sort();
     const buttons = modes.map((one) => {
       const button = element("button", { "aria-pressed": one === mode, "data-mode": one.key }, one.title);
       button.addEventListener("click", () => { mode = one; drawMap(); });
@@ -186,64 +177,61 @@
     const tools = element("div", { class: "tools" }, element("h2", { style: "margin:0" }, isStrip ? "All layers" : "Layers by depth and kind"),
       element("div", { class: "switch", role: "group", "aria-label": "colour by" }, ...buttons));
     if (mode.ramp) {
-      const bar = element("span", { class: "ramp" });
-      bar.style.background = `linear-gradient(to right, ${RAMPS[mode.ramp].map((rgb) => `rgb(${rgb.join()})`).join()})`;
-      tools.append(element("span", { class: "legend" }, element("span", {}, mode.ends[0], bar, mode.ends[2]), mode.ends[1]));
-    } else tools.append(legend(mode.values.map(String), (_, i) => colours[i % colours.length]));
+      const style = `background:linear-gradient(to right, ${RAMPS[mode.ramp].map((rgb) => `rgb(${rgb.join()})`).join()})`;
+      const ramp = element("span", {}, mode.ends[0], element("span", { class: "ramp", style }), mode.ends[2]);
+      tools.append(element("span", { class: "legend" }, ramp, mode.ends[1]));
+    } else tools.append(legend(mode.values.map(String)));
     const tables = [], others = isStrip ? [] : inOrder.filter((row) => !known(row.depth));
     if (!isStrip) {
       const at = new Map();
       for (const row of deep) { const key = `${row.kind}|${row.depth}`; at.set(key, [...(at.get(key) ?? []), row]); }
       const body = kinds.map((kind) => [kindName(kind), depths.map((depth) => at.get(`${kind}|${depth}`))]);
-      tables.push(cellsOf("depth", body, depths, "layers by depth and kind", depths.length > 40));
+      tables.push(cellsOf("depth", body, depths, "layers by depth and kind"));
     }
     const rest = isStrip ? inOrder : others;
     for (let from = 0; from < rest.length; from += 40) {
       const part = rest.slice(from, from + 40), all = [...part, ...Array(rest.length > 40 ? 40 - part.length : 0)];
-      tables.push(cellsOf("", [[from ? "" : isStrip ? "in order" : "others", all.map((row) => row && [row])]], all, "layers in order", false));
+      tables.push(cellsOf("", [[from ? "" : isStrip ? "in order" : "others", all.map((row) => row && [row])]], all, "layers in order"));
     }
     const scroll = element("div", {}, ...tables);
-    const panel = document.getElementById("layer") ?? element("section", { id: "layer", hidden: "", "aria-live": "polite", "aria-label": "the layer that is open" });
-    place.replaceChildren(tools, scroll, panel);
+    place.replaceChildren(tools, scroll);
     const first = scroll.querySelector("[aria-current]") ?? scroll.querySelector("td button");
     if (first) first.tabIndex = 0;
     if (hadFocus) place.querySelector(`[data-mode=${hadFocus}]`).focus();
-    scroll.addEventListener("click", (event) => {
-      const button = event.target.closest("td button");
-      if (button) openBelow(byName.get(button.dataset.name), button);
-    });
     scroll.addEventListener("keydown", (event) => {
       const move = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
       const cell = event.target.closest("td");
       if (!move || !cell) return;
       event.preventDefault();
       const lines = [...scroll.querySelectorAll("tbody tr")];
-      let [line, column] = [lines.indexOf(cell.parentElement), cell.cellIndex], next = null;
+      let [line, column] = [lines.indexOf(cell.parentElement), cell.cellIndex], next = null, button = null;
       do {
         line += move[0]; column += move[1];
         next = lines[line]?.cells[column];
-      } while (next && !next.querySelector("button"));
-      if (!next?.querySelector("button")) return;
+        button = next?.querySelector("button");
+      } while (next && !button);
+      if (!button) return;
       event.target.tabIndex = -1;
-      next.querySelector("button").tabIndex = 0;
-      next.querySelector("button").focus();
+      button.tabIndex = 0;
+      button.focus();
     });
   }
-  function openBelow(row, button) {
+  function openLayer(row, from) {
     const panel = document.getElementById("layer");
-    for (const other of document.querySelectorAll(".map [aria-current]")) other.removeAttribute("aria-current");
-    const wasOpen = current === row;
-    current = wasOpen ? null : row;
-    panel.hidden = wasOpen;
-    if (wasOpen) return;
-    button?.setAttribute("aria-current", "true");
+    current = current === row ? null : row;
+    panel.hidden = !current;
+    for (const one of document.querySelectorAll("[data-name]")) one.setAttribute("aria-current", one.dataset.name === current?.name);
+    if (!current) return from?.focus();
     const close = element("button", { class: "close" }, "close");
-    close.addEventListener("click", () => { openBelow(row); button?.focus(); });
+    close.addEventListener("click", () => openLayer(row, from));
     panel.replaceChildren(element("div", { class: "bar" }, element("h3", {}, ...breakable(row.name)), close));
     panel.append(detail(row, panel.clientWidth - 32));
-    panel.scrollIntoView({ block: "nearest" });
   }
-  document.addEventListener("keydown", (event) => { if (event.key === "Escape" && current) openBelow(current); });
+  document.addEventListener("click", (event) => {
+    const from = event.target.closest("[data-name]");
+    if (from) openLayer(byName.get(from.dataset.name), from);
+  });
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape" && current) openLayer(current); });
 
   // ------------------------------------------------------------------ a layer's own view
   function histogram(row, width) {
@@ -285,11 +273,11 @@
     return element("div", {}, element("strong", {}, "Inputs"), svg, element("p", { class: "note" }, said.join("; ")));
   }
   function channels(row, width) {
-    const values = row.channels, label = `largest weight of each output channel of ${row.name}`;
-    const picture = plot(width, 150, label, { x: [0, values.length], y: [0, Math.max(...values) || 1], xlabel: "output channels, in order", ylabel: "range" });
+    const values = row.channels, label = `largest weight of each output channel of ${row.name}`, each = row.outputs / values.length;
+    const picture = plot(width, 150, label, { x: [0, row.outputs], y: [0, Math.max(...values) || 1], xlabel: "output channel", ylabel: "range" });
     values.forEach((value, i) => {
       const y = picture.Y(value);
-      picture.svg.append(drawn("rect", { x: picture.X(i), width: Math.max(1, picture.X(1) - picture.X(0) - 0.6), y, height: picture.bottom - y, class: "bin" }));
+      picture.svg.append(drawn("rect", { x: picture.X(i * each), width: Math.max(1, picture.X(each) - picture.X(0) - 0.6), y, height: picture.bottom - y, class: "bin" }));
     });
     return element("div", {}, element("strong", {}, "Weight, range by channel"), picture.svg);
   }
@@ -303,10 +291,10 @@
     const made = element("div", {}, element("table", {}, element("thead", {}, head), element("tbody", {}, ...lines)));
     const fused = (data.fused.find((names) => names.includes(row.name)) ?? []).filter((name) => name !== row.name);
     const said = {
-      scheme: row.scheme, choice: row.choice, "found by": [row.weight_observer, row.input_observer].filter(Boolean).join(" (weight), "),
+      scheme: row.scheme, choice: row.choice, "ranges found by": ["weight", "input"].filter((base) => row[`${base}_observer`]).map((base) => `${row[`${base}_observer`]} (${base})`).join(", "),
       size: known(row.after) && row.before ? `${size(row.before)} \u2192 ${size(row.after)}` : "",
       "of the loss": known(row.share) ? `${row.share.toFixed(1)} %, of that ${(100 * row.by_input).toFixed(0)} % by its input` : "",
-      "shares its scheme with": fused.join(", "),
+      "read first by": (row.feeds ?? []).join(", "), "shares its scheme with": fused.join(", "),
     };
     for (const [title, text] of Object.entries(said))
       if (text) made.append(element("p", { class: "line" }, element("span", { class: "muted" }, `${title}: `), text));
@@ -320,15 +308,6 @@
     if (row.channels?.length) two.append(channels(row, width));
     return two;
   }
-  function opener(row) {
-    const button = element("button", { title: row.name }, called(row));
-    button.addEventListener("click", () => {
-      if (current !== row) openBelow(row, document.querySelector(`.map [data-name="${CSS.escape(row.name)}"]`));
-      document.getElementById("map").scrollIntoView({ block: "start" });
-    });
-    return button;
-  }
-
   // ------------------------------------------------------------------ pictures of the run
   function whereTheLossSits() {
     const ordered = layers.filter((row) => row.share > 0).sort((a, b) => b.share - a.share);
@@ -344,17 +323,13 @@
       const end = many > ordered.length * 0.6;
       picture.svg.append(drawn("text", { x: picture.X(many) + (end ? -6 : 6), y: picture.Y(40), "text-anchor": end ? "end" : "start", class: "strong" }, `${many} layers: 80 %`));
       return picture.svg;
-    }, `${said}.`);
-    const most = ordered[0].share, bar = (colour, share, base, row) => {
-      const made = element("i", { title: `${base}: ${share.toFixed(2)} % of the loss` });
-      made.style.cssText = `width:${(100 * share) / most}%;background:${colour}`;
-      return made;
-    };
-    const lines = ordered.slice(0, 10).map((row) => element("tr", {}, element("th", { scope: "row" }, opener(row)),
-      element("td", { class: "track" }, bar("var(--c0)", row.share * (1 - row.by_input), "weight", row), bar("var(--c1)", row.share * row.by_input, "input", row)),
+    });
+    const part = (row, i, share, base) => bar((row.share * share) / ordered[0].share, i, `${base}: ${(row.share * share).toFixed(2)} % of the loss`);
+    const lines = ordered.slice(0, 10).map((row) => element("tr", {}, element("th", { scope: "row" }, element("button", { title: row.name, "data-name": row.name }, called(row))),
+      element("td", { class: "track" }, part(row, 0, 1 - row.by_input, "weight"), part(row, 1, row.by_input, "input")),
       element("td", {}, `${row.share.toFixed(1)} %`)));
     const table = element("table", { class: "bars", "aria-label": "the worst layers: share of the loss by weight and by input" }, element("tbody", {}, ...lines));
-    figure("The worst layers: is it the weight or the input?", () => [legend(["weight", "input"], (_, i) => colours[i]), table]);
+    figure("The worst layers: is it the weight or the input?", () => [legend(["weight", "input"]), table]);
   }
   function frontier() {
     const points = data.frontier.filter((point) => known(point.loss) && point.mark !== "full precision");
@@ -362,7 +337,9 @@
     const full = data.frontier.find((point) => point.mark === "full precision");
     const losses = points.map((point) => point.loss), log = Math.min(...losses) > 0 && Math.max(...losses) > 30 * Math.min(...losses);
     const low = Math.min(...losses), high = Math.max(...losses), unit = data.sensitivity_unit.includes("nats") ? " [nats]" : "";
-    const note = [points.some((point) => point.mark === "measured") ? "Ring: the divergence that was measured of the chosen plan." : "",
+    const [chosen, measured] = ["chosen", "measured"].map((mark) => points.find((point) => point.mark === mark));
+    const note = [chosen ? `Chosen: ${short(chosen.bits_per_weight)} bits per weight, an estimated loss of ${short(chosen.loss)}.` : "",
+      measured ? `Measured of it (ring): ${short(measured.loss)}.` : "",
       full ? `Full precision: ${short(full.bits_per_weight)} bits per weight, loss ${short(full.loss)}.` : ""].filter(Boolean).join(" ");
     figure("Loss against size", (width) => {
       const picture = plot(width, 300, "estimated loss against bits per weight", {
@@ -375,7 +352,9 @@
       picture.svg.append(drawn("path", { d: path(front.map((point) => [picture.X(point.bits_per_weight), picture.Y(point.loss)])), class: "curve" }));
       for (const point of points) {
         const shape = { chosen: "chosen-mark", measured: "ring" }[point.mark] ?? (front.includes(point) ? "mark" : "plain-mark");
-        dot(picture, point.bits_per_weight, point.loss, shape, point.name || (point.mark ?? ""), point.mark === "measured" ? [10, 18] : point.mark ? [10, -8] : [7, -5]);
+        // the curve falls: there is room above it to the right, and below it to the left
+        const below = point.mark && measured && point.loss === Math.min(chosen?.loss, measured.loss);
+        dot(picture, point.bits_per_weight, point.loss, shape, point.name || (point.mark ?? ""), below ? [-10, 16] : point.mark ? [10, -8] : [7, -5]);
       }
       return picture.svg;
     }, note);
@@ -385,30 +364,22 @@
     if (!data.scores.length) return;
     const best = {};
     for (const score of data.scores) if (!(best[score.of] <= score.loss)) best[score.of] = score.loss;
-    const lines = data.scores.map((score) => {
-      const bar = element("i");
-      bar.style.cssText = `width:${(100 * score.loss) / most}%;background:${score.loss === best[score.of] ? "var(--c1)" : "var(--c0)"}`;
-      return element("tr", {}, element("th", { scope: "row" }, `${score.of}: `, ...breakable(score.observer)),
-        element("td", { class: "track" }, bar), element("td", {}, short(score.loss)), element("td", {}, String(score.tensors)));
-    });
-    const head = element("thead", {}, element("tr", {}, ...["observer", "", "loss", "tensors"].map((title) => element("th", { scope: "col" }, title))));
+    const lines = data.scores.map((score) =>
+      element("tr", {}, element("th", { scope: "row" }, `${score.of}: `, ...breakable(score.observer)),
+        element("td", { class: "track" }, bar(score.loss / (most || 1), score.loss === best[score.of] ? 1 : 0)), element("td", {}, short(score.loss)), element("td", {}, String(score.tensors))));
+    const head = element("thead", {}, element("tr", {}, ...["observer", "", "loss", "chosen for"].map((title) => element("th", { scope: "col" }, title))));
     figure("What each observer would lose", () => element("table", { class: "bars" }, head, element("tbody", {}, ...lines)),
-      "Estimated over all layers, on batches that were not observed; `chosen by tensor` takes the best for each.");
+      "Estimated over all layers, on batches that were not observed; chosen by tensor: the best for each. The least loss is orange.");
   }
   function bytes() {
     const names = Object.keys(data.kinds), sums = [0, 1].map((i) => names.reduce((sum, name) => sum + data.kinds[name][i], 0));
     if (!sums[0]) return;
-    const bar = (i) => {
-      const parts = names.map((name, k) => {
-        const part = element("i", { title: `${name}: ${size(data.kinds[name][i])}` });
-        part.style.cssText = `width:${(100 * data.kinds[name][i]) / sums[0]}%;background:${colours[k]}`;
-        return part;
-      });
-      return element("div", { class: "stack", role: "img", "aria-label": `${i ? "after" : "before"}: ${size(sums[i])}` }, ...parts);
-    };
-    const key = legend(names, (_, i) => colours[i]);
+    const stack = (i) => element("div", { class: "stack", role: "img", "aria-label": `${i ? "after" : "before"}: ${size(sums[i])}` },
+      ...names.map((name, k) => bar(data.kinds[name][i] / sums[0], k, `${name}: ${size(data.kinds[name][i])}`)));
+    const key = legend(names);
     [...key.children].forEach((one, k) => one.append(` ${data.kinds[names[k]].map(size).join(" \u2192 ")}`));
-    figure("Bytes of the weights", () => [element("div", {}, `before, ${size(sums[0])}`), bar(0), element("div", {}, `after, ${size(sums[1])}`), bar(1), key]);
+    const more = data.size - sums[1] > 2 ** 19 ? `The checkpoint's folder holds ${size(data.size - sums[1])} beside them, such as the tokenizer.` : "";
+    figure("Bytes of the weights", () => [element("div", {}, `before, ${size(sums[0])}`), stack(0), element("div", {}, `after, ${size(sums[1])}`), stack(1), key], more);
   }
   function lines(title, steps, series, ylabel) {
     const values = series.flatMap(([, all]) => all.filter(known));
@@ -417,11 +388,9 @@
       const picture = plot(width, 240, title, { x: [Math.min(...steps), Math.max(...steps)], y: around(values), xlabel: "step", ylabel });
       series.forEach(([name, all], i) => {
         const points = all.flatMap((v, n) => (known(v) ? [[picture.X(steps[n]), picture.Y(v)]] : []));
-        const line = drawn("path", { d: path(points), class: "curve" }, drawn("title", {}, name));
-        line.style.stroke = colours[i % colours.length];
-        picture.svg.append(line);
+        picture.svg.append(drawn("path", { d: path(points), class: "curve", style: `stroke:${colour(i)}` }, drawn("title", {}, name)));
       });
-      return [picture.svg, legend(series.map(([name]) => name), (_, i) => colours[i % colours.length])];
+      return [picture.svg, legend(series.map(([name]) => name))];
     });
   }
   function overTime() {
@@ -435,21 +404,22 @@
     lines("Drift of the scales: those that moved most", steps, whole.slice(0, 6), "|log2(scale / first)|");
   }
   function comparison() {
-    const judged = data.runs.map((run, i) => ({ ...run, number: i + 1 })).filter((run) => run.quality.name && known(run.quality.after));
-    for (const name of new Set(judged.map((run) => run.quality.name))) {
-      const runs = judged.filter((run) => run.quality.name === name), sized = runs.filter((run) => run.size);
+    const judged = data.runs.map(({ size, quality: [metric, , after] }, i) => ({ size, metric, after, number: i + 1 }))
+      .filter((run) => run.metric && known(run.after));
+    for (const name of new Set(judged.map((run) => run.metric))) {
+      const runs = judged.filter((run) => run.metric === name), sized = runs.filter((run) => run.size);
       const mib = (run) => run.size / 2 ** 20, rest = runs.filter((run) => !run.size);
       figure(`Runs: ${name} against size`, (width) => {
         const x = sized.length ? around(sized.map(mib), 0.15) : [0, 1], picture = plot(width, 280, `${name} of ${runs.length} runs against size`, {
-          x, y: around(runs.map((run) => run.quality.after), 0.15), xlabel: sized.length ? "size [MiB]" : "no run knows its size", ylabel: name,
+          x, y: around(runs.map((run) => run.after), 0.15), xlabel: sized.length ? "size [MiB]" : "no run knows its size", ylabel: name,
         });
-        for (const run of sized) dot(picture, mib(run), run.quality.after, "mark", String(run.number));
-        for (const run of rest) dot(picture, x[0], run.quality.after, "ring", String(run.number));
+        for (const run of sized) dot(picture, mib(run), run.after, "mark", String(run.number));
+        for (const run of rest) dot(picture, x[0], run.after, "ring", String(run.number));
         return picture.svg;
       }, `Numbers as in the table below.${rest.length ? " A ring: the size is not known." : ""}`);
     }
   }
-  if (layers.length) drawMap();
+  if (layers.length) drawings.push(drawMap);
   whereTheLossSits(); frontier(); observers(); bytes(); overTime(); comparison();
   let waiting = 0;
   const redraw = () => drawings.forEach((draw) => draw());
@@ -461,7 +431,7 @@
     button.addEventListener("click", () => {
       for (const other of document.querySelectorAll("[data-as]")) {
         other.setAttribute("aria-pressed", other === button);
-        for (const one of document.querySelectorAll(`.copy.${other.dataset.as}`)) one.hidden = other !== button;
+        for (const one of document.querySelectorAll(`li:has(.command) .copy.${other.dataset.as}`)) one.hidden = other !== button;
       }
     });
   for (const button of document.querySelectorAll(".copy button"))
@@ -483,25 +453,15 @@
   const step = 200;
   let sorted = null, up = true, shown = step;
 
-  function open(line, row) {
-    const button = line.querySelector("button"), isOpen = line.classList.toggle("open");
-    button.setAttribute("aria-expanded", isOpen);
-    if (!isOpen) return line.nextSibling.remove();
-    const cell = element("td", { class: "panel", colspan: columns.length });
-    line.after(element("tr", { class: "detail" }, cell));
-    cell.append(detail(row, cell.clientWidth - 24));
-  }
   function line(row) {
     const cells = columns.map(([key, , format, wide], i) => {
       const text = known(row[key]) ? format(row[key]) : "";
       const cell = element("td", wide ? { class: "wide" } : {});
-      cell.append(...(i === 0 ? [element("button", { "aria-expanded": "false" }, ...breakable(text))] : [text]));
+      cell.append(...(i === 0 ? [element("button", {}, ...breakable(text))] : [text]));
       if (key === "sqnr" && known(row.sqnr) && row.sqnr < poor) cell.className = "poor";
       return cell;
     });
-    const made = element("tr", { class: "layer" }, ...cells);
-    made.addEventListener("click", () => open(made, row));
-    return made;
+    return element("tr", { class: "layer", "data-name": row.name, ...(current === row ? { "aria-current": "true" } : {}) }, ...cells);
   }
   function draw() {
     const words = document.getElementById("search").value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -540,5 +500,5 @@
   draw();
   // report.html#layer=<name> opens that layer
   const wanted = byName.get(decodeURIComponent(location.hash).replace(/^#layer=/, ""));
-  if (wanted) openBelow(wanted, document.querySelector(`.map [data-name="${CSS.escape(wanted.name)}"]`));
+  if (wanted) openLayer(wanted);
 })();
