@@ -78,20 +78,30 @@ def on_share(rank, ranks, entry, x, options):
     return callback.result.qparams, callback.result.ranks, said
 
 
-@pytest.mark.parametrize("entry", ["validate", "fit"])
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("count", [13, 16, 3, 1])
-def test_ddp_writes_the_qparams_of_one_device(entry, ranks, count):
+def on_shares(rank, ranks, entry, cases):
+    return [on_share(rank, ranks, entry, x, options) for x, options in cases]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "entry", "counts"),
+    [
+        (2, "validate", [13, 16, 3, 1]),
+        (4, "fit", [13, 3]),
+        pytest.param(2, "fit", [13, 16, 3, 1], marks=pytest.mark.nightly),
+        pytest.param(4, "validate", [13, 16, 3, 1], marks=pytest.mark.nightly),
+        *(pytest.param(8, entry, [13, 16, 3, 1], marks=pytest.mark.nightly) for entry in ("validate", "fit")),
+    ],
+)
+def test_ddp_writes_the_qparams_of_one_device(ranks, entry, counts):
     """Also where ranks do not divide the samples: what DistributedSampler repeats is left out, and told."""
-    x = samples(count)
-    for inputs, weight in EXACT:
-        options = {"input": inputs, "weight": weight, "ignore": ["re:experts.*"]}
-        expected = alone(x, **options)
-        results = run_ranks(on_share, ranks, ranks, entry, x, options)
-        for rank, (qparams, number, said) in enumerate(results):
+    options = [{"input": inputs, "weight": weight, "ignore": ["re:experts.*"]} for inputs, weight in EXACT]
+    cases = [(samples(count), each) for count in counts for each in options]
+    expected = [alone(x, **each) for x, each in cases]
+    for rank, found in enumerate(run_ranks(on_shares, ranks, ranks, entry, cases, timeout=120)):
+        for (x, _), one_device, (qparams, number, said) in zip(cases, expected, found, strict=True):
             assert number == ranks
-            assert same(qparams, expected)
-            repeats = rank >= count % ranks > 0
+            assert same(qparams, one_device)
+            repeats = rank >= len(x) % ranks > 0
             assert [f"rank {rank}: DistributedSampler repeats 1 sample(s)" in text for text in said] == [True] * repeats
 
 
