@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import warnings
@@ -10,7 +9,6 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
-from torch import distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_obs import CalibrationError, load_checkpoint, quantized
@@ -364,58 +362,3 @@ def test_each_rank_searches_at_most_its_share_of_the_elements():
     total = results[0][1]
     assert sum(searched for searched, _ in results) == total
     assert max(searched for searched, _ in results) <= 0.55 * total
-
-
-# ---------------------------------------------------------------------- a validation that was killed
-
-
-class Dies(Module):
-    def __init__(self, at=None):
-        super().__init__()
-        self.at, self.ran = at, 0
-
-    def validation_step(self, batch, batch_idx):
-        if self.ran == self.at:
-            raise RuntimeError("killed")
-        self.ran += 1
-        super().validation_step(batch, batch_idx)
-
-
-def on_killed(rank, ranks, folder, places, again, options):
-    """Die at each of ``places``, then go on; ``again`` is how many ranks the next run has."""
-    like_torchrun(rank, ranks)
-    saves = {"save_every": 2, "save_to": folder}
-    with contextlib.suppress(RuntimeError):
-        callback = calibration(**saves, **options)
-        module = Dies(places[rank])
-        module.logs = False  # ranks wait for each other nowhere
-        trainer(callback, ranks=ranks).validate(module, loader(EVERY, 1), verbose=False)
-    dist.barrier()
-    if again < ranks:
-        if rank:
-            return None
-        like_torchrun(0, 1)
-    callback, module = calibration(**saves, **options), Dies()
-    error, said = caught(run, "validate", trainer(callback, ranks=again), module, loader(EVERY, 1))
-    if again == ranks:
-        dist.barrier()
-    return callback.result and callback.result.qparams, module.ran, error, said, sorted(os.listdir(folder.parent))
-
-
-@pytest.mark.parametrize(
-    ("places", "ran"), [((5, 6), (8, 8)), ((2, 4), (10, 10)), ((3, 11), (10, 2)), ((1, 9), (12, 4))]
-)
-def test_ranks_that_were_killed_go_on_behind_the_last_save_that_all_have(tmp_path, places, ran):
-    options = {"input": "histogram", "weight": "imatrix_mse"}
-    found = run_ranks(on_killed, 2, 2, tmp_path / "saves", places, 2, options)
-    whole = run_ranks(on_share, 2, 2, "validate", EVERY, options)
-    assert tuple(one[1] for one in found) == ran
-    for one in found:
-        assert one[2] is None
-        assert same(one[0], whole[0][0])
-        assert one[4] == []
-
-
-def test_saves_of_another_number_of_ranks_are_refused(tmp_path):
-    found, _ = run_ranks(on_killed, 2, 2, tmp_path / "saves", (5, 5), 1, {})
-    assert "holds what another run has seen: ranks: 2 -> 1" in found[2]
