@@ -210,7 +210,7 @@ def on_rank_that_dies(rank, folder, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["exit", "kill"])
+@pytest.mark.parametrize("how", [pytest.param("exit", marks=pytest.mark.nightly), "kill"])
 def test_a_rank_killed_in_the_middle_ends_the_others_with_a_readable_error(how, tmp_path):
     with pytest.raises(RuntimeError, match="another rank ended, or did not answer in time") as raised:
         run_ranks(on_rank_that_dies, 2, str(tmp_path), how, timeout=30)
