@@ -214,6 +214,7 @@ def test_a_compiled_model_trains_as_an_eager_one(scheme, tiny_llama, batches):
     losses = []
     for compiled in (False, True):
         module = Language(tiny_llama())
+        del module.model.model.layers[1:]  # a second layer is traced as long again
         if compiled:
             module.model = torch.compile(module.model, backend="eager")
 
