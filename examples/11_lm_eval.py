@@ -2,8 +2,9 @@
 
 python examples/11_lm_eval.py --model <folder or hub name> --scheme W8A8
 
-Any task of the harness does: ``tasks=["arc_easy"]`` fetches one from the hub. The harness sees an ordinary transformers
-model (its own HFLM); inside ``quantized`` every forward is fake-quantized, bit for bit as in the exported checkpoint.
+Any task of the harness does: ``tasks=["arc_easy"]`` without ``task_manager`` fetches one from the hub. The harness sees
+an ordinary transformers model (its own HFLM); inside ``quantized`` every forward is fake-quantized, bit for bit as in
+the exported checkpoint.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 
 from lightning_obs import CalibrationSession, quantized
 from lightning_obs.app.models.language import load_causal_lm
@@ -50,10 +52,13 @@ with tempfile.TemporaryDirectory() as folder:
         "doc_to_target": "answer",
         "metric_list": [{"metric": "acc"}],
     }
+    local_tasks = TaskManager(include_defaults=False)  # without it, the harness's own tasks are indexed, for seconds
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2)
 
     def accuracy() -> float:
-        found = simple_evaluate(model=harness, tasks=[task], bootstrap_iters=0, verbosity="ERROR")
+        found = simple_evaluate(
+            model=harness, tasks=[task], task_manager=local_tasks, bootstrap_iters=0, verbosity="ERROR"
+        )
         return float(found["results"]["local_questions"]["acc,none"])
 
     full = accuracy()

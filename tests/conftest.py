@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,6 +19,7 @@ from torch import nn
 from lightning_obs.forward.shared_blocks import eager_blocks
 from lightning_obs.observers import Observer
 
+gc.disable()  # until tests are collected
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 settings.register_profile("seeded", derandomize=True, deadline=None, database=None)
 settings.load_profile("seeded")
@@ -28,6 +30,12 @@ VOCAB = 128
 def pytest_collection_modifyitems(items):
     """Slow tests first: at the end, workers share the many short ones, and none is left alone with a long one."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish():
+    """Garbage is looked for among what tests make, not among the millions of objects of imports and collection."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

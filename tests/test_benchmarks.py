@@ -28,11 +28,8 @@ def tiny(tmp_path_factory):
     return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
-def recovery(folder, tiny, *arguments, new_process=False):
+def recovery(folder, tiny, *arguments):
     words = [f"model.path={tiny}", *SMALL, *arguments]
-    if new_process:
-        command = [sys.executable, "-W", "ignore", str(SCRIPT), *words]
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(subprocess, "run", in_this_process)  # each run of the application
         return run_script(SCRIPT, *words, folder=folder)
@@ -66,7 +63,7 @@ def test_every_recipe_prints_its_four_perplexities(tiny, tmp_path):
 @pytest.mark.slow
 def test_a_recipe_that_brings_nothing_back_fails(tiny, tmp_path):
     nothing = ("trainer.max_steps=1", "model.learning_rate=0")
-    done = recovery(tmp_path, tiny, "--scheme", "w4a16", *nothing, new_process=True)
+    done = recovery(tmp_path, tiny, "--scheme", "w4a16", *nothing)
     assert done.returncode == 1
     assert "qat_w4a16: brought back 0%, less than half" in done.stderr
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
+from tests.app.test_cli import ON_RANKS
 from tests.in_process import run_command_line
 from tests.markdown import ROOT, blocks, commands, page
 from tests.tiny_model import save_tiny_llama
@@ -19,6 +20,7 @@ README = page("README.md")
 DOCS = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMANDS = commands(README)
 APPLICATION = [c for c in (*COMMANDS, *commands(page("docs/command_line.md"))) if not c.startswith("make")]
+APPLICATION.remove(ON_RANKS)  # tests/app/test_cli.py runs it
 PYTHON = [*blocks(README, "python"), *blocks(page("docs/schemes.md"), "python")]
 
 
@@ -43,17 +45,14 @@ def text(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(
-    "command",
-    [pytest.param(c, marks=[pytest.mark.slow] * ("ddp" in c)) for c in APPLICATION],
-)
+@pytest.mark.parametrize("command", APPLICATION)
 def test_the_command_runs(command, tiny, text, tmp_path):
     command = command.replace("<folder or hub name>", str(tiny)).replace("<text, jsonl or dataset folder>", str(text))
     words = shlex.split(command)
     assert words[:3] == ["python", "-m", "lightning_obs"]
     own = [word for word in words[3:] if not word.startswith("--")]
     flags = [word for word in words[3:] if word.startswith("--")]
-    new_process = not own or "trainer.strategy=ddp" in own
+    new_process = not own
     small = ["trainer.enable_progress_bar=false", "data.tokens=16", "data.eval_batches=1"]
     small += [] if "data.batches" in command else ["data.batches=1"]
     small += [] if "model.path" in command else [f"model.path={tiny}"]

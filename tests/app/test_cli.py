@@ -14,6 +14,8 @@ from lightning_obs.__main__ import config_dir
 from lightning_obs.app.main import refuse_unread
 
 ROOT = Path(__file__).parents[2]
+#: docs/command_line.md shows it
+ON_RANKS = "python -m lightning_obs trainer.devices=2 trainer.strategy=ddp"
 
 
 def test_help_lists_groups_and_examples(command_line):
@@ -108,7 +110,7 @@ def test_two_ranks_of_ddp_print_and_write_once_and_give_the_scales_of_one(comman
     common = [f"scheme={scheme}", "weight_observer=memoryless_mse", "export.verify=false"]
     if scheme == "int8_static":
         common.append("observer=static_minmax")
-    two = ["trainer.devices=2", "trainer.strategy=ddp", "export.folder=two", "output_dir=run"]
+    two = [*ON_RANKS.split()[3:], "export.folder=two", "output_dir=run"]
     ranks = command_line(*common, *two, new_process=True)
     assert ranks.returncode == 0, ranks.stderr
     assert ranks.stdout.count(f"· calibrating {scheme.upper()}") == 1

@@ -1,4 +1,4 @@
-"""What the README says of the real default model: on an eighth of its batches, and every night on all of them."""
+"""What the README says of the real default model: FP8 on an eighth of its batches, and every night all of it."""
 
 import json
 
@@ -28,7 +28,7 @@ def test_fp8_is_within_5_percent_and_reloads_with_the_same_logits(batches, expec
     assert "largest difference of logits 0.0" in output
 
 
-@pytest.mark.parametrize(("batches", "expected"), SIZES)
+@pytest.mark.parametrize(("batches", "expected"), SIZES[1:])
 def test_static_int8_names_the_layers_that_cost_it_and_is_within_15_percent_without_them(batches, expected, tmp_path):
     report, output = run(tmp_path / "first", batches, "scheme=int8_static", "export=none")
     before, after = report["perplexity"]

@@ -44,7 +44,7 @@ def is_alive(process):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_sigterm_ends_a_run_without_a_report_and_with_all_its_ranks(tiny_overrides, tmp_path, devices):
     (tmp_path / "slow.py").write_text(SLOW)
     overrides = ["scheme=int8_static", "imports=[slow]", "observer.name=slow", "output_dir=run", "evaluate=false"]

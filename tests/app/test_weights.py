@@ -42,7 +42,7 @@ def test_the_command_of_the_page_writes_the_tensors_of_an_export_from_memory(tin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["python -m lightning_obs", "torchrun"])
+@pytest.mark.parametrize("launcher", ["python -m lightning_obs", pytest.param("torchrun", marks=pytest.mark.nightly)])
 def test_the_commands_that_share_the_work_write_the_files_of_one_process(tiny, tmp_path, launcher):
     [command] = [line for line in commands(PAGE) if line.startswith(launcher) and "nvfp4a16" in line]
     words = command.replace("<folder>", str(tiny)).replace("<out>", str(tmp_path / "out")).split()

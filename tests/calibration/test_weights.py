@@ -129,8 +129,15 @@ def on_one_device(dtype):
     return {case: calibrate(Layers(dtype), [x.to(dtype) for x in data()], **options(*case)) for case in cases}
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "dtype"),
+    [
+        (2, torch.float32),
+        pytest.param(2, torch.bfloat16, marks=pytest.mark.nightly),
+        pytest.param(4, torch.float32, marks=pytest.mark.nightly),
+        pytest.param(4, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_sharded_weights_get_the_scales_of_one_device(ranks, dtype):
     expected = on_one_device(dtype)
     for results in run_ranks(on_each, ranks, ranks, list(expected), dtype, timeout=120):

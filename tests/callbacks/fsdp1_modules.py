@@ -132,6 +132,10 @@ def data(count=12):
 
 POLICIES = {"every Linear": {nn.Linear}, "whole blocks": {Block}, "no policy": None}
 policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+one_policy = pytest.mark.parametrize(  # and the others nightly
+    "policy",
+    [pytest.param(p, id=name, marks=[pytest.mark.nightly] * (p != {Block})) for name, p in POLICIES.items()],
+)
 
 
 def fsdp1_trainer(*callbacks, policy=frozenset({Block}), ranks=2, max_epochs=1, **options):

@@ -9,7 +9,18 @@ from torch.distributed.fsdp import MixedPrecision
 
 from lightning_obs import CalibrationError, load_checkpoint
 from lightning_obs.observers.mse import MemorylessMSEObserver
-from tests.callbacks.fsdp1_modules import Block, Blocks, Module, alone, fsdp1_trainer, policies, run, same, same_files
+from tests.callbacks.fsdp1_modules import (
+    Block,
+    Blocks,
+    Module,
+    alone,
+    fsdp1_trainer,
+    one_policy,
+    policies,
+    run,
+    same,
+    same_files,
+)
 from tests.lightning_ranks import Module as Experts
 from tests.lightning_ranks import Net, calibration, like_torchrun, loader, samples, trainer
 from tests.rank_processes import run_ranks
@@ -35,7 +46,7 @@ def on_calibrate(rank, ranks, policy, entry, cases, folder, how):
 
 
 @policies
-@pytest.mark.parametrize("entry", ["validate", "fit"])
+@pytest.mark.parametrize("entry", ["validate", pytest.param("fit", marks=pytest.mark.nightly)])
 def test_fsdp1_gives_the_qparams_and_the_checkpoint_of_one_device(policy, entry, tmp_path):
     expected = [alone(tmp_path / "one" / str(number), **options) for number, options in enumerate(OBSERVERS)]
     results = run_ranks(on_calibrate, 2, 2, policy, entry, OBSERVERS, tmp_path / "many", {})
@@ -58,7 +69,7 @@ SCHEMES = {
 }
 
 
-@policies
+@one_policy
 def test_every_strategy_of_weights_gives_the_qparams_of_one_device(policy, tmp_path):
     """q, k and v share a global scale in NVFP4: that they are found under their names is seen there."""
     cases = [
@@ -87,7 +98,7 @@ def test_other_sharding_strategies_give_the_qparams_of_one_device(sharding, tmp_
 
 
 @pytest.mark.slow
-@policies
+@one_policy
 def test_four_ranks_give_the_qparams_of_one_device(policy, tmp_path):
     expected = [alone(**options) for options in OBSERVERS]
     for found in run_ranks(on_calibrate, 4, 4, policy, "validate", OBSERVERS, tmp_path / "many", {}):

@@ -134,7 +134,7 @@ def on_resume(rank, ranks, path, kind, entry):
         ("full", 2, ["fit", "test"]),
         ("full", 1, ["test"]),
         ("sharded", 2, ["fit", "test"]),
-        pytest.param("full", 4, ["fit"], marks=pytest.mark.slow),
+        pytest.param("full", 4, ["fit"], marks=pytest.mark.nightly),
         pytest.param("sharded", 4, ["fit"], marks=pytest.mark.slow),
     ],
 )

@@ -175,9 +175,15 @@ def on_resume(rank, ranks, path, full, entry):
 
 
 @pytest.mark.parametrize(
-    ("full", "then"), [(True, 2), (True, 1), (True, 4), (False, 2), (False, 4)],
-    ids=["full 2", "full 1", "full 4", "sharded 2", "sharded 4"],
-)  # fmt: skip
+    ("full", "then"),
+    [
+        pytest.param(True, 2, id="full 2", marks=pytest.mark.nightly),
+        pytest.param(True, 1, id="full 1"),
+        pytest.param(True, 4, id="full 4"),
+        pytest.param(False, 2, id="sharded 2"),
+        pytest.param(False, 4, id="sharded 4", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_checkpoint_of_two_ranks_resumes_with_the_same_qparams(full, then, tmp_path):
     path = str(tmp_path / "last.ckpt")
     written = run_ranks(on_resume, 2, 2, path, full, "fit")

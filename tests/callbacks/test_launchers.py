@@ -21,6 +21,8 @@ pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).parents[1] / "ddp_script.py")
 #: CI runs it on two nodes
 TORCHRUN_ON_ONE = pytest.param("torchrun", marks=pytest.mark.nightly)
+#: CI runs it as the command line does (tests/app/test_cli.py)
+LIGHTNING = pytest.param("lightning", marks=pytest.mark.nightly)
 TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run"]
 
 
@@ -65,7 +67,7 @@ def expected():
     return callback.result.qparams
 
 
-@pytest.mark.parametrize("how", ["lightning", TORCHRUN_ON_ONE, "two nodes"])
+@pytest.mark.parametrize("how", [LIGHTNING, TORCHRUN_ON_ONE, "two nodes"])
 def test_every_launcher_gives_the_qparams_of_one_device_and_one_checkpoint(how, tmp_path, expected):
     for code, output in launch(how, tmp_path):
         assert code == 0, output

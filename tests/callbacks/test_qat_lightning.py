@@ -234,8 +234,7 @@ def test_transformers_own_gradient_checkpointing_changes_nothing(tiny_llama, bat
 
 
 @quiet
-@pytest.mark.parametrize("called_before", [False, True])
-@pytest.mark.parametrize("scheme", ["INT8_STATIC", W4])
+@pytest.mark.parametrize(("called_before", "scheme"), [(False, "INT8_STATIC"), (True, W4)])
 def test_a_compiled_model_trains_as_an_eager_one(called_before, scheme, tmp_path):
     runs = []
     for compiled in (False, True):

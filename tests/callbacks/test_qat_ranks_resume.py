@@ -57,7 +57,13 @@ def on_resume(rank, folder, options, steps):
     return len(whole.losses), qparams_of(whole)
 
 
-@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
+ON_RANKS = {"INT8_STATIC", "observe val", "histogram", "moving", "learned"}  # every night all; on one device in CI
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(o, id=name, marks=[pytest.mark.nightly] * (name not in ON_RANKS)) for name, o in RESUMED.items()],
+)
 def test_a_run_of_two_ranks_resumes_bit_for_bit(options, tmp_path):
     """From the middle of the first observation, after it, before a validation, from the middle of the second one."""
     steps = (2, 5, 10) if options.get("observe") == "val" else (2, 5, 8, 10)  # Lightning leaves that validation out

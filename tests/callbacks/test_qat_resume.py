@@ -50,12 +50,19 @@ OPTIONS = {
 }
 
 
+#: where a run is stopped; each option in the middle of an epoch, and some everywhere
+STOPS = ("middle", "epoch", "before validation")
+EVERYWHERE = {"static", "learned", "scales"}
+
+
 @pytest.mark.parametrize(
     ("options", "at"),
     [
-        pytest.param(options, at, id=f"{name}-{at}")
+        pytest.param(
+            options, at, id=f"{name}-{at}", marks=[pytest.mark.nightly] * (at != STOPS[0] and name not in EVERYWHERE)
+        )
         for name, options in OPTIONS.items()
-        for at in ("epoch", "middle", "before validation")
+        for at in STOPS
         if (name, at) != ("val", "before validation")  # Lightning leaves that validation out, and so its data
     ],
 )

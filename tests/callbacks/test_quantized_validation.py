@@ -1,23 +1,19 @@
 """CalibrationCallback(evaluate=True): what validation_step logs, of the quantized model."""
 
 import copy
-import warnings
 
 import lightning as L
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationConfig
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 from torchmetrics.regression import MeanAbsoluteError
-from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationCallback, CalibrationError, quantized
 from lightning_obs.callbacks import quantized_validation
 from lightning_obs.errors import CalibrationWarning
-from tests.callbacks.calibration_modules import Language, Plain, hooks_on, loader, trainer
-from tests.tiny_model import save_tiny_llama
+from tests.callbacks.calibration_modules import Plain, hooks_on, loader, trainer
 
 W2 = {"weights": {"num_bits": 2, "group_size": 8}, "input_activations": {"num_bits": 4, "dynamic": False}}
 
@@ -257,158 +253,6 @@ def test_an_error_in_the_second_pass_leaves_nothing_behind():
 def test_a_share_outside_zero_to_one_is_refused(evaluate, match):
     with pytest.raises(CalibrationError, match=match):
         CalibrationCallback(W2, evaluate=evaluate)
-
-
-# ---------------------------------------------------------------------- a monitor has a value in every validation
-
-
-class Falls(Plain):
-    """A loss that falls from epoch to epoch."""
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self(batch[0]).pow(2).mean() / (1 + self.current_epoch))
-
-
-@pytest.mark.parametrize("every", [2, 3])
-def test_early_stopping_does_not_wait_for_the_next_calibration(every):
-    stop = EarlyStopping("val_loss_quantized", patience=1)
-    run = trainer(CalibrationCallback("INT8_STATIC", evaluate=True, every_n_epochs=every), stop, max_epochs=7)
-    run.fit(Falls(), loader(), loader())
-    assert run.current_epoch == 7
-    assert stop.wait_count == 0
-
-
-def test_a_checkpoint_that_monitors_the_quantized_loss_finds_it_in_the_first_epoch(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss_quantized", save_top_k=-1)
-    callback = CalibrationCallback(W2, evaluate=True, every_n_epochs=3)
-    trainer(callback, checkpoint, max_epochs=4, enable_checkpointing=True).fit(Falls(), loader(), loader())
-    assert len(checkpoint.best_k_models) == 4
-
-
-def test_between_calibrations_the_weights_of_today_run_with_the_scales_of_the_last_one():
-    found, expected, calibrated = [], [], []
-
-    class Look(L.Callback):
-        def on_validation_end(self, trainer, pl_module):
-            found.append(float(trainer.callback_metrics["val_loss_quantized"]))
-            calibrated.append(callback.result)
-            with torch.no_grad(), warnings.catch_warnings(), quantized(pl_module):
-                warnings.simplefilter("ignore")
-                expected.append(float(pl_module(loader().dataset.tensors[0]).pow(2).mean()))
-
-    warnings_before = warnings.filters[:]
-    callback = CalibrationCallback(W2, evaluate=True, every_n_epochs=2)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*have changed since the model", category=CalibrationWarning)
-        trainer(callback, Look(), max_epochs=5, num_sanity_val_steps=0).fit(Plain(), loader(), loader())
-    assert warnings.filters == warnings_before
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert len(set(found)) == 5
-    assert [one is calibrated[i - 1] for i, one in enumerate(calibrated) if i] == [False, True, False, True]
-
-
-# ---------------------------------------------------------------------- trainer.test
-
-
-def test_a_test_of_a_calibrated_model_measures_the_quantized_one():
-    torch.manual_seed(0)
-    module, callback = Plain(), CalibrationCallback(W2, evaluate=True, show=False)
-    run = trainer(callback)
-    run.validate(module, loader(), verbose=False)
-    (found,) = run.test(module, loader(3), verbose=False)
-    with torch.no_grad(), quantized(module):
-        expected = float(module(loader(3).dataset.tensors[0]).pow(2).mean())
-    assert found["test_loss_quantized"] == pytest.approx(expected, rel=1e-5)
-    assert found["test_loss_quantized"] != found["test_loss"]
-    (plain,) = trainer().test(module, loader(3), verbose=False)
-    assert plain["test_loss"] == found["test_loss"]
-    assert not hooks_on(module)
-
-
-def test_a_test_of_a_checkpoint_takes_the_scales_of_that_checkpoint(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss", mode="max", filename="worst")
-    run = trainer(CalibrationCallback(W2, evaluate=True), checkpoint, max_epochs=3, enable_checkpointing=True)
-    run.fit(Plain(), loader(), loader(2))
-    (worst,) = run.test(ckpt_path=checkpoint.best_model_path, dataloaders=loader(2), verbose=False)
-    assert worst["test_loss"] == pytest.approx(float(checkpoint.best_model_score))
-    fresh = trainer(CalibrationCallback(W2, evaluate=True))
-    (again,) = fresh.test(Plain(), loader(2), ckpt_path=checkpoint.best_model_path, verbose=False)
-    assert again == worst
-
-
-def test_a_test_before_any_calibration_says_that_nothing_is_measured():
-    with pytest.warns(CalibrationWarning, match="nothing was calibrated, so evaluate has nothing to measure"):
-        (found,) = trainer(CalibrationCallback(W2, evaluate=True)).test(Plain(), loader(), verbose=False)
-    assert set(found) == {"test_loss"}
-
-
-# ---------------------------------------------------------------------- attention
-
-
-@pytest.mark.filterwarnings("ignore:vLLM .* loads a kv cache in symmetric 8-bit float only")
-@pytest.mark.parametrize("observed", ["kv_cache", "attention"])
-def test_the_second_pass_runs_with_quantized_attention_states(tmp_path, observed):
-    model = AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path))
-    config = QuantizationConfig(
-        config_groups={"a": {"targets": ["LlamaAttention"], "input_activations": {"num_bits": 4, "dynamic": False}}}
-    )
-    options = {"kv_cache": "FP8", "ignore": ["lm_head"]} if observed == "kv_cache" else {}
-    callback = CalibrationCallback("INT8_STATIC" if options else config, evaluate=True, show=False, **options)
-    module, ids = Language(model), torch.arange(48).reshape(6, 8)
-    data = DataLoader([{"input_ids": row} for row in ids], batch_size=2)
-    (found,) = trainer(callback).validate(module, data, verbose=False)
-    with torch.no_grad(), quantized(model):
-        expected = float(torch.stack([model(input_ids=part, labels=part).loss for part in ids.split(2)]).mean())
-    assert found["val_loss_quantized"] == pytest.approx(expected, rel=1e-5)
-    assert found["val_loss_quantized"] != found["val_loss"]
-
-
-# ---------------------------------------------------------------------- predictions
-
-
-class Learning(Language):
-    def training_step(self, batch, batch_idx):
-        return self.model(**batch, labels=batch["input_ids"]).loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-2)
-
-
-def language(tmp_path, kind=Language):
-    module, ids = kind(AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path)).train()), torch.arange(48)
-    return module, DataLoader([{"input_ids": row} for row in ids.reshape(6, 8)], batch_size=2)
-
-
-@pytest.mark.parametrize("share", [True, 0.5])
-def test_predictions_are_compared_with_the_first_pass(tmp_path, share):
-    module, data = language(tmp_path)
-    callback = CalibrationCallback("INT8_STATIC", evaluate=share, show=False, ignore=["lm_head"])
-    run = trainer(callback)
-    run.validate(module, [data, data], verbose=False)
-    found = numbers(run.callback_metrics)
-    batches = [batch["input_ids"] for batch in data][: 3 if share is True else 2]
-    with torch.no_grad():
-        plain = torch.cat([module.model(input_ids=ids).logits for ids in batches]).log_softmax(-1)
-        with quantized(module.model):
-            moved = torch.cat([module.model(input_ids=ids).logits for ids in batches]).log_softmax(-1)
-    divergence = (plain.exp() * (plain - moved)).sum(-1).mean()
-    assert found["quant/divergence"] == pytest.approx(float(divergence), rel=1e-4)
-    assert found["quant/agreement"] == pytest.approx(float((plain.argmax(-1) == moved.argmax(-1)).float().mean()))
-    assert callback.moved.positions == 2 * 16 * len(batches)
-    assert not hooks_on(module)
-    callback.report(tmp_path / "page")
-    assert '"divergence": ' in (tmp_path / "page" / "report.json").read_text()
-    assert "same top-1 [%]" in (tmp_path / "page" / "report.html").read_text()
-
-
-def test_a_monitor_can_follow_the_divergence_in_fit(tmp_path):
-    module, data = language(tmp_path, Learning)
-    best = ModelCheckpoint(tmp_path / "best", monitor="quant/divergence")
-    callback = CalibrationCallback("FP8", evaluate=True, every_n_epochs=2, ignore=["lm_head"])
-    run = trainer(callback, best, max_epochs=3, enable_checkpointing=True, num_sanity_val_steps=0)
-    run.fit(module, data, data)
-    assert 0 < float(best.best_model_score) < 1
-    assert not hooks_on(module)
 
 
 # ---------------------------------------------------------------------- kept batches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import warnings
@@ -10,7 +9,6 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
-from torch import distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_obs import CalibrationError, load_checkpoint, quantized
@@ -78,20 +76,30 @@ def on_share(rank, ranks, entry, x, options):
     return callback.result.qparams, callback.result.ranks, said
 
 
-@pytest.mark.parametrize("entry", ["validate", "fit"])
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("count", [13, 16, 3, 1])
-def test_ddp_writes_the_qparams_of_one_device(entry, ranks, count):
+def on_shares(rank, ranks, entry, cases):
+    return [on_share(rank, ranks, entry, x, options) for x, options in cases]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "entry", "counts"),
+    [
+        (2, "validate", [13, 16, 3, 1]),
+        (4, "fit", [13, 3]),
+        pytest.param(2, "fit", [13, 16, 3, 1], marks=pytest.mark.nightly),
+        pytest.param(4, "validate", [13, 16, 3, 1], marks=pytest.mark.nightly),
+        *(pytest.param(8, entry, [13, 16, 3, 1], marks=pytest.mark.nightly) for entry in ("validate", "fit")),
+    ],
+)
+def test_ddp_writes_the_qparams_of_one_device(ranks, entry, counts):
     """Also where ranks do not divide the samples: what DistributedSampler repeats is left out, and told."""
-    x = samples(count)
-    for inputs, weight in EXACT:
-        options = {"input": inputs, "weight": weight, "ignore": ["re:experts.*"]}
-        expected = alone(x, **options)
-        results = run_ranks(on_share, ranks, ranks, entry, x, options)
-        for rank, (qparams, number, said) in enumerate(results):
+    options = [{"input": inputs, "weight": weight, "ignore": ["re:experts.*"]} for inputs, weight in EXACT]
+    cases = [(samples(count), each) for count in counts for each in options]
+    expected = [alone(x, **each) for x, each in cases]
+    for rank, found in enumerate(run_ranks(on_shares, ranks, ranks, entry, cases, timeout=120)):
+        for (x, _), one_device, (qparams, number, said) in zip(cases, expected, found, strict=True):
             assert number == ranks
-            assert same(qparams, expected)
-            repeats = rank >= count % ranks > 0
+            assert same(qparams, one_device)
+            repeats = rank >= len(x) % ranks > 0
             assert [f"rank {rank}: DistributedSampler repeats 1 sample(s)" in text for text in said] == [True] * repeats
 
 
@@ -202,7 +210,7 @@ def on_rank_that_dies(rank, folder, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["exit", "kill"])
+@pytest.mark.parametrize("how", [pytest.param("exit", marks=pytest.mark.nightly), "kill"])
 def test_a_rank_killed_in_the_middle_ends_the_others_with_a_readable_error(how, tmp_path):
     with pytest.raises(RuntimeError, match="another rank ended, or did not answer in time") as raised:
         run_ranks(on_rank_that_dies, 2, str(tmp_path), how, timeout=30)
@@ -354,58 +362,3 @@ def test_each_rank_searches_at_most_its_share_of_the_elements():
     total = results[0][1]
     assert sum(searched for searched, _ in results) == total
     assert max(searched for searched, _ in results) <= 0.55 * total
-
-
-# ---------------------------------------------------------------------- a validation that was killed
-
-
-class Dies(Module):
-    def __init__(self, at=None):
-        super().__init__()
-        self.at, self.ran = at, 0
-
-    def validation_step(self, batch, batch_idx):
-        if self.ran == self.at:
-            raise RuntimeError("killed")
-        self.ran += 1
-        super().validation_step(batch, batch_idx)
-
-
-def on_killed(rank, ranks, folder, places, again, options):
-    """Die at each of ``places``, then go on; ``again`` is how many ranks the next run has."""
-    like_torchrun(rank, ranks)
-    saves = {"save_every": 2, "save_to": folder}
-    with contextlib.suppress(RuntimeError):
-        callback = calibration(**saves, **options)
-        module = Dies(places[rank])
-        module.logs = False  # ranks wait for each other nowhere
-        trainer(callback, ranks=ranks).validate(module, loader(EVERY, 1), verbose=False)
-    dist.barrier()
-    if again < ranks:
-        if rank:
-            return None
-        like_torchrun(0, 1)
-    callback, module = calibration(**saves, **options), Dies()
-    error, said = caught(run, "validate", trainer(callback, ranks=again), module, loader(EVERY, 1))
-    if again == ranks:
-        dist.barrier()
-    return callback.result and callback.result.qparams, module.ran, error, said, sorted(os.listdir(folder.parent))
-
-
-@pytest.mark.parametrize(
-    ("places", "ran"), [((5, 6), (8, 8)), ((2, 4), (10, 10)), ((3, 11), (10, 2)), ((1, 9), (12, 4))]
-)
-def test_ranks_that_were_killed_go_on_behind_the_last_save_that_all_have(tmp_path, places, ran):
-    options = {"input": "histogram", "weight": "imatrix_mse"}
-    found = run_ranks(on_killed, 2, 2, tmp_path / "saves", places, 2, options)
-    whole = run_ranks(on_share, 2, 2, "validate", EVERY, options)
-    assert tuple(one[1] for one in found) == ran
-    for one in found:
-        assert one[2] is None
-        assert same(one[0], whole[0][0])
-        assert one[4] == []
-
-
-def test_saves_of_another_number_of_ranks_are_refused(tmp_path):
-    found, _ = run_ranks(on_killed, 2, 2, tmp_path / "saves", (5, 5), 1, {})
-    assert "holds what another run has seen: ranks: 2 -> 1" in found[2]

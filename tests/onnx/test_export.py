@@ -90,10 +90,13 @@ def initializers(file):
     return {value.name: value for value in onnx.load(file).graph.initializer}
 
 
-FAST = ["int8 asymmetric inputs", "int4 groups"]
+FAST = {"int8 asymmetric inputs": (), "int4 groups": ()}
+MARKS = (
+    dict.fromkeys(CASES, (pytest.mark.slow,)) | dict.fromkeys(["int8", "int3 groups"], (pytest.mark.nightly,)) | FAST
+)
 
 
-@pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks) for case, marks in MARKS.items()])
 @pytest.mark.filterwarnings("ignore:.* stay in full precision")
 def test_onnxruntime_computes_what_quantized_does(case, tmp_path):
     torch.manual_seed(0)

@@ -240,7 +240,7 @@ def cases(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_any_partition_neither_hangs_nor_diverges(case):
     neither_hangs_nor_diverges(*case)

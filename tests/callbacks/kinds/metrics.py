@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import types
 
 from torch import nn
@@ -53,13 +54,13 @@ def metric_kinds():
         "ModuleList": (lambda m: nn.ModuleList([m]), lambda h: h[0]),
         "defaultdict": (lambda m: collections.defaultdict(MeanMetric, a=m), lambda h: h["a"]),
     }
-    for name, (hold, get) in holders.items():
-        for metric in (MeanMetric, BinaryAccuracy):
+    metrics = itertools.cycle([MeanMetric, BinaryAccuracy])
+    for (name, (hold, get)), metric in zip(holders.items(), metrics, strict=False):
 
-            def make(self, hold=hold, metric=metric):
-                self.held = hold(metric())
+        def make(self, hold=hold, metric=metric):
+            self.held = hold(metric())
 
-            yield f"metric {metric.__name__} in {name}", with_metric(lambda self, get=get: get(self.held), make)
+        yield f"metric {metric.__name__} in {name}", with_metric(lambda self, get=get: get(self.held), make)
 
     def collection(self):
         self.both = MetricCollection({"mean": MeanMetric(), "sum": SumMetric()})
