@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from compressed_tensors.quantization import QuantizationArgs
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_class
 from omegaconf import OmegaConf
@@ -14,6 +15,7 @@ from lightning_obs import CalibrationOptions
 from lightning_obs.__main__ import config_dir
 from lightning_obs.app.data.module import DataOptions
 from lightning_obs.app.job import make_options
+from lightning_obs.observers import Observer
 from lightning_obs.schemes.config import preset_names
 
 FILES = sorted(path.relative_to(config_dir()) for path in config_dir().rglob("*.yaml"))
@@ -42,6 +44,15 @@ def test_every_preset_is_a_scheme_of_the_command_line(preset):
     groups = make_options(select(f"scheme={preset.lower()}")).config.config_groups
     expected = CalibrationOptions(preset).config.config_groups
     assert groups["group_0"].model_dump(exclude={"format"}) == expected["group_0"].model_dump(exclude={"format"})
+
+
+@pytest.mark.parametrize("path", [path for path in GROUPS if path.parts[0].endswith("observer")], ids=str)
+def test_the_config_of_an_observer_says_the_defaults_of_its_class(path):
+    said = {key: value for key, value in OmegaConf.load(config_dir() / path).items() if value is not None}
+    if (name := said.pop("name", None)) is not None:
+        base_name = "weight" if path.parts[0] == "weight_observer" else "input"
+        observer = Observer.load_from_registry(name, base_name=base_name, args=QuantizationArgs(num_bits=8))
+        assert {key: getattr(observer, key) for key in said} == said
 
 
 @pytest.mark.parametrize(("option", "label"), [("fp8", "FP8 + float8 tensor"), ("fp8_head", "FP8 + float8 attn_head")])
