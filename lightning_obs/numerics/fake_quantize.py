@@ -87,11 +87,10 @@ def fake_quantize(
         return quantized
     inside = _on_grid(value, scale, zero_point, args, global_scale)
     if not scale.requires_grad:
-        return _StraightThrough.apply(value, quantized.detach(), _ungroup(inside, value.shape, args))
+        return _StraightThrough.apply(value, quantized.detach(), _ungroup(inside, value.shape, args), None, 1.0)
     factor = (value.numel() / observations / scale.numel() * NumberGrid.of(args).high) ** -0.5
-    learned = _LearnedStep.apply(
-        _group(value, args), _broadcastable(scale, args), _group(quantized, args).detach(), inside, factor
-    )
+    grouped, levels = _group(value, args), _group(quantized, args).detach()
+    learned = _StraightThrough.apply(grouped, levels, inside, _broadcastable(scale, args), factor)
     return _ungroup(learned, value.shape, args)
 
 
@@ -124,7 +123,7 @@ def fake_quantize_dynamic(
     quantized = _forward(value, scale, zero_point, args, None)
     if not torch.is_grad_enabled() or not value.requires_grad:
         return quantized
-    return _StraightThrough.apply(value, quantized.detach(), None)
+    return _StraightThrough.apply(value, quantized.detach(), None, None, 1.0)
 
 
 def learned_scale(
@@ -161,57 +160,42 @@ def learned_scale(
 
 def straight_through(value: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
     """``quantized`` in the dtype of ``value``, to which the gradient goes."""
-    result: torch.Tensor = _StraightThrough.apply(value, quantized.to(value.dtype), None)
+    result: torch.Tensor = _StraightThrough.apply(value, quantized.to(value.dtype), None, None, 1.0)
     return result
 
 
 class _StraightThrough(torch.autograd.Function):
-    """``quantized`` forward; backward, the gradient goes to ``value`` where ``inside`` (None: everywhere)."""
+    """``quantized`` forward; backward, the gradient goes to ``value`` where ``inside`` (None: everywhere).
 
-    @staticmethod
-    def forward(value: torch.Tensor, quantized: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
-        return quantized
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        value, quantized, inside = inputs
-        ctx.mark_dirty(quantized)  # returned as it is, not as a view that an in-place ReLU could not change
-        ctx.dtype = value.dtype
-        ctx.save_for_backward(inside)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (inside,) = ctx.saved_tensors
-        return (grad if inside is None else torch.where(inside, grad, 0)).to(ctx.dtype), None, None
-
-
-class _LearnedStep(torch.autograd.Function):
-    """As :class:`_StraightThrough`, with a gradient to ``scale``, which broadcasts against the others."""
+    A ``scale``, which broadcasts against the others, gets the gradient of a learned step size, times ``factor``.
+    """
 
     @staticmethod
     def forward(
-        value: torch.Tensor, scale: torch.Tensor, quantized: torch.Tensor, inside: torch.Tensor, factor: float
+        value: torch.Tensor,
+        quantized: torch.Tensor,
+        inside: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        factor: float,
     ) -> torch.Tensor:
         return quantized
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        value, scale, quantized, inside, ctx.factor = inputs
-        ctx.mark_dirty(quantized)
-        ctx.save_for_backward(value, scale, output, inside)
+        value, quantized, inside, scale, ctx.factor = inputs
+        ctx.mark_dirty(quantized)  # returned as it is, not as a view that an in-place ReLU could not change
+        ctx.dtype = value.dtype
+        ctx.save_for_backward(inside, scale, *((None, None) if scale is None else (value, output)))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        value, scale, quantized, inside = ctx.saved_tensors
-        error = quantized - torch.where(inside, value, 0)
-        total = (grad * error).float().sum_to_size(scale.shape)
-        return (
-            torch.where(inside, grad, 0).to(value.dtype) if ctx.needs_input_grad[0] else None,
-            (total / scale.float() * ctx.factor).to(scale.dtype),
-            None,
-            None,
-            None,
-        )
+        inside, scale, value, quantized = ctx.saved_tensors
+        passed = grad if inside is None else torch.where(inside, grad, 0)
+        learned = None
+        if scale is not None:
+            total = (grad * (quantized - torch.where(inside, value, 0))).float().sum_to_size(scale.shape)
+            learned = (total / scale.float() * ctx.factor).to(scale.dtype)
+        return passed.to(ctx.dtype) if ctx.needs_input_grad[0] else None, None, None, learned, None
 
 
 @torch.no_grad()

@@ -235,7 +235,7 @@ def select_candidate(errors: torch.Tensor, patience: int | None = None) -> torch
 
 
 def _at_once(values: torch.Tensor) -> int:
-    """How many candidates meet the occupied bins together."""
+    """How many candidates are measured on the occupied bins together."""
     return max(1, _CELLS // max(1, len(values)))
 
 

@@ -39,11 +39,12 @@ def measure_moments(observed: torch.Tensor) -> Moments:
     width = max(1, min(columns, tile_values))
     height = max(1, tile_values // width)
     for part in flat.split(max(1, height // max(1, count))):
-        for start, band in zip(range(0, count, height), part.split(height, dim=1), strict=True):
+        bands = part.split(height, dim=1), sums.split(height), squares.split(height)
+        for band, band_sums, band_squares in zip(*bands, strict=True):
             for tile in band.split(width, dim=2):
                 wide = tile.double()
-                sums[start : start + height].add_(wide.sum((0, 2)))
-                squares[start : start + height].add_(wide.square().sum((0, 2)))
+                band_sums.add_(wide.sum((0, 2)))
+                band_squares.add_(wide.square().sum((0, 2)))
     number = torch.full((1,), rows * columns, device=observed.device)  # no upload
     return Moments(number, sums.reshape(scales), squares.reshape(scales))
 

@@ -1,13 +1,13 @@
 """What an observer is: a class with one method to write.
 
 Phase 1: ``observer(value)`` flattens the value and hands it to ``update_statistics_from_observed``.
-Phase 2: ``observer.get_qparams()`` turns what was gathered into scale, zero point and global scale.
+Phase 2: ``observer.get_qparams()`` turns the statistics into scale, zero point and global scale.
 
-A class written to the ecosystem's observers' guide runs here with its import line changed. Two things are
-different on purpose: a getter deletes nothing (``reset`` forgets), and the caller's ``args`` are never changed (the
-observer keeps a copy), so two observers made from one ``args`` cannot leak hyperparameters into each other.
+A class written to the ecosystem's observers' guide runs here with its import line changed. Two differences are
+deliberate: a getter deletes nothing (``reset`` forgets), and the caller's ``args`` are copied, never changed, so that
+observers made from the same ``args`` do not share hyperparameters.
 
-A class may declare its ``statistics`` (:mod:`.statistic`) and write ``measure``, the statistics of one tensor, instead.
+Instead, a class may declare its ``statistics`` (:mod:`.statistic`) and write ``measure``, the statistics of one tensor.
 Batches are then combined as declared, and modules that read the same tensor (q, k, v) share one ``measure``.
 """
 
@@ -79,10 +79,10 @@ class Observer(Statistics, Registry):
     #: :func:`~lightning_obs.numerics.qparams.signed_scale`
     signed: bool = False
 
-    #: whether the range of a whole tensor is the widest of its fused set's, see :meth:`fuse`
+    #: whether a per-tensor range is widened to cover those of the whole fused set, see :meth:`fuse`
     _joins_ranges: bool = False
 
-    #: whether the global scale of its fused group is a power of two: scales are then rounded alike whatever it is
+    #: whether the global scale of its fused set is a power of two: group scales are then rounded alike whatever it is
     _rounds_global_scale: ClassVar[bool] = False
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
@@ -92,9 +92,9 @@ class Observer(Statistics, Registry):
         kwargs = {**(args.observer_kwargs or {}), **observer_kwargs}
         self.args = args.model_copy(deep=True, update={"observer_kwargs": kwargs})
         self._fused_observers: list[Observer] = []
-        #: dtype of the weight whose module the scale is for; under autocast wider than what is observed
+        #: dtype of the module's weight; under autocast wider than that of the observed values
         self.qparams_dtype: torch.dtype | None = None
-        #: observers of one kind find the same in a tensor
+        #: observers of equal kind measure the same statistics in a tensor
         self._kind: Hashable = (type(self), base_name, repr(self.args))
         self._set_hyperparameters(kwargs)
         if self.signed and not can_be_signed(base_name, args):
@@ -156,11 +156,11 @@ class Observer(Statistics, Registry):
         raise NotImplementedError(f"{type(self).__name__} must implement measure_inputs or observe_inputs")
 
     def observe_shared(self, value: torch.Tensor, measured: dict[Hashable, Any]) -> None:
-        """Observe a tensor that other modules read, too: what observers of one kind find in it is found once.
+        """Observe a tensor that other modules read, too; observers of one kind measure it once.
 
         Args:
             value: the tensor.
-            measured: what observers found in ``value``, to take from and to add to.
+            measured: by kind, what was measured in ``value`` so far; added to.
         """
         cls = type(self)
         if cls.update_statistics_from_observed is not Observer.update_statistics_from_observed or not value.numel():
@@ -176,8 +176,8 @@ class Observer(Statistics, Registry):
 
         Args:
             value: what the module reads. An empty one changes nothing.
-            measured: see :meth:`observe_shared`. Observers that were given the same inputs so far hold the same
-                tensors afterwards: a Hessian of many inputs is added up and kept once.
+            measured: see :meth:`observe_shared`. Observers that have seen the same inputs share their statistics: one
+                Hessian is added up and kept for all of them.
         """
         if not value.numel():
             return
@@ -195,7 +195,7 @@ class Observer(Statistics, Registry):
 
     @property
     def _kind_of_inputs(self) -> Hashable:
-        """Equal for observers that find the same in an input."""
+        """Equal for observers that measure the same in an input."""
         owner = next(cls for cls in type(self).__mro__ if "measure_inputs" in vars(cls))
         fields = vars(owner).get("_inputs_by")
         return self._kind if fields is None else (owner, *(str(getattr(self.args, field)) for field in fields))
@@ -216,7 +216,7 @@ class Observer(Statistics, Registry):
 
     @property
     def is_reached(self) -> bool:
-        """Whether data reached it: a tensor, or the inputs of a weight that is observed at the end."""
+        """Whether data reached it: a tensor of its own, or inputs for a weight that is observed at the end."""
         return self.has_statistics or (self.needs_inputs and not self.lacks_inputs)
 
     @property

@@ -40,16 +40,16 @@ def weights(observer, **more):
 
 #: 14 modules (mixture: 24), two sequences of 32 tokens a batch
 PATHS = {
-    "FP8": Path("FP8", Budget(36, 0.17, 0), Budget(477, 11.77, 5), Budget(239, 19.96, 1)),
+    "FP8": Path("FP8", Budget(36, 0.17, 0), Budget(473, 11.77, 5), Budget(239, 19.96, 1)),
     "FP8, kv cache": Path(
         "FP8", Budget(48, 0.21, 0), Budget(485, 11.77, 5), Budget(259, 20.25, 1), {"kv_cache": "FP8"}
     ),
     "FP8, kv cache per head": Path(
         "FP8", Budget(52, 0.24, 0), Budget(485, 11.77, 5), Budget(259, 20.25, 1), {"kv_cache": "FP8_HEAD"}
     ),
-    "INT8_STATIC": Path("INT8_STATIC", Budget(36, 0.17, 0), Budget(505, 12.61, 5), Budget(211, 19.11, 1)),
+    "INT8_STATIC": Path("INT8_STATIC", Budget(36, 0.17, 0), Budget(501, 12.61, 5), Budget(211, 19.11, 1)),
     "minmax": Path("INT8_STATIC", Budget(156, 0.34, 0), Budget(501, 12.61, 5), Budget(211, 19.11, 1), inputs("minmax")),
-    "mse": Path("INT8_STATIC", Budget(740, 93.46, 0), Budget(501, 12.61, 5), Budget(211, 19.11, 1), inputs("mse")),
+    "mse": Path("INT8_STATIC", Budget(732, 93.3, 0), Budget(501, 12.61, 5), Budget(211, 19.11, 1), inputs("mse")),
     "histogram": Path(
         "INT8_STATIC", Budget(74, 39.79, 0), Budget(501, 27.29, 5), Budget(211, 19.11, 1), inputs("histogram")
     ),
@@ -78,11 +78,11 @@ PATHS = {
     ),
     "W8A8": Path("W8A8", NOTHING, Budget(458, 12.61, 4), Budget(561, 20.76, 1)),
     "FP8_DYNAMIC": Path("FP8_DYNAMIC", NOTHING, Budget(444, 12.6, 4), Budget(575, 21.6, 1)),
-    "FP8_BLOCK": Path("FP8_BLOCK", NOTHING, Budget(450, 12.95, 4), Budget(579, 22.39, 1)),
+    "FP8_BLOCK": Path("FP8_BLOCK", NOTHING, Budget(442, 12.68, 4), Budget(579, 22.39, 1)),
     "FP8 in small blocks, mse": Path(
         BLOCKS, NOTHING, Budget(1508, 588.42, 4), Budget(169, 17.6, 1), weights("memoryless_mse")
     ),
-    "W4A16": Path(INT4, NOTHING, Budget(462, 13.51, 4), Budget(155, 17.04, 1)),
+    "W4A16": Path(INT4, NOTHING, Budget(458, 13.51, 4), Budget(155, 17.04, 1)),
     "W4A16 mse": Path(INT4, NOTHING, Budget(1466, 383.44, 4), Budget(155, 17.04, 1), weights("memoryless_mse")),
     "W4A16 imatrix_mse": Path(
         INT4, Budget(72, 1.57, 0), Budget(1601, 433.56, 5), Budget(155, 17.04, 1), weights("imatrix_mse")
@@ -100,9 +100,9 @@ PATHS = {
         Budget(169, 20.34, 1),
         weights("hessian", rounding="gptq"),
     ),
-    "NVFP4": Path("NVFP4", Budget(44, 0.34, 0), Budget(924, 15.32, 5), Budget(813, 56.0, 1)),
+    "NVFP4": Path("NVFP4", Budget(44, 0.34, 0), Budget(920, 15.32, 5), Budget(813, 56.0, 1)),
     "NVFP4 expanded": Path(
-        "NVFP4", Budget(44, 0.34, 0), Budget(1844, 3515.43, 5), Budget(813, 56.0, 1), weights("nvfp4_expanded_mse")
+        "NVFP4", Budget(44, 0.34, 0), Budget(1830, 3515.3, 5), Budget(813, 56.0, 1), weights("nvfp4_expanded_mse")
     ),
     "MXFP4": Path("MXFP4", NOTHING, Budget(654, 14.33, 4), Budget(967, 52.4, 1)),
     "experts, siblings": Path(

@@ -1,8 +1,8 @@
-"""The search by compiled loops: what the loops are told, and what the definition decides after them.
+"""The search by compiled loops: how they are called, and what the definition decides after them.
 
-A row of up to ``_ROW`` values meets all candidates in one visit, tile by tile, the tiles shared out over threads. A
-longer one is added up in pieces, some candidates at a time, since its tensor has few scales, and the search may end
-early.
+Rows of up to ``_ROW`` values are measured with all candidates in one visit, tile by tile, in several threads. The
+errors of a longer row are added up over its pieces, a few candidates at a time: its tensor has few scales, so the
+search often ends early.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def visit(rows: Rows, search: GridSearch) -> Visited:
 
 
 class _Loops:
-    """What the loops are told of the rows and of a search."""
+    """The rows and a search, as the loops read them."""
 
     def __init__(self, rows: Rows, search: GridSearch) -> None:
         from lightning_obs.numerics.search import cpu_format, cpu_kernel, cpu_tile

@@ -1,8 +1,8 @@
 """The search operation by operation, as compressed-tensors quantizes: its definition, and what runs on an accelerator.
 
-A tile of rows meets all candidates before the next is read. bfloat16 and float16 are widened tile by tile: candidates
-(range and scale) are rounded as they will be stored, and only the error is measured in float32. A row longer than a
-tile is added up in pieces, in float64: more accurate than one float32 sum, and not bit for bit the same.
+All candidates are measured on a tile of rows before the next is read. bfloat16 and float16 are widened tile by tile:
+candidates (range and scale) are rounded as they will be stored, and only the error is measured in float32. A row longer
+than a tile is added up in pieces, in float64: more accurate than one float32 sum, and not bit for bit the same.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GridSearch(NamedTuple):
 
     @property
     def limit(self) -> int | None:
-        """``patience`` of this search by itself: None where all factors are visited."""
+        """After how many factors without an improvement this search, by itself, ends; None: it visits all."""
         return None if self.patience is None or self.is_part else max(1, self.patience)
 
 
@@ -67,9 +67,9 @@ class Visited(NamedTuple):
 
 
 def visit(rows: Rows, search: GridSearch, tile: int = 0) -> Visited:
-    """Let every row meet all candidates; where none has a finite error, it keeps the expanded range.
+    """Choose the best candidate of every row, of those before the search ends.
 
-    No candidate after the end of the search is chosen.
+    Where no candidate has a finite error, a row keeps the expanded range.
 
     Args:
         rows: the values, and their importance.

@@ -5,15 +5,14 @@ factor of least error ``sum(|q(x) - x| ** norm)`` per scale. The first of equal 
 ``patience`` factors in a row improved no scale at all: a whole tensor visits the same factors. Factors, ties and early
 stop are llm-compressor's, so in float32 the range found is the range found there.
 
-The choice: a row (what one scale covers) meets all factors in one visit. From the notes which factor improved any row
-follows where the search should have ended; if that is before the last factor, it runs again with fewer. So rows can be
-searched by several ranks, or in any order: to be one search, they only need to join these notes.
+The choice: all factors are measured in one visit of a row (what one scale covers). Which factors improved any row then
+tells where the search should have ended; if that is before the last factor, it runs again with fewer. So rows can be
+searched by several ranks, or in any order: to be one search, they only need to join what improved.
 
 There are two executions. :mod:`.definition` runs operation by operation, on any device. On a CPU compiled loops
-(:mod:`.cpu`, :mod:`.cpu_kernel`) are many times as fast; what they cannot decide for certain, they leave to the
-definition.
-Many bfloat16 values of one scale are counted instead, and each distinct one is measured once (:mod:`..histogram`);
-nothing is lost by that.
+(:mod:`.cpu`, :mod:`.cpu_kernel`) are many times as fast, and leave to the definition what they cannot decide for
+certain. Many bfloat16 values of one scale are counted instead, and each distinct one is measured once
+(:mod:`..histogram`); nothing is lost by that.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ _AT_ONCE = 1 << 18
 class Found(NamedTuple):
     """Smallest and largest value of each chosen range, ``(*Q,)``.
 
-    ``improved``, ``(C,)``, tells which factors improved any scale, exactly if the search is one of a part; there may be
-    some behind the last that the search visits.
+    ``improved``, ``(C,)``, tells which factors improved any scale: of a search of a part for certain; otherwise it may
+    hold factors after the end of the search.
     """
 
     low: torch.Tensor
