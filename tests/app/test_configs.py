@@ -76,7 +76,7 @@ def test_every_model_and_all_data_name_a_class_that_takes_what_the_config_sets(p
     config = OmegaConf.to_container(select(f"{path.parts[0]}={path.stem}"))[path.parts[0]]
     parameters = inspect.signature(get_class(config.pop("_target_"))).parameters
     options = [field.name for field in fields(DataOptions)] if "options" in parameters else ()
-    assert set(config) <= {*parameters, *options}
+    assert set(config) <= {*parameters, *options, "layerwise"}  # which the task reads
 
 
 @pytest.mark.parametrize("command", sorted({command for path in FILES for command in opening_commands(path)}))
