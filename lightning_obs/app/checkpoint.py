@@ -31,7 +31,7 @@ _CHECK_TOKENS = 128
 
 @dataclass(frozen=True)
 class _Carried:
-    """A tokenizer, and what else lies beside the weights of the model: processor, code, licence."""
+    """A tokenizer, and the other files beside the weights of the model: processor, code, licence."""
 
     source: Path
     tokenizer: Any
@@ -73,7 +73,7 @@ def write_checkpoint(job: Job, folder: Path, result: CalibrationResult) -> list[
 
 
 def closing_lines(folder: Path | str, engines: Mapping[str, Verdict]) -> list[str]:
-    """Which engines do not load the checkpoint (of transformers and vLLM: why), where it is, and what loads it."""
+    """Which engines do not load the checkpoint (for transformers and vLLM: why), where it is, and what loads it."""
     refused = {name: verdict.text for name, verdict in engines.items() if not verdict.loads}
     lines = [f"not loaded by {n}: {refused.pop(n)}" for n in (Transformers.name, VLLM.name) if n in refused]
     if refused:

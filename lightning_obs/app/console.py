@@ -29,7 +29,7 @@ def step(text: str) -> Iterator[None]:
 
 @contextmanager
 def bytes_written(text: str) -> Iterator[Callable[[str, int, int], None]]:
-    """As :func:`step`, of known length: call what is given with a name, the bytes so far, and those in all."""
+    """As :func:`step`, of known length: call what it yields with a name, the bytes so far, and all bytes."""
     columns = TextColumn("· {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, TextColumn("{task.fields[name]}"), disable=rank_zero_only.rank != 0) as progress:
         task = progress.add_task(text, total=None, name="")

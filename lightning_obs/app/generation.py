@@ -1,4 +1,4 @@
-"""Let the original and the quantized model continue the same texts, and see which of them comes to repeat itself.
+"""Let the original and the quantized model continue the same texts, and see which of them falls into a loop.
 
 Perplexity is measured token by token on a given text. A quantized model can do well at that, and still fall into a loop
 after some dozens of tokens of its own.

@@ -1,4 +1,4 @@
-"""A composed config, read: options, model, data and Trainers that it describes, and the quality of the model.
+"""What a composed config describes: options, model, data and Trainers; and the quality of the model.
 
 Hydra's containers become dicts and lists here; nothing below the app knows of Hydra.
 """
@@ -160,7 +160,7 @@ def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:
 
 
 def made(node: Any, **given: Any) -> Any:
-    """What a config describes. A CalibrationError of its constructor is not wrapped in Hydra's own error."""
+    """Instantiate a node of a config. A CalibrationError of its constructor is not wrapped in Hydra's own error."""
     try:
         return instantiate(node, **given)
     except InstantiationException as error:
@@ -191,7 +191,7 @@ def _make_module(config: DictConfig, **given: Any) -> LightningModule:
 
 
 def check_data(config: DictConfig) -> None:
-    """Refuse data that are not there, or lack a field, before a model is loaded; of classes of this package."""
+    """Refuse data that are missing or lack a field before a model is loaded; for data classes of this package."""
     kind = get_class(config.data._target_)
     if issubclass(kind, CalibrationData):
         kind.check(plain(config.data))

@@ -1,4 +1,4 @@
-"""``python -m lightning_obs``, once its config is composed: the task checks, runs, leaves a row to compare."""
+"""What ``python -m lightning_obs`` does with its composed config: the task checks, runs, returns a row to compare."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(config: DictConfig) -> dict[str, Any]:
 
 
 def refuse_unread(task: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse what was typed and the task does not read: what its ``ignores`` match, unless its ``reads`` do."""
+    """Refuse typed keys that the task does not read: those that its ``ignores`` match, unless its ``reads`` do."""
     keys = [str(parsed.key_or_group) for parsed in OverridesParser.create().parse_overrides(list(overrides))]
     if "task._target_" in keys:  # another task than the one whose config this is
         return
@@ -54,7 +54,7 @@ def refuse_unread(task: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _quiet_lightning() -> None:
-    """Leave out what Lightning says of devices and workers."""
+    """Suppress what Lightning says about devices and workers."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*deprecated")  # Lightning 2.6 on torch 2.13

@@ -54,7 +54,7 @@ def divergences(
         The KL divergence in nats per token for each scheme and each of ``groups``, and the number of predictions.
     """
     changes: _Changes = defaultdict(list)
-    # on the device until the end: no batch waits for them
+    # kept on the device until the end: no batch waits for the host
     squares: dict[tuple[str, tuple[str, ...]], torch.Tensor] = {}
     finite: list[torch.Tensor] = []
     tokens = 0

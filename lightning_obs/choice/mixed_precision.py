@@ -173,7 +173,7 @@ def plan_of(measured: Sensitivity, schemes: str | Mapping[str, str]) -> MixedPla
 
 
 def frontier(measured: Sensitivity, points: int = 16, *, at_most: Mapping[str, float] | None = None) -> list[MixedPlan]:
-    """The best plans from the smallest size to the size at which nothing is gained any more, smallest first.
+    """The best plans from the smallest size to the size beyond which nothing is gained, smallest first.
 
     Args:
         measured: losses and sizes.
@@ -233,7 +233,7 @@ def _solve(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]
 
 @contextmanager
 def _silent_solver() -> Iterator[None]:
-    """Keep off the terminal what HiGHS prints from C++ whatever its options say (``transformNewIntegerFeas...``)."""
+    """Keep off the terminal what HiGHS prints from C++ regardless of its options (``transformNewIntegerFeas...``)."""
     libc = ctypes.CDLL(None)
     libc.fflush(None)  # what the process printed before is not ours to drop
     terminal, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)

@@ -28,7 +28,7 @@ from lightning_obs.choice.sensitivity import Batches, Sensitivity, sensitivity
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.schemes.config import ROUNDING, SchemeLike, config_groups
 
-#: an observer's name under ``name``, and its hyperparameters
+#: an observer's ``name``, and its hyperparameters
 _Named: TypeAlias = dict[str, Any]
 #: what is tried by default, of what fits the scheme; the first of each is always tried. Hessians and signed scales are
 #: tried for weights below 8 bits, where format and engine take them
@@ -79,7 +79,7 @@ class ObserverChoice:
         return {base: Counter(_label(of[base]) for of in chosen if base in of) for base in self.losses}
 
     def table(self) -> Table:
-        """Candidates beside the choice, for a person."""
+        """Candidates and the choice, as a table to print."""
         table = _Table(title="observers", title_justify="left", box=None, pad_edge=False, header_style="dim")
         for column in ("of", "observer", "estimated loss", "tensors"):
             table.add_column(column, justify="left" if column in ("of", "observer") else "right")
@@ -89,7 +89,7 @@ class ObserverChoice:
 
     @property
     def scores(self) -> list[dict[str, Any]]:
-        """Candidates beside the choice, a row each: ``{"of", "observer", "loss", "tensors"}``."""
+        """Candidates and the choice, a row each: ``{"of", "observer", "loss", "tensors"}``."""
         rows = []
         for base_name, losses in self.losses.items():
             used = self.counts[base_name]

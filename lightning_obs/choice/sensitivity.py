@@ -270,7 +270,7 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _groups(model: nn.Module, sessions: Mapping[str, CalibrationSession]) -> list[tuple[str, ...]]:
-    """The modules that any candidate quantizes, by what has to have one scheme, in the model's order."""
+    """The modules that any candidate quantizes, grouped by what must have one scheme, in the model's order."""
     together: dict[str, set[str]] = {t.name: {t.name} for s in sessions.values() for t in s.plan.targets}
     for session in sessions.values():
         for fused in session.result.fused if session.result else ():

@@ -1,4 +1,4 @@
-"""Read texts, and objects with texts, from files.
+"""Read texts, and objects that hold texts, from files.
 
 Not with ``datasets.load_dataset``: it reports a table that cannot be parsed, where these readers name file and line.
 """
@@ -18,7 +18,7 @@ from lightning_obs.app.imports import import_for
 from lightning_obs.errors import CalibrationError, likely, name_list
 from lightning_obs.files.read import naming
 
-#: an object of a file, behind the place where it stands there
+#: the place of an object (file and line), and the object
 Row = tuple[str, Any]
 
 
@@ -114,7 +114,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """A list of objects; or lines of them, which many call JSON too."""
+    """A list of objects; or JSON lines, which are often called JSON too."""
     text = _decoded(path)
     if text.lstrip().startswith("["):
         yield from ((f"{path}[{index}]", row) for index, row in enumerate(_parsed(path, text)))

@@ -95,11 +95,11 @@ class CalibrationData(LightningDataModule, ABC):
 
     @abstractmethod
     def read(self, path: Any, option: str) -> list[Any]:
-        """The documents, rows or images that lie at ``path``, which errors call ``option``."""
+        """The documents, rows or images at ``path``, which errors call ``option``."""
 
     @abstractmethod
     def samples(self, found: list[Any], count: int) -> list[Any]:
-        """Make ``count`` samples of what was read, or as many as it gives."""
+        """Make ``count`` samples of what was read, or as many as there are."""
 
     def _samples(self, found: list[Any], batches: int, what: str, option: str) -> list[Any]:
         count = batches * self.options.batch_size

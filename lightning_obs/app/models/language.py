@@ -42,7 +42,7 @@ class TaskModule(LightningModule):
         raise NotImplementedError
 
     def for_data(self) -> dict[str, Any]:
-        """What a LightningDataModule may want to know of the model: its constructor gets those that it takes."""
+        """What a LightningDataModule may need to know about the model; its constructor gets those that it takes."""
         raise NotImplementedError
 
     @override

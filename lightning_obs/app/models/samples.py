@@ -1,4 +1,4 @@
-"""Models that give one output for each sample, as LightningModules: encoders of texts, and models of the package timm.
+"""Models with one output per sample, as LightningModules: text encoders, and models of the package timm.
 
 timm is not a requirement of this package; where it is missing, the error says so.
 """
@@ -51,7 +51,7 @@ class OneOutputPerSample(TaskModule):
 
     @override
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Cross entropy with the labels; of one output the squared error."""
+        """Cross entropy with the labels; the squared error if the model has one output."""
         loss = torch.nn.functional.cross_entropy if self.mse is None else torch.nn.functional.mse_loss
         return loss(*self._against_labels(self.output(batch), batch))
 
@@ -103,7 +103,7 @@ class OneOutputPerSample(TaskModule):
 
 
 class Encoder(OneOutputPerSample):
-    """An encoder of texts: a classifier, or what makes an embedding of a text.
+    """A text encoder: a classifier, or a model that makes embeddings.
 
     Batches are ``{"input_ids": (batch, tokens), "attention_mask": (batch, tokens)}``, ``labels`` ``(batch,)`` if there
     are any. A sample's output is its logits; of a model without a head for sequences, the mean over its tokens.

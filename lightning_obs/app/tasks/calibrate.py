@@ -94,7 +94,7 @@ class Calibrate(Task):
         return CalibrationCallback(options, show=False, **of_callback)  # the run's own report shows more
 
     def check_task(self) -> None:
-        """Refuse what only this task cannot do."""
+        """Refuse what this task in particular cannot do."""
 
     def check_scheme(self) -> None:
         """Check the scheme against the model, and say which module is calibrated."""
@@ -159,7 +159,7 @@ class Calibrate(Task):
         )
 
     def passes(self, needs_data: bool) -> int:
-        """About how many batches the whole run forwards; ``needs_data``: calibration runs some."""
+        """About how many batches the whole run forwards; ``needs_data``: whether calibration runs any."""
         calibrated = self.batches("batches") if needs_data else 0
         return 2 * self.measured + calibrated + int(self.config.report.layer_error_batches)
 

@@ -32,11 +32,11 @@ from lightning_obs.report.summary import frontier_table, print_report
 
 
 class ChoosingTask(Calibrate):
-    """Calibrates what it chose on the calibration batches, on one device."""
+    """Chooses on the calibration batches, on one device, then calibrates with the choice."""
 
     @property
     def candidates(self) -> dict[str, Any]:
-        """As ``task.candidates`` has them."""
+        """``task.candidates`` as a dict."""
         return plain(self.config.task.candidates) or {}
 
     @override
@@ -82,7 +82,7 @@ class Observers(ChoosingTask):
 
     @override
     def passes(self, needs_data: bool) -> int:
-        """Observing and scoring, too."""
+        """Also observing and scoring."""
         return super().passes(needs_data) + 2 * self.batches("batches")
 
 
@@ -142,7 +142,7 @@ class Plan(ChoosingTask):
 
     @override
     def report(self, counts: Mapping[str, Support], parts: Mapping[str, Any]) -> None:
-        """With the divergence that was measured beside the one that was estimated."""
+        """Show the measured divergence beside the estimated one."""
         if self.quantized is not None and self.quantized.moved is not None and "nats" in parts["sensitivity_unit"]:
             chosen = next(point for point in parts["frontier"] if point.get("mark") == "chosen")
             measured = {"name": "measured", "mark": "measured", "loss": self.quantized.moved.divergence}
@@ -151,7 +151,7 @@ class Plan(ChoosingTask):
 
     @override
     def passes(self, needs_data: bool) -> int:
-        """Calibrating the candidates, and a step forward and back for each batch that is measured."""
+        """Also calibrating the candidates, and a forward and a backward pass for each batch that is measured."""
         measured = int(self.config.task.batches) * PASSES_OF_A_STEP
         return super().passes(needs_data) + self.batches("batches") + measured
 

@@ -1,4 +1,4 @@
-"""Fine-tune a calibrated model through fake quantization, and measure what it brought.
+"""Fine-tune a calibrated model through fake quantization, and measure what that recovered.
 
 Its quality on held-out data is measured four times: full precision, calibrated only, fine-tuned, and of the checkpoint
 loaded again. The last two are the same number, or something is wrong.
@@ -42,7 +42,7 @@ class Finetune(Calibrate):
 
     @override
     def train(self) -> None:
-        """Fit; the last thing it does is a validation of the result."""
+        """Fit, then validate the result."""
         self.calibrated = self.job.quality("as calibrated")
         config, module = self.config, self.job.module
         say(f"· fine-tuning {self.job.callback.label}")
@@ -75,7 +75,7 @@ class Finetune(Calibrate):
 
     @override
     def passes(self, needs_data: bool) -> int:
-        """Training steps and two more measurements, too."""
+        """Also the training steps, and two more measurements."""
         steps = int(self.config.trainer.get("max_steps", -1))
         of_a_step = PASSES_OF_A_STEP + (1 if self.config.task.callback.distill else 0)
         trained = (self.batches("train_batches") if steps < 0 else steps) * of_a_step

@@ -12,14 +12,14 @@ from lightning_obs.errors import CalibrationError
 
 
 class Task(ABC):
-    """Does one thing with a composed config, whose ``task`` holds keys of its own. All ranks run it; rank 0 writes."""
+    """One thing to do with a composed config; its own keys are under ``task``. All ranks run it; rank 0 writes."""
 
     def __init__(self, config: DictConfig) -> None:
         self.config = config
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse, before the model is run, what can be known to be wrong."""
+        """Refuse what is known to be wrong before the model runs."""
 
     @abstractmethod
     def run(self) -> None:
@@ -31,7 +31,7 @@ class Task(ABC):
 
 
 def task_node(config: DictConfig) -> DictConfig:
-    """What says which class the task is and which keys it reads: ``task``, or what it has for ``model.layerwise``."""
+    """The node with the task's class and the keys that it reads: ``task``, or its part for ``model.layerwise``."""
     in_blocks = config.get("model", {}).get("layerwise") and config.task.get("layerwise")
     return in_blocks or config.task
 
