@@ -19,7 +19,7 @@ INSTALL, *RUNS = (content for language, content in BLOCKS if language == "bash")
 #: what makes the tutorial's project small
 LESS = {"max_epochs=6": "max_epochs=1", "max_epochs=3": "max_epochs=2", "max_epochs=5": "max_epochs=3"}
 LESS |= {"count = min(len(prose), len(code)) // 64": "count = 101"}
-NEW_PROCESS = {"load.py", "ranks.py"}  # one needs nothing of this package, the other starts ranks
+NEW_PROCESS = {"ranks.py"}  # of Lightning's launcher
 
 
 def written(code, folder):
