@@ -2,6 +2,8 @@
 
 import shlex
 
+import pytest
+
 from tests.markdown import commands, page
 from tests.offloaded import digests
 
@@ -27,6 +29,7 @@ class Mortal(HistogramObserver):
 """
 
 
+@pytest.mark.slow
 def test_the_command_of_the_page_goes_on_with_the_same_checkpoint(command_line, verified_here, tiny_folder, tmp_path):
     [command] = [line for line in commands(page("docs/large_models.md")) if "save_every" in line]
     command = command.replace("<folder>", str(tiny_folder)).replace("<saves>", "saves").replace("=16", "=2")

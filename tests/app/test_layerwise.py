@@ -21,6 +21,7 @@ def tiny(tmp_path_factory):
     return save_tiny_llama(tmp_path_factory.mktemp("tiny"), torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_the_command_of_the_page_writes_the_checkpoint_of_a_model_in_memory(tiny, tmp_path):
     command = re.search(r"^python -m lightning_obs (model.layerwise=true .*)$", PAGE, flags=re.MULTILINE).group(1)
     texts = tmp_path / "texts.txt"

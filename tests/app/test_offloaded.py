@@ -11,6 +11,7 @@ from tests.offloaded import digests, tokens
 PAGE = page("docs/large_models.md")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "device_map"),
     [

@@ -97,6 +97,7 @@ def test_candidates_with_observers_and_rounding_are_planned_exported_and_taken_a
     assert json.loads((tmp_path / "again" / "report.json").read_text())["perplexity"] == list(first["perplexity"])
 
 
+@pytest.mark.slow
 def test_observers_with_rounding_are_chosen_and_exported(composed, capsys):
     candidates = "task.candidates={weight: [imatrix_mse, {name: hessian, signed: true, rounding: gptq}]}"
     run(composed("task=observers", "scheme=w4a16", "group_size=32", candidates))

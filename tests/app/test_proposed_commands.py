@@ -18,6 +18,7 @@ SCHEMES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scheme", ["INT8_STATIC", pytest.param("INT8_STATIC_ASYM", marks=pytest.mark.nightly), "FP8", "W4A16"]
 )

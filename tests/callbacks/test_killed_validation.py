@@ -103,6 +103,7 @@ def test_it_can_be_killed_again_and_before_the_first_save_and_behind_the_last_ba
     require_equal(callback, whole)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_is_gone_on_with(tmp_path):
     code = (
         "from tests.callbacks.test_killed_validation import Dies, validate\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -309,20 +310,22 @@ def on_export(rank, folder):
     with_trainer = trainer(callback, ranks=2)
     module = Module()
     with_trainer.validate(module, loader(samples(13)), verbose=False)
-    start = time.monotonic()
+    gone_on = Path(folder).with_name("gone on")
+    while rank == 0 and not gone_on.exists():  # until rank 1 has left export, or the time limit
+        time.sleep(0.01)
     callback.export(folder)
-    took = time.monotonic() - start
+    if rank == 1:
+        gone_on.touch()
     with_trainer.strategy.barrier()
     with torch.no_grad(), quantized(module.net):
-        return took, module.net(samples(5))
+        return module.net(samples(5))
 
 
 def test_rank_0_writes_a_checkpoint_that_loads_and_nobody_waits(tmp_path):
     results = run_ranks(on_export, 2, str(tmp_path / "out"))
-    assert results[1][0] < 0.01 < results[0][0] + 0.01
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gone on", "out"]
     loaded = load_checkpoint(Net(), tmp_path / "out")
-    for _, outputs in results:
+    for outputs in results:
         with torch.no_grad():
             assert torch.equal(loaded(samples(5)), outputs)
 

@@ -193,6 +193,7 @@ def test_a_full_disk_leaves_no_half_checkpoint(mlp, tmp_path, monkeypatch, exist
         load_checkpoint(type(mlp)(), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_killed_export_leaves_nothing_under_the_final_name(tmp_path):
     import subprocess
     import sys

@@ -209,6 +209,7 @@ def test_two_threads_of_python_may_search_at_once():
     assert all(torch.equal(found[i].low, expected[i].low) for i in range(8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_of_a_data_loader_may_search(method, tmp_path):
     code = f"""
@@ -271,6 +272,7 @@ def test_without_numba_the_definition_runs_and_says_so_once():
     assert without.splitlines()[-1] == python(SEARCH).splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_without_a_folder_to_write_to_the_loops_are_compiled_anew():
     """The package's own folder cannot hold a cache, nor can the user's. The loop is one that compiles in a second."""
     code = """
