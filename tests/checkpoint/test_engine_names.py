@@ -30,8 +30,15 @@ def is_named(name, patterns):
     return any(re.match(p[3:], name) if p.startswith("re:") else p == name for p in patterns)
 
 
-@pytest.mark.parametrize("loaded", [True, False])
-@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize(
+    ("linear", "loaded"),
+    [
+        (True, True),
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.nightly),
+        pytest.param(False, True, marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "phimoe", "minimax_m2"])
 def test_experts_in_full_precision_are_ignored_under_the_names_of_their_tensors(kind, linear, loaded, tmp_path):
     model = tiny_moe(kind, torch.bfloat16)

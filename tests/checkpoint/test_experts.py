@@ -45,9 +45,19 @@ def logits(model, tokens):
         return model(tokens, use_cache=False).logits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("reload", ["default", "dequantize"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "reload", "dtype"),
+    [
+        pytest.param(
+            *(kind, reload, dtype),
+            # in CI each kind once, and one in every way
+            marks=[pytest.mark.nightly] * (kind != "mixtral" and (reload, dtype) != ("default", torch.bfloat16)),
+        )
+        for kind in KINDS
+        for reload in ("default", "dequantize")
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+)
 def test_transformers_loads_weight_only_experts_with_the_same_logits(kind, reload, dtype, tokens, tmp_path):
     model = calibrated(tmp_path, kind, W4A16_32, reload, dtype)
     assert_reloads(model, tmp_path, reload, tokens)

@@ -29,6 +29,8 @@ ANY_DTYPE = [
 ]
 BF16_ONLY = ["NVFP4", "NVFP4A16", "MXFP4", "MXFP8"]
 DEQUANTIZED = ["W4A16_ASYM", "W4A16", "W8A16"]
+IN_FLOAT32 = ["INT8_STATIC", "FP8", "FP8_BLOCK", "W4A16"]  # a way to store each; the others nightly
+NIGHTLY = pytest.mark.nightly
 
 
 def calibrated(model, scheme, batches, **kwargs):
@@ -40,9 +42,11 @@ def calibrated(model, scheme, batches, **kwargs):
 
 @pytest.mark.parametrize(
     ("scheme", "dtype", "reload"),
-    [(s, d, "default") for s in ANY_DTYPE for d in (torch.bfloat16, torch.float32)]
-    + [(s, torch.bfloat16, "default") for s in BF16_ONLY]
-    + [(s, d, "dequantize") for s in DEQUANTIZED for d in (torch.bfloat16, torch.float32)],
+    [(s, torch.bfloat16, "default") for s in (*ANY_DTYPE, *BF16_ONLY)]
+    + [(s, torch.bfloat16, "dequantize") for s in DEQUANTIZED]
+    + [(s, torch.float32, "default") for s in IN_FLOAT32]
+    + [pytest.param(s, torch.float32, "default", marks=NIGHTLY) for s in ANY_DTYPE if s not in IN_FLOAT32]
+    + [pytest.param(s, torch.float32, "dequantize", marks=NIGHTLY) for s in DEQUANTIZED],
     ids=str,
 )
 def test_transformers_loads_it_with_the_same_logits(scheme, dtype, reload, tiny_llama, batches, tmp_path):
