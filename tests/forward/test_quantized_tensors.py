@@ -89,12 +89,13 @@ ACTIVATIONS = {
     "token int8": (DYNAMIC["token int8"], "input", False),
     "NVFP4": (LOCAL, "input", False),
 }
+MARKS = {"NVFP4": pytest.mark.slow, "tensor int8": pytest.mark.nightly, "head fp8": pytest.mark.nightly}
 
 
 @quiet
 @pytest.mark.parametrize(
     ("args", "base_name", "learn"),
-    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name == "NVFP4")) for name, case in ACTIVATIONS.items()],
+    [pytest.param(*case, id=name, marks=MARKS.get(name, ())) for name, case in ACTIVATIONS.items()],
 )
 def test_activations_of_any_length_compile_without_a_graph_break(args, base_name, learn):
     """Shapes are symbols then: what is computed from them must be something that dynamo traces."""

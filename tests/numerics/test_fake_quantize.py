@@ -90,8 +90,7 @@ def compiled(run, backend="aot_eager"):
 
 @pytest.mark.slow
 @quiet
-@pytest.mark.parametrize("learn", [False, True], ids=["fixed", "learned"])
-@pytest.mark.parametrize("args", [SOME[0], SOME[2]])
+@pytest.mark.parametrize(("args", "learn"), [(*SOME[0].values, True), (*SOME[2].values, False)])
 def test_it_compiles_without_a_graph_break(args, learn):
     weight = torch.randn(12, 64)
     found = []
