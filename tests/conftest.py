@@ -19,7 +19,6 @@ from torch import nn
 from lightning_obs.forward.shared_blocks import eager_blocks
 from lightning_obs.observers import Observer
 
-gc.disable()  # until tests are collected
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 settings.register_profile("seeded", derandomize=True, deadline=None, database=None)
 settings.load_profile("seeded")
@@ -32,10 +31,15 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
-def pytest_collection_finish():
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
     """Garbage is looked for among what tests make, not among the millions of objects of imports and collection."""
-    gc.freeze()
-    gc.enable()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)
