@@ -90,6 +90,15 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0)
 
 
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether names, shapes, dtypes and bits are equal; fails where they are not."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert (value.dtype, value.shape) == (other[name].dtype, other[name].shape), name
+        assert torch.equal(value.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
+    return True
+
+
 def samples(count: int, experts: tuple[int, ...] = (0,)) -> torch.Tensor:
     """``(count, WIDTH)``; sample i goes to expert ``experts[i % len(experts)]``. Later samples are larger."""
     generator = torch.Generator().manual_seed(count)

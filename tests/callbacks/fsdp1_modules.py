@@ -159,14 +159,6 @@ def alone(folder=None, **options):
     return callback.result.qparams
 
 
-def same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert (value.dtype, value.shape) == (other[name].dtype, other[name].shape), name
-        assert torch.equal(value.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
-    return True
-
-
 def same_files(one, other):
     names = sorted(path.name for path in one.iterdir())
     assert names == sorted(path.name for path in other.iterdir())

@@ -18,11 +18,10 @@ from tests.callbacks.fsdp1_modules import (
     one_policy,
     policies,
     run,
-    same,
     same_files,
 )
 from tests.lightning_ranks import Module as Experts
-from tests.lightning_ranks import Net, calibration, like_torchrun, loader, samples, trainer
+from tests.lightning_ranks import Net, calibration, like_torchrun, loader, same, samples, trainer
 from tests.rank_processes import run_ranks
 
 # ---------------------------------------------------------------------- the qparams of one device

@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from lightning_obs import CalibrationCallback, QuantizationAwareTraining, quantized
 from lightning_obs.model.qparams import read_qparams
 from lightning_obs.model.wrappers import without_wrappers
-from tests.callbacks.fsdp1_modules import Module, data, fsdp1_trainer, run, same, same_files
-from tests.lightning_ranks import calibration, like_torchrun, loader, trainer
+from tests.callbacks.fsdp1_modules import Module, data, fsdp1_trainer, run, same_files
+from tests.lightning_ranks import calibration, like_torchrun, loader, same, trainer
 from tests.rank_processes import run_ranks
 from tests.tiny_model import save_tiny_llama
 

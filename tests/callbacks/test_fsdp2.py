@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationCallback, CalibrationError, load_checkpoint, quantized
 from lightning_obs.model.qparams import read_qparams
-from tests.lightning_ranks import Module, Net, calibration, like_torchrun, loader, samples, trainer
+from tests.lightning_ranks import Module, Net, calibration, like_torchrun, loader, same, samples, trainer
 from tests.rank_processes import run_ranks
 from tests.tiny_model import save_tiny_llama
 
@@ -49,14 +49,6 @@ def sharded_trainer(*callbacks, ranks, tensor=1, full=True, **options):
     if ranks > 1:
         options["strategy"] = ModelParallelStrategy(ranks // tensor, tensor, save_distributed_checkpoint=not full)
     return trainer(*callbacks, ranks=ranks, **options)
-
-
-def same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert (value.dtype, value.shape) == (other[name].dtype, other[name].shape), name
-        assert torch.equal(value.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
-    return True
 
 
 def qparams_on(net):

@@ -8,8 +8,8 @@ import os
 import pytest
 from torch import distributed as dist
 
-from tests.callbacks.test_ranks import EVERY, caught, on_share, run, same
-from tests.lightning_ranks import Module, calibration, like_torchrun, loader, trainer
+from tests.callbacks.test_ranks import EVERY, caught, on_share, run
+from tests.lightning_ranks import Module, calibration, like_torchrun, loader, same, trainer
 from tests.rank_processes import run_ranks
 
 

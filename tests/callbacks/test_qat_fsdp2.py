@@ -13,20 +13,8 @@ from torch.utils.data import TensorDataset
 from lightning_obs import CalibrationError, load_checkpoint
 from lightning_obs.model.weight import whole_tensor
 from tests.callbacks.qat_modules import from_step
-from tests.callbacks.test_qat_ranks import (
-    INT8,
-    SYMMETRIC_W4,
-    W4,
-    Trained,
-    X,
-    close,
-    fit,
-    qat,
-    qparams_of,
-    same,
-    share,
-)
-from tests.lightning_ranks import like_torchrun
+from tests.callbacks.test_qat_ranks import INT8, SYMMETRIC_W4, W4, Trained, X, close, fit, qat, qparams_of, share
+from tests.lightning_ranks import like_torchrun, same
 from tests.rank_processes import run_ranks
 
 OPTIONS = {

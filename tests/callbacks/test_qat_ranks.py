@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_obs import QuantizationAwareTraining
 from lightning_obs.model.qparams import read_qparams
-from tests.lightning_ranks import WIDTH, Module, like_torchrun, samples, trainer
+from tests.lightning_ranks import WIDTH, Module, like_torchrun, same, samples, trainer
 from tests.rank_processes import run_ranks
 
 W4 = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 4, "symmetric": False}}
@@ -90,15 +90,6 @@ def fit(callback, module, *callbacks, rank=0, ranks=1, data=None, ckpt_path=None
 
 def qparams_of(module):
     return {f"{n}.{k}": v.clone() for n, m in module.named_modules() for k, v in read_qparams(m).items()}
-
-
-def same(one, other):
-    """Equal names, shapes, dtypes and bits."""
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert (value.dtype, value.shape) == (other[name].dtype, other[name].shape), name
-        assert torch.equal(value.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
-    return True
 
 
 def close(one, other, rtol=1e-9):

@@ -17,7 +17,7 @@ from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.errors import CalibrationWarning
 from lightning_obs.model.qparams import read_qparams
 from lightning_obs.observers.mse import MemorylessMSEObserver
-from tests.lightning_ranks import Module, Net, calibration, like_torchrun, loader, samples, trainer
+from tests.lightning_ranks import Module, Net, calibration, like_torchrun, loader, same, samples, trainer
 from tests.rank_processes import run_ranks
 
 EXACT = [
@@ -29,15 +29,6 @@ EXACT = [
 
 
 EVERY = samples(24, experts=(0, 1, 2))
-
-
-def same(one, other):
-    """Equal names, shapes, dtypes and bits."""
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert (value.dtype, value.shape) == (other[name].dtype, other[name].shape), name
-        assert torch.equal(value.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
-    return True
 
 
 def alone(x, entry="validate", **options):

@@ -47,15 +47,6 @@ def counting(collectives):
     return replace(collectives, reduce=reduce, gather_object=gather_object), calls, elements
 
 
-def same(one, other):
-    """Equal shapes, dtypes and bits."""
-    assert one.keys() == other.keys()
-    for name in one:
-        assert (one[name].dtype, one[name].shape) == (other[name].dtype, other[name].shape), name
-        assert torch.equal(one[name].reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
-    return True
-
-
 def error_of(function, *args, **kwargs):
     try:
         function(*args, **kwargs)

@@ -12,8 +12,9 @@ from lightning_obs.observers.statistic import Statistic
 from lightning_obs.ranks import reduction
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import MAX_COLLECTIVES, share_weights, sync_statistics
+from tests.lightning_ranks import same
 from tests.rank_processes import run_ranks
-from tests.ranks.common import EXACT, INT8, batches, counting, make, same, statistics
+from tests.ranks.common import EXACT, INT8, batches, counting, make, statistics
 
 # ---------------------------------------------------------------------- exact in any partition
 
