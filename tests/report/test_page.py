@@ -136,6 +136,8 @@ def test_a_click_in_the_map_opens_the_layer_and_escape_closes_it(folder, browser
     browser.click(f".map [data-name='{name}']")
     assert browser.run("document.querySelector('#layer h3').textContent") == name
     assert browser.run("document.querySelectorAll('#layer svg.histogram').length") == 1
+    said = "read first by: model.layers.7.mlp.up_proj, model.layers.8.self_attn.q_proj"
+    assert said in browser.run("document.getElementById('layer').textContent")
     browser.press("Escape")
     assert browser.run("document.getElementById('layer').hidden")
 
