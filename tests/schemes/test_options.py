@@ -146,7 +146,7 @@ def test_options_given_whole_are_their_fields(taker):
     options = CalibrationOptions("FP8", **WRITTEN)
     assert taker("FP8", **WRITTEN).options == taker(options).options == options
     assert taker(options).label == "FP8"
-    assert taker(options).ignore == ["lm_head", "re:.*mlp"]
+    assert taker(options).options.config.ignore == ["lm_head", "re:.*mlp"]
 
 
 def test_a_session_takes_options_whole():
