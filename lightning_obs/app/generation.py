@@ -34,7 +34,7 @@ def continuations(job: Job, as_quantized: bool) -> list[dict[str, Any]] | None:
         loop, and the loop's length in tokens, None if it does not loop.
 
     Raises:
-        CalibrationError: the model is no causal language model.
+        CalibrationError: the model is not a causal language model.
     """
     model: Any = job.model
     wanted = int(job.config.generation_check)

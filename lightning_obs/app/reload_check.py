@@ -26,7 +26,9 @@ def main() -> None:
     options = parser.parse_args()
 
     warnings.filterwarnings("ignore")
-    sys.path = [entry for entry in sys.path if entry != str(Path(__file__).parent)]  # our neighbours are no packages
+    sys.path = [
+        entry for entry in sys.path if entry != str(Path(__file__).parent)
+    ]  # the files beside this one are not packages
     import torch
     import transformers
     from safetensors.torch import load_file

@@ -60,11 +60,11 @@ class CalibrationOptions:
             nothing else is quantized.
         on_missing: what to do when no data reached a module: ``"error"``; ``"warn"`` and leave it in full precision; or
             ``"siblings"``, which quantizes an expert without tokens by its weights alone, its activations with the
-            range of all other experts of the layer (and is an error for what is no expert).
+            range of all other experts of the layer (and is an error for other modules).
         reload: the engine that will load the checkpoint: ``"default"`` (``from_pretrained``), ``"dequantize"``
             (``CompressedTensorsConfig(dequantize=True)``), ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"mlx"``,
             ``"openvino"``, the name of an engine of your own, or ``"unchecked"``. A checkpoint that the engine would
-            refuse is an error now. Where it computes a scheme in another way than that says, a warning tells.
+            refuse is an error now. A warning says where an engine computes a scheme differently.
         engines: further engines that have to take the checkpoint, by their names in ``reload``: ``["vllm", "mlx"]``.
             What one of them refuses is an error; the functions that choose schemes leave such candidates out.
         calibrate_all_experts: let every expert observe all tokens, not only those that the router sends it. Outputs

@@ -40,7 +40,7 @@ class Copier:
     """Deep copies with one memory.
 
     Args:
-        tensor: copies a tensor that is no parameter.
+        tensor: copies a tensor that is not a parameter.
         found: told of every module that is met; it is shared.
 
     Attributes:

@@ -35,7 +35,7 @@ from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.observers.statistic import to_host
 
-#: the errors of so many neighbouring tokens are summed before they are squared
+#: the errors of this many neighbouring tokens are summed before they are squared
 BLOCK = 16
 #: by module name and scheme, a copy of the module that shares its parameters and has the scheme's qparams
 Twins: TypeAlias = dict[str, dict[str, nn.Module]]

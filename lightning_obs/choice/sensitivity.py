@@ -126,7 +126,7 @@ def sensitivity(
         calibration: batches for candidates that observe data; default: ``batches``.
         seed: of the random signs.
         **options: fields of :class:`~lightning_obs.CalibrationOptions` for candidates that do not name them. What one
-            of ``engines`` does not take is no candidate, and a warning says so.
+            of ``engines`` does not take is left out, with a warning.
 
     Raises:
         CalibrationError: a scheme that does not fit; none that all ``engines`` take; none, or a name twice; weights in
@@ -180,7 +180,7 @@ def _sessions(
     refused = {}
     for engine, (name, session) in product(engines, sessions.items()):
         if (error := _refusal(engine, session, session.plan.targets)) is not None:
-            warn(f"{name} is no candidate: {error}")
+            warn(f"{name} is not a candidate: {error}")
             refused[name] = error
     if len(refused) == len(sessions):
         raise CalibrationError("no candidate is taken by all engines", got="; ".join(map(str, refused.values())))

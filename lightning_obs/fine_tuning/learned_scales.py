@@ -64,7 +64,7 @@ class LearnedScales:
         if not self._scales:
             raise CalibrationError(
                 "no scale of this scheme can be learned",
-                expected="static scales that are no powers of two (MX); those of NVFP4 are learned with train='scales'",
+                expected="static scales, not powers of two (MX); those of NVFP4 are learned with train='scales'",
                 remedy="set train='weights'; every validation observes the ranges anew.",
             )
         #: whether no range of an activation is left to data

@@ -6,7 +6,7 @@ whole ``__dict__``, hooks included, and the hooks of a copy would go on feeding 
 Method: ``copy``, ``deepcopy`` and ``pickle`` look up ``__reduce_ex__`` (``deepcopy`` first ``__deepcopy__``) on the
 *instance*. While anything is on a module, the instance has its own, which runs the class's with a ``__dict__`` from
 which all of it is taken out. So a copy has nothing that has to be removed later, and its pickle needs this package no
-more than the original's. The alternative, hooks that do nothing on a copy, would stay there for good.
+more than the original's. The alternative, hooks that do nothing on a copy, would stay there.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class _Additions:
             take_out(own)
         for copying in _COPYING:
             own.pop(copying, None)
-        # A shallow copy shares the tables, as ever.
+        # A shallow copy shares the tables, as any attribute.
         own |= {table: everything[table] for table in _TABLES if len(own[table]) == len(everything[table])}
         object.__setattr__(self.module, "__dict__", own)
         try:

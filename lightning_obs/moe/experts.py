@@ -44,7 +44,7 @@ class LinearExpert(nn.Module):
         for role, name in projections.items():
             self.add_module(name, layers[role])
         self.projections = projections
-        self._origin = (origin,)  # in a tuple, so that it is no submodule
+        self._origin = (origin,)  # in a tuple, so that it is not a submodule
 
     @property
     def origin(self) -> nn.Module:
@@ -94,7 +94,7 @@ class LinearExperts(nn.Module):
 
         Args:
             hidden_states: ``(tokens, hidden)``.
-            top_k_index: ``(tokens, k)``, the experts of each token; an index past the last expert is no expert.
+            top_k_index: ``(tokens, k)``, the experts of each token; an index past the last one selects none.
             top_k_weights: ``(tokens, k)``.
         """
         output = torch.zeros_like(hidden_states)

@@ -268,7 +268,7 @@ def _count_plainly(observed: torch.Tensor) -> Histogram:
     scales, device = observed.shape[1], observed.device
     counts = torch.zeros(scales * BINS, dtype=torch.int64, device=device)
     for part in observed.split(max(1, tile_size(device, _TILE) // max(1, observed[0].numel()))):
-        # Unsigned, because a bin is no negative number; widened, because places are no uint16. An accelerator's host
+        # Unsigned, because a bin is not negative; widened, because places are not uint16. An accelerator's host
         # would wait for bincount.
         patterns = part.bfloat16().view(torch.uint16)
         places = patterns.to(torch.int32, memory_format=torch.contiguous_format)

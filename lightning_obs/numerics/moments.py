@@ -1,7 +1,7 @@
 """Mean and variance of data that come in parts.
 
 Kept as number, sum and sum of squares in float64, because batches and ranks are combined by addition: Chan's
-combination of (number, mean, squared deviations) needs both means at once and is no sum. It costs cancellation: a
+combination of (number, mean, squared deviations) needs both means at once and is not a sum. It costs cancellation: a
 relative error of about ``1e-16 * (mean / std) ** 2`` in the variance. The square of a float32 is exact in float64, and
 the variance of data whose mean is a thousand times their deviation still has ten digits.
 

@@ -3,7 +3,7 @@
 From the declaration follow, and are written nowhere else: how batches are combined, how ranks are reduced, what
 ``reset`` forgets, what is looked at for NaN, what a checkpoint holds, and how the rows of a weight come together.
 
-A statistic that was not observed yet is no attribute, which stands for its identity: combining and reducing omit it.
+A statistic that was not observed yet has no attribute, which stands for its identity: combining and reducing omit it.
 Its shape and dtype are those of the first tensor observed, so ranks agree on them (:mod:`lightning_obs.ranks`).
 """
 
@@ -121,7 +121,7 @@ class Statistics:
     #: whether ``min_vals`` and ``max_vals`` are the smallest and the largest values of everything observed
     keeps_extremes: ClassVar[bool] = False
 
-    #: attributes that are set from outside, which ``reset`` keeps, and that are no statistics
+    #: attributes that are set from outside, which ``reset`` keeps, and that are not statistics
     _settings: ClassVar[tuple[str, ...]] = ("qparams_dtype", "_fused_observers", "_joins_ranges", "is_finite")
 
     #: whether ``statistics`` are all that observing sets

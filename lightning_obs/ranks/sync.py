@@ -243,7 +243,7 @@ def _form(key: Key, observer: Observer, name: str, reduction: str, value: Any) -
 
 
 def require_plain(statistics: Mapping[Key, Mapping[str, Any]], what: str, remedy: str | None = None) -> None:
-    """Refuse, as ``what``, every statistic that is no tensor, number, string, or list, dict... of these."""
+    """Refuse, as ``what``, every statistic that is not a tensor, number, string, or a list, dict... of these."""
     refuse(
         [key_text(key, more=n) for key, found in statistics.items() for n, x in found.items() if not _is_plain(x)],
         what,

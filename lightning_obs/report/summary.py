@@ -22,7 +22,7 @@ from lightning_obs.schemes.config import as_names
 
 
 def summary(report: Report, worst: int = 5) -> RenderableType:
-    """The closing report of a calibration with so many of its ``worst`` layers, for :func:`print_report`."""
+    """The closing report of a calibration with its ``worst`` worst layers, for :func:`print_report`."""
     result = report.result
     assert result is not None
     known = facts(report)

@@ -288,7 +288,7 @@ def test_a_plan_keeps_to_what_all_engines_take(tiny_llama, batches):
     schemes = {"int4": INT4, "int8": INT8, "channel": {"weights": {"num_bits": 8, "strategy": "channel"}}}
     free = mixed_precision(model, ids, schemes, budget=6.5, ignore="lm_head")
     assert len(free.config_groups) > 1
-    with pytest.warns(CalibrationWarning, match=r"channel is no candidate: llama\.cpp.* nothing that loads"):
+    with pytest.warns(CalibrationWarning, match=r"channel is not a candidate: llama\.cpp.* nothing that loads"):
         kept = mixed_precision(
             model, ids, {**schemes, "none": None}, budget=6.5, ignore="lm_head", engines=["vllm", "llama.cpp"]
         )
@@ -303,7 +303,7 @@ def test_a_plan_keeps_to_what_all_engines_take(tiny_llama, batches):
 
 def test_candidates_of_which_no_engine_takes_one_are_refused(tiny_llama, batches):
     with (
-        pytest.warns(CalibrationWarning, match="int8 is no candidate"),
+        pytest.warns(CalibrationWarning, match="int8 is not a candidate"),
         pytest.raises(CalibrationError, match="no candidate is taken by all engines"),
     ):
         mixed_precision(tiny_llama(), [batches[0]], {"int8": "W8A8"}, ignore="lm_head", engines="openvino")

@@ -206,7 +206,7 @@ class DocumentData(CalibrationData):
         if path is not None:
             return rows
         paragraphs = ((place, text.strip()) for place, row in rows for text in row[self._text_field].split("\n\n"))
-        # headings are no samples
+        # headings are not samples
         return [(place, {self._text_field: text}) for place, text in paragraphs if len(text.split()) >= _SENTENCE]
 
     @override

@@ -61,7 +61,7 @@ def load_pretrained(
         raise CalibrationError("model.dtype", got=repr(dtype), expected=f"one of {', '.join(_DTYPES)}")
     options = {k: v for k, v in {"attn_implementation": attn_implementation, **where}.items() if v is not None}
     device_map = options.get("device_map")
-    if device_map == "disk" or isinstance(device_map, Mapping):  # Hydra's is no dict
+    if device_map == "disk" or isinstance(device_map, Mapping):  # Hydra's is not a dict
         options["device_map"] = {"": "disk"} if device_map == "disk" else dict(device_map)
     folder = default_model_folder() if source is None else Path(source)
     name = str(source or folder)

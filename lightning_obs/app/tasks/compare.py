@@ -132,5 +132,5 @@ def _row_of(path: Path) -> dict[str, Any]:
             if value is not None and type(value) not in (int, float):
                 raise TypeError(f"{value!r:.80} is not a number")
         if not all(isinstance(name, str) for name in (run, row.get("metric", ""))):
-            raise TypeError("the run or its metric is no name")
+            raise TypeError("the run or its metric is not a name")
         return {**row, "run": f"{run} ({path.name if path.is_dir() else path.parent.name})"}

@@ -54,7 +54,7 @@ def load(bits: Any, shape: Any, strides: Any, first: int, count: int, tile: Any)
 
 @jit()
 def lanes_of(size: int) -> int:
-    """Lanes that a row of so many values is spread over: a power of two, for about 16 steps."""
+    """Lanes that a row of this many values is spread over: a power of two, for about 16 steps."""
     share = 1
     while share < LANES and share * 16 < size:
         share *= 2
