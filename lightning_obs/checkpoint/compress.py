@@ -96,12 +96,11 @@ def store(model: nn.Module, layout: Container[str], put: Put | None) -> Exceptio
         CalibrationError: on every rank alike, what went wrong where one compressed its rows.
     """
     state, keys_of, prefixes = _state(model), dict[nn.Module, list[str]](), dict[nn.Module, list[str]]()
-    rest = dict(state)
-    for prefix, module, keys in _own(model, state):  # a module used under two names has its entries under both
+    for prefix, module, keys in list(_own(model, state)):  # a module used under two names has its entries under both
         keys_of[module] = keys
         prefixes.setdefault(module, []).append(prefix)
         for key in keys:
-            del rest[prefix + key]
+            del state[prefix + key]
     failure: Exception | None = None
 
     def give(entries: Iterable[Entry], known_as: list[str]) -> None:
@@ -123,7 +122,7 @@ def store(model: nn.Module, layout: Container[str], put: Put | None) -> Exceptio
                 if not _is_compressible(module):
                     keys = [key for key in keys if any(prefix + key in layout for prefix in known_as)]
                 give(_entries(module, keys, known_as[0]), known_as)
-    give(((name, whole_tensor(value), 0) for name, value in rest.items()), [""])
+    give(((name, whole_tensor(value), 0) for name, value in state.items()), [""])
     return failure
 
 

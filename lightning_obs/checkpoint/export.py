@@ -184,9 +184,7 @@ def _write_tensors(
                 for (name, _, first), rows in zip(small, on_host, strict=True):
                     stored.put(writer, name, rows, first, copy=False)
                 stored.finish(writer)
-    failures = [sendable(failure)] if failure is not None else [None]
-    if sharded:
-        failures = gather_objects(failures[0])
+    failures = gather_objects(None if failure is None else sendable(failure)) if sharded else []
     if failure is not None:
         raise failure
     require_no_failure(failures)

@@ -44,8 +44,7 @@ def require_ready(model: nn.Module, merged_for: str | None = None) -> None:
     """
     if merged_for is not None:
         refuse_unmerged(model, merged_for)
-    problem = not_ready(model)
-    if problem is not None:
+    if (problem := not_ready(model)) is not None:
         raise problem
 
 
@@ -85,24 +84,28 @@ def checksums(places: Sequence[tuple[nn.Module, str]]) -> list[int]:
     keys: list[Hashable] = [  # a parameter of two modules is read once
         (identity(module, name), name if adapters_of(module) is None else id(module)) for module, name in places
     ]
-    once: dict[nn.Module, list[tuple[Hashable, str]]] = {}
-    for key, (module, name) in dict(zip(keys, places, strict=True)).items():
-        once.setdefault(module, []).append((key, name))
-    parts: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], dict[Hashable, torch.Tensor]] = {}
+    unique, once = dict(zip(keys, places, strict=True)), dict[nn.Module, list[tuple[int, str]]]()
+    for number, (module, name) in enumerate(unique.values()):
+        once.setdefault(module, []).append((number, name))
+    # Each checksum has its place in one tensor. A tensor of its own, between the large ones of :func:`checksum`, would
+    # keep glibc from using their memory for the next.
+    totals: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], torch.Tensor] = {}
     for unit in by_unit(once):
         with onloaded(unit[0]):
             for module in unit:
-                for key, name in once[module]:
+                for number, name in once[module]:
                     part, first = part_here(module, name)
-                    parts.setdefault((part.device, place_of(module, name).groups), {})[key] = checksum(part, first)
+                    where = part.device, place_of(module, name).groups
+                    if where not in totals:
+                        totals[where] = torch.zeros(len(unique), dtype=torch.int64, device=part.device)
+                    checksum(part, first, out=totals[where][number])
     del kept
-    found: dict[Hashable, int] = {}
-    for (_, groups), by_key in parts.items():  # one reduction and one copy to the host for all
-        total = torch.stack(list(by_key.values()))
+    for (_, groups), total in totals.items():  # one reduction and one copy to the host for all
         for group in groups:
             with all_ranks_answer():
                 dist.all_reduce(total, group=group)
-        found |= zip(by_key, total.tolist(), strict=True)
+    sums = map(sum, zip(*(total.tolist() for total in totals.values()), strict=True))  # all but one are zero
+    found = dict(zip(unique, sums, strict=True))
     return [found[key] for key in keys]
 
 
@@ -165,8 +168,8 @@ def _held(module: nn.Module) -> Iterator[str]:
 # ---------------------------------------------------------------------- of one tensor
 
 
-def checksum(part: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """The checksum of a tensor, a scalar in int64.
+def checksum(part: torch.Tensor, first: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The checksum of a tensor, a scalar in int64; ``out`` if it is given.
 
     Args:
         part: any shape and dtype.
@@ -180,7 +183,7 @@ def checksum(part: torch.Tensor, first: int = 0) -> torch.Tensor:
         now, words = words[: _TILE - place], words[_TILE - place :]
         sums[place : place + len(now)].add_(now, alpha=_of_tiles(tile // _SOME)[tile % _SOME])
         tile, place = tile + 1, 0
-    return (sums * _of_places(words.device)[: len(sums)]).sum()
+    return torch.sum(sums.mul_(_of_places(words.device)[: len(sums)]), 0, out=out)
 
 
 @functools.cache
