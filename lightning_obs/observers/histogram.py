@@ -54,7 +54,6 @@ class CountingObserver(Observer):
     counts: torch.Tensor
     min_vals: torch.Tensor
     max_vals: torch.Tensor
-    percentile: float
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
@@ -89,16 +88,6 @@ class CountingObserver(Observer):
         problems = [super().nonfinite_statistics(), f"{nan} of {int(self.counts.sum())} values NaN" if nan else None]
         return ", ".join(filter(None, problems)) or None
 
-    def _require_percentile(self) -> None:
-        expected = "a value in percent, in (50, 100]; 99.99 cuts one value in ten thousand off each end"
-        self._require("percentile", 50 < self.percentile <= 100, expected)
-
-    def _percentile_range(self) -> MinMaxTuple:
-        scales = self.counts.flatten(0, -2), self.min_vals.flatten(), self.max_vals.flatten()
-        ends = [torch.stack(percentile_range(*one, self.percentile)) for one in zip(*scales, strict=True)]
-        low, high = torch.stack(ends, 1).reshape(2, *self.min_vals.shape)
-        return low, high
-
 
 @Observer.register("percentile")
 class PercentileObserver(CountingObserver):
@@ -124,19 +113,24 @@ class PercentileObserver(CountingObserver):
     """
 
     hyperparameters: ClassVar[dict[str, Any] | None] = {"percentile": 99.99}
+    percentile: float
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        self._require_percentile()
+        expected = "a value in percent, in (50, 100]; 99.99 cuts one value in ten thousand off each end"
+        self._require("percentile", 50 < self.percentile <= 100, expected)
 
     @override
     def get_min_max(self) -> MinMaxTuple:
         self._require_statistics()
-        return self._percentile_range()
+        scales = self.counts.flatten(0, -2), self.min_vals.flatten(), self.max_vals.flatten()
+        ends = [torch.stack(percentile_range(*one, self.percentile)) for one in zip(*scales, strict=True)]
+        low, high = torch.stack(ends, 1).reshape(2, *self.min_vals.shape)
+        return low, high
 
 
 @Observer.register("histogram")
-class HistogramObserver(CountingObserver):
+class HistogramObserver(PercentileObserver):
     """The range that a criterion finds best on everything that was observed.
 
     - ``mse``: the range times ``1 - i / grid``, i up to ``maxshrink * grid``, with the least
@@ -164,7 +158,6 @@ class HistogramObserver(CountingObserver):
 
     hyperparameters: ClassVar[dict[str, Any] | None] = {
         "criterion": "mse",
-        "percentile": 99.99,
         "maxshrink": 0.95,
         "patience": None,
         "grid": 100.0,
@@ -181,7 +174,6 @@ class HistogramObserver(CountingObserver):
         super().__init__(base_name, args, **observer_kwargs)
         self._chosen: tuple[int, MinMaxTuple] | None = None
         self._require("criterion", self.criterion in CRITERIA, f"one of {', '.join(CRITERIA)}")
-        self._require_percentile()
         self._require("maxshrink", 0 <= self.maxshrink <= 1, "a value in [0, 1]")
         self._require("patience", self.patience is None or self.patience > 0, "a value above 0, or None")
         self._require("grid", self.grid > 0, "a value above 0")
@@ -196,7 +188,7 @@ class HistogramObserver(CountingObserver):
         self._require_statistics()
         found = [getattr(self, statistic.name) for statistic in CountingObserver.statistics]
         kept = [x.cpu().contiguous().view(torch.uint8).numpy() for x in found]
-        options = [getattr(self, name) for name in HistogramObserver.hyperparameters or ()]
+        options = [getattr(self, name) for name in ("percentile", *(HistogramObserver.hyperparameters or ()))]
         state = hash((*(x.tobytes() for x in kept), *options, repr(self.args)))
         if self._chosen is None or self._chosen[0] != state:
             self._chosen = state, self._search()
@@ -205,7 +197,7 @@ class HistogramObserver(CountingObserver):
 
     def _search(self) -> MinMaxTuple:
         if self.criterion == "percentile":
-            return self._percentile_range()
+            return super().get_min_max()
         if self.nonfinite_statistics():
             return self.min_vals, self.max_vals
         entropy = self.criterion == "entropy"

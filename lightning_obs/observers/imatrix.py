@@ -12,7 +12,7 @@ from lightning_obs.numerics.moments import channel_squares
 from lightning_obs.numerics.qparams import covered_by_scale, flatten_for_calibration
 from lightning_obs.observers.base import Observer
 from lightning_obs.observers.by_inputs import ByInputsObserver
-from lightning_obs.observers.mse import MemorylessMSEObserver
+from lightning_obs.observers.mse import MemorylessMSEObserver, NVFP4ExpandedMSEObserver
 from lightning_obs.observers.statistic import Statistic
 
 
@@ -77,10 +77,4 @@ class IMatrixMSEObserver(ByInputsObserver):
 class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
     """``imatrix_mse`` with the candidates of ``nvfp4_expanded_mse``: for weights in NVFP4."""
 
-    hyperparameters: ClassVar[dict[str, Any] | None] = {
-        "maxshrink": 1 - 0.8 / 1.8,
-        "patience": 1000,
-        "grid": 200.0,
-        "norm": 2.4,
-        "expand": 1.8,
-    }
+    hyperparameters: ClassVar[dict[str, Any] | None] = {**(NVFP4ExpandedMSEObserver.hyperparameters or {}), "norm": 2.4}

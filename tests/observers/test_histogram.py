@@ -184,7 +184,7 @@ def test_a_strategy_of_many_scales_is_refused_with_a_remedy(name, kwargs, base_n
         ({"patience": 0}, r"patience. Got 0, expected a value above 0"),
         ({"grid": -1}, r"grid. Got -1, expected a value above 0"),
         ({"norm": 0}, r"norm. Got 0, expected a value above 0"),
-        ({"bins": 2048}, r"HistogramObserver has no hyperparameter 'bins'. Expected criterion, percentile, maxshrink"),
+        ({"bins": 2048}, r"HistogramObserver has no hyperparameter 'bins'. Expected percentile, criterion, maxshrink"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
