@@ -118,8 +118,7 @@ def sensitivity(
 
     Args:
         model: a module whose output is logits ``(..., classes)``, or has them as ``logits``.
-        batches: keyword arguments (or one tensor) for the model, to measure on; a few thousand tokens are enough.
-            None: no data; the weights' own error is all there is then.
+        batches: keyword arguments (or one tensor) for the model, a few thousand tokens. None: the weights' own error.
         schemes: names of presets, or ``{name: scheme}``; None is full precision. A candidate that differs in more than
             its scheme is a dict of ``scheme`` and fields of :class:`~lightning_obs.CalibrationOptions`:
             ``{"scheme": "W4A16", "observers": {"weight": {"name": "hessian", "signed": True}}, "rounding": "gptq"}``.
@@ -142,8 +141,6 @@ def sensitivity(
         >>> [group.names for group in found.groups], found.groups[0].sizes
         ([('0',), ('2',)], {'int8': 320, 'none': 1024})
     """
-    elsewhere = [name for name, module in model.named_modules() if in_shards(module) or is_offloaded(module)]
-    refuse(elsewhere, "sensitivities need whole weights, on one device")
     engines = [engine_of(name, "engines") for name in as_names(options.pop("engines", ()))]
     named = _named(schemes)
     sessions = _sessions(model, named, engines, options)
@@ -172,6 +169,8 @@ def _sessions(
     model: nn.Module, named: Mapping[str, Candidate], engines: Sequence[Engine], options: Mapping[str, Any]
 ) -> dict[str, CalibrationSession]:
     """A session of each candidate that all engines take; a warning names the others."""
+    elsewhere = [name for name, module in model.named_modules() if in_shards(module) or is_offloaded(module)]
+    refuse(elsewhere, "sensitivities need whole weights, on one device")
     sessions = {
         name: CalibrationSession(model, candidate_options(scheme, **options))
         for name, scheme in named.items()
