@@ -6,6 +6,7 @@
     python benchmarks/accuracy_4bit.py --bits 3 --group 32 --observer "imatrix_mse(norm=2.0)" hessian
     python benchmarks/accuracy_4bit.py --model FOLDER                        # another model of transformers
     python benchmarks/accuracy_4bit.py --model smollm2 --inputs quantized    # block by block: calibrate_layerwise
+    python benchmarks/accuracy_4bit.py --model smollm2 --device cuda --peers
 
 In the environment of ``make parity`` llm-compressor's GPTQModifier is measured beside ours (``--peers``): on the same
 text, with the same bytes.
@@ -16,8 +17,8 @@ loss is 1 - cosine of a sentence embedding to the unquantized model's, the mean 
 divergence from the unquantized model's predictions and the share of equal most likely tokens stand beside it. Texts are
 those of ``pydoc_data.topics``. All rows of a run have the same bytes.
 
-CPU time is that of one process: of the data that is run (beside the same data without calibration), and of the search
-with rounding. Memory is the peak above the model.
+Time is the CPU time of the process, on an accelerator wall time: of the data that is run (beside the same data without
+calibration), and of the search with rounding. Memory is the device's peak above the model. Float32 is not TF32.
 """
 
 from __future__ import annotations
@@ -102,10 +103,13 @@ def main() -> int:
     parser.add_argument("--inputs", choices=["full_precision", "quantized"], help="block by block: what a block reads")
     parser.add_argument("--batches", type=int, default=16, help="of 512 tokens: to calibrate a causal model")
     parser.add_argument("--eval-batches", type=int, default=16, help="of 512 tokens: to measure it")
+    parser.add_argument("--device", default="cpu", help="that runs the model, ours and theirs: cpu or cuda")
     options = parser.parse_args()
+    torch.set_float32_matmul_precision("highest")
     folder = _folder(options.model)
     is_causal = any("CausalLM" in name for name in AutoConfig.from_pretrained(folder).architectures)
-    subject = Language(folder, options.batches, options.eval_batches) if is_causal else Encoder(folder)
+    number = options.batches, options.eval_batches
+    subject = Language(folder, options.device, *number) if is_causal else Encoder(folder, options.device)
     scheme = options.scheme or {"weights": {"num_bits": options.bits, "group_size": options.group}}
     name = options.scheme or f"int{options.bits}, groups of {options.group}"
     is_goal = options.model == "minilm" and options.scheme is None and (options.bits, options.group) == (4, 64)
@@ -121,7 +125,7 @@ def main() -> int:
     elif not isinstance(subject, Language):
         parser.error("--inputs is for causal models, whose blocks are run one after the other")
     else:
-        by_blocks = functools.partial(block_by_block, subject, scheme, BlockRuns(options.inputs))
+        by_blocks = functools.partial(block_by_block, subject, scheme, BlockRuns(options.inputs, device=options.device))
         rows = [(each, functools.partial(by_blocks, each)) for each in options.observer]
     if options.peers is not None:
         rows += [(each, functools.partial(theirs, subject, scheme, each)) for each in options.peers or PEERS]
@@ -135,14 +139,14 @@ def main() -> int:
 
 
 def ours(subject: Encoder | Language, scheme: Any, written: str) -> tuple[Any, ...]:
-    with peak_memory() as peak:
-        start = time.process_time()
+    with peak_memory(subject.device) as peak:
+        start = clock(subject.device)
         session = CalibrationSession(subject.model, scheme, token_mask=subject.token_mask, **_options(subject, written))
         with session:
             if session.needs_data:
                 subject.calibrate(subject.model)
-            data = time.process_time() - start
-        search = time.process_time() - start - data
+            data = clock(subject.device) - start
+        search = clock(subject.device) - start - data
     with quantized(subject.model):
         lost = subject.measure(subject.model)
     share = f"{data:.0f} ({data / subject.plain:.2f}x)" if session.needs_data else ""
@@ -151,15 +155,15 @@ def ours(subject: Encoder | Language, scheme: Any, written: str) -> tuple[Any, .
 
 def block_by_block(subject: Language, scheme: Any, runs: BlockRuns, written: str) -> tuple[Any, ...]:
     """Ours from files to files; data and search are one there."""
-    with tempfile.TemporaryDirectory() as folder, peak_memory() as peak:
-        start = time.process_time()
+    with tempfile.TemporaryDirectory() as folder, peak_memory(subject.device) as peak:
+        start = clock(subject.device)
         calibrate_layerwise(
             subject.folder, subject.batches(), scheme, Path(folder, "out"), runs=runs, **_options(subject, written)
         )
-        seconds = time.process_time() - start
+        seconds = clock(subject.device) - start
         as_floats = CompressedTensorsConfig(dequantize=True)
         model = AutoModelForCausalLM.from_pretrained(Path(folder, "out"), quantization_config=as_floats)
-    return (*subject.measure(model.eval()), "", f"{seconds:.0f}", f"{peak[0]:.0f}")
+    return (*subject.measure(model.eval().to(subject.device)), "", f"{seconds:.0f}", f"{peak[0]:.0f}")
 
 
 def theirs(subject: Encoder | Language, scheme: Any, written: str) -> tuple[Any, ...]:
@@ -177,8 +181,8 @@ def theirs(subject: Encoder | Language, scheme: Any, written: str) -> tuple[Any,
     else:
         group = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(observer=observer, **scheme["weights"]))
     model = copy.deepcopy(subject.model)
-    with peak_memory() as peak, contextlib.redirect_stderr(io.StringIO()):
-        start = time.process_time()
+    with peak_memory(subject.device) as peak, contextlib.redirect_stderr(io.StringIO()):
+        start = clock(subject.device)
         oneshot(
             model=model,
             dataset=DataLoader(subject.batches(), batch_size=None),
@@ -186,7 +190,7 @@ def theirs(subject: Encoder | Language, scheme: Any, written: str) -> tuple[Any,
             pipeline=subject.pipeline,
             processor=subject.tokenizer,
         )
-        seconds = time.process_time() - start
+        seconds = clock(subject.device) - start
     return (*subject.measure(model), "", f"{seconds:.0f}", f"{peak[0]:.0f}")
 
 
@@ -198,14 +202,14 @@ class Encoder:
     ignore: tuple[str, ...] = ("re:.*pooler.*",)
     pipeline, token_mask = "basic", "attention_mask"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: str) -> None:
         texts = [text for key in sorted(topics) for text in re.split(r"\n\s*\n", topics[key]) if 60 < len(text) < 600]
         texts = [text.strip() for text in texts]
         self._calibration, self._held_out = texts[0:400:4][:64], texts[1:2000:6][:256]
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model, self.device = AutoModel.from_pretrained(folder, dtype=torch.float32).eval().to(device), device
         self._expected = self._embed(self.model, self._held_out)
-        self.plain = cpu_seconds(self.calibrate, self.model)
+        self.plain = seconds_of_second(self.calibrate, self.model, device)
 
     def batches(self, texts: list[str] | None = None) -> list[dict[str, torch.Tensor]]:
         texts = self._calibration if texts is None else texts
@@ -222,7 +226,7 @@ class Encoder:
     def _embed(self, model: nn.Module, texts: list[str]) -> torch.Tensor:
         """Embeddings of texts, ``(texts, C)`` of length 1: the mean over tokens."""
         found = []
-        for batch in self.batches(texts):
+        for batch in on_device(self.batches(texts), self.device):
             hidden = model(**batch).last_hidden_state
             mask = batch["attention_mask"].unsqueeze(-1)
             found.append(nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1))
@@ -236,16 +240,16 @@ class Language:
     ignore: tuple[str, ...] = ("lm_head",)
     pipeline, token_mask = "sequential", None
 
-    def __init__(self, folder: Path, batches: int, eval_batches: int) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, device: str, batches: int, eval_batches: int) -> None:
+        self.folder, self.device = folder, device
         self.model, self.tokenizer = load_causal_lm(folder, "float32")
-        self.model.eval()
+        self.model.eval().to(device)
         data = TextData(self.tokenizer, batches=batches, eval_batches=eval_batches)
         self._calibration, self._held_out = list(data.val_dataloader()), list(data.test_dataloader())
         self._original = Predictions()
         with self._original.kept(self.model):
             self._loss = self._next_token_loss(self.model)
-        self.plain = cpu_seconds(self.calibrate, self.model)
+        self.plain = seconds_of_second(self.calibrate, self.model, device)
         self.title = f"{512 * eval_batches:,} held-out tokens, perplexity {math.exp(self._loss):.2f}"
 
     def batches(self) -> list[dict[str, torch.Tensor]]:
@@ -253,7 +257,7 @@ class Language:
 
     @torch.no_grad()
     def calibrate(self, model: nn.Module) -> None:
-        for batch in self._calibration:
+        for batch in on_device(self._calibration, self.device):
             model(**batch, use_cache=False)
 
     def measure(self, model: nn.Module) -> tuple[float, str, str]:
@@ -266,29 +270,48 @@ class Language:
     @torch.no_grad()
     def _next_token_loss(self, model: nn.Module) -> float:
         total = 0.0
-        for batch in self._held_out:
+        for batch in on_device(self._held_out, self.device):
             logits, tokens = model(**batch, use_cache=False).logits, batch["input_ids"]
             total += float(nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
         return total / len(self._held_out)
 
 
-def cpu_seconds(run: Any, *arguments: Any) -> float:
-    """CPU time of the second of two runs."""
-    run(*arguments)
-    start = time.process_time()
-    run(*arguments)
-    return time.process_time() - start
+def on_device(batches: list[dict[str, torch.Tensor]], device: str) -> Iterator[dict[str, torch.Tensor]]:
+    for batch in batches:
+        yield {name: value.to(device) for name, value in batch.items()}
+
+
+def clock(device: str) -> float:
+    """CPU time; of an accelerator wall time, with all done that it was given [s]."""
+    if device == "cpu":
+        return time.process_time()
+    torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def seconds_of_second(run: Any, model: nn.Module, device: str) -> float:
+    """What the second of two runs takes."""
+    run(model)
+    start = clock(device)
+    run(model)
+    return clock(device) - start
 
 
 @contextlib.contextmanager
-def peak_memory() -> Iterator[list[float]]:
-    """The most memory inside the ``with`` block above the memory at its beginning [MB]; Linux only."""
+def peak_memory(device: str) -> Iterator[list[float]]:
+    """The most memory inside the ``with`` block above the memory at its beginning [MB]; of the CPU on Linux only."""
     found: list[float] = []
+    gc.collect()
+    if device != "cpu":
+        torch.accelerator.reset_peak_memory_stats()
+        taken = torch.accelerator.memory_allocated()
+        yield found
+        found.append((torch.accelerator.max_memory_allocated() - taken) / 1e6)
+        return
     reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
     if not reset.exists():
         yield [math.nan]
         return
-    gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # freed memory of rows before goes back
     reset.write_text("5")  # VmHWM begins anew
     before = re.search(r"VmRSS:\s+(\d+)", status.read_text())
