@@ -44,7 +44,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from lightning_obs import CalibrationSession, calibrate_layerwise, export_checkpoint, quantize_checkpoint
+from lightning_obs import CalibrationSession, calibrate_layerwise, export_checkpoint, quantize_checkpoint, sensitivity
 from lightning_obs.files.tensors import TensorReader, give_back_freed
 from lightning_obs.numerics.kernels import launch  # noqa: F401  (numba counts as an import)
 from lightning_obs.ranks.collectives import Collectives, gather_objects
@@ -110,13 +110,29 @@ def with_data(offload: bool) -> Callable[..., Iterator[None]]:
     return run
 
 
-def layer_by_layer(folder: Path, out: Path) -> Iterator[None]:
+def with_sensitivity(offload: bool) -> Callable[..., Iterator[None]]:
+    """Load, and measure two schemes layer by layer on 4 batches of 256 tokens; ``offload``: the model stays on disk."""
+
+    def run(folder: Path, out: Path) -> Iterator[None]:
+        yield
+        where = {"device_map": {"": "disk"}, "offload_folder": f"{out}-offload"} if offload else {}
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **where).eval()
+        generator = torch.Generator().manual_seed(1)
+        batches = [torch.randint(model.config.vocab_size, (1, 256), generator=generator) for _ in range(4)]
+        found = sensitivity(model, batches, ["FP8_DYNAMIC", "W4A16"], ignore=["lm_head"])
+        out.mkdir()
+        (out / "losses.json").write_text(json.dumps(found.layers))
+
+    return run
+
+
+def layer_by_layer(folder: Path, out: Path, scheme: str = "FP8", **options: Any) -> Iterator[None]:
     """``calibrate_layerwise`` on 32 batches of 256 tokens."""
     vocabulary = LlamaConfig.from_pretrained(folder).vocab_size
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(vocabulary, (1, 256), generator=generator) for _ in range(32)]
     yield
-    calibrate_layerwise(folder, batches, "FP8", out, ignore=["lm_head"])
+    calibrate_layerwise(folder, batches, scheme, out, ignore=["lm_head"], **options)
 
 
 def in_shards(folder: Path, out: Path, forward_alone: bool = False) -> Iterator[None]:
@@ -172,7 +188,13 @@ ROWS = {
     **{f"files {name}": Row(from_files(scheme, weight), limit=220) for name, scheme, weight in DATA_FREE},
     "in memory FP8": Row(with_data(offload=False)),
     "offloaded FP8": Row(with_data(offload=True), limit=440),
+    "sensitivity in memory": Row(with_sensitivity(offload=False)),
+    "sensitivity offloaded": Row(with_sensitivity(offload=True)),
     "layer by layer FP8": Row(layer_by_layer, limit=88 + 34 + 300),  # a block, its outputs, and 300
+    "layer by layer GPTQ": Row(  # and a block's Hessians: of 3 inputs of 2048 channels, and one of 5632
+        partial(layer_by_layer, scheme="W4A16", observers={"weight": "hessian"}, rounding="gptq"),
+        limit=88 + 34 + 300 + 177,
+    ),
     "FSDP2 FP8, 2 ranks": Row(in_shards, limit=1100 + 300, ranks=2),  # half of the model, and 300
     "FSDP2 forward, 2 ranks": Row(partial(in_shards, forward_alone=True), ranks=2),
 }

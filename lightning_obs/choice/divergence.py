@@ -20,19 +20,24 @@ Beyond second order the estimate is wrong; how far it holds on a real model is m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import call_on, in_evaluation_mode, logits_of
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.shared_blocks import run_eagerly
-from lightning_obs.model.additions import keep_hook_out
+from lightning_obs.model.additions import keep_hook_out, set_attributes
+from lightning_obs.model.kinds import holds_parameters
+from lightning_obs.model.offload import at_rest, brought_in_by, is_offloaded
+from lightning_obs.model.weight import onloaded
 from lightning_obs.observers.statistic import to_host
 
 #: the errors of this many neighbouring tokens are summed before they are squared
@@ -61,12 +66,21 @@ def divergences(
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         stack.enter_context(run_eagerly())
         stack.enter_context(in_evaluation_mode(model))
-        for parameter in [parameter for parameter in model.parameters() if parameter.requires_grad]:
-            stack.callback(parameter.requires_grad_(False).requires_grad_, True)
+        with at_rest():
+            offloaded = [module for module in model.modules() if is_offloaded(module) and holds_parameters(module)]
+            trained = [(m, n) for m in model.modules() for n, p in m.named_parameters("", False) if p.requires_grad]
+            model.requires_grad_(False)
+        # By name: accelerate replaces what it offloads at each call.
+        stack.callback(at_rest()(lambda: [getattr(module, name).requires_grad_(True) for module, name in trained]))
+        for owner in {brought_in_by(module) for module in offloaded}:
+            # Autograd would keep the weights of all modules; so each runs again when backward reaches it.
+            again = partial(checkpoint, owner.forward, use_reentrant=False, preserve_rng_state=False)
+            stack.callback(set_attributes(owner, forward=again))
         for name, of_module in twins.items():
-            for twin in of_module.values():
-                stack.callback(quantize_forward(twin))
             module = model.get_submodule(name)
+            with weights_shared(module, of_module.values()):
+                for twin in of_module.values():
+                    stack.callback(quantize_forward(twin))
             handle = module.register_forward_hook(_tap(name, of_module, changes), with_kwargs=True)
             stack.callback(keep_hook_out(module, handle))
         for number, batch in enumerate(batches):
@@ -86,6 +100,17 @@ def divergences(
     return {key: float(x) / (2 * max(1, tokens)) for key, x in zip(squares, totals, strict=True)}, tokens
 
 
+@contextmanager
+def weights_shared(module: nn.Module, twins: Collection[nn.Module]) -> Iterator[None]:
+    """Let a module and its twins have its parameters inside the ``with`` block, also where these are offloaded."""
+    with onloaded(module):
+        for twin in twins:
+            twin._parameters = module._parameters
+        yield
+    for twin in twins:
+        twin._parameters = module._parameters
+
+
 def _tap(name: str, twins: Mapping[str, nn.Module], changes: _Changes) -> Callable[..., torch.Tensor | None]:
     """A forward hook that runs a module's twins once backward has reached its output."""
 
@@ -97,10 +122,11 @@ def _tap(name: str, twins: Mapping[str, nn.Module], changes: _Changes) -> Callab
 
         @torch.no_grad()
         def change(gradient: torch.Tensor) -> None:
-            for scheme, twin in twins.items():
-                # forward, not the call: the copy has the original's hooks
-                moved: torch.Tensor = twin.forward(*args, **kwargs) - plain
-                changes[scheme, name].append(moved.mul_(gradient).sum(-1, dtype=torch.float32))
+            with weights_shared(module, twins.values()):
+                for scheme, twin in twins.items():
+                    # forward, not the call: the copy has the original's hooks
+                    moved: torch.Tensor = twin.forward(*args, **kwargs) - plain
+                    changes[scheme, name].append(moved.mul_(gradient).sum(-1, dtype=torch.float32))
 
         tapped.register_hook(change)
         return tapped

@@ -22,12 +22,13 @@ from typing_extensions import Unpack
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.compress import stored_layout
-from lightning_obs.choice.divergence import Losses, Twins, divergences
+from lightning_obs.choice.divergence import Losses, Twins, divergences, weights_shared
 from lightning_obs.engines.engine import Engine, engine_of
 from lightning_obs.errors import CalibrationError, refuse, warn
 from lightning_obs.forward.calls import call_on, in_evaluation_mode
 from lightning_obs.forward.quantized_tensors import quantized_weight
-from lightning_obs.model.offload import is_offloaded
+from lightning_obs.model.kinds import is_dispatched
+from lightning_obs.model.offload import at_rest
 from lightning_obs.model.qparams import calibration_of, put_back
 from lightning_obs.model.weight import in_shards
 from lightning_obs.schemes.config import SchemeLike, as_names
@@ -150,7 +151,7 @@ def sensitivity(
     groups = _groups(model, sessions)
     every = dict.fromkeys([*groups, *((name,) for group in groups for name in group)])
     if measured is None:
-        losses, tokens = _weight_errors(twins, every), 0
+        losses, tokens = _weight_errors(model, twins, every), 0
     else:
         losses, tokens = divergences(model, measured, twins, every, seed)
     names, tied = [name for group in groups for name in group], (s.plan.tied for s in sessions.values())
@@ -169,8 +170,8 @@ def _sessions(
     model: nn.Module, named: Mapping[str, Candidate], engines: Sequence[Engine], options: Mapping[str, Any]
 ) -> dict[str, CalibrationSession]:
     """A session of each candidate that all engines take; a warning names the others."""
-    elsewhere = [name for name, module in model.named_modules() if in_shards(module) or is_offloaded(module)]
-    refuse(elsewhere, "sensitivities need whole weights, on one device")
+    elsewhere = [name for name, module in model.named_modules() if in_shards(module)]
+    refuse(elsewhere, "sensitivities need whole weights")
     sessions = {
         name: CalibrationSession(model, candidate_options(scheme, **options))
         for name, scheme in named.items()
@@ -212,16 +213,14 @@ def candidate_options(candidate: Candidate, **options: Any) -> CalibrationOption
 
 
 def _named(schemes: Schemes) -> dict[str, Candidate | None]:
-    if isinstance(schemes, str) or not isinstance(schemes, (Mapping, Sequence)):
-        raise CalibrationError("schemes", got=repr(schemes), expected="a list of preset names, or {name: scheme}")
-    if isinstance(schemes, Mapping):
-        named: dict[str, Candidate | None] = dict(schemes)
-    else:
+    named: dict[str, Candidate | None] = dict(schemes) if isinstance(schemes, Mapping) else {}
+    if isinstance(schemes, Sequence) and not isinstance(schemes, str):
         names = [FULL_PRECISION if name is None else name for name in schemes]
         refuse(sorted({n for n in names if names.count(n) > 1}), "a candidate scheme stands twice")
         named = {name: None if name == FULL_PRECISION else name for name in names}
     if all(scheme is None for scheme in named.values()):
-        raise CalibrationError("schemes", got=repr(schemes), expected="at least one that quantizes something")
+        expected = "a list of preset names, or {name: scheme}, at least one of which quantizes something"
+        raise CalibrationError("schemes", got=repr(schemes), expected=expected)
     return named
 
 
@@ -263,6 +262,9 @@ def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], bat
 def _twin(module: nn.Module) -> nn.Module:
     """A copy that shares parameters; the qparams that its quantized forward registers are its own."""
     twin = copy.copy(module)
+    # Its parameters are lent to it (weights_shared), so its forward brings in none.
+    for name in ("_hf_hook", "_old_forward", "_original_forward_func", "forward") if is_dispatched(module) else ():
+        vars(twin).pop(name, None)
     twin._buffers = dict(module._buffers)
     twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
     return twin
@@ -280,18 +282,20 @@ def _groups(model: nn.Module, sessions: Mapping[str, CalibrationSession]) -> lis
 
 
 @torch.no_grad()
-def _weight_errors(twins: Twins, groups: Iterable[tuple[str, ...]]) -> Losses:
+def _weight_errors(model: nn.Module, twins: Twins, groups: Iterable[tuple[str, ...]]) -> Losses:
     """By scheme and modules, the sum of squared relative errors of their weights."""
     alone: dict[tuple[str, str], float] = {}
     for name, of_module in twins.items():
-        for scheme, twin in of_module.items():
-            weight, rounded = _weight(twin).float(), quantized_weight(twin)
-            assert rounded is not None
-            alone[scheme, name] = float((rounded.float() - weight).square().sum() / weight.square().sum())
+        with weights_shared(model.get_submodule(name), of_module.values()):
+            for scheme, twin in of_module.items():
+                weight, rounded = _weight(twin).float(), quantized_weight(twin)
+                assert rounded is not None
+                alone[scheme, name] = float((rounded.float() - weight).square().sum() / weight.square().sum())
     schemes = {scheme for scheme, _ in alone}
     return {(s, group): sum(alone.get((s, name), 0.0) for name in group) for s in schemes for group in groups}
 
 
+@at_rest()
 def _group(model: nn.Module, names: tuple[str, ...], schemes: Iterable[str], losses: Losses, twins: Twins) -> Group:
     weights = {name: _weight(model.get_submodule(name)) for name in names}
     sizes = dict.fromkeys(schemes, 0)

@@ -1,6 +1,7 @@
 """Offloaded models give what the same model gives in memory, bit for bit: qparams, quantized outputs, checkpoints."""
 
 from functools import cache
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lightning_obs import (
     CalibrationError,
     CalibrationSession,
     CalibrationWarning,
+    choose_observers,
     export_checkpoint,
     export_onnx,
     linearize_experts,
@@ -91,6 +93,11 @@ def where(model):
     return {
         name: value.device for name, value in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     }
+
+
+@at_rest()
+def trained_in(model):
+    return {name for name, value in model.named_parameters(remove_duplicate=False) if value.requires_grad}
 
 
 PAIRS = [
@@ -255,9 +262,51 @@ def test_a_module_with_convolutions_that_is_offloaded_is_calibrated_and_shipped(
         export_onnx(model, tmp_path / "model.onnx", x)
 
 
-def test_sensitivities_of_an_offloaded_model_are_refused(source, tmp_path):
-    with pytest.raises(CalibrationError, match="sensitivities need whole weights"):
-        sensitivity(on_cpu(source, tmp_path), [tokens()], ["FP8"], ignore=["lm_head"])
+CANDIDATES = {"FP8": "FP8", "W4A16": {"scheme": W4, "observers": {"weight": "hessian"}, "rounding": "gptq"}}
+
+
+@pytest.fixture(scope="module")
+def measured(source):
+    return cache(lambda batches: sensitivity(in_memory(source, source), batches, CANDIDATES, **MEASURED))
+
+
+MEASURED = {"ignore": ["lm_head"], "calibration": [tokens(1)]}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_sensitivities_of_an_offloaded_model_are_those_in_memory(way, source, measured, tmp_path):
+    model = way(source, tmp_path)
+    model.model.embed_tokens.requires_grad_(False)
+    before, trained = where(model), trained_in(model)
+    for batches in ((tokens(),), None):
+        found, expected = sensitivity(model, batches, CANDIDATES, **MEASURED), measured(batches)
+        assert (found.layers, found.groups) == (expected.layers, expected.groups)
+    assert where(model) == before
+    assert trained_in(model) == trained
+
+
+def test_a_sensitivity_keeps_no_weights_of_an_offloaded_model(source, tmp_path):
+    """Autograd would, of each module that ran, until backward has reached it."""
+    model, here = on_disk(source, tmp_path), WeakSet()
+    for module in map(model.get_submodule, ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")):
+        hook = module._hf_hook
+        bring_in = hook.pre_forward
+        hook.pre_forward = lambda m, *a, bring_in=bring_in, **k: (bring_in(m, *a, **k), here.add(m.weight))[0]
+    seen = []
+    model.lm_head.register_forward_hook(lambda *_: seen.append(len(here)))
+    sensitivity(model, [tokens()], ["W8A8"], ignore=["lm_head"])
+    assert seen
+    assert not any(seen)
+
+
+def test_observers_of_an_offloaded_model_are_chosen_as_in_memory(source, tmp_path):
+    batches, candidates = [tokens(seed) for seed in range(4)], {"weight": ["memoryless_mse", "imatrix_mse"]}
+    found = [
+        choose_observers(way(source, tmp_path), batches, W4, candidates, ignore=["lm_head"])
+        for way in (in_memory, device_map_split)
+    ]
+    assert found[0].observers == found[1].observers
+    assert found[0].losses == found[1].losses
 
 
 def test_a_model_in_fabric_that_moves_nothing(source, tmp_path, expected):
