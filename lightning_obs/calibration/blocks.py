@@ -2,10 +2,8 @@
 
 A decoder's blocks read more than the output of the block before: masks, position embeddings, what the model adds
 between them. None of this is recorded. For each block the model's own forward runs again, up to that block. Blocks
-before it compute nothing; the last of them returns the output that was kept, one for each batch. What lies outside the
-blocks runs once for each block, and costs little.
-
-Whatever else passes from block to block (keys that later layers share) is missing then: such a model is refused.
+before it compute nothing; the last of them returns the output that was kept, one for each batch. Whatever else passes
+from block to block (keys that later layers share) is missing then: such a model is refused.
 """
 
 from __future__ import annotations

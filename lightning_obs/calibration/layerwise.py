@@ -1,9 +1,8 @@
 """Calibrate a checkpoint layer by layer: one block of the decoder in memory at a time, whatever the number of batches.
 
 A block is loaded, run on all batches, calibrated, compressed to a file of its own, and freed; its outputs are the
-inputs of the next block. So each weight is read once. A killed run goes on from the files of the finished blocks and
-the outputs of the last one. Plan, observers, ranks, checks and compression are those of a model in memory, with the
-model on the meta device, so the tensors are the same.
+inputs of the next. A killed run goes on from these files and the outputs of the last block. All else is as for a model
+in memory, with the model on the meta device.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 from typing_extensions import Unpack
 
 from lightning_obs.calibration.blocks import Relay, find_blocks
@@ -81,9 +81,7 @@ def calibrate_layerwise(
 
     With inputs in full precision the tensors of ``out`` are byte for byte those of
     :func:`~lightning_obs.export_checkpoint` of the model in memory, calibrated on the same batches. There is a file for
-    each block and one for all else; the rest of ``folder`` is carried over as by :func:`quantize_checkpoint`.
-
-    It takes the memory of a block, of what is run outside the blocks, and of one block's output for each batch. Called
+    each block and one for all else; the rest of ``folder`` is carried over as by :func:`quantize_checkpoint`. Called
     again with the same arguments, a killed run goes on after the last block that is in the folder ``<out>.unfinished``.
 
     Args:
@@ -154,25 +152,18 @@ class _LayerByLayer:
         #: the modules of each block, and at the end those outside
         self._parts = [*inside, [n for n in names if not n.startswith(f"{name}.") or n == name]]
         self._relay = Relay(session, list(blocks), batches, self._device)
-        self._needs_data, self._needs_rest = session.needs_data, any(k[0] in self._parts[-1] for k in session.fed)
         for config in (source.model.config, source.model.config.get_text_config()):
             config.use_cache = False  # it would grow from block to block
-        self._asked = self._identity(batches)
-        self._first = 0
+        self._first, options, collectives = 0, session.options, session.collectives
+        files = [(source.folder / name).stat() for name in source.reader.files]
+        asked = [options.config.model_dump_json(), options.beside_scheme, runs.inputs, runs.token_mask]
+        here = [self._device.type, collectives.rank, collectives.size]
+        stats = [(file.st_size, file.st_mtime_ns) for file in files]
+        #: a checksum of all that decides what is written
+        self._asked = state_checksum([source.reader.files, stats, asked, here, batches])
         #: the file of each tensor that is written, and their bytes
         self._files, self._size = dict[str, str](), 0
         self.result = result_of(session, batches=len(batches) if session.needs_data else 0)
-
-    def _identity(self, batches: list[Any]) -> int:
-        """A checksum of all that decides what is written."""
-        options, collectives = self.session.options, self.session.collectives
-        known = self.source.reader.files
-        files = [(self.source.folder / name).stat() for name in known]
-        asked = [options.config.model_dump_json(), options.beside_scheme, self._runs.inputs, self._runs.token_mask]
-        here = [self._device.type, collectives.rank, collectives.size]
-        return state_checksum([known, [(file.st_size, file.st_mtime_ns) for file in files], asked, here, batches])
-
-    # ------------------------------------------------------------------ from where
 
     def go_on_after(self, step: int) -> None:
         """Take what an earlier run has finished, on all ranks."""
@@ -188,11 +179,10 @@ class _LayerByLayer:
         self._streaming.done = self._size
         vars(self.result).update(state["result"])
 
-    # ------------------------------------------------------------------ block by block
-
     def run(self, stack: ExitStack) -> None:
         """Finish every block that is not yet, then what lies outside."""
-        if self._needs_data:
+        needs_rest = any(name in self._parts[-1] for name, _ in self.session.fed)
+        if self.session.needs_data:
             stack.callback(self.session.detach)
             self.session.attach(count_calls=False)
             self.session.batches, self.session.measurements = len(self._relay.batches), self.result.measurements
@@ -203,17 +193,20 @@ class _LayerByLayer:
         last = len(self._parts) - 1
         for index in range(self._first, last):
             with self.source.loaded(self._parts[index], self._device):
-                self._finish(index, self._needs_data)
+                self._finish(index, self.session.needs_data)
             give_back_freed()
         planned = [name for name in self._streaming.taken if name in set(self._parts[last])]
         with self.source.loaded(planned, self._device):
-            self._finish(last, self._needs_rest)
+            self._finish(last, needs_rest)
         self.result.modules = [t.name for t in self.session.plan.targets if t.name not in set(self.result.skipped)]
         self.result.seconds = time.perf_counter() - self._started
 
     def _load_when_called(self, name: str, stack: ExitStack) -> None:
-        """Load a module outside the blocks when it runs; it stays, for all batches."""
+        """Load a module outside the blocks when it runs; it stays, for all batches. Of an embedding its rows do."""
         module = self.source.model.get_submodule(name)
+        if isinstance(module, nn.Embedding) and name not in self._streaming.taken:
+            self.source.look_up(name)
+            return
 
         def load(*_: Any) -> None:
             remove()
@@ -226,6 +219,7 @@ class _LayerByLayer:
         session, is_block = self.session, index < len(self._relay.blocks)
         here = set(self._parts[index])
         as_quantized = needs_data and is_block and self._runs.inputs == "quantized"
+        as_quantized &= any(target.name in here for target in session.plan.targets)
         if needs_data:
             with on_all_ranks(session.collectives):
                 self._relay.run(index, keep=not as_quantized)
@@ -237,11 +231,9 @@ class _LayerByLayer:
                 vars(self.result)[name] = known | found[name] if isinstance(known, dict) else known + found[name]
         self.result.measurements = session.measurements
         with on_all_ranks(session.collectives):
-            if as_quantized and part.plan.targets:
+            if as_quantized:
                 with quantized(session.model), weights_kept(session.model):
                     self._relay.run(index, observe=False)
-            elif as_quantized:
-                self._relay.run(index, observe=False)
             self._write(index, here)
             if is_block:
                 facts = {name: vars(self.result)[name] for name in (*_ADDED, "measurements")}
@@ -275,8 +267,6 @@ class _LayerByLayer:
             writer.require_complete()
         with path.open("rb") as written:
             os.fsync(written.fileno())
-
-    # ------------------------------------------------------------------ the end
 
     def complete(self, partial: Path) -> None:
         """Put together the checkpoint."""

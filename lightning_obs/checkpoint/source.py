@@ -7,14 +7,16 @@ one expert in a stack of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from lightning_obs.checkpoint.compress import StoredTensors
 from lightning_obs.errors import CalibrationError, refuse
@@ -153,6 +155,14 @@ class CheckpointSource:
                 held[key] = meta
                 self._loaded.pop(id(meta), None)
 
+    def look_up(self, embedding: str) -> None:
+        """Let an embedding have, from now on, those rows of its weight that are looked up, on the CPU."""
+        name = f"{embedding}.weight"
+        weight = self.meta(name).detach().as_subclass(_LookedUp)
+        weight.origin, weight.read = self.meta(name), partial(self.reader.read, self.sources[name].name)
+        weight.places, weight.rows = torch.full((len(weight),), -1), torch.empty(0, weight.shape[1], dtype=weight.dtype)
+        self.model.get_submodule(embedding)._parameters["weight"] = weight
+
     def make_buffers(self, device: torch.device) -> None:
         """Compute the buffers that no file holds (frequencies of rotary embeddings...), as ``from_pretrained`` does."""
         model, owners = self.model, dict[nn.Module, Any]()
@@ -165,6 +175,28 @@ class CheckpointSource:
             if lacking:
                 module._buffers.update(lacking)
                 owner._init_weights(module)
+
+
+class _LookedUp(torch.Tensor):
+    """A weight on the meta device, and those of its rows that an embedding has looked up; each is read once."""
+
+    origin: torch.Tensor  # by whose id it is known
+    places: torch.Tensor
+    rows: torch.Tensor
+    read: Callable[[int], torch.Tensor]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not F.embedding:
+            return super().__torch_function__(function, types, args, kwargs)
+        tokens, weight = args
+        asked = tokens.unique().cpu()
+        new = asked[weight.places.index_select(0, asked) < 0]
+        if len(new):
+            weight.places[new] = torch.arange(len(new)) + len(weight.rows)
+            weight.rows = torch.cat([weight.rows, *(weight.read(row).to(weight.dtype) for row in new.tolist())])
+        options = {**kwargs, "padding_idx": None}  # of which gradients ask
+        return F.embedding(weight.places[tokens.cpu()], weight.rows, **options).to(tokens.device)
 
 
 def _on_meta(folder: Path, reader: TensorReader) -> Any:
