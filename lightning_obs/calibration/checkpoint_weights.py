@@ -1,11 +1,8 @@
 """Quantize the weights of a checkpoint's files, without a model in memory.
 
 A scheme that needs no data needs one fused set of weights at a time. Each set is read, observed, compressed, written to
-its place and forgotten; all other tensors are copied as bytes. Plan, observers, checks and compression are those of a
-model in memory, with the model on the meta device, so the tensors are the same.
-
-Sets do not depend on each other, and their places in the new files are known beforehand. So several processes can share
-the work: each lays out the same files, and writes to them.
+its place and forgotten; all other tensors are copied as bytes. All else is as for a model in memory, with the model on
+the meta device. Places in the new files are known beforehand, so several processes can share the work.
 """
 
 from __future__ import annotations
@@ -144,7 +141,7 @@ class Streaming:
     """
 
     def __init__(self, source: CheckpointSource, session: CalibrationSession, progress: Progress | None) -> None:
-        self.source, self.session, self._progress = source, session, progress
+        self.source, self.session, self._progress = source, session, progress or (lambda *_: None)
         self.write_any_qparams()  # with them the model is laid out as it will be stored
         planned = {target.name for target in session.plan.targets}
         # The experts of a stack that is not copied as it is are stored one by one, like those that are quantized.
@@ -157,9 +154,8 @@ class Streaming:
         names = set(self.taken)
         own = {name: s for name, s in source.sources.items() if name.rpartition(".")[0] not in names}
         consumed = {source.sources[n].name for n in source.sources.keys() - own.keys()}
-        whole, stacks = ({n: s for n, s in own.items() if (s.index is None) is one} for one in (True, False))
-        self.copied = {s.name: (source.stored_as.get(n, s.name), n) for n, s in whole.items()}
-        self.copied |= {s.name: (s.name, n) for n, s in stacks.items()}
+        renamed = {n: source.stored_as.get(n, s.name) for n, s in own.items() if s.index is None}
+        self.copied = {s.name: (renamed.get(n, s.name), n) for n, s in own.items()}
         unknown = [name for name in source.reader if name not in consumed and name not in self.copied]
         self.unknown = dict.fromkeys(unknown).keys()  # in one order in every process, unlike a set
         self.copied |= {name: (name, "") for name in self.unknown}
@@ -252,8 +248,7 @@ class Streaming:
 
     def say(self, name: str) -> None:
         """Report what was written."""
-        if self._progress is not None:
-            self._progress(name, self.done, self.total)
+        self._progress(name, self.done, self.total)
 
     def units(self) -> list[list[str]]:
         """Modules that are observed together: fused sets, and single ones."""

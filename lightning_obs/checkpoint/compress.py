@@ -3,16 +3,14 @@
 What will be stored is known from shapes alone. Modules are then compressed one after the other, a block of rows at a
 time, and each block is handed on at once: the model is not changed, and nothing of its checkpoint stays in memory.
 
-compressed-tensors stores Linear and Embedding. Its compressors take any matrix, so the weight of every other module
-(convolutions, transformers' Conv1D) goes through them as the matrix that was calibrated, ``(output channels, inputs of
-each)``, and is stored like a Linear's of that shape: int8 codes under ``weight``, 4-bit ones under ``weight_packed``.
-The module that loads it knows its own shape.
+compressed-tensors stores Linear and Embedding. The weight of every other module (convolutions, transformers' Conv1D) is
+stored like a Linear's: as the matrix that was calibrated, ``(output channels, inputs of each)``. The module that loads
+it knows its own shape.
 
-The formats pack along a row, so a weight can be compressed in blocks of rows that are then stacked. Packed zero points
-are the exception: they are packed along the column. Where weights are sharded over ranks, rank 0 stores them. Under
-FSDP2 each rank compresses its own rows, and only compressed rows are gathered. A weight whose rows cannot be compressed
-separately, or of which two ranks share a block, is gathered first, and so is every unit of FSDP1, whose ranks hold
-pieces of flat tensors. Every rank holds one module or unit at a time.
+The formats pack along a row, so a weight can be compressed in blocks of rows; packed zero points, along the column, are
+the exception. Where weights are sharded over ranks, rank 0 stores them. Under FSDP2 each rank compresses its own rows,
+and only compressed rows are gathered. A weight whose rows cannot be compressed separately, or of which two ranks share
+a block, is gathered first, and so is every unit of FSDP1. Every rank holds one module or unit at a time.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_obs.errors import require_no_failure, sendable
+from lightning_obs.errors import sendable
 from lightning_obs.files.tensors import TensorWriter
 from lightning_obs.model.kinds import from_matrix, is_transformers_model, kind_of, to_matrix
 from lightning_obs.model.qparams import ROUNDED, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.weight import by_unit, full_weight, identities, place_of, whole_tensor, whole_unit
 from lightning_obs.numerics.fake_quantize import dequantize
 from lightning_obs.numerics.qparams import rows_per_scale
-from lightning_obs.ranks.collectives import gather_objects
+from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 
 _Tensors: TypeAlias = dict[str, torch.Tensor]
 #: a tensor of the checkpoint, or rows of it: its name (in the module, or in the state dict), rows, number of the first
@@ -53,7 +51,8 @@ def stored_layout(model: nn.Module) -> _Tensors:
     state = _state(model)
     layout = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
     for prefix, module, keys in _own(model, state):
-        entries = {key: _meta(module, key) for key in keys}
+        sources = {key: (place_of(module, key).shape, getattr(module, key).dtype) for key in keys}
+        entries = {key: torch.empty(shape, dtype=dtype, device="meta") for key, (shape, dtype) in sources.items()}
         for key in keys:
             del layout[prefix + key]
         if (scheme := get_scheme(module)) is not None:
@@ -147,11 +146,6 @@ def _own(model: nn.Module, state: Container[str]) -> Iterator[tuple[str, nn.Modu
         yield prefix, module, [key for key in (*module._parameters, *module._buffers) if prefix + key in state]
 
 
-def _meta(module: nn.Module, key: str) -> torch.Tensor:
-    """One of the module's own tensors, all of it wherever it rests, without data."""
-    return torch.empty(place_of(module, key).shape, dtype=getattr(module, key).dtype, device="meta")
-
-
 def _packs_zero_points(scheme: QuantizationScheme) -> bool:
     weights = scheme.weights
     return weights is not None and not weights.symmetric and scheme.format == CompressionFormat.pack_quantized.value
@@ -166,12 +160,11 @@ def _entries(module: nn.Module, keys: list[str], prefix: str) -> Iterable[Entry]
     compressible, own = _is_compressible(module), _Tensors()
     by_rows = compressible and is_compressed_by_rows(module)
     if by_rows:
-        failure = None
-        try:
-            own = compress_rows(module)
-        except Exception as error:  # the other ranks wait for this one
-            failure = sendable(error, (prefix.rstrip("."), "weight"))
-        require_no_failure(gather_objects(failure))
+        with on_all_ranks(Collectives.of_group()):
+            try:
+                own = compress_rows(module)
+            except Exception as error:
+                raise sendable(error, (prefix.rstrip("."), "weight")) from error
         own = {key: gather_rows(value) for key, value in own.items()}
     for key in keys:
         if not (by_rows and key == "weight"):

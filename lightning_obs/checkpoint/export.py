@@ -1,11 +1,9 @@
 """Write a calibrated model as a compressed-tensors checkpoint.
 
-The live model is not touched (:mod:`lightning_obs.checkpoint.compress`). The folder appears under its final name only
-when it is complete (:mod:`lightning_obs.files.write`). Its files are laid out before any weight is compressed, and each
-tensor is written to its place as soon as it is (:mod:`lightning_obs.files.tensors`): no file is held in memory.
-
-``config.json`` says what is quantized and how, ``model.safetensors`` holds the tensors (:mod:`.compress`), also of what
-compressed-tensors' own readers do not know (convolutions...), which :func:`~lightning_obs.load_checkpoint` reads.
+The live model is not touched (:mod:`.compress`). The folder appears under its final name only when it is complete
+(:mod:`lightning_obs.files.write`). Its files are laid out before any weight is compressed, and each tensor is written
+to its place as soon as it is (:mod:`lightning_obs.files.tensors`): no file is held in memory. What compressed-tensors'
+own readers do not know (convolutions...) is read by :func:`~lightning_obs.load_checkpoint`.
 """
 
 from __future__ import annotations
@@ -22,12 +20,11 @@ import torch
 from compressed_tensors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 from compressed_tensors.utils.match import is_match, match_named_modules
-from torch import distributed as dist
 from torch import nn
 
 from lightning_obs.checkpoint.compress import StoredTensors, store
 from lightning_obs.engines.engine import ENGINES
-from lightning_obs.errors import CalibrationError, refuse, require_no_failure, sendable, warn
+from lightning_obs.errors import refuse, warn
 from lightning_obs.files.tensors import TensorWriter
 from lightning_obs.files.write import require_room, whole_folder
 from lightning_obs.forward.attention import marked_as_hooked
@@ -39,7 +36,7 @@ from lightning_obs.model.weight import in_shards, model_bytes, register_fsdp_uni
 from lightning_obs.model.wrappers import adopt_adapters, unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import routers
 from lightning_obs.observers.statistic import to_host
-from lightning_obs.ranks.collectives import gather_objects
+from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.schemes.planned_modules import PlannedModule, find_misfits
 
 #: elements of a tensor that is brought to the host with others
@@ -101,12 +98,16 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool, max
     require_ready(model, merged_for="a checkpoint of sharded weights" if sharded else None)
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
         stack.enter_context(without_adapters(model))
-        partial, stored = _open(stack, model, folder, overwrite, sharded)
-        if partial is not None:
-            if not sharded:
-                _warn_if_not_smaller(model, stored.entries)
-            require_room(partial, sum(value.nbytes for value in stored.files.values()))
-        _write_tensors(model, partial, stored, sharded, max_shard_size)
+        partial, ranks = None, Collectives.of_group() if sharded else None
+        with on_all_ranks(ranks) if ranks else nullcontext():
+            _refuse_misfits(model)
+            stored = StoredTensors(model)
+            if ranks is None or ranks.rank == 0:
+                partial = stack.enter_context(whole_folder(folder, overwrite))
+                if ranks is None:
+                    _warn_if_not_smaller(model, stored.entries)
+                require_room(partial, sum(value.nbytes for value in stored.files.values()))
+        _write_tensors(model, partial, stored, ranks, max_shard_size)
         if partial is not None:
             if is_transformers_model(model):
                 _save_without_tensors(model, partial)
@@ -114,23 +115,6 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool, max
             if tokenizer is not None:
                 tokenizer.save_pretrained(str(partial))
     return folder
-
-
-def _open(
-    stack: ExitStack, model: nn.Module, folder: Path, overwrite: bool, sharded: bool
-) -> tuple[Path | None, StoredTensors]:
-    """The folder (None on a rank that does not write) and the tensors to write. If one rank fails, all do."""
-    partial, stored, failure = None, None, None
-    try:
-        _refuse_misfits(model)
-        stored = StoredTensors(model)
-        if not sharded or dist.get_rank() == 0:
-            partial = stack.enter_context(whole_folder(folder, overwrite))
-    except CalibrationError as error:
-        failure = error
-    require_no_failure(gather_objects(failure) if sharded else [failure])
-    assert stored is not None
-    return partial, stored
 
 
 def _refuse_misfits(model: nn.Module) -> None:
@@ -163,7 +147,7 @@ def _warn_if_not_smaller(model: nn.Module, entries: Mapping[str, torch.Tensor]) 
 
 
 def _write_tensors(
-    model: nn.Module, partial: Path | None, stored: StoredTensors, sharded: bool, max_shard_size: int | str
+    model: nn.Module, partial: Path | None, stored: StoredTensors, ranks: Collectives | None, max_shard_size: int | str
 ) -> None:
     """Write every tensor, on rank 0; every rank must call this. An error on one rank is raised on all."""
     if partial is None:
@@ -173,10 +157,10 @@ def _write_tensors(
             small: list[tuple[str, torch.Tensor, int]] = []  # on an accelerator: they come in one transfer
 
             def put(name: str, rows: torch.Tensor, first: int) -> None:
-                if rows.device.type != "cpu" and rows.numel() <= _SMALL and not sharded:
+                if rows.device.type != "cpu" and rows.numel() <= _SMALL and ranks is None:
                     small.append((name, rows, first))
                 else:
-                    stored.put(writer, name, rows, first, copy=sharded)
+                    stored.put(writer, name, rows, first, copy=ranks is not None)
 
             failure = store(model, stored.entries, put)
             if failure is None:
@@ -184,10 +168,9 @@ def _write_tensors(
                 for (name, _, first), rows in zip(small, on_host, strict=True):
                     stored.put(writer, name, rows, first, copy=False)
                 stored.finish(writer)
-    failures = gather_objects(None if failure is None else sendable(failure)) if sharded else []
-    if failure is not None:
-        raise failure
-    require_no_failure(failures)
+    with on_all_ranks(ranks) if ranks else nullcontext():
+        if failure is not None:
+            raise failure
 
 
 def write_quantization_config(
@@ -207,15 +190,11 @@ def write_quantization_config(
     config = compressor.quantization_config
     config.quantization_status = QuantizationStatus.COMPRESSED
     _name_modules(config, model, tensors)
-    config.ignore += _patterns_of(unknown, {*dict(model.named_modules()), *(t.rpartition(".")[0] for t in tensors)})
+    known = {*dict(model.named_modules()), *(tensor.rpartition(".")[0] for tensor in tensors)}
+    inner = {prefix for name in known for prefix in _prefixes(name)}
+    outermost = (_subtree_without(tensor.rpartition(".")[0], inner) for tensor in sorted(unknown))
+    config.ignore += list(dict.fromkeys(_below(name) for name in outermost if name))
     compressor.update_config(str(folder))
-
-
-def _patterns_of(tensors: Set[str], modules: Set[str]) -> list[str]:
-    """A pattern for each subtree of modules that holds some of ``tensors`` and none of ``modules``."""
-    inner = {prefix for name in modules for prefix in _prefixes(name)}
-    found = (_subtree_without(tensor.rpartition(".")[0], inner) for tensor in sorted(tensors))
-    return list(dict.fromkeys(_below(name) for name in found if name))
 
 
 def _towers(ignored: Iterable[str], quantized: Iterable[str]) -> list[str]:

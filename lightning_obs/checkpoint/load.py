@@ -16,6 +16,7 @@ from compressed_tensors.utils.match import match_named_modules, match_targets
 from torch import nn
 
 from lightning_obs.checkpoint.compress import compressed_layout, decompress_entries
+from lightning_obs.checkpoint.source import CONFIG_FILE
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.tensors import WEIGHTS_FILE, TensorReader
@@ -28,8 +29,6 @@ from lightning_obs.model.weight import identities
 from lightning_obs.model.wrappers import unwrapped
 from lightning_obs.schemes.build_plan import is_meant
 from lightning_obs.schemes.planned_modules import PlannedModule, expected_shapes, find_misfits
-
-CONFIG_FILE = "config.json"
 
 _REMEDY = "give the folder that export_checkpoint wrote for a plain module, or copy or export it again."
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import nn
 from typing_extensions import Unpack
 
@@ -79,10 +78,10 @@ class ObserverChoice:
         return {base: Counter(_label(of[base]) for of in chosen if base in of) for base in self.losses}
 
     def table(self) -> Table:
-        """Candidates and the choice, as a table to print."""
-        table = _Table(title="observers", title_justify="left", box=None, pad_edge=False, header_style="dim")
-        for column in ("of", "observer", "estimated loss", "tensors"):
-            table.add_column(column, justify="left" if column in ("of", "observer") else "right")
+        """Candidates and the choice, as a table for ``rich.print``."""
+        numbers = (Column(name, justify="right") for name in ("estimated loss", "tensors"))
+        style: dict[str, Any] = {"title_justify": "left", "box": None, "pad_edge": False, "header_style": "dim"}
+        table = Table("of", "observer", *numbers, title="observers", **style)
         for row in self.scores:
             table.add_row(row["of"], row["observer"], f"{row['loss']:.4g}", str(row["tensors"]))
         return table
@@ -97,16 +96,6 @@ class ObserverChoice:
                 tensors = used[name] if name in losses else used.total()
                 rows.append({"of": base_name, "observer": name, "loss": loss, "tensors": tensors})
         return rows
-
-
-class _Table(Table):
-    """A table that ``print`` shows, too."""
-
-    def __str__(self) -> str:
-        console = Console(width=120, color_system=None)
-        with console.capture() as shown:
-            console.print(self)
-        return shown.get().rstrip()
 
 
 @takes_keywords_of(CalibrationOptions)

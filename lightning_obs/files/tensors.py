@@ -1,9 +1,8 @@
 """Safetensors files by position: what a header says is known before, and each tensor is read and written by itself.
 
-safetensors writes a file from all of its tensors at once, and maps a whole file to read it; mapped pages count as
-resident memory. Here a file begins as its header (shapes and dtypes are known from arithmetic), and tensors, or rows of
-them, are written to their places in any order. Reading takes a tensor, or one item of its first dimension, into memory
-of its own. Nothing else of a file is held.
+safetensors writes a file from all of its tensors at once, and maps a whole file to read it. Here a file begins as its
+header, and tensors, or rows of them, are written to their places in any order. Reading takes a tensor, or one item of
+its first dimension, into memory of its own. Nothing else of a file is held.
 
 The format: 8 bytes, the length of the header; the header, JSON, ``{name: {dtype, shape, data_offsets}}``; the tensors.
 """
@@ -54,7 +53,21 @@ class _Place:
         return self.shape.numel() * self.dtype.itemsize
 
 
-class TensorWriter:
+class _Tensors:
+    """Open files, and where tensors lie in them."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, _Place] = {}
+        self._files: list[int] = []
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            os.close(file)
+        self._files = []
+
+
+class TensorWriter(_Tensors):
     """The weight files of a checkpoint, in ``folder``: headers, and an index where there are several files.
 
     Args:
@@ -80,8 +93,7 @@ class TensorWriter:
         except (ValueError, TypeError) as error:
             expected = "a number of bytes, or '5GB'"
             raise CalibrationError("max_shard_size", got=repr(max_shard_size), expected=expected) from error
-        self._places: dict[str, _Place] = {}
-        self._files: list[int] = []
+        super().__init__()
         #: bytes of each tensor that are not written yet
         self._left = {name: tensor.nbytes for name, tensor in layout.items()}
         self._untrimmed = 0
@@ -150,13 +162,11 @@ class TensorWriter:
 
     def close(self) -> None:
         """Close the files."""
-        for file in self._files:
-            os.close(file)
-        self._files = []
+        super().close()
         give_back_freed()
 
 
-class TensorReader:
+class TensorReader(_Tensors):
     """The tensors of a folder of safetensors files, by name. Headers are read, and checked against file sizes.
 
     Raises:
@@ -165,8 +175,7 @@ class TensorReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._places: dict[str, _Place] = {}
-        self._files: list[int] = []
+        super().__init__()
         #: names of the files that hold the tensors, and of their index
         self.files = [WEIGHTS_FILE]
         index = {}
@@ -241,12 +250,6 @@ class TensorReader:
             block = buffer[: min(_BLOCK, place.size - done)]
             _read_all(place.file, block, place.start + done)
             yield block
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files:
-            os.close(file)
-        self._files = []
 
 
 def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:

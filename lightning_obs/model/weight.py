@@ -1,20 +1,18 @@
 """One way to a module's weight: its metadata without its data, and its data for the length of a block.
 
-Where a parameter rests is not the caller's business. It is a row of :data:`PLACES`: whole on this rank, a DTensor
-(FSDP2, tensor parallelism), a piece of a flat shard of FSDP1. A further resting place is a further row, and a case of
-:func:`whole_unit`. There offloaded parameters come in (:mod:`.offload`). LoRA adapters beside a weight are added to it,
-wherever it rests.
+Where a parameter rests, :func:`place_of` says: whole on this rank, a DTensor (FSDP2, tensor parallelism), a piece of a
+flat shard of FSDP1. In :func:`whole_unit` it is whole, and there if it is offloaded (:mod:`.offload`). LoRA
+adapters beside a weight are added to it, wherever it rests.
 
 FSDP1 joins the parameters of a unit (what one wrapper holds, without the wrappers inside it) to one flat tensor and
-cuts that into equal lengths, wherever a weight begins or ends. Outside of a forward a module has a one-dimensional
-piece of its weight, on many ranks an empty one. Neither its shape nor the unit that would gather it can be found from
-there: the wrapper stands above the module, often above the model that is calibrated. So while the outermost wrapper is
-at hand, every module is told (:func:`register_fsdp_units`). Only one unit is made whole at a time.
+cuts that into equal lengths, wherever a weight begins or ends. Outside of a forward a module has a piece of its weight,
+perhaps an empty one. Neither its shape nor the unit that would gather it can be found from there: the wrapper stands
+above. So while the outermost one is at hand, every module is told (:func:`register_fsdp_units`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -167,10 +165,11 @@ class Place:
     unit: FullyShardedDataParallel | None = None
 
 
-def _distributed(module: nn.Module, name: str) -> Place | None:
-    value = getattr(module, name)
-    if not isinstance(value, DTensor):
-        return None
+def place_of(module: nn.Module, name: str = "weight") -> Place:
+    """Where one of the module's own parameters or buffers rests."""
+    value, flat = getattr(module, name), vars(module).get(_FLAT, {}).get(name)
+    if flat is not None or not isinstance(value, DTensor):
+        return flat or Place(value.shape)
     mesh, placements, rows = value.device_mesh, value.placements, None
     ranks = mesh.mesh.flatten().tolist()
     # A strided shard (tensor parallelism below FSDP) is a subclass and holds other rows.
@@ -179,19 +178,6 @@ def _distributed(module: nn.Module, name: str) -> Place | None:
         rows = [(min(rank * each, count), min((rank + 1) * each, count)) for rank in range(len(ranks))]
     groups = tuple(mesh.get_group(dim) for dim, placed in enumerate(placements) if not placed.is_replicate())
     return Place(value.shape, 0, groups, rows)
-
-
-#: the first that is not None counts
-PLACES: list[Callable[[nn.Module, str], Place | None]] = [
-    lambda module, name: vars(module).get(_FLAT, {}).get(name),
-    _distributed,
-    lambda module, name: Place(getattr(module, name).shape),
-]
-
-
-def place_of(module: nn.Module, name: str = "weight") -> Place:
-    """Where one of the module's own parameters or buffers rests."""
-    return next(place for find in PLACES if (place := find(module, name)) is not None)
 
 
 def part_here(module: nn.Module, name: str) -> tuple[torch.Tensor, int]:

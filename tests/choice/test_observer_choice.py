@@ -92,8 +92,7 @@ def test_the_table_says_by_how_much(classifier, outliers):
         console.print(choice.table())
     assert f"{choice.losses['input']['minmax']:.4g}" in shown.get()
     assert f"{choice.chosen['input']:.4g}" in shown.get()
-    assert f"{choice.chosen['input']:.4g}" in str(choice.table())
-    assert str(choice.table()).startswith("observers")
+    assert shown.get().startswith("observers")
 
 
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", "W8A8"])
@@ -163,7 +162,7 @@ def test_a_candidate_carries_hyperparameters_and_rounding(classifier):
     assert list(losses) == ["memoryless_minmax", "hessian(signed=True)", "hessian(signed=True, rounding=gptq)"]
     assert losses["hessian(signed=True, rounding=gptq)"] < losses["hessian(signed=True)"] < losses["memoryless_minmax"]
     assert {str(of["weight"]) for of in choice.observers.values()} == {str(ROUNDED)}
-    assert "hessian(signed=True, rounding=gptq)" in str(choice.table())
+    assert "hessian(signed=True, rounding=gptq)" in {row["observer"] for row in choice.scores}
     with CalibrationSession(classifier, choice.config) as session:
         classifier(batches.flatten(0, 1))
     assert set(session.rounding) == {"0", "2"}
