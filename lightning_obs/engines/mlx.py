@@ -1,9 +1,10 @@
 """What MLX (mlx-lm) reads of a compressed-tensors checkpoint.
 
 Read from mlx-lm 0.32.2 (``utils.py``: ``_compressed_tensors_quantization``, ``load_model``; each model's ``sanitize``)
-and tried with MLX's build for CPUs (docs/engines.md). The loader knows formats of packed 4-bit numbers by name; but
-only the models of DeepSeek-V3 and Mistral 4 give packed tensors the names that MLX looks up, and they take all packed
-numbers for symmetric int4: others load and mean something else. Any other model stops at tensors that have no place.
+and held against MLX's build for CPUs by ``make engines`` (docs/engines.md). The loader knows formats of packed 4-bit
+numbers by name; but only the models of DeepSeek-V3 and Mistral 4 give packed tensors the names that MLX looks up, and
+they take all packed numbers for symmetric int4: others load and mean something else. Any other model stops at tensors
+that have no place.
 """
 
 from __future__ import annotations
@@ -41,16 +42,9 @@ class MLX(FamilyEngine):
                 got=getattr(config, "model_type", type(model).__name__),
                 remedy="save the model in full precision and quantize it there: mlx_lm.convert -q.",
             )
-        heads = getattr(config, "qk_nope_head_dim", 0)
         refuse(
-            [
-                target.name
-                for target in targets
-                if target.name.endswith("kv_b_proj") and (weights := target.scheme.weights) is not None
-                if heads % (weights.group_size or 1)
-            ],
-            f"{self.release} cuts kv_b_proj by heads and quantizes the parts again in groups of the same size",
-            got=f"heads of {heads} channels",
-            remedy="list kv_b_proj in `ignore`, or use smaller groups.",
+            [target.name for target in targets if target.name.endswith("kv_b_proj")],
+            f"{self.release} cuts kv_b_proj by heads and quantizes the parts again, to other numbers",
+            remedy='list it in `ignore` ("re:.*kv_b_proj").',
         )
         return super().check(model, targets, own_sets)

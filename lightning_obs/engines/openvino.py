@@ -1,9 +1,9 @@
 """What OpenVINO reads of a compressed-tensors checkpoint.
 
 Read from OpenVINO 2026.4.1 (``frontend/pytorch/compressed_tensors.py``, there since 2026.3), which turns modules that
-are still packed into int4 constants; tried on its CPU plugin (docs/engines.md). Whoever loads the model has to leave it
-packed: optimum-intel 2.2.0 does not yet (its pull request 1859 does). transformers loads no packed zero points and no
-packed Embedding, so they do not get there. A model whose kv cache is quantized cannot be traced.
+are still packed into int4 constants; held against its CPU plugin by ``make engines`` (docs/engines.md). Whoever loads
+the model has to leave it packed: optimum-intel 2.2.0 does not yet (its pull request 1859 does). transformers loads no
+packed Embedding, so none gets there. A model whose kv cache is quantized cannot be traced.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lightning_obs.schemes.planned_modules import PlannedModule
 
 _INTEL = Hardware(cpu="CPU, Intel GPU")
 _INT4 = fits("int4", "group", symmetric=True)
+_ZERO_POINTS = "transformers 5.23 does not load the packed zero points that OpenVINO reads (docs/engines.md)"
 
 
 @Engine.register("openvino")
@@ -29,6 +30,7 @@ class OpenVINO(FamilyEngine):
     release = "OpenVINO 2026.4"
     families = (
         Family("W4A16", _INT4, full, _INTEL),
+        Family("W4A16_ASYM", fits("int4", "group"), full, _INTEL, None, _ZERO_POINTS),
         Family("W4A8", _INT4, DYNAMIC, _INTEL, None, "OpenVINO leaves the inputs alone, which the scheme quantizes"),
     )
 

@@ -1,9 +1,10 @@
 """What SGLang loads of a compressed-tensors checkpoint, and the hardware that then runs it.
 
 Read from SGLang 0.5.23 (``layers/quantization/compressed_tensors/``: ``compressed_tensors.py``, ``utils.py``,
-``schemes/``; Marlin's list of groups in ``marlin_utils.py``). Its loader began as vLLM's: fused sets, names and the
-output embedding are looked up alike. No kernel was run. CUDA only: the loader asks for a compute capability. MX formats
-have no class for Linear modules; experts in MXFP4 take a path of their own, which was not followed, and are refused.
+``schemes/``; Marlin's list of groups in ``marlin_utils.py``) and held against its Linear layers by ``make engines``
+(docs/engines.md); no kernel was run. Its loader began as vLLM's: fused sets, names and the output embedding are looked
+up alike. CUDA only: the loader asks for a compute capability. Static int8 inputs have a class, whose one scale takes
+none of a fused set; MX formats have none. Experts in MXFP4 take a path of their own, not followed, and are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from lightning_obs.engines.families import (
     FP8_TENSOR,
     FP8_TOKENS,
     INT8_EITHER,
-    INT8_STATIC,
     INT8_TOKENS,
     NVFP4,
     Family,
@@ -39,7 +39,6 @@ _AMPERE, _ADA = Hardware(80), Hardware(89)
 #: sgl-kernel multiplies int8 by kernels for these capabilities only
 _INT8 = Hardware(80, last=90)
 _WEIGHTS_ONLY = "below CUDA {} SGLang leaves the inputs alone, which the scheme quantizes"
-_PER_TOKEN = "SGLang quantizes these inputs token by token, not with the scales that were calibrated"
 _FP8_DYNAMIC = fits("float8", "token", "tensor", "group", dynamic=True)
 _BELOW_89, _BELOW_100 = _WEIGHTS_ONLY.format("8.9"), _WEIGHTS_ONLY.format("10.0")
 
@@ -61,7 +60,6 @@ class SGLang(VLLM):
         Family("FP8", FP8_TENSOR, either(FP8_STATIC, fits("float8", "tensor", dynamic=True)), _AMPERE, _ADA, _BELOW_89),
         Family("FP8, otherwise paired", FP8_EITHER, either(_FP8_DYNAMIC, FP8_STATIC), _AMPERE, None, _BELOW_89),
         Family("FP8 weights", FP8_EITHER, full, _AMPERE),
-        Family("INT8_STATIC", INT8_EITHER, INT8_STATIC, _INT8, None, _PER_TOKEN),
         Family("W8A8", INT8_EITHER, INT8_TOKENS, _INT8),
     )
 
