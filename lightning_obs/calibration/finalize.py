@@ -76,7 +76,7 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
     qparams = {t.name: as_stored(t.module, _qparams_of(t, computed, weights, activations)) for t in left}
     _check_scales(qparams, {f"{name}.{base}_scale" for (name, base), o in session.observers.items() if o.signed})
     _check_heads(session.model, qparams)
-    if weights and session.rounding:
+    if weights and any(observer.rounding is not None for observer in session.observers.values()):
         collectives += _round(session, modules, searched, owners, qparams)
     _write(session, qparams)
     if weights:  # else they may have been trained on since their scale was chosen
@@ -161,8 +161,7 @@ def _round(
     qparams: Mapping[str, dict[str, torch.Tensor]],
 ) -> int:
     """Round the weights that are to be rounded, into ``qparams``. Returns the number of collectives."""
-    observers = {key: session.observers[key] for key in searched if key[0] in session.rounding}
-    roundings = make_roundings(observers, session.second, qparams, session.rounding)
+    roundings = make_roundings({key: session.observers[key] for key in searched}, session.second, qparams)
     rounded = {key: modules[key] for key in roundings}
     taken = _observe(session.collectives, rounded, roundings, rounded, owners, lambda _, one, rows: one(rows))
     for (name, _), rounding in roundings.items():

@@ -25,8 +25,7 @@ from lightning_obs.observers.statistic import Statistic
 class WeightRounding(Observer):
     """Rounds one weight, or rows of it from row ``first`` on, with the scales of the whole weight as they are stored.
 
-    ``hessian`` is ``sum x x^T`` of the module's inputs, ``(C, C)``; ``options`` are those of
-    :func:`~lightning_obs.numerics.rounding.round_by_hessian`.
+    ``hessian`` is ``sum x x^T`` of the module's inputs, ``(C, C)``; ``args`` say how to round.
     """
 
     statistics: ClassVar[tuple[Statistic, ...]] = (Statistic("rounded", rows="apart"),)
@@ -37,22 +36,21 @@ class WeightRounding(Observer):
         args: QuantizationArgs,
         qparams: Mapping[str, torch.Tensor],
         hessian: torch.Tensor,
-        options: Mapping[str, Any],
         first: int = 0,
     ) -> None:
         super().__init__("weight", args)
-        self._given, self._first = (args, qparams, hessian, options), first
+        self._given, self._first = (args, qparams, hessian), first
 
     @override
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
-        _, qparams, hessian, options = self._given
+        _, qparams, hessian = self._given
         height = rows_per_scale(self.args)
         if height is not None:
             last = -(-(self._first + len(value)) // height)
             qparams = {k: x if "global" in k else x[self._first // height : last] for k, x in qparams.items()}
         with self._observing():
             found: Any = {name.removeprefix("weight_"): x for name, x in qparams.items()}
-            self.rounded = round_by_hessian(value, found, self.args, hessian, **options)
+            self.rounded = round_by_hessian(value, found, self.args, hessian, **(self.rounding or {}))
         return self
 
     @override
@@ -69,18 +67,17 @@ def make_roundings(
     observers: Mapping[Key, Observer],
     second: Mapping[Key, Observer],
     qparams: Mapping[str, dict[str, torch.Tensor]],
-    options: Mapping[str, Mapping[str, Any]],
 ) -> dict[Key, WeightRounding]:
-    """A rounding for each weight of ``observers``, by a Hessian of theirs or of the ``second`` observers.
+    """A rounding for each weight of ``observers`` that is to be rounded, by a Hessian of theirs or of the ``second``.
 
-    ``options`` are by module (:func:`~lightning_obs.schemes.config.rounding_of`). A warning names the weights that keep
-    the nearest numbers.
+    A warning names the weights that keep the nearest numbers.
     """
-    hessians = {k: getattr(second.get((k[0], HESSIAN), o), "input_hessian", None) for k, o in observers.items()}
+    rounded = {key: observer for key, observer in observers.items() if observer.rounding is not None}
+    hessians = {k: getattr(second.get((k[0], HESSIAN), o), "input_hessian", None) for k, o in rounded.items()}
     if without := [name for (name, _), hessian in hessians.items() if hessian is None]:
         warn(f"no inputs were seen to round these weights by, they keep the nearest numbers: {name_list(without)}")
     return {
-        key: WeightRounding(observers[key].args, qparams[key[0]], hessian, options[key[0]])
+        key: WeightRounding(observers[key].args, qparams[key[0]], hessian)
         for key, hessian in hessians.items()
         if hessian is not None
     }

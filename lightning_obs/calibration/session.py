@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -52,7 +52,7 @@ from lightning_obs.observers.base import Key
 from lightning_obs.observers.statistic import to_host
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
-from lightning_obs.schemes.config import SchemeLike, make_observer, rounding_of
+from lightning_obs.schemes.config import SchemeLike, make_observer
 from lightning_obs.schemes.planned_modules import Plan
 
 
@@ -124,11 +124,8 @@ class CalibrationSession:
             #: names of modules that are quantized together or not at all
             self.together = [*self.plan.fused, *self._whole_layers()]
         self.observers = _make_observers(self.plan)
-        #: by module, how the weights are rounded that do not get the nearest numbers
-        weights = {target.name: target.args["weight"] for target in self.plan.targets if "weight" in target.args}
-        self.rounding = {name: r for name, args in weights.items() if (r := rounding_of(args)) is not None}
         #: second observers of inputs: of their extremes, for the result, and of the Hessian that a rounding takes
-        self.second = _second_observers(self.observers, self.rounding)
+        self.second = _second_observers(self.observers)
         inputs_of = {(name, "weight"): observer for (name, base), observer in self.second.items() if base == HESSIAN}
         check_inputs_fit(self.plan.targets, self.observers | inputs_of)
         for group in self.plan.fused:
@@ -377,12 +374,12 @@ class CalibrationSession:
             put_back(now)
 
 
-def _second_observers(observers: Mapping[Key, Observer], rounded: Collection[str]) -> dict[Key, Observer]:
+def _second_observers(observers: Mapping[Key, Observer]) -> dict[Key, Observer]:
     """Observers of what the first do not keep: an input's smallest and largest value, a weight's Hessian."""
     second: dict[Key, Observer] = {}
     for (name, base_name), observer in observers.items():
         if base_name == "input" and not observer.keeps_extremes:
             second[name, RANGE] = StaticMinMaxObserver("input", QuantizationArgs())
-        elif base_name == "weight" and name in rounded and not isinstance(observer, HessianObserver):
+        elif observer.rounding is not None and not isinstance(observer, HessianObserver):
             second[name, HESSIAN] = HessianObserver("weight", QuantizationArgs())
     return second

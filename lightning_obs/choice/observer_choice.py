@@ -25,7 +25,8 @@ from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.choice.mixed_precision import config_of
 from lightning_obs.choice.sensitivity import Batches, Sensitivity, sensitivity
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.schemes.config import ROUNDING, SchemeLike, config_groups
+from lightning_obs.numerics.qparams import ROUNDING
+from lightning_obs.schemes.config import SchemeLike, config_groups
 
 #: an observer's ``name``, and its hyperparameters
 _Named: TypeAlias = dict[str, Any]

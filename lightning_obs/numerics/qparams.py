@@ -10,8 +10,8 @@ bit for bit the scale that its kernels and the rest of its ecosystem would have 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TypedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
@@ -34,6 +34,8 @@ _STRATEGIES = {
     **dict.fromkeys(ATTENTION, ("tensor", "attn_head")),
 }
 BASE_NAMES = tuple(_STRATEGIES)
+#: the key of ``observer_kwargs`` that says how numbers are chosen after the observer's scales
+ROUNDING = "rounding"
 
 
 def flatten_for_calibration(
@@ -244,3 +246,21 @@ def can_be_signed(base_name: str, args: QuantizationArgs) -> bool:
     """Whether scales of a tensor may be negative: of weights in symmetric integer formats, stored as they are."""
     is_integer = args.type == QuantizationType.INT and args.symmetric and args.scale_dtype is None
     return base_name == "weight" and bool(is_integer)
+
+
+def rounding_of(args: QuantizationArgs) -> dict[str, Any] | None:
+    """How a weight is rounded once it has scales: options of ``round_by_hessian``; None: to nearest.
+
+    >>> rounding_of(QuantizationArgs(num_bits=4, observer_kwargs={"rounding": "gptq"}))
+    {'act_order': True, 'damping': 0.01}
+    """
+    given = args.observer_kwargs.get(ROUNDING)
+    if given is None:
+        return None
+    options = {"name": given} if isinstance(given, str) else given
+    known = {"name": "gptq", "act_order": True, "damping": 0.01}
+    found = {**known, **options} if isinstance(options, Mapping) else {}
+    order, damping = found.pop("act_order", None), found.pop("damping", None)
+    if found != {"name": "gptq"} or not isinstance(order, bool) or not isinstance(damping, (int, float)) or damping < 0:
+        raise CalibrationError("rounding", got=repr(given), expected=f"None, 'gptq' or {known}")
+    return {"act_order": order, "damping": damping}

@@ -24,12 +24,14 @@ from lightning_obs.errors import CalibrationError, likely
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.numerics.qparams import (
     BASE_NAMES,
+    ROUNDING,
     QParamsDict,
     can_be_signed,
     compute_global_scale,
     compute_qparams,
     flatten_for_calibration,
     power_of_two,
+    rounding_of,
     rows_per_scale,
 )
 from lightning_obs.observers.registry import Registry
@@ -97,6 +99,10 @@ class Observer(Statistics, Registry):
         #: observers of equal kind measure the same statistics in a tensor
         self._kind: Hashable = (type(self), base_name, repr(self.args))
         self._set_hyperparameters(kwargs)
+        #: how the weight is rounded once its scales are chosen; None: to the nearest number
+        self.rounding = rounding_of(self.args)
+        if self.rounding is not None and base_name != "weight":
+            raise CalibrationError("only weights are rounded", got=f"rounding for {base_name}")
         if self.signed and not can_be_signed(base_name, args):
             given = args.model_dump(mode="json", include={"num_bits", "type", "symmetric", "scale_dtype"})
             raise CalibrationError(
@@ -110,7 +116,7 @@ class Observer(Statistics, Registry):
         for cls in reversed(type(self).__mro__):
             known.update(vars(cls).get("hyperparameters") or {})
         declares = vars(type(self)).get("hyperparameters") is not None
-        unknown = [f"{name!r}{likely(name, known)}" for name in given if name not in known]
+        unknown = [f"{name!r}{likely(name, known)}" for name in given if name not in (*known, ROUNDING)]
         if declares and unknown:
             raise CalibrationError(
                 f"{type(self).__name__} has no hyperparameter {', '.join(unknown)}",

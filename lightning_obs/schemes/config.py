@@ -21,7 +21,7 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
 from lightning_obs.errors import CalibrationError, likely, refuse_unknown
 from lightning_obs.model.qparams import scheme_args
-from lightning_obs.numerics.qparams import ATTENTION, BASE_NAMES
+from lightning_obs.numerics.qparams import ATTENTION, BASE_NAMES, ROUNDING, rounding_of
 from lightning_obs.observers import Observer
 from lightning_obs.schemes.attention_states import (
     KVCacheLike,
@@ -35,9 +35,6 @@ SchemeLike: TypeAlias = str | Mapping[str, Any] | QuantizationScheme | Quantizat
 #: one for each base name; a sequence of them for what chooses by measurement
 ObserversLike: TypeAlias = Mapping[str, str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None] | None
 RoundingLike: TypeAlias = str | Mapping[str, Any] | None
-
-#: the key of ``observer_kwargs`` that says how numbers are chosen after the observer's scales
-ROUNDING = "rounding"
 
 DEFAULT_TARGETS = ("Linear",)
 
@@ -244,36 +241,10 @@ def _all_args(config: QuantizationConfig) -> Iterator[tuple[str, QuantizationArg
 
 
 def make_observer(base_name: str, args: QuantizationArgs) -> Observer:
-    """The observer that ``args`` names; ``memoryless_minmax`` for weights and ``minmax`` otherwise if it names none.
-
-    A ``rounding`` among its hyperparameters is checked, and not passed to it.
-    """
-    if ROUNDING in args.observer_kwargs:
-        if rounding_of(args) is not None and base_name != "weight":
-            raise CalibrationError("only weights are rounded", got=f"rounding for {base_name}")
-        others = {name: value for name, value in args.observer_kwargs.items() if name != ROUNDING}
-        args = args.model_copy(update={"observer_kwargs": others})
+    """The observer that ``args`` names; ``memoryless_minmax`` for weights and ``minmax`` otherwise if it names none."""
     name = args.observer or ("memoryless_minmax" if base_name == "weight" else "minmax")
     observer: Observer = Observer.load_from_registry(name, base_name=base_name, args=args)
     return observer
-
-
-def rounding_of(args: QuantizationArgs) -> dict[str, Any] | None:
-    """How a weight is rounded: options of :func:`~lightning_obs.numerics.rounding.round_by_hessian`; None: to nearest.
-
-    >>> rounding_of(QuantizationArgs(num_bits=4, observer_kwargs={"rounding": "gptq"}))
-    {'act_order': True, 'damping': 0.01}
-    """
-    given = args.observer_kwargs.get(ROUNDING)
-    if given is None:
-        return None
-    options = {"name": given} if isinstance(given, str) else given
-    known = {"name": "gptq", "act_order": True, "damping": 0.01}
-    found = {**known, **options} if isinstance(options, Mapping) else {}
-    order, damping = found.pop("act_order", None), found.pop("damping", None)
-    if found != {"name": "gptq"} or not isinstance(order, bool) or not isinstance(damping, (int, float)) or damping < 0:
-        raise CalibrationError("rounding", got=repr(given), expected=f"None, 'gptq' or {known}")
-    return {"act_order": order, "damping": damping}
 
 
 def has_rounding(config: QuantizationConfig) -> bool:

@@ -130,7 +130,7 @@ def test_a_scheme_says_it_of_each_group(tmp_path):
     session = calibrated(model, scheme, observers=None, rounding=None)
     assert hasattr(model[0], "weight_rounded")
     assert not hasattr(model[2], "weight_rounded")
-    assert session.observers["0", "weight"].args.observer_kwargs == {"signed": True}
+    assert session.observers["0", "weight"].signed
     assert session.label.endswith(" + gptq")
     calibrated(alone, rounded, observers=None, rounding=None)
     assert torch.equal(model[0].weight_rounded, alone[0].weight_rounded)
