@@ -21,16 +21,16 @@ from typing import Any, TypeAlias
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.errors import sendable
 from lightning_obs.files.tensors import TensorWriter
-from lightning_obs.model.kinds import from_matrix, is_transformers_model, kind_of, to_matrix
+from lightning_obs.model.kinds import is_transformers_model, kind_of, to_matrix
 from lightning_obs.model.qparams import ROUNDED, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.weight import by_unit, full_weight, identities, place_of, whole_tensor, whole_unit
-from lightning_obs.numerics.fake_quantize import dequantize
+from lightning_obs.numerics.fake_quantize import dequantize, pack_nibbles, quantize
 from lightning_obs.numerics.qparams import rows_per_scale
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 
@@ -38,8 +38,11 @@ _Tensors: TypeAlias = dict[str, torch.Tensor]
 #: a tensor of the checkpoint, or rows of it: its name (in the module, or in the state dict), rows, number of the first
 Entry: TypeAlias = tuple[str, torch.Tensor, int]
 Put: TypeAlias = Callable[[str, torch.Tensor, int], None]
-#: elements of a weight that are compressed at once; compressed-tensors takes up to 36 bytes for each
-_AT_ONCE = 1 << 20
+#: elements of a weight that are compressed at once, in the cache; compressed-tensors takes up to 36 bytes for each
+_AT_ONCE = 1 << 18
+#: formats that compressed-tensors rounds or packs in many passes, and the bits of numbers that are faster here
+_KNOWN = {"float-quantized": 8, "mxfp8-quantized": 8}
+_KNOWN |= dict.fromkeys(("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"), 4)
 
 
 def stored_layout(model: nn.Module) -> _Tensors:
@@ -192,20 +195,38 @@ def _with_matrix(module: nn.Module, own: Mapping[str, torch.Tensor], scheme: Qua
 
 def _compress(own: _Tensors, scheme: QuantizationScheme) -> _Tensors:
     """The entries of a module whose weight is a matrix, or of rows of it, as they are stored."""
-    entries = dict(own)
-    if scheme.weights is not None:
-        rounded = entries.pop(ROUNDED, None)
+    entries, args = dict(own), scheme.weights
+    if args is not None:
+        rounded, weight = entries.pop(ROUNDED, None), entries["weight"].contiguous()
+        scale, zero_point = entries["weight_scale"], entries.get("weight_zero_point")
+        global_scale = entries.get("weight_global_scale")
         if rounded is not None:  # in float32, in which they are rounded to themselves
-            entries["weight"] = dequantize(
-                rounded,
-                entries["weight_scale"],
-                entries.get("weight_zero_point"),
-                scheme.weights,
-                global_scale=entries.get("weight_global_scale"),
-            )
-        entries["weight"] = entries["weight"].contiguous()
-        entries = compressor_of(scheme).compress(entries, scheme)
+            weight = dequantize(rounded, scale, zero_point, args, global_scale=global_scale)
+        known = _KNOWN.get(scheme.format or "") == args.num_bits and not weight.is_meta
+        known &= args.num_bits == 8 or (args.symmetric and weight.shape[1] % 8 == 0 and weight.itemsize < 8)
+        if known:
+            codes = quantize(weight, scale, zero_point, args, global_scale=global_scale)
+            entries = _with_codes(entries, codes, scheme)
+        else:
+            entries = compressor_of(scheme).compress(entries | {"weight": weight}, scheme)
     return {key: value.contiguous() for key, value in entries.items() if value is not None}
+
+
+def _with_codes(entries: _Tensors, codes: torch.Tensor, scheme: QuantizationScheme) -> _Tensors:
+    """What compressed-tensors' compressor gives, which rounds to fp4 by masks and packs by scattering bits."""
+    args, compressor = scheme.weights, compressor_of(scheme)
+    assert args is not None
+    del entries["weight"]
+    if args.num_bits == 8:
+        entries["weight"] = codes
+    elif args.type == QuantizationType.FLOAT:
+        entries["weight_packed"] = pack_nibbles(codes)
+    else:  # counted from the lowest
+        entries["weight_packed"] = pack_nibbles(codes.bitwise_xor_(8)).view(torch.int32)
+        entries["weight_shape"] = torch.tensor(codes.shape)
+    if hasattr(compressor, "_compress_scale"):
+        entries["weight_scale"] = compressor._compress_scale(entries["weight_scale"], args)
+    return dict(compressor._remove_symmetric_zp(entries, scheme))
 
 
 def _compressed(own: _Tensors, scheme: QuantizationScheme) -> Iterator[Entry]:
@@ -237,20 +258,6 @@ def _rows_of(entries: _Tensors, start: int, stop: int, scheme: QuantizationSchem
         key: value[start // height : -(-stop // height)] if (height := heights.get(key)) else value
         for key, value in entries.items()
     }
-
-
-def decompress_entries(module: nn.Module, stored: Mapping[str, torch.Tensor], scheme: QuantizationScheme) -> _Tensors:
-    """The entries of a checkpoint as a module's own; the weight is the dequantized one, in the module's shape."""
-    entries = dict(stored)
-    if scheme.weights is None:
-        return entries
-    packed = entries.get("weight_zero_point")
-    if packed is not None and len(packed) == 1:
-        # compressed-tensors 0.20 views the transpose as bytes, for which its last stride has to be 1.
-        entries["weight_zero_point"] = packed.reshape(-1, 1).t()
-    entries = compressor_of(scheme).decompress(entries, scheme)
-    entries["weight"] = from_matrix(module, entries["weight"], place_of(module).shape).contiguous()
-    return entries
 
 
 def compressor_of(scheme: QuantizationScheme) -> Any:

@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from compressed_tensors.utils.match import match_named_modules, match_targets
 from torch import nn
 
-from lightning_obs.checkpoint.compress import compressed_layout, decompress_entries
+from lightning_obs.checkpoint.compress import compressed_layout, compressor_of
 from lightning_obs.checkpoint.source import CONFIG_FILE
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
@@ -23,9 +23,10 @@ from lightning_obs.files.tensors import WEIGHTS_FILE, TensorReader
 from lightning_obs.files.write import refuse_damage, settle_dead
 from lightning_obs.forward.quantized_forward import quantize_for_good
 from lightning_obs.model.checksums import remember
+from lightning_obs.model.kinds import from_matrix
 from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.qparams import write_qparams
-from lightning_obs.model.weight import identities
+from lightning_obs.model.weight import identities, place_of
 from lightning_obs.model.wrappers import unwrapped
 from lightning_obs.schemes.build_plan import is_meant
 from lightning_obs.schemes.planned_modules import PlannedModule, expected_shapes, find_misfits
@@ -109,7 +110,13 @@ def _decompress(target: PlannedModule, state: _Tensors) -> _Tensors:
     own = {key: value for key, value in target.module.state_dict().items() if "." not in key}
     keys = [key for key in state if key.rpartition(".")[0] == target.name]
     local = {key.removeprefix(prefix): state.pop(key) for key in keys}
-    local = decompress_entries(target.module, local, target.scheme)
+    if target.scheme.weights is not None:
+        packed = local.get("weight_zero_point")
+        if packed is not None and len(packed) == 1:
+            # compressed-tensors 0.20 views the transpose as bytes, for which its last stride has to be 1.
+            local["weight_zero_point"] = packed.reshape(-1, 1).t()
+        local = compressor_of(target.scheme).decompress(local, target.scheme)
+        local["weight"] = from_matrix(target.module, local["weight"], place_of(target.module).shape).contiguous()
     state.update({prefix + key: local[key].to(own[key].dtype) for key in own.keys() & local.keys()})
     return {key: value for key, value in local.items() if key not in own and key.endswith(("scale", "zero_point"))}
 

@@ -2,8 +2,7 @@
 
 Forward, compressed-tensors' ``fake_quantize`` is called, so training sees bit for bit what the exported checkpoint
 gives. (Formats of which torch has no dtype are computed here, to the same bits: the cast to fp4 makes eight masked
-passes, which take most of a training step on a CPU, and for which the host waits eight times elsewhere.) It runs under
-``no_grad`` and would cut the graph, so the gradient is put beside it:
+passes, and elsewhere than on a CPU the host waits for each.) It would cut the graph, so the gradient is put beside it:
 
 * **value**: straight-through where the value lies on the grid, zero where it was clipped. The grid ends half a step
   beyond its last level, for what lies there still rounds to that level: compressed-tensors maps the absmax of a
@@ -21,7 +20,7 @@ bound: one small tensor per scale in place of another division of the whole valu
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
@@ -35,6 +34,8 @@ from lightning_obs.numerics.formats import NumberGrid, format_of
 from lightning_obs.numerics.qparams import split_blocks
 
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
+#: scale, zero point, args, global scale
+_QParams: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, QuantizationArgs, torch.Tensor | None]
 
 
 def fake_quantize(
@@ -79,13 +80,14 @@ def fake_quantize(
     """
     if value.numel() == 0:  # a learned scale stays in the graph: DDP waits for every parameter
         return value + 0 * scale.sum() if scale.requires_grad else value
-    quantized = _forward(value, scale, zero_point, args, global_scale)
+    qparams = scale, zero_point, args, global_scale
+    quantized = _forward(value, qparams)
     if not torch.is_grad_enabled():
         return quantized
-    _refuse_learned(scale, zero_point, global_scale, args)
+    _refuse_learned(qparams)
     if not (value.requires_grad or scale.requires_grad):
         return quantized
-    inside = _on_grid(value, scale, zero_point, args, global_scale)
+    inside = _on_grid(value, qparams)
     if not scale.requires_grad:
         return _StraightThrough.apply(value, quantized.detach(), _ungroup(inside, value.shape, args), None, 1.0)
     factor = (value.numel() / observations / scale.numel() * NumberGrid.of(args).high) ** -0.5
@@ -120,7 +122,7 @@ def fake_quantize_dynamic(
         scale, zero_point = compute_dynamic_scales_and_zp(value.detach(), args, nn.Identity(), global_scale)
     if global_scale is not None:
         return fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
-    quantized = _forward(value, scale, zero_point, args, None)
+    quantized = _forward(value, (scale, zero_point, args, None))
     if not torch.is_grad_enabled() or not value.requires_grad:
         return quantized
     return _StraightThrough.apply(value, quantized.detach(), None, None, 1.0)
@@ -199,36 +201,34 @@ class _StraightThrough(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _forward(
-    value: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    args: QuantizationArgs,
-    global_scale: torch.Tensor | None,
-) -> torch.Tensor:
+def _forward(value: torch.Tensor, qparams: _QParams) -> torch.Tensor:
+    scale, zero_point, args, global_scale = qparams
     number, wide = format_of(args), torch.promote_types(value.dtype, scale.dtype) == torch.float64
     if number is None or number.dtype is not None or wide:
         return exact_fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
-    step = _broadcastable(scale if global_scale is None else scale / global_scale, args)
-    zero = 0.0 if zero_point is None else _broadcastable(zero_point, args).to(value.dtype)
-    level = (_group(value, args) / step).add_(zero)
+    level, step = _in_steps(value, qparams)
+    if zero_point is None:
+        level.add_(0.0)  # the sign of a zero in ``value`` is lost, that of a value near zero is kept
     near = NumberGrid.of(args).round(level.float())
-    level = near.copysign_(level).to(step.dtype)  # compressed-tensors keeps the sign of a zero
+    level = near.copysign_(level).to(step.dtype)
     if zero_point is not None:
         level = level - _broadcastable(zero_point, args).to(step.dtype)
     quantized = _ungroup(level * step, value.shape, args)
     return quantized.to(value.dtype) if args.strategy in _GROUPED else quantized
 
 
+def _in_steps(value: torch.Tensor, qparams: _QParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """A value in steps of the grid, not rounded yet, in the layout of :func:`_group`; and the step."""
+    scale, zero_point, args, global_scale = qparams
+    step = _broadcastable(scale if global_scale is None else scale / global_scale, args)
+    steps = _group(value, args) / step
+    return steps if zero_point is None else steps.add_(_broadcastable(zero_point, args).to(value.dtype)), step
+
+
 @torch.no_grad()
-def _on_grid(
-    value: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    args: QuantizationArgs,
-    global_scale: torch.Tensor | None,
-) -> torch.Tensor:
+def _on_grid(value: torch.Tensor, qparams: _QParams) -> torch.Tensor:
     """Which values were not clipped, in the layout of :func:`_group`."""
+    scale, zero_point, args, global_scale = qparams
     grid = NumberGrid.of(args)
     low, high = grid.low, grid.high
     eps = max(torch.finfo(value.dtype).eps, torch.finfo(scale.dtype).eps)
@@ -276,6 +276,34 @@ def elementwise(parameter: torch.Tensor, weight: torch.Tensor, args: Quantizatio
     return _ungroup(_broadcastable(parameter, args).expand_as(_group(weight, args)), weight.shape, args)
 
 
+@torch.no_grad()
+def quantize(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    *,
+    global_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The numbers of a format nearest to a weight ``(R, C)``: int8, float8, or the four bits of E2M1 in int8."""
+    grid = NumberGrid.of(args)
+    steps, _ = _in_steps(weight, (scale, zero_point, args, global_scale))
+    if grid.number is None:
+        codes = steps.clamp_(grid.low, grid.high).round_().to(torch.int8)
+    elif grid.number.dtype is not None:
+        codes = steps.clamp_(grid.low, grid.high).to(grid.number.dtype)
+    else:
+        twice = grid.round(steps.float()).mul_(2).to(torch.int8).abs_()  # of 0, 0.5, 1, 1.5, 2, 3, 4, 6
+        codes = torch.minimum(twice, (twice >> 1).add_(2)).clamp_(max=7).bitwise_or_((steps < 0).to(torch.int8) << 3)
+    return _ungroup(codes, weight.shape, args)
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """The low four bits of ``(R, C)`` in int8, two neighbours to a byte, the first of them in its low half."""
+    pairs = codes.view(torch.int16)
+    return (pairs & 0xF).bitwise_or_((pairs >> 4).bitwise_and_(0xF0)).to(torch.uint8)
+
+
 def dequantize(
     levels: torch.Tensor,
     scale: torch.Tensor,
@@ -315,9 +343,8 @@ def _from_zero(levels: torch.Tensor, zero_point: torch.Tensor | None, args: Quan
     return levels.float() if zero_point is None else levels.float() - elementwise(zero_point.float(), levels, args)
 
 
-def _refuse_learned(
-    scale: torch.Tensor, zero_point: torch.Tensor | None, global_scale: torch.Tensor | None, args: QuantizationArgs
-) -> None:
+def _refuse_learned(qparams: _QParams) -> None:
+    scale, zero_point, args, global_scale = qparams
     rounded = args.scale_dtype is not None or args.strategy == QuantizationStrategy.TENSOR_GROUP
     parameters = {"scale": scale if rounded else None, "zero point": zero_point, "global scale": global_scale}
     for name, parameter in parameters.items():

@@ -28,7 +28,6 @@ from typing import NamedTuple
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 
-from lightning_obs.numerics.candidates import improves, visited
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.qparams import compute_qparams, tile_size
@@ -137,39 +136,6 @@ def percentile_range(
     return values[at[0]].to(low.dtype), values[at[1]].to(high.dtype)
 
 
-def candidate_errors(
-    found: Support, lows: torch.Tensor, highs: torch.Tensor, args: QuantizationArgs, norm: float
-) -> torch.Tensor:
-    """Error of quantizing everything counted with each candidate range, ``(C,)`` in float64.
-
-    ``sum over bins of count * |quantized(value) - value| ** norm``, in units of the largest magnitude (so that neither
-    1e30 nor 1e-30 leaves float32 when raised to a power).
-
-    Args:
-        found: the occupied bins of one scale.
-        lows: ``(C,)`` lower ends.
-        highs: ``(C,)`` upper ends.
-        args: number format; the strategy does not matter.
-        norm: exponent, 2 for squares.
-    """
-    # Products of float32 suffice: rounding x / scale has already cost as much.
-    weights = found.counts.float()
-    unit = found.values.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
-    grid, each = NumberGrid.of(args), _at_once(found.values)
-    buffers = torch.empty(3, min(each, len(lows)), len(found.values), device=found.values.device)
-    errors = []
-    for scale, zero_point in zip(*(one.split(each) for one in _qparams(lows, highs, args)), strict=True):
-        steps, levels, scratch = buffers[:, : len(scale)]
-        torch.div(found.values, scale, out=steps)
-        if not args.symmetric:
-            steps.add_(zero_point)
-        grid.round(steps, out=levels, scratch=scratch)
-        # The zero point cancels. In units of the largest magnitude, no power leaves float32.
-        distance = steps.sub_(levels).mul_(scale / unit).abs_()
-        errors.append(_power_(distance, norm) @ weights)
-    return torch.cat(errors).double()
-
-
 def candidate_divergences(
     found: Support, lows: torch.Tensor, highs: torch.Tensor, args: QuantizationArgs
 ) -> torch.Tensor:
@@ -197,10 +163,11 @@ def candidate_divergences(
     total = numbers.sum()
     widths = torch.frexp(values)[1].double().exp2()  # of a bin, up to a factor that all bins share
     divergences = []
-    grid, (scales, zero_points) = NumberGrid.of(args), _qparams(lows, highs, args)
+    grid, qparams = NumberGrid.of(args), compute_qparams(lows, highs, args)
     # Zero is in every range, as in compute_qparams.
-    columns = scales, zero_points, lows.float().clamp(max=0)[:, None], highs.float().clamp(min=0)[:, None]
-    for scale, zero_point, low, high in zip(*(each.split(_at_once(values)) for each in columns), strict=True):
+    columns = qparams["scale"], qparams["zero_point"], lows.clamp(max=0), highs.clamp(min=0)
+    parts = (each.float()[:, None].split(max(1, _CELLS // len(values))) for each in columns)
+    for scale, zero_point, low, high in zip(*parts, strict=True):
         quantized = grid.round((values / scale).add_(zero_point))
         if args.symmetric:  # what the format covers, not only what was seen
             high = torch.maximum(-low, high)
@@ -220,35 +187,6 @@ def candidate_divergences(
         divergence = (terms.sum(1) + covered) / total - 1
         divergences.append(torch.where(covered > 0, divergence, torch.inf))
     return torch.cat(divergences)
-
-
-def select_candidate(errors: torch.Tensor, patience: int | None = None) -> torch.Tensor:
-    """Index ``(Q,)`` of the first least error in ``(C, Q)``.
-
-    The search ends after ``patience`` candidates in a row that improved none of the Q scales, as the search that goes
-    through the data does; None: it visits all.
-    """
-    errors = errors.nan_to_num(nan=torch.inf, posinf=torch.inf)
-    if patience is not None:
-        errors = errors[visited(improves(errors).any(1), patience)]
-    return errors.argmin(0)
-
-
-def _at_once(values: torch.Tensor) -> int:
-    """How many candidates are measured on the occupied bins together."""
-    return max(1, _CELLS // max(1, len(values)))
-
-
-def _qparams(lows: torch.Tensor, highs: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero point of each candidate, ``(C, 1)`` in float32."""
-    found = compute_qparams(lows, highs, args)
-    return found["scale"].float()[:, None], found["zero_point"].float()[:, None]
-
-
-def _power_(value: torch.Tensor, norm: float) -> torch.Tensor:
-    if norm in (1.0, 2.0, 3.0):  # a multiplication or two
-        return value.pow_(norm)
-    return value.log2_().mul_(norm).exp2_()  # half the time of pow
 
 
 def _count_flat(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

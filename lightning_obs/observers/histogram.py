@@ -10,21 +10,24 @@ from typing import Any, ClassVar
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.candidates import candidate_ranges, shrink_factors
+from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.histogram import (
     Histogram,
     Support,
     candidate_divergences,
-    candidate_errors,
     count_nan,
     count_values,
     percentile_range,
-    select_candidate,
     support,
 )
+from lightning_obs.numerics.search.definition import GridSearch
+from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers.base import MinMaxTuple, Observer
 from lightning_obs.observers.statistic import Statistic
 
@@ -200,14 +203,23 @@ class HistogramObserver(PercentileObserver):
             return super().get_min_max()
         if self.nonfinite_statistics():
             return self.min_vals, self.max_vals
-        entropy = self.criterion == "entropy"
-        factors = _ENTROPY_FACTORS if entropy else shrink_factors(self.maxshrink, self.grid) or [1.0]
-        lows, highs = candidate_ranges(self.min_vals.flatten(), self.max_vals.flatten(), factors)
-        scales = (self.counts.flatten(0, -2), self.min_vals.flatten(), self.max_vals.flatten(), lows.T, highs.T)
-        costs = []
-        for *counted, low, high in zip(*scales, strict=True):
-            found, ends = support(*counted), (low, high, self.args)
-            costs.append(candidate_divergences(found, *ends) if entropy else candidate_errors(found, *ends, self.norm))
-        chosen = select_candidate(torch.stack(costs, 1), patience=None if entropy else self.patience)
-        low, high = (ends.gather(0, chosen[None])[0].reshape(self.min_vals.shape) for ends in (lows, highs))
-        return low, high
+        lows, highs = self.min_vals.flatten(), self.max_vals.flatten()
+        found = [support(*one) for one in zip(self.counts.flatten(0, -2), lows, highs, strict=True)]
+        if self.criterion == "entropy":
+            low, high = candidate_ranges(lows, highs, _ENTROPY_FACTORS)
+            of_scales = zip(found, low.T, high.T, strict=True)
+            losses = torch.stack([candidate_divergences(seen, a, b, self.args) for seen, a, b in of_scales], 1)
+            best = losses.nan_to_num(torch.inf).argmin(0, keepdim=True)
+            low, high = low.gather(0, best), high.gather(0, best)
+        else:
+            values, counts = (pad_sequence(list(each), batch_first=True) for each in zip(*found, strict=True))
+            # The exact ends decide the candidates, and are counted in their bins already. The largest magnitude is
+            # about 1, so that no power leaves float32.
+            ends = torch.stack([lows, highs], 1).float()
+            unit = torch.frexp(ends.abs().amax(1, keepdim=True))[1].clamp(-126, 126).float().exp2()
+            values = (torch.cat([torch.where(counts > 0, values, ends[:, :1]), ends], 1) / unit).to(lows.dtype)
+            factors = shrink_factors(self.maxshrink, self.grid)
+            search = GridSearch(NumberGrid.of(self.args), factors, self.patience, self.norm)
+            low, high, _ = search_range(values[None], search, importance=pad(counts.float(), (0, 2)))
+            low, high = ((end * unit[:, 0]).to(lows.dtype) for end in (low, high))
+        return low.reshape(self.min_vals.shape), high.reshape(self.min_vals.shape)

@@ -21,7 +21,7 @@ PATHS = [
     ("histogram", "input", TENSOR, Budget(7, 12.76, 0)),
     ("percentile", "input", TENSOR, Budget(7, 12.76, 0)),
     ("mse", "input", TENSOR, Budget(85, 33.5, 0)),
-    ("normal_observer", "input", TENSOR, Budget(11, 42.01, 0)),
+    ("normal_observer", "input", TENSOR, Budget(10, 18.01, 0)),
     ("static_minmax", "k", HEADS, Budget(5, 8.01, 0)),
     ("histogram", "k", HEADS, Budget(11, 32.01, 0)),
     ("memoryless_minmax", "weight", GROUPS, Budget(4, 4.1, 0)),

@@ -12,7 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
-from lightning_obs.checkpoint.compress import compress_rows, compressor_of, gather_rows, is_compressed_by_rows
+from lightning_obs.checkpoint.compress import (
+    compress_rows,
+    compressor_of,
+    gather_rows,
+    is_compressed_by_rows,
+    module_entries,
+)
 from lightning_obs.model.qparams import get_scheme, read_qparams
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.config import preset_names
@@ -141,3 +147,18 @@ def test_a_weight_that_is_compressed_in_blocks_of_rows_gives_the_file_of_the_who
         folder = export_checkpoint(model, tmp_path / str(at_once))
         written.append((folder / "model.safetensors").read_bytes())
     assert written[0] == written[1] == written[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scheme", [*SCHEMES, "W4A16_ASYM", "INT8_STATIC_ASYM"])
+def test_a_weight_is_stored_as_compressed_tensors_stores_it(scheme, dtype):
+    layer = calibrated(nn.Sequential(nn.Linear(WIDTH, 130).to(dtype)), scheme, dtype)[0]
+    own = {name: value.clone() for name, value in read_qparams(layer).items()}
+    quarters = torch.arange(130 * WIDTH, dtype=dtype).reshape(130, WIDTH) % 31 * 0.25 - 4
+    step = own["weight_scale"].float().mean() / own.get("weight_global_scale", torch.ones(1))
+    own["weight"] = quarters * step.to(dtype) * torch.where(torch.arange(WIDTH) % 5 == 0, 100, 1)  # ties, and beyond
+    own["weight"][:, 3:5] = torch.tensor([0.0, -0.0], dtype=dtype)
+    expected = compressor_of(get_scheme(layer)).compress(dict(own), get_scheme(layer))
+    layer.weight.data = own["weight"]
+    found = {name: plain(value) for name, value, _ in module_entries(layer) if name != "bias"}
+    assert found == {name: plain(value) for name, value in expected.items()}

@@ -15,14 +15,11 @@ from lightning_obs.numerics.histogram import (
     BINS,
     Support,
     candidate_divergences,
-    candidate_errors,
     count_nan,
     count_values,
     percentile_range,
-    select_candidate,
     support,
 )
-from lightning_obs.numerics.qparams import compute_qparams
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 TINY = 2.0**-149
@@ -193,109 +190,14 @@ def test_the_100th_percentile_is_the_exact_range(x):
     assert percentile_range(*one_scale(x), 100) == (x.min(), x.max())
 
 
-# ---------------------------------------------------------------------- least error
-
-
-def oracle_errors(x, lows, highs, args, norm):
-    """Quantize the data themselves, in float64."""
-    qparams = compute_qparams(lows, highs, args)
-    errors = []
-    for scale, zero_point in zip(qparams["scale"].double(), qparams["zero_point"].double(), strict=True):
-        steps = x.double() / scale + zero_point
-        if args.type == "int":
-            half = 2 ** (args.num_bits - 1)
-            levels = steps.clamp(-half, half - 1).round()
-        else:
-            levels = steps.clamp(-448, 448).to(torch.float8_e4m3fn).double()
-        errors.append(((levels - zero_point) * scale - x.double()).abs().pow(norm).sum())
-    return torch.stack(errors)
-
-
-@every_format
-@pytest.mark.parametrize("norm", [1.0, 2.0, 2.4])
-@pytest.mark.parametrize(
-    "x",
-    [
-        torch.randn(5000),
-        torch.randn(5000) * 1e-3 + 0.01,
-        torch.randn(5000).exp() * torch.randn(5000).sign(),
-        -torch.rand(5000) * 1e4,
-        torch.cat([torch.randn(5000), torch.tensor([30.0])]),
-        torch.full((10,), -0.3),
-    ],
-    ids=["normal", "shifted", "heavy tails", "negative", "outlier", "equal"],
-)
-def test_the_error_of_every_candidate_is_that_of_the_data(x, norm, args):
-    x = x.bfloat16()
-    counts, low, high = one_scale(x)
-    lows, highs = candidate_ranges(low, high, [1 - i / 50 for i in range(40)])
-    errors = candidate_errors(support(counts, low, high), lows, highs, args, norm)
-    unit = x.double().abs().max()
-    oracle = oracle_errors(x, lows, highs, args, norm) / unit**norm
-    # fp32 arithmetic puts a value that lies between two levels on the other one: as far away, within rounding.
-    torch.testing.assert_close(errors, oracle, rtol=2e-3, atol=1e-12)
-    chosen = select_candidate(errors[:, None], patience=len(errors))
-    assert oracle[chosen].item() <= oracle.min().item() * (1 + 2e-3) + 1e-12
-
-
-@settings(max_examples=40)
-@given(tensors([torch.bfloat16]), st.sampled_from(list(FORMATS)))
-def test_the_chosen_candidate_has_the_least_error(x, name):
-    args = FORMATS[name]
-    x = x.clamp(-1e37, 1e37)  # the width of a range must be a number
-    x = torch.where(x.abs() < 1e-30, 0, x)  # and a scale must not be a denormal
-    counts, low, high = one_scale(x)
-    lows, highs = candidate_ranges(low, high, [1 - i / 20 for i in range(16)])
-    errors = candidate_errors(support(counts, low, high), lows, highs, args, 2.0)
-    chosen = select_candidate(errors[:, None], patience=16)
-    oracle = oracle_errors(x, lows, highs, args, 2.0) / x.double().abs().max().clamp(min=1e-100) ** 2
-    assert oracle[chosen].item() <= oracle.min().item() * (1 + 1e-3) + 1e-10
-
-
-@every_format
-@pytest.mark.parametrize("unit", [1e-30, 1e30])
-def test_the_choice_does_not_depend_on_the_unit(unit, args):
-    def choice(x):
-        counts, low, high = one_scale(x)
-        lows, highs = candidate_ranges(low, high, [1 - i / 50 for i in range(40)])
-        return select_candidate(candidate_errors(support(counts, low, high), lows, highs, args, 2.4)[:, None], 40)
-
-    x = torch.randn(2000).bfloat16()
-    power = 2.0 ** round(math.log2(unit))
-    assert choice(x) == choice(x * power)
-
-
-def test_candidates_in_pieces_give_the_same_errors(monkeypatch):
+def test_candidates_in_pieces_give_the_same_divergences(monkeypatch):
     counts, low, high = one_scale(torch.randn(3000))
     lows, highs = candidate_ranges(low, high, [1 - i / 100 for i in range(20)])
     found = support(counts, low, high)
     int8 = FORMATS["int8"]
-    errors = candidate_errors(found, lows, highs, int8, 2.4)
     divergences = candidate_divergences(found, lows, highs, int8)
     monkeypatch.setattr(module, "_CELLS", 3 * len(found.values))
-    torch.testing.assert_close(candidate_errors(found, lows, highs, int8, 2.4), errors)
     torch.testing.assert_close(candidate_divergences(found, lows, highs, int8), divergences)
-
-
-@pytest.mark.parametrize(
-    ("errors", "patience", "expected"),
-    [
-        ([3, 2, 1, 2], 5, 2),
-        ([1, 1, 1], 5, 0),  # the first of equals
-        ([1, 2, 2, 0], 2, 0),  # two without an improvement: the rest is not looked at
-        ([1, 2, 2, 0], 3, 3),
-        ([math.nan, 2.0], 5, 1),
-        ([math.inf, math.inf], 5, 0),
-    ],
-)
-def test_the_search_takes_the_first_least_error_and_loses_patience(errors, patience, expected):
-    assert select_candidate(torch.tensor(errors, dtype=torch.float64)[:, None], patience).tolist() == [expected]
-
-
-def test_one_scale_that_improves_keeps_the_search_going_for_all():
-    errors = torch.tensor([[1.0, 5], [2, 4], [2, 3], [0, 3]])
-    assert select_candidate(errors, patience=1).tolist() == [3, 2]
-    assert select_candidate(errors[:, :1], patience=1).tolist() == [0]
 
 
 # ---------------------------------------------------------------------- entropy

@@ -13,7 +13,7 @@ from compressed_tensors.quantization.lifecycle import fake_quantize
 
 from lightning_obs.numerics.qparams import compute_qparams
 from lightning_obs.observers.histogram import HistogramObserver
-from tests.observers.histograms import INT4, INT8, every_format, make, same
+from tests.observers.histograms import HEADS, INT4, INT8, every_format, make, same
 
 # ---------------------------------------------------------------------- the range of the least error
 
@@ -49,6 +49,42 @@ def test_mse_takes_the_candidate_with_the_least_error_on_all_the_data(args, dtyp
     tolerance = 1e-5 if dtype == torch.bfloat16 else 1e-2  # fp32 is counted in bfloat16
     assert errors[chosen[0]] <= min(errors) * (1 + tolerance)
     assert low.dtype == dtype
+
+
+@every_format
+@pytest.mark.parametrize("norm", [1.0, 2.0, 2.4])
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(5000),
+        torch.randn(5000) * 1e-3 + 0.01,
+        torch.randn(5000).exp() * torch.randn(5000).sign(),
+        -torch.rand(5000) * 1e4,
+        torch.cat([torch.randn(5000), torch.tensor([30.0])]),
+        torch.full((10,), -0.3),
+        torch.randn(5000) * 2.0**-80,
+        torch.randn(5000) * 2.0**80,
+    ],
+    ids=["normal", "shifted", "heavy tails", "negative", "outlier", "equal", "tiny", "huge"],
+)
+def test_mse_loses_no_more_than_the_best_candidate_of_the_data(x, norm, args):
+    x = x.bfloat16()
+    factors = [1 - i / 50 for i in range(40)]
+    low, high = make("histogram", args=args, maxshrink=0.8, grid=50, norm=norm)(x[None]).get_min_max()
+    lows, highs, errors = errors_of_the_data(x, args, factors, norm)
+    chosen = [error for *ends, error in zip(lows, highs, errors, strict=True) if ends == [low, high]]
+    # fp32 arithmetic puts a value that lies between two levels on the other one: as far away, within rounding.
+    assert chosen[0] <= min(errors) * (1 + 2e-3)
+
+
+def test_the_heads_of_one_tensor_are_one_search():
+    """Two candidates in a row that improve no head end it: a head that improves keeps it going for the other."""
+    x = torch.randn(1, 2, 64, 128).bfloat16()
+    x[:, 1, 0, 0] = 30
+    one, other, both = (make("histogram", "k", HEADS, patience=2)(y) for y in (x[:, :1], x[:, 1:], x))
+    ends = both.get_min_max()[1].flatten()
+    assert ends[1] == other.get_min_max()[1].flatten()
+    assert ends[0] <= one.get_min_max()[1].flatten()
 
 
 def test_mse_stops_where_the_search_through_the_data_stops():
