@@ -88,7 +88,7 @@ def quantize_checkpoint(
         CalibrationError: the scheme needs data or is wrong; ``folder`` is damaged, quantized already, or has other
             tensors than its config says; ``out`` cannot be written, or has no room; what went wrong in any process.
     """
-    started, folder, out = time.perf_counter(), Path(folder), Path(out)
+    started, out = time.perf_counter(), Path(out)
     ranks = workers if isinstance(workers, Collectives) else Collectives()
     if isinstance(workers, int) and workers < 1:
         raise CalibrationError("workers", got=workers, expected="one or more, or Collectives")
@@ -167,7 +167,9 @@ class Streaming:
 
     @classmethod
     @contextmanager
-    def of(cls, folder: Path, options: CalibrationOptions, progress: Progress | None = None) -> Iterator[Streaming]:
+    def of(
+        cls, folder: str | os.PathLike[str], options: CalibrationOptions, progress: Progress | None = None
+    ) -> Iterator[Streaming]:
         """From a folder, whose files are open inside the ``with`` block."""
         source = CheckpointSource(folder)
         with closing(source.reader), torch.inference_mode(False), torch.no_grad():

@@ -101,7 +101,7 @@ def calibrate_layerwise(
         CalibrationError: as :func:`quantize_checkpoint` and :class:`~lightning_obs.CalibrationSession`; the blocks are
             not found, or not called one after the other; what is unfinished was begun with other arguments.
     """
-    folder, out = Path(folder), Path(out)
+    out = Path(out)
     chosen = CalibrationOptions.of(scheme, **options)
     collectives = collectives or Collectives()
     with ExitStack() as stack, ExitStack() as written, torch.inference_mode(False), torch.no_grad():
@@ -155,10 +155,9 @@ class _LayerByLayer:
         for config in (source.model.config, source.model.config.get_text_config()):
             config.use_cache = False  # it would grow from block to block
         self._first, options, collectives = 0, session.options, session.collectives
-        files = [(source.folder / name).stat() for name in source.reader.files]
         asked = [options.config.model_dump_json(), options.beside_scheme, runs.inputs, runs.token_mask]
         here = [self._device.type, collectives.rank, collectives.size]
-        stats = [(file.st_size, file.st_mtime_ns) for file in files]
+        stats = [((stat := (source.folder / name).stat()).st_size, stat.st_mtime_ns) for name in source.reader.files]
         #: a checksum of all that decides what is written
         self._asked = state_checksum([source.reader.files, stats, asked, here, batches])
         #: the file of each tensor that is written, and their bytes

@@ -7,6 +7,7 @@ one expert in a stack of all of them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -59,8 +60,11 @@ class CheckpointSource:
             or its files hold other tensors than its config says.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        if isinstance(folder, nn.Module):
+            remedy = "model.save_pretrained(folder) first, or CalibrationSession(model, ...), which takes it in memory."
+            raise CalibrationError("a checkpoint is read from its folder", got=type(folder).__name__, remedy=remedy)
+        self.folder = folder = Path(folder)
         remedy = "give a folder with config.json and safetensors files."
         raw = read_json(folder / CONFIG_FILE, remedy=remedy)
         if "quantization_config" in raw or "compression_config" in raw:
@@ -143,10 +147,8 @@ class CheckpointSource:
                         if meta is None or (known_as := self._names.get(id(meta))) is None:
                             continue
                         if id(meta) not in self._loaded:
-                            value = self.read(known_as).to(device)
-                            self._loaded[id(meta)] = (
-                                nn.Parameter(value, requires_grad=False) if isinstance(meta, nn.Parameter) else value
-                            )
+                            value, is_parameter = self.read(known_as).to(device), isinstance(meta, nn.Parameter)
+                            self._loaded[id(meta)] = nn.Parameter(value, False) if is_parameter else value
                         before.append((held, key, meta))
                         held[key] = self._loaded[id(meta)]
             yield

@@ -288,7 +288,8 @@ def _weight_errors(model: nn.Module, twins: Twins, groups: Iterable[tuple[str, .
     for name, of_module in twins.items():
         with weights_shared(model.get_submodule(name), of_module.values()):
             for scheme, twin in of_module.items():
-                weight, rounded = _weight(twin).float(), quantized_weight(twin)
+                own: Any = twin.weight
+                weight, rounded = own.detach().float(), quantized_weight(twin)
                 assert rounded is not None
                 alone[scheme, name] = float((rounded.float() - weight).square().sum() / weight.square().sum())
     schemes = {scheme for scheme, _ in alone}
@@ -297,7 +298,7 @@ def _weight_errors(model: nn.Module, twins: Twins, groups: Iterable[tuple[str, .
 
 @at_rest()
 def _group(model: nn.Module, names: tuple[str, ...], schemes: Iterable[str], losses: Losses, twins: Twins) -> Group:
-    weights = {name: _weight(model.get_submodule(name)) for name in names}
+    weights: dict[str, Any] = {name: model.get_submodule(name).weight for name in names}
     sizes = dict.fromkeys(schemes, 0)
     for name, weight in weights.items():
         for scheme in sizes:
@@ -306,8 +307,3 @@ def _group(model: nn.Module, names: tuple[str, ...], schemes: Iterable[str], los
             sizes[scheme] += sum(value.nbytes for key, value in stored.items() if key != "bias")
     number = sum(weight.numel() for weight in weights.values())
     return Group(names, number, {scheme: losses.get((scheme, names), 0.0) for scheme in sizes}, sizes)
-
-
-def _weight(module: nn.Module) -> torch.Tensor:
-    assert isinstance(module.weight, torch.Tensor)  # preflight refused the module otherwise
-    return module.weight.detach()

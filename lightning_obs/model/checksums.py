@@ -64,8 +64,7 @@ def not_ready(model: nn.Module) -> CalibrationError | None:
             f"{type(model).__name__} was not calibrated, it is in full precision",
             remedy="run CalibrationSession or CalibrationCallback on it first.",
         )
-    changed = changed_since(model)
-    if not changed:
+    if not (changed := changed_since(model)):
         return None
     return CalibrationError(
         f"{len(changed)} parameters and buffers have changed since the model was calibrated",

@@ -161,9 +161,8 @@ def stay_put(root: nn.Module) -> Callable[[], None]:
             vars(module)["_apply"] = partial(_apply_below, module)
         try:
             with at_rest():
-                if is_dispatched(root):
-                    return _apply_below(root, function, recurse)
-                return type(root)._apply(root, function, recurse)
+                apply_to = _apply_below if is_dispatched(root) else type(root)._apply
+                return apply_to(root, function, recurse)
         finally:
             for module in kept:
                 del vars(module)["_apply"]

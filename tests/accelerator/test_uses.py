@@ -8,9 +8,11 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from safetensors.torch import load_file
 
 from lightning_obs import (
+    BlockRuns,
     CalibrationCallback,
     CalibrationSession,
     QuantizationAwareTraining,
+    calibrate_layerwise,
     choose_observers,
     export_checkpoint,
     sensitivity,
@@ -81,6 +83,16 @@ def test_sensitivities_read_nothing_in_a_batch_but_what_the_model_reads():
     with counting() as of_model, torch.no_grad():
         llama().to(DEVICE)(**batches_on(DEVICE, 1)[0])
     assert measure(2) - measure(1) == 2 * of_model.reads.total()  # to calibrate, and to measure
+
+
+def test_layer_by_layer_an_embedding_looks_up_its_rows_for_the_device(tmp_path):
+    llama().save_pretrained(tmp_path / "source")
+    batches, found = [{"input_ids": ids} for ids in token_batches()], []
+    for device in ("cpu", DEVICE):
+        out, options = tmp_path / str(len(found)), {"ignore": ["lm_head"], "runs": BlockRuns(device=device)}
+        calibrate_layerwise(tmp_path / "source", batches, "INT8_STATIC", out, **options)
+        found.append({name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()})
+    assert_same_bits(*found)
 
 
 def test_neither_layer_errors_nor_an_export_read_more_of_more_modules(tmp_path):

@@ -22,6 +22,7 @@ from lightning_obs import (
     calibrate_layerwise,
     export_checkpoint,
     linearize_experts,
+    quantize_checkpoint,
     quantized,
 )
 from lightning_obs.files.tensors import TensorReader
@@ -317,6 +318,14 @@ def test_ranks_with_their_own_data_write_the_files_of_one_also_when_they_were_ki
 
 
 # ---------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize("function", [calibrate_layerwise, quantize_checkpoint])
+def test_a_model_in_place_of_its_folder_is_refused(function, tmp_path):
+    given = {"batches": []} if function is calibrate_layerwise else {}
+    with pytest.raises(CalibrationError, match=r"read from its folder. Got Linear. Remedy: model.save_pretrained"):
+        function(torch.nn.Linear(4, 4), scheme="W4A16", out=tmp_path / "out", **given)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_without_a_list_of_blocks_is_refused(tmp_path):
