@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_obs import CalibrationCallback, CalibrationError, CalibrationOptions
@@ -145,6 +146,15 @@ def test_scales_alone_are_fine_tuned_from_a_named_experiment(composed, tmp_path,
     assert "largest difference of logits 0.0" in capsys.readouterr().out
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["divergence_reloaded"] == report["divergence"] != report["divergence_calibrated"]
+
+
+def test_a_run_that_exports_nothing_has_the_size_that_its_tensors_would_have(composed, tmp_path):
+    small = ("scheme=w8a8", "evaluate=false", "export.verify=false")
+    run(composed(*small))
+    stored = load_file(tmp_path / "run" / "checkpoint" / "model.safetensors")
+    row = run(composed(*small[:2], "export=none", f"output_dir={tmp_path / 'again'}"))
+    assert row["size"] == sum(tensor.nbytes for tensor in stored.values())
+    assert json.loads((tmp_path / "again" / "report.json").read_text())["size"] == row["size"]
 
 
 def test_fine_tuning_twice_gives_the_same_numbers(composed):

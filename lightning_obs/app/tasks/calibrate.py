@@ -44,7 +44,7 @@ class Calibrate(Task):
     Attributes:
         full, calibrated, quantized, reloaded: quality on held-out data in full precision, after calibration where
             training follows, of the exported model, and of its checkpoint loaded again; None: not measured.
-        sizes: bytes of the model and of its checkpoint.
+        sizes: bytes of the model and of its checkpoint; where none is written, of the tensors that it would hold.
     """
 
     job: Job
@@ -198,16 +198,16 @@ class Calibrate(Task):
     def report(self, counts: Mapping[str, Support], parts: Mapping[str, Any]) -> None:
         """Write ``report.html``, ``report.json`` and ``layers.csv``, and print the closing report."""
         job, config = self.job, self.config
-        if job.folder is not None:
-            self.sizes = (model_bytes(job.model), folder_size(job.folder))
         known: dict[str, Any] = {"was_trained": self.seconds_trained is not None, "words": typed_words(), **parts}
         if self.full is not None and self.quantized is not None:
             known["metrics"] = {self.full.name: (self.full.value, self.quantized.value)}
             known |= {"moved": self.quantized.moved, "higher_is_better": self.quantized.higher_is_better}
-        known |= {"errors": self.errors, "counts": counts, "checkpoint": job.folder, "sizes": self.sizes}
-        model, extra = config.model.get("path") or DEFAULT_MODEL, {**self.row(), "config": plain(config)}
-        title = f"{job.callback.label} \N{MIDDLE DOT} {Path(str(model)).name}"
-        report = job.callback.facts(title=title, lines=self.lines, extra=extra, **known)
+        known |= {"errors": self.errors, "counts": counts, "checkpoint": job.folder}
+        known["sizes"] = None if job.folder is None else (model_bytes(job.model), folder_size(job.folder))
+        title = f"{job.callback.label} \N{MIDDLE DOT} {Path(str(config.model.get('path') or DEFAULT_MODEL)).name}"
+        report = job.callback.facts(title=title, lines=self.lines, **known)
+        self.sizes = report.sizes
+        report.extra = {**self.row(), "config": plain(config)}
         path = write_report(config.output_dir, report)
         advice = [f"{step.what}: {step.command}" for step in judge(report, path.parent).steps if step.command]
         hint = "" if not report.poor_layers else f"  (leave out: ignore_from={path.with_suffix('.json')})"
