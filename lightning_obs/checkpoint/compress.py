@@ -30,7 +30,7 @@ from lightning_obs.files.tensors import TensorWriter
 from lightning_obs.model.kinds import is_transformers_model, kind_of, to_matrix
 from lightning_obs.model.qparams import ROUNDED, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.weight import by_unit, full_weight, identities, place_of, whole_tensor, whole_unit
-from lightning_obs.numerics.fake_quantize import dequantize, pack_nibbles, quantize
+from lightning_obs.numerics.fake_quantize import dequantize, fake_quantize, pack_nibbles, quantize
 from lightning_obs.numerics.qparams import rows_per_scale
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 
@@ -208,6 +208,9 @@ def _compress(own: _Tensors, scheme: QuantizationScheme) -> _Tensors:
             codes = quantize(weight, scale, zero_point, args, global_scale=global_scale)
             entries = _with_codes(entries, codes, scheme)
         else:
+            if rounded is None and weight.device.type not in ("cpu", "meta"):
+                # There compressed-tensors divides in float32, which rounds to itself what its fake_quantize gave.
+                weight = fake_quantize(weight, scale, zero_point, args, global_scale=global_scale).float()
             entries = compressor_of(scheme).compress(entries | {"weight": weight}, scheme)
     return {key: value.contiguous() for key, value in entries.items() if value is not None}
 

@@ -141,7 +141,8 @@ def as_stored(module: nn.Module, qparams: dict[str, torch.Tensor]) -> dict[str, 
     for name, value in qparams.items():
         in_weights_dtype = name.endswith("_scale") and not name.endswith("_global_scale")
         dtype = home.dtype if home is not None and home.is_floating_point() and in_weights_dtype else value.dtype
-        stored[name] = value.detach().to(device=device or value.device, dtype=dtype, copy=True)
+        where = device or value.device
+        stored[name] = value.detach().to(where, dtype, non_blocking=where.type != "cpu", copy=True)
     return stored
 
 

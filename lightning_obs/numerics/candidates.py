@@ -6,6 +6,7 @@ Factors, ties and early stopping are llm-compressor's: the first of two equal er
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,12 @@ def shrink_factors(maxshrink: float, grid: float) -> list[float]:
     [1.0, 0.95, 0.9, 0.85]
     """
     return [1 - step / grid for step in range(int(maxshrink * grid))]
+
+
+@functools.lru_cache(maxsize=64)
+def on_device(factors: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """The factors in float64. A batch would wait for an upload, so they stay there; not to be written to."""
+    return torch.tensor(factors, dtype=torch.float64, device=device)
 
 
 def shrink(end: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.formats import NumberGrid, format_of
-from lightning_obs.numerics.qparams import split_blocks
+from lightning_obs.numerics.qparams import no_upload, split_blocks
 
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 #: scale, zero point, args, global scale
@@ -118,7 +118,7 @@ def fake_quantize_dynamic(
     """
     if value.numel() == 0:
         return value
-    with torch.no_grad():
+    with torch.no_grad(), no_upload(value.device):
         scale, zero_point = compute_dynamic_scales_and_zp(value.detach(), args, nn.Identity(), global_scale)
     if global_scale is not None:
         return fake_quantize(value, scale, zero_point, args, global_scale=global_scale)

@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from compressed_tensors.quantization.utils import calculate_qparams
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.numerics.qparams import signed_scale
+from lightning_obs.numerics.qparams import no_upload, signed_scale
 
 
 class NumberFormat(NamedTuple):
@@ -138,12 +138,12 @@ class NumberGrid(NamedTuple):
         args = self.args
         if self.signed:
             return signed_scale(low, high, args).float(), None
-        if self.global_scale is not None:
-            scale, _ = calculate_qparams(low, high, args, global_scale=self.global_scale)
-            return scale.float() / self.global_scale, None
-        if args.scale_dtype != self.scale_dtype:
+        if self.global_scale is None and args.scale_dtype != self.scale_dtype:
             args = args.model_copy(update={"scale_dtype": None})
-        scale, zero_point = calculate_qparams(low, high, args)
+        with no_upload(low.device):
+            scale, zero_point = calculate_qparams(low, high, args, global_scale=self.global_scale)
+        if self.global_scale is not None:
+            return scale.float() / self.global_scale, None
         return scale.float(), None if self.symmetric else zero_point.float()
 
     def round(

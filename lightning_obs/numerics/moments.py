@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_obs.numerics.kernels import launch
-from lightning_obs.numerics.qparams import tile_size
+from lightning_obs.numerics.qparams import exact_products, tile_size
 
 _TILE = 1 << 16  # elements in float64 at once on a CPU: 512 KiB
 
@@ -64,7 +64,7 @@ def channel_squares(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     In float64; without the compiled loops, a tile is added up in float32.
     """
     rows = value.reshape(-1, value.shape[-1])
-    number = torch.tensor([len(rows)], device=value.device)
+    number = torch.full((1,), len(rows), device=value.device)  # no upload
     if launch.can_read(rows) and rows.stride(1) == 1:
         return launch.channel_squares(rows), number
     sums = torch.zeros(rows.shape[1], dtype=torch.float64, device=value.device)
@@ -78,9 +78,9 @@ def channel_products(value: torch.Tensor, width: int) -> tuple[torch.Tensor, tor
 
     ``(T, width, width)`` in float32; where ``width`` does not divide C, the last of them ends in zeros.
     """
-    with torch.autocast(value.device.type, enabled=False):  # which would multiply in half precision
+    with torch.autocast(value.device.type, enabled=False), exact_products():  # else in half precision, or in TF32
         rows = value.reshape(-1, value.shape[-1]).float()
         rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % width))
         parts = rows.unflatten(1, (-1, width)).transpose(0, 1)
         products = torch.bmm(parts.transpose(1, 2), parts)
-    return products, torch.tensor([len(rows)], device=value.device)
+    return products, torch.full((1,), len(rows), device=value.device)

@@ -10,7 +10,8 @@ bit for bit the scale that its kernels and the rest of its ecosystem would have 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypedDict
 
 import torch
@@ -20,11 +21,13 @@ from compressed_tensors.quantization.utils import (
     generate_gparam,
     maybe_pad_tensor_for_block_quant,
 )
+from torch.overrides import TorchFunctionMode
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.kernels import launch
 
 ATTENTION = ("q", "k", "v")
+_PRODUCTS: list[Any] = [each.matmul for each in (torch.backends.cuda, torch.backends.mkldnn) if hasattr(each, "matmul")]
 _OF_ACTIVATIONS = ("tensor", "token", "group", "tensor_group")
 #: base name -> strategies that it can have
 _STRATEGIES = {
@@ -168,6 +171,39 @@ def tile_size(device: torch.device, on_cpu: int) -> int:
     return on_cpu if device.type == "cpu" else 1 << 24
 
 
+def no_upload(device: torch.device) -> AbstractContextManager[Any]:
+    """Where ``torch.tensor`` of a number, which compressed-tensors calls, does not make an accelerator's host wait."""
+    return nullcontext() if device.type == "cpu" or torch.compiler.is_compiling() else _Filled()
+
+
+class _Filled(TorchFunctionMode):
+    """A tensor of a number is filled on its device: uploading it would wait for all work before."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.tensor and isinstance(args[0], (int, float)):
+            return torch.full((), *args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Products of float32 matrices in float32, whatever ``torch.set_float32_matmul_precision`` says.
+
+    TF32 has ten bits. Sums of ``x x^T`` lose by that what tells them from singular ones.
+    """
+    settings: list[tuple[Any, str, Any]]
+    settings = [(each, "fp32_precision", "ieee") for each in _PRODUCTS if hasattr(each, "fp32_precision")]
+    settings = settings or [(torch.backends.cuda.matmul, "allow_tf32", False)]  # before torch 2.9
+    before = [getattr(each, name) for each, name, _ in settings]
+    for each, name, exact in settings:
+        setattr(each, name, exact)
+    try:
+        yield
+    finally:
+        for (each, name, _), value in zip(settings, before, strict=True):
+            setattr(each, name, value)
+
+
 class QParamsDict(TypedDict, total=False):
     """Quantization parameters of one observed tensor.
 
@@ -221,7 +257,8 @@ def compute_qparams(
         ``scale`` in the dtype of the range (an all-zero range gives that dtype's eps, never 0), ``zero_point`` in
         ``args.zp_dtype``, ``global_scale`` as given.
     """
-    scale, zero_point = calculate_qparams(min_vals, max_vals, args, global_scale=global_scale)
+    with no_upload(min_vals.device):
+        scale, zero_point = calculate_qparams(min_vals, max_vals, args, global_scale=global_scale)
     if signed:
         scale = signed_scale(min_vals, max_vals, args)
     return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}

@@ -14,14 +14,16 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.numerics import on_gpu
 from lightning_obs.numerics.fake_quantize import elementwise
 from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.qparams import QParamsDict
+from lightning_obs.numerics.qparams import QParamsDict, exact_products
 
 _PANEL = 128
 
 
 @torch.no_grad()
+@exact_products()
 def round_by_hessian(
     weight: torch.Tensor,
     qparams: QParamsDict,
@@ -64,22 +66,31 @@ def round_by_hessian(
     diagonal = hessian.diagonal()
     order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(len(diagonal))
     order = order.to(weight.device)
-    factor = _inverse_factor(hessian.to(weight.device)[order][:, order], damping)
+    factor = inverse_factor(hessian.to(weight.device)[order][:, order], damping)
     left, step, zero = (each[:, order].float().T.contiguous() for each in (weight, step, zero))
     levels = torch.empty_like(left)
     for start in range(0, len(left), _PANEL):
-        stop = min(start + _PANEL, len(left))
-        errors = torch.empty_like(left[start:stop])
-        for i in range(start, stop):
-            levels[i] = grid.round(left[i] / step[i] + zero[i])
-            errors[i - start] = (left[i] - (levels[i] - zero[i]) * step[i]) / factor[i, i]
-            left[i + 1 : stop].addr_(factor[i, i + 1 : stop], errors[i - start], alpha=-1)
-        left[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+        part = slice(start, min(start + _PANEL, len(left)))
+        of_panel = left[part], step[part], zero[part], factor[part, part], grid
+        levels[part], errors = (on_gpu.round_panel if on_gpu.can_run(left) else round_panel)(*of_panel)
+        left[part.stop :].addmm_(factor[part, part.stop :].T, errors, alpha=-1)
     codes = torch.int8 if grid.number is None else grid.number.codes
     return torch.empty_like(levels).index_copy_(0, order, levels).T.to(codes).contiguous()
 
 
-def _inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
+def round_panel(
+    left: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, factor: torch.Tensor, grid: NumberGrid
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`~lightning_obs.numerics.on_gpu.round_panel`, operation by operation; ``left`` is written over."""
+    levels, errors = torch.empty_like(left), torch.empty_like(left)
+    for i in range(len(left)):
+        levels[i] = grid.round(left[i] / step[i] + zero[i])
+        errors[i] = (left[i] - (levels[i] - zero[i]) * step[i]) / factor[i, i]
+        left[i + 1 :].addr_(factor[i, i + 1 :], errors[i], alpha=-1)
+    return levels, errors
+
+
+def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
     """The upper Cholesky factor of the inverse of a damped Hessian, ``(C, C)`` in float32."""
     damped = hessian.double().clone()
     diagonal = damped.diagonal()
@@ -95,4 +106,4 @@ def _inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
             got=f"{len(damped)} columns, damping={damping}",
             remedy="calibrate with more tokens, or raise damping (0.1).",
         )
-    return upper.float()
+    return upper.float().contiguous()

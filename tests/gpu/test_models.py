@@ -1,5 +1,7 @@
 """Whole models on a device: calibration, autocast, training, export, peak memory."""
 
+import warnings
+
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -26,10 +28,10 @@ from tests.numerics.fake_quantize_cases import quiet
 WEIGHTS_ONLY = ["W4A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16"]
 
 
-def llama(dtype=torch.bfloat16):
+def llama(dtype=torch.bfloat16, layers=2):
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_hidden_layers=2, **sizes)).eval()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_hidden_layers=layers, **sizes)).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # not the buffers, which loading leaves in float32
     return model
@@ -203,15 +205,22 @@ def peak(device, work):
     return torch.cuda.max_memory_allocated() - before
 
 
-@pytest.mark.parametrize("name", ["memoryless_minmax", "memoryless_mse"])
-def test_observing_a_weight_takes_no_more_memory_for_more_rows_but_for_its_errors(device, name):
+@pytest.mark.parametrize(
+    ("name", "for_each_error"),
+    [
+        ("memoryless_minmax", 0),
+        ("memoryless_mse", 4),
+    ],  # all errors of a search are kept until it is known where it ends
+)
+def test_observing_a_weight_takes_no_more_memory_for_more_rows_but_for_its_errors(device, name, for_each_error):
     args = QuantizationArgs(num_bits=4, group_size=128)
-    rows, taken = (4096 if device.type == "cuda" else 64), []
+    rows, taken = (8192 if device.type == "cuda" else 64), []
     for times in (1, 4):
         weight = torch.randn(rows * times, 4096, dtype=torch.bfloat16, device=device)
         observer = Observer.load_from_registry(name, base_name="weight", args=args)
         taken.append(peak(device, lambda o=observer, w=weight: o(w)))
-    assert taken[1] <= taken[0] + 3 * rows * 4096  # as large a tile; errors of 20 candidates, 4 bytes for 128 values
+    scales, candidates = 3 * rows * 4096 // 128, 20
+    assert taken[1] <= taken[0] + scales * (candidates * for_each_error + 64)  # ranges and indices
 
 
 def test_a_calibration_adds_little_to_what_the_model_takes(device):
@@ -237,3 +246,25 @@ def test_a_network_of_ones_own_layers_is_quantized_on_the_device(device):
         CalibrationSession(model, schemes).finalize()
         with quantized(model):
             assert 0 < (model(x) - plain).abs().max() < 0.1
+
+
+def waits(device, layers):
+    """How often the host waits in ``finalize()`` of a model of so many layers."""
+    model = llama(layers=layers).to(device)
+    session = CalibrationSession(model, "INT8_STATIC", ignore=["lm_head"], observers={"weight": "memoryless_mse"})
+    session.attach()
+    with torch.no_grad():
+        model(**batches(device)[0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        session.finalize()
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(each.message) for each in caught)
+
+
+def test_the_host_waits_as_often_for_three_layers_as_for_one(device):
+    waits(device, 1)  # tables are made once
+    assert waits(device, 3) == waits(device, 1)

@@ -1,10 +1,13 @@
 """Observers of one tensor: the CPU's qparams where arithmetic is exact, else no more error than the CPU's."""
 
+import warnings
+
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from lightning_obs.numerics.fake_quantize import fake_quantize
+from lightning_obs.numerics.moments import channel_products
 from lightning_obs.observers import Observer
 
 INT8 = {"num_bits": 8, "strategy": "tensor"}
@@ -108,8 +111,24 @@ class no_waiting:
 
     def __enter__(self):
         if self.is_cuda:
-            torch.cuda.set_sync_debug_mode("error")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it is a prototype, and does not see every wait
+                torch.cuda.set_sync_debug_mode("error")
 
     def __exit__(self, *error):
         if self.is_cuda:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_products_of_inputs_keep_float32_where_faster_products_are_allowed(device):
+    value = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)).to(device)
+    exact = value.double().T @ value.double()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        products, _ = channel_products(value, 256)
+        after = torch.get_float32_matmul_precision()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert after == "medium"
+    torch.testing.assert_close(products[0].double(), exact, rtol=0, atol=1e-3)

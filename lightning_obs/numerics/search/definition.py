@@ -1,4 +1,5 @@
-"""The search operation by operation, as compressed-tensors quantizes: its definition, and what runs on an accelerator.
+"""The search operation by operation, as compressed-tensors quantizes: its definition, and what runs on an accelerator
+but for the errors, which a GPU adds up in one loop (:mod:`~lightning_obs.numerics.on_gpu`).
 
 All candidates are measured on a tile of rows before the next is read. bfloat16 and float16 are widened tile by tile:
 candidates (range and scale) are rounded as they will be stored, and only the error is measured in float32. A row longer
@@ -12,9 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_obs.numerics.candidates import candidate_ranges, improves, shrink, visited
+from lightning_obs.numerics import on_gpu
+from lightning_obs.numerics.candidates import candidate_ranges, improves, on_device, shrink, visited
 from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.qparams import tile_size
+from lightning_obs.numerics.qparams import exact_products, tile_size
 from lightning_obs.numerics.search.rows import Range, Rows
 
 # Elements of a tile on a CPU, where it should stay near the core.
@@ -76,21 +78,32 @@ def visit(rows: Rows, search: GridSearch, tile: int = 0) -> Visited:
         search: candidates and error.
         tile: elements of a tile; 0 chooses for the device.
     """
-    factors = torch.tensor(search.factors, dtype=torch.float64, device=rows.device)
+    factors = on_device(tuple(search.factors), rows.device)
     ends = torch.stack(rows.observed_range()) * search.expand
-    step = max(1, (tile or tile_size(rows.device, _TILE)) // rows.size)
+    in_a_loop = rows.hessian is None and on_gpu.can_run(rows.view)
+    of_row = 8 * len(factors) if in_a_loop else rows.size  # a loop keeps nothing of a row but its candidates' errors
+    step = max(1, (tile or tile_size(rows.device, _TILE)) // of_row)
     if rows.hessian is not None:
         step = max(1, step // len(rows.hessian)) * len(rows.hessian)
-    measured = []
+    chosen, better = [], []
+    ends_early = (
+        search.limit is not None and len(factors) > search.limit
+    )  # then all errors are kept until that is known
     for start in range(0, rows.count, step):
         part = slice(start, min(start + step, rows.count))
-        measured.append(measure(rows, part, candidate_ranges(ends[0, part], ends[1, part], factors), search, tile))
-    errors = torch.cat(measured, 1) if len(measured) > 1 else measured[0]
-    improved = improves(errors).any(1)
-    if search.limit is not None and len(factors) > search.limit:
-        errors.masked_fill_(~visited(improved, search.limit)[:, None], torch.inf)
-    best = errors.argmin(0)
-    known = errors.gather(0, best[None])[0].isfinite()
+        low, high = ends[:, part]
+        if in_a_loop:
+            each = rows.view, part, rows.importance, low, high, factors, search.grid, search.norm
+            errors = _finite(on_gpu.errors_of_ranges(*each))
+        else:
+            errors = measure(rows, part, candidate_ranges(low, high, factors), search, tile)
+        better.append(improves(errors).any(1))
+        chosen.append((errors,) if ends_early else _least(errors))
+    improved = better[0] if len(better) == 1 else torch.stack(better).any(0)
+    if ends_early:
+        after = ~visited(improved, search.limit)[:, None]
+        chosen = [_least(errors.masked_fill_(after, torch.inf)) for errors, *_ in chosen]
+    best, known = chosen[0] if len(chosen) == 1 else map(torch.cat, zip(*chosen, strict=True))
     low, high = torch.where(known, shrink(ends, factors[best]), ends)
     return Visited(low, high, best, improved, torch.zeros_like(improved))
 
@@ -116,9 +129,20 @@ def measure(rows: Rows, part: slice, ranges: Range, search: GridSearch, tile: in
             if importance is not None:
                 error.mul_(importance)
             total[some].add_(error.sum(-1))  # += on a slice would copy it once more
+    return _finite(total)
+
+
+def _least(errors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The best candidate of each row, and whether its error is finite."""
+    best = errors.argmin(0)
+    return best, errors.gather(0, best[None])[0].isfinite()
+
+
+def _finite(total: torch.Tensor) -> torch.Tensor:
     return torch.where(total < torch.finfo(torch.float32).max, total, torch.inf)
 
 
+@exact_products()
 def quadratic_form(error: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """``sum of d^T H d`` over the parts of each row.
 

@@ -11,13 +11,11 @@ All candidates of a few rows are measured at once: the product with ``H_gg`` is 
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 
-from lightning_obs.numerics.candidates import shrink
+from lightning_obs.numerics.candidates import on_device, shrink
 from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.qparams import tile_size
+from lightning_obs.numerics.qparams import exact_products, tile_size
 from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.rows import Range
 
@@ -25,6 +23,7 @@ from lightning_obs.numerics.search.rows import Range
 _TILE, _ROWS = 1 << 18, 1 << 22
 
 
+@exact_products()
 def descend(
     weight: torch.Tensor, hessian: torch.Tensor, search: GridSearch, block: tuple[int, int], sweeps: int = 4
 ) -> Range:
@@ -44,39 +43,47 @@ def descend(
     height, width = block
     blocks = weight.unflatten(0, (-1, height)).unflatten(2, (-1, width))
     low, high = (end * search.expand for end in (blocks.amin((1, 3)), blocks.amax((1, 3))))
-    candidates = torch.tensor(search.factors, dtype=torch.float64, device=weight.device)[:, None]
-    around = torch.arange(-(len(candidates) // 2), len(candidates) // 2 + 1, device=weight.device)[:, None]
-    around = around * (candidates[:2, 0].max() - candidates[:2, 0].min())
-    step = max(1, _ROWS // (height * weight.shape[1]))
+    candidates = on_device(tuple(search.factors), weight.device)[:, None, None]
+    around = torch.arange(-(len(candidates) // 2), len(candidates) // 2 + 1, device=weight.device)[:, None, None]
+    around = around * (candidates[:2].max() - candidates[:2].min())
+    # The values of a row of scales, or their candidates.
+    of_row = weight.shape[1] * max(height, -(-len(candidates) // width))
+    step = max(1, tile_size(weight.device, _ROWS) // of_row)
     for part in (slice(start, start + step) for start in range(0, len(low), step)):
         values = weight[part.start * height : part.stop * height].float()
         factors = torch.ones(low[part].shape, dtype=torch.float64, device=weight.device)
         error = torch.zeros_like(values)
-        for sweep, k in product(range(sweeps), range(low.shape[1])):
-            columns = slice(k * width, (k + 1) * width)
-            before = slice(0, None if sweep else k * width)  # where errors are known
-            error[:, columns] = 0
-            others = error[:, before] @ hessian[before, columns]
-            tried = factors[:, k] * (around / 2 ** (sweep - 1) + 1 if sweep else candidates)
-            ranges = shrink(low[part, k], tried), shrink(high[part, k], tried)
-            best, error[:, columns] = _choose(
-                values[:, columns], others * 2, hessian[columns, columns], ranges, search.grid
-            )
-            chosen = tried.gather(0, best.clamp(min=0)[None])[0]
-            factors[:, k] = torch.where(best < 0, factors[:, k], chosen)
+        for sweep in range(sweeps):
+            tried = factors * (around / 2 ** (sweep - 1) + 1) if sweep else candidates.expand(-1, *factors.shape)
+            scale, zero_point = search.grid.qparams(shrink(low[part], tried), shrink(high[part], tried))
+            for k in range(low.shape[1]):
+                columns = slice(k * width, (k + 1) * width)
+                before = slice(0, None if sweep else k * width)  # where errors are known
+                error[:, columns] = 0
+                others = error[:, before] @ hessian[before, columns]
+                candidate = scale[..., k], None if zero_point is None else zero_point[..., k]
+                best, error[:, columns] = _choose(
+                    values[:, columns], others * 2, hessian[columns, columns], candidate, search.grid
+                )
+                chosen = tried[..., k].gather(0, best.clamp(min=0)[None])[0]
+                factors[:, k] = torch.where(best < 0, factors[:, k], chosen)
         low[part], high[part] = shrink(low[part], factors), shrink(high[part], factors)
     return low, high
 
 
 def _choose(
-    values: torch.Tensor, others: torch.Tensor, hessian: torch.Tensor, ranges: Range, grid: NumberGrid
+    values: torch.Tensor,
+    others: torch.Tensor,
+    hessian: torch.Tensor,
+    candidates: tuple[torch.Tensor, torch.Tensor | None],
+    grid: NumberGrid,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best of the candidates ``(K, r / height)`` for values ``(r, width)``, -1 where none has a finite error; and
-    the error that it leaves."""
-    shape, (scale, zero_point) = values.shape, grid.qparams(*ranges)
+    """The best of the scales and zero points ``(K, r / height)`` for values ``(r, width)``, -1 where none has a finite
+    error; and the error that it leaves."""
+    shape, (scale, zero_point) = values.shape, candidates
+    lost = torch.empty_like(scale)
     scale, zero_point = scale[..., None, None], None if zero_point is None else zero_point[..., None, None]
     values, others = (each.contiguous().view(scale.shape[1], -1, shape[1]) for each in (values, others))
-    lost = torch.empty_like(ranges[0], dtype=torch.float32)
     step = max(1, tile_size(values.device, _TILE) // values.numel())
     for first in range(0, len(scale), step):
         some = slice(first, first + step)

@@ -1,0 +1,169 @@
+"""A search and a rounding on a GPU, by the loops that Triton compiles; without Triton, operation by operation.
+
+On each device a small search and a small rounding are compared with torch's operations before the loops are used.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+
+from lightning_obs.errors import warn
+from lightning_obs.numerics.candidates import candidate_ranges
+from lightning_obs.numerics.formats import NumberGrid
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Values that a program of the search, and rows that one of the rounding, holds in registers.
+_TILE, _ROWS = 4096, 16
+
+
+def can_run(value: torch.Tensor) -> bool:
+    """Whether the loops can run on this tensor."""
+    return value.device.type == "cuda" and value.dtype in _DTYPES and _available(value.device)
+
+
+@functools.cache
+def _available(device: torch.device) -> bool:
+    """Whether the loops compile for a device and find there what torch's operations find; a warning says if not."""
+    try:
+        difference = _difference(device)
+    except Exception as error:  # no Triton, no compiler, a device that it does not know: each raises its own
+        reason = f"cannot be compiled for {device} ({type(error).__name__}: {error})"
+    else:
+        if difference < 1e-3:
+            return True
+        reason = f"differ from torch's operations on {device} (by {difference:.1%})"
+    warn(f"Triton's loops {reason}: searches and rounding run without them, many times slower")
+    return False
+
+
+def _difference(device: torch.device) -> float:
+    """The largest relative difference of a small search and the share of values that are rounded otherwise, summed."""
+    from lightning_obs.numerics.rounding import round_panel as by_operations
+    from lightning_obs.numerics.search.definition import GridSearch, measure
+    from lightning_obs.numerics.search.rows import Rows
+
+    grid = NumberGrid.of(QuantizationArgs(num_bits=4, group_size=128))
+    values = torch.linspace(-1, 1, 4096, device=device).pow(3)
+    view, part, factors = values.bfloat16().view(1, 32, 1, 128), slice(0, 32), (1.0, 0.9)
+    ends = view.amin((0, 2, 3)), view.amax((0, 2, 3))
+    exact = measure(Rows(view), part, candidate_ranges(*ends, factors), GridSearch(grid, factors))
+    tried = torch.tensor(factors, dtype=torch.float64, device=device)
+    found = errors_of_ranges(view, part, None, *ends, tried, grid, 2.4)
+    left, zero = values.view(64, 64), torch.zeros(64, 64, device=device)
+    factor = (torch.eye(64, device=device) + 0.01).triu()
+    panel = left, zero + 0.1, zero, factor, grid
+    levels, expected = round_panel(*panel)[0], by_operations(left.clone(), *panel[1:])[0]
+    return ((found - exact).abs() / exact).max().item() + (levels != expected).double().mean().item()
+
+
+def errors_of_ranges(
+    view: torch.Tensor,
+    part: slice,
+    importance: torch.Tensor | None,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    factors: torch.Tensor,
+    grid: NumberGrid,
+    norm: float,
+) -> torch.Tensor:
+    """``sum |q(x) - x| ** norm`` for each candidate and row, ``(C, r)``; of long rows in float64.
+
+    Args:
+        view: the values ``(A, B, N, G)``; the first two dimensions number the rows.
+        part: the consecutive rows that are measured.
+        importance: weight of each value's error, ``(I, G)``: row r has the weights of r modulo I.
+        low: smallest value of each row, ``(r,)`` in the dtype in which ranges are stored.
+        high: largest value of each row.
+        factors: the candidates, by which ranges are multiplied, ``(C,)`` in float64.
+        grid: the numbers of the format.
+        norm: exponent of the error.
+    """
+    from lightning_obs.numerics.kernels.gpu_loops import errors_of_ranges as kernel
+
+    size, candidates, rows = view.shape[2:].numel(), len(factors), len(low)
+    columns = min(_TILE, 1 << (size - 1).bit_length())
+    side, pieces = _TILE // columns, -(-size // columns)
+    out = torch.empty(pieces, candidates, rows, device=view.device)
+    half, scale, zero_point = _half_of_range(grid, low.dtype), None, None
+    if half is None:
+        scale, zero_point = grid.qparams(*candidate_ranges(low, high, factors))
+    ends = low.contiguous(), high.contiguous()
+    unused = factors if scale is None else scale
+    with torch.cuda.device_of(view):
+        kernel[-(-rows // side), pieces](
+            view,
+            *(unused if each is None else each.contiguous() for each in (importance, scale, zero_point)),
+            *ends,
+            factors.float(),
+            out,
+            *(part.start, rows, view.shape[1], view.shape[3], size),
+            *view.stride(),
+            1 if importance is None else len(importance),
+            candidates,
+            half or 0.0,
+            torch.finfo(low.dtype).eps,
+            norm=norm,
+            **_of_grid(grid),
+            SCALED=half is None,
+            SHIFTED=zero_point is not None,
+            WEIGHED=importance is not None,
+            ROWS=side,
+            COLUMNS=columns,
+        )
+    return out[0] if pieces == 1 else out.sum(0, dtype=torch.float64)
+
+
+def _half_of_range(grid: NumberGrid, dtype: torch.dtype) -> float | None:
+    """The number of steps by which the magnitude of a range is divided; None: its scale takes more than that."""
+    if not grid.symmetric or grid.signed or grid.global_scale is not None or grid.scale_dtype is not None:
+        return None
+    return (torch.tensor(grid.high - grid.low).to(dtype) / 2).item()
+
+
+def round_panel(
+    left: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, factor: torch.Tensor, grid: NumberGrid
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Levels of the columns of a panel, each rounded after it took up the errors of the columns before it.
+
+    Args:
+        left: ``(P, R)`` in float32: P columns of the weight, less what all earlier panels left.
+        step: the scale of each value, ``(P, R)``.
+        zero: the zero point of each value, ``(P, R)``.
+        factor: ``(P, P)``, a block on the diagonal of the inverse Hessian's upper Cholesky factor.
+        grid: the numbers of the format.
+
+    Returns:
+        The levels, and each column's error over the factor's diagonal, ``(P, R)`` both.
+    """
+    from lightning_obs.numerics.kernels.gpu_loops import round_panel as kernel
+
+    levels, errors = torch.empty_like(left), torch.empty_like(left)
+    columns, rows = left.shape
+    panel = 1 << (columns - 1).bit_length()
+    with torch.cuda.device_of(left):
+        kernel[(-(-rows // _ROWS),)](
+            left,
+            step,
+            zero,
+            factor,
+            levels,
+            errors,
+            rows,
+            columns,
+            factor.stride(0),
+            ROWS=_ROWS,
+            PANEL=panel,
+            **_of_grid(grid),
+        )
+    return levels, errors
+
+
+def _of_grid(grid: NumberGrid) -> dict[str, Any]:
+    """The arguments by which the loops know a format."""
+    smallest, mantissa = (0, 0) if grid.number is None else (grid.number.smallest, grid.number.mantissa)
+    ends = {"low": grid.low, "high": grid.high, "smallest": 2.0**smallest, "rounder": 1.5 * 2.0 ** (23 - mantissa)}
+    return {**ends, "INTEGERS": grid.number is None, "enable_fp_fusion": False}

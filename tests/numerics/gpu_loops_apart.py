@@ -1,0 +1,112 @@
+"""The loops for a GPU without one: what test_gpu_loops.py runs in a process of its own.
+
+    python gpu_loops_apart.py interpret   # in Triton's interpreter, on the CPU
+    python gpu_loops_apart.py compile     # for two generations of GPUs
+
+The interpreter cuts float32 to bfloat16 where a GPU rounds, so ranges are in float32 and float16 here. At its end, a
+process that compiled prints what Triton leaks.
+"""
+
+import contextlib
+import os
+import sys
+
+if sys.argv[1:] == ["interpret"]:
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
+
+from lightning_obs.numerics import on_gpu, rounding
+from lightning_obs.numerics.candidates import candidate_ranges, shrink_factors
+from lightning_obs.numerics.formats import NumberGrid
+from lightning_obs.numerics.search.definition import GridSearch, measure
+from lightning_obs.numerics.search.rows import Rows
+
+FACTORS = shrink_factors(0.2, 20)
+INT4 = QuantizationArgs(num_bits=4, group_size=32)
+FP8 = QuantizationArgs(num_bits=8, type="float")
+#: values (A, B, N, G), rows of importance
+CASES = {
+    "int4 in groups": (INT4, (1, 24, 1, 32), None),
+    "int4 weighed by inputs": (INT4, (1, 24, 1, 32), 8),
+    "int4 asymmetric": (QuantizationArgs(num_bits=4, group_size=48, symmetric=False), (1, 10, 1, 48), None),
+    "fp8 of long rows": (FP8, (1, 3, 2, 5000), None),
+    "fp4": (preset_name_to_scheme("NVFP4", ["Linear"]).weights, (2, 7, 1, 16), None),
+    "mxfp8": (preset_name_to_scheme("MXFP8", ["Linear"]).weights, (1, 9, 1, 32), None),
+}
+
+
+def largest_difference(args: QuantizationArgs, values: torch.Tensor, importance: torch.Tensor | None) -> float:
+    """Of the errors of all candidates, relative."""
+    rows, grid, norm = Rows(values, importance), NumberGrid.of(args), 2.4
+    part = slice(1, rows.count)
+    low, high = (end[part] for end in rows.observed_range())
+    expected = measure(rows, part, candidate_ranges(low, high, FACTORS), GridSearch(grid, FACTORS, norm=norm))
+    factors = torch.tensor(FACTORS, dtype=torch.float64)
+    found = on_gpu.errors_of_ranges(values, part, importance, low, high, factors, grid, norm)
+    return ((found - expected).abs() / expected).max().item()
+
+
+def rounded_otherwise(grid: NumberGrid) -> float:
+    """The share of values to which one panel of 100 columns gives another level than torch's operations."""
+    left, inputs = torch.randn(100, 37), torch.randn(400, 100)
+    step, zero = torch.rand(100, 37) * 0.1 + 0.05, torch.randint(-2, 3, (100, 37)).float()
+    factor = rounding.inverse_factor(inputs.T @ inputs, 0.01)
+    whole = torch.randn(200, 200)  # of which the panel's factor is a part
+    whole[:100, :100] = factor
+    found, _ = on_gpu.round_panel(left, step, zero, whole[:100, :100], grid)
+    expected, _ = rounding.round_panel(left.clone(), step, zero, factor, grid)
+    return (found != expected).double().mean().item()
+
+
+def interpret() -> None:
+    """Print a line for each case: its name, and how far it is off."""
+    torch.cuda.device_of = lambda _: contextlib.nullcontext()  # there is none
+    torch.manual_seed(0)
+    for name, (args, shape, repeats) in CASES.items():
+        for dtype in (torch.float32, torch.float16):
+            importance = None if repeats is None else torch.rand(repeats, shape[-1])
+            print(f"{name}, {dtype}: {largest_difference(args, torch.randn(shape).to(dtype), importance)}")
+    blocks = torch.randn(16, 32).unflatten(1, (-1, 8)).unflatten(0, (-1, 4)).transpose(1, 2)
+    print(f"fp8 in blocks: {largest_difference(FP8, blocks, None)}")
+    for name, args in (("int4", INT4), ("fp8", FP8)):
+        print(f"rounding to {name}: {rounded_otherwise(NumberGrid.of(args))}")
+    print(f"before the first use: {on_gpu._difference(torch.device('cpu'))}")
+
+
+def compile_loops() -> None:
+    """Print a line for each loop and generation: its name, and those of the instructions that tests ask for."""
+    from lightning_obs.numerics.kernels import gpu_loops
+
+    numbers = ("half", "eps", "norm", "low", "high", "smallest", "rounder")
+    pointers = ("importance", "scales", "zeros", "factors", "out", "left", "step", "factor", "levels", "errors")
+    types = dict.fromkeys(numbers, "fp32") | dict.fromkeys(pointers, "*fp32")
+    for generation in (80, 90):
+        for dtype in ("bf16", "fp32"):
+            for scaled in (False, True):
+                ends = dict.fromkeys(("values", "low_ends", "high_ends"), f"*{dtype}")
+                fixed = {"INTEGERS": True, "SCALED": scaled, "SHIFTED": scaled, "WEIGHED": True}
+                found = instructions(
+                    gpu_loops.errors_of_ranges, types | ends, fixed | {"ROWS": 32, "COLUMNS": 128}, generation
+                )
+                print(f"search {generation} {dtype} {'scales' if scaled else 'ranges'}: {found}")
+        fixed = {"INTEGERS": False, "ROWS": 16, "PANEL": 128}
+        print(f"rounding {generation}: {instructions(gpu_loops.round_panel, types, fixed, generation)}")
+
+
+def instructions(function, types, fixed, generation) -> str:
+    """Those of some instructions that are in the assembler of a loop."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in function.arg_names}
+    source = ASTSource(fn=function, signature=signature, constexprs=fixed)
+    made = triton.compile(source, target=GPUTarget("cuda", generation, 32), options={"enable_fp_fusion": False})
+    assert made.asm["cubin"]
+    return " ".join(each for each in ("div.rn.f32", "cvt.rn.bf16", "fma.rn.f32") if each in made.asm["ptx"])
+
+
+if __name__ == "__main__":
+    {"interpret": interpret, "compile": compile_loops}[sys.argv[1]]()
