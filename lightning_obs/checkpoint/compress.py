@@ -40,8 +40,8 @@ Entry: TypeAlias = tuple[str, torch.Tensor, int]
 Put: TypeAlias = Callable[[str, torch.Tensor, int], None]
 #: elements of a weight that are compressed at once, in the cache; compressed-tensors takes up to 36 bytes for each
 _AT_ONCE = 1 << 18
-#: formats that compressed-tensors rounds or packs in many passes, and the bits of numbers that are faster here
-_KNOWN = {"float-quantized": 8, "mxfp8-quantized": 8}
+#: formats that compressed-tensors rounds or packs in many passes, or rounds otherwise on a GPU, and their bits
+_KNOWN = dict.fromkeys(("int-quantized", "float-quantized", "mxfp8-quantized"), 8)
 _KNOWN |= dict.fromkeys(("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"), 4)
 
 
