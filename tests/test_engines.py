@@ -67,10 +67,10 @@ def schemes():
             continue
 
 
-def in_vllm(script, *arguments):
+def in_vllm(script, *arguments, seconds=300):
     clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
     command = [str(ENGINE), str(ROOT / "benchmarks" / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=clean)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=clean)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

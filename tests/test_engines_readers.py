@@ -31,6 +31,10 @@ SEVERAL = {
     "NVFP4 and NVFP4A16": {"NVFP4": ["re:.*mlp.*_proj"], "NVFP4A16": ["re:.*self_attn.*_proj"]},
     "W8A8 and FP8_DYNAMIC": {"W8A8": ["re:.*mlp.*_proj"], "FP8_DYNAMIC": ["re:.*self_attn.*_proj"]},
     "W4A16 and W8A16": {"W4A16": ["re:.*mlp.*_proj"], "W8A16": ["re:.*self_attn.*_proj"]},
+    "groups of 32 and 64": {
+        "mlp": {"targets": ["re:.*mlp.*_proj"], **int_weights(group_size=32)},
+        "attention": {"targets": ["re:.*self_attn.*_proj"], **int_weights(group_size=64)},
+    },
 }
 WRONG = "W4A16 with a wrong scale"
 #: parts of SGLang's fused layers
@@ -124,6 +128,7 @@ OF_DEEPSEEK = {
     "W2A16": int_weights(2, group_size=32),
     "W4A8": {**int_weights(group_size=32), "input_activations": TOKEN8},
     **{name: name for name in ("W8A8", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16")},
+    "groups of 32 and 64": SEVERAL["groups of 32 and 64"],
 }
 
 
@@ -139,7 +144,7 @@ def of_deepseek(tmp_path_factory):
 @functools.cache
 def read_by(reader, root):
     """What the reader says of each checkpoint: its reason to refuse it, or the tensors that it made of it."""
-    in_vllm("in_readers.py", reader, root)
+    in_vllm("in_readers.py", reader, root, seconds=900)  # OpenVINO traces a model for each checkpoint
     answer = json.loads((root / f"{reader}.json").read_text())
     if "missing" in answer:
         pytest.skip(f"{reader} is not there: {answer['missing']} (make .venv-engines/.installed)")
