@@ -37,6 +37,16 @@ def test_an_offloaded_model_is_calibrated_measured_and_shipped(
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
+def test_observers_of_an_offloaded_model_are_chosen_as_in_memory(command_line, tmp_path):
+    where, chosen = ["model.device_map=disk", f"model.offload_folder={tmp_path / 'offloaded'}"], []
+    for name, options in (("whole", []), ("offloaded", where)):
+        done = command_line("task=observers", "scheme=int8_static", *options, f"output_dir={name}", "export=none")
+        assert done.returncode == 0, done.stderr
+        chosen.append((tmp_path / name / "configs" / "scheme" / "observers.yaml").read_text().splitlines()[2:])
+    assert chosen[0] == chosen[1]
+
+
 def test_device_map_auto_of_a_model_that_fits_changes_nothing(command_line, tmp_path):
     done = command_line("scheme=fp8_dynamic", "model.device_map=auto", "export=none", "evaluate=false")
     assert done.returncode == 0, done.stderr
