@@ -1,6 +1,7 @@
 """Peak memory and CPU time of calibrating and exporting a model, by the way it is done.
 
     python benchmarks/memory.py                             # every row, on a random Llama of 1.1B parameters (2.2 GB)
+    python benchmarks/memory.py --size two                  # of two blocks of it
     python benchmarks/memory.py --size tiny                 # of a few MB, in seconds
     python benchmarks/memory.py "export W4A16" "export FP8_DYNAMIC" --scratch /data
 
@@ -51,6 +52,7 @@ from lightning_obs.ranks.collectives import Collectives, gather_objects
 
 SIZES = {
     "big": {"hidden_size": 2048, "num_hidden_layers": 22, "intermediate_size": 5632, "vocab_size": 32000},
+    "two": {"hidden_size": 2048, "num_hidden_layers": 2, "intermediate_size": 5632, "vocab_size": 1024},  # such blocks
     "tiny": {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 512, "vocab_size": 1024},
 }
 
@@ -203,10 +205,10 @@ def make_model(scratch: Path, size: str) -> Path:
     folder = scratch / f"llama-{size}"
     if not folder.is_dir():
         torch.manual_seed(0)
-        heads = {"num_attention_heads": 32, "num_key_value_heads": 4} if size == "big" else {"num_attention_heads": 8}
+        heads = {"num_attention_heads": 8} if size == "tiny" else {"num_attention_heads": 32, "num_key_value_heads": 4}
         config = LlamaConfig(max_position_embeddings=2048, dtype="bfloat16", **SIZES[size], **heads)
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(f"{folder}.part", max_shard_size="500MB" if size == "big" else "1MB")
+        model.save_pretrained(f"{folder}.part", max_shard_size="1MB" if size == "tiny" else "500MB")
         os.rename(f"{folder}.part", folder)
     return folder
 
