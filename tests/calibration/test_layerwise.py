@@ -250,7 +250,9 @@ def killed_and_gone_on_with(tmp_path, points, inputs="full_precision"):
         out = tmp_path / str(number) / "out"
         with pytest.raises(RuntimeError, match="died"):
             run_ranks(calibrate_and_die, 1, source, out, max(1, int(calls * point)), 1, inputs, timeout=LIMIT)
-        assert not out.exists()
+        if out.exists():  # the last calls come after it was renamed
+            assert sums(out) == sums(tmp_path / "whole" / "out")
+            continue
         result = calibrate_layerwise(source, make_batches(4), "FP8", out, **STATIC, runs=BlockRuns(inputs=inputs))
         assert [result.measurements, result.input_ranges] == expected
         require_same(out, tmp_path / "whole" / "out")
@@ -260,7 +262,7 @@ def killed_and_gone_on_with(tmp_path, points, inputs="full_precision"):
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_files(tmp_path):
-    killed_and_gone_on_with(tmp_path, [0.3, 0.8])
+    killed_and_gone_on_with(tmp_path, [0.3, 0.8, 0.995])
 
 
 @pytest.mark.nightly
