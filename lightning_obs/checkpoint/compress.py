@@ -203,6 +203,7 @@ def _compress(own: _Tensors, scheme: QuantizationScheme) -> _Tensors:
         if rounded is not None:  # in float32, in which they are rounded to themselves
             weight = dequantize(rounded, scale, zero_point, args, global_scale=global_scale)
         known = _KNOWN.get(scheme.format or "") == args.num_bits and not weight.is_meta
+        known &= scheme.format != "int-quantized" or weight.device.type != "cpu"  # where theirs is as fast
         known &= args.num_bits == 8 or (args.symmetric and weight.shape[1] % 8 == 0 and weight.itemsize < 8)
         if known:
             codes = quantize(weight, scale, zero_point, args, global_scale=global_scale)

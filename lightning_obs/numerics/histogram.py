@@ -209,6 +209,9 @@ def _count_plainly(observed: torch.Tensor) -> Histogram:
         # Unsigned, because a bin is not negative; widened, because places are not uint16. An accelerator's host
         # would wait for bincount.
         patterns = part.bfloat16().view(torch.uint16)
+        if scales == 1 and device.type == "cuda":
+            counts += count_sorted(patterns)
+            continue
         places = patterns.to(torch.int32, memory_format=torch.contiguous_format)
         if scales > 1:
             places += torch.arange(0, scales * BINS, BINS, dtype=torch.int32, device=device)[:, None]
@@ -218,6 +221,17 @@ def _count_plainly(observed: torch.Tensor) -> Histogram:
     else:
         low, high = observed.amin((0, 2)), observed.amax((0, 2))
     return Histogram(counts.view(scales, BINS), low, high)
+
+
+def count_sorted(patterns: torch.Tensor) -> torch.Tensor:
+    """How often each of the 65536 patterns occurs, ``(65536,)`` in int64, in the order of their bits.
+
+    By sorting: on a GPU additions to one place wait for each other, and half of what a ReLU leaves is one value.
+    """
+    ordered = patterns.view(torch.int16).reshape(-1).sort().values
+    every = torch.arange(-BINS // 2, BINS // 2, dtype=torch.int16, device=patterns.device)
+    ends = torch.searchsorted(ordered, every, right=True)
+    return ends.diff(prepend=torch.zeros_like(ends[:1])).roll(BINS // 2)  # negative patterns are the upper half
 
 
 @functools.cache
