@@ -66,7 +66,7 @@ def round_by_hessian(
     diagonal = hessian.diagonal()
     order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(len(diagonal))
     order = order.to(weight.device)
-    factor = inverse_factor(hessian.to(weight.device)[order][:, order], damping)
+    factor = inverse_factor(hessian.to(weight.device)[order[:, None], order], damping)
     left, step, zero = (each[:, order].float().T.contiguous() for each in (weight, step, zero))
     levels = torch.empty_like(left)
     for start in range(0, len(left), _PANEL):
@@ -91,19 +91,21 @@ def round_panel(
 
 
 def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse of a damped Hessian, ``(C, C)`` in float32."""
-    damped = hessian.double().clone()
+    """The upper Cholesky factor of the inverse of a damped Hessian, in float32; one matrix in float64 on the way."""
+    damped = torch.empty_like(hessian, dtype=torch.float64).mT.copy_(hessian)
     diagonal = damped.diagonal()
     mean = diagonal.mean()
     # no input: apart from all others, whatever it is
     diagonal.copy_(torch.where(diagonal == 0, torch.where(mean > 0, mean, 1.0), diagonal))
     diagonal += damping * mean
-    lower, failed = torch.linalg.cholesky_ex(damped)
-    upper, failed_again = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-    if failed | failed_again:
+    failed = torch.empty(2, dtype=torch.int32, device=damped.device)
+    torch.linalg.cholesky_ex(damped, out=(damped, failed[0]))
+    torch.cholesky_inverse(damped, out=damped)
+    torch.linalg.cholesky_ex(damped, upper=True, out=(damped, failed[1]))
+    if failed.any():
         raise CalibrationError(
             "the Hessian of the inputs is not positive definite",
             got=f"{len(damped)} columns, damping={damping}",
             remedy="calibrate with more tokens, or raise damping (0.1).",
         )
-    return upper.float().contiguous()
+    return damped.float().contiguous()
