@@ -1,8 +1,7 @@
 """Calibrate a checkpoint layer by layer: one block of the decoder in memory at a time, whatever the number of batches.
 
 A block is loaded, run on all batches, calibrated, compressed to a file of its own, and freed; its outputs are the
-inputs of the next. A killed run goes on from these files and the outputs of the last block. All else is as for a model
-in memory, with the model on the meta device.
+inputs of the next. A killed run goes on from these files and the outputs of the last block. All else is as in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
 from typing_extensions import Unpack
 
 from lightning_obs.calibration.blocks import Relay, find_blocks
@@ -203,7 +201,7 @@ class _LayerByLayer:
     def _load_when_called(self, name: str, stack: ExitStack) -> None:
         """Load a module outside the blocks when it runs; it stays, for all batches. Of an embedding its rows do."""
         module = self.source.model.get_submodule(name)
-        if isinstance(module, nn.Embedding) and name not in self._streaming.taken:
+        if isinstance(module, torch.nn.Embedding) and name not in self._streaming.taken:
             self.source.look_up(name)
             return
 

@@ -197,9 +197,8 @@ class _LookedUp(torch.Tensor):
         if len(new):
             weight.places[new] = torch.arange(len(new)) + len(weight.rows)
             weight.rows = torch.cat([weight.rows, *(weight.read(row).to(weight.dtype) for row in new.tolist())])
-        return F.embedding(weight.places[tokens.cpu()], weight.rows, **{**kwargs, "padding_idx": None}).to(
-            tokens.device
-        )
+        options = {**kwargs, "padding_idx": None}  # of which gradients ask
+        return F.embedding(weight.places[tokens.cpu()], weight.rows, **options).to(tokens.device)
 
 
 def _on_meta(folder: Path, reader: TensorReader) -> Any:
