@@ -32,7 +32,7 @@ def start(*command: str) -> list[subprocess.Popen[str]]:
                              start_new_session=True)]  # fmt: skip
 
 
-def finish(processes: list[subprocess.Popen[str]], limit: float = 240) -> list[tuple[int, str]]:
+def finish(processes: list[subprocess.Popen[str]], limit: float = 480) -> list[tuple[int, str]]:
     """Exit code and output of each; what does not end in time is killed, with what it started, and fails the test."""
     end = time.monotonic() + limit
     try:
