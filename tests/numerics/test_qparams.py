@@ -5,6 +5,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_obs.numerics import compute_global_scale, compute_qparams
 
@@ -81,3 +82,24 @@ def test_nvfp4_local_scales_are_rounded_to_fp8_under_the_global_scale():
     scale = compute_qparams(low, high, NVFP4, global_scale)["scale"]
     expected = (torch.tensor([[2.0, 3.1]]) / 6 * global_scale).to(torch.float8_e4m3fn).float()
     assert torch.equal(scale, expected)
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations inside the ``with`` block."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_number_becomes_a_tensor_of_an_accelerator_without_an_upload():
+    device = torch.device("meta")  # stands for any but the CPU
+    low, high = torch.empty(2, 8, device=device)
+    with Operations() as operations:
+        compute_qparams(low, high, QuantizationArgs(num_bits=4))
+    assert "full" in operations.names
+    assert "lift_fresh" not in operations.names  # what torch.tensor asks for
