@@ -86,9 +86,8 @@ def visit(rows: Rows, search: GridSearch, tile: int = 0) -> Visited:
     if rows.hessian is not None:
         step = max(1, step // len(rows.hessian)) * len(rows.hessian)
     chosen, better = [], []
-    ends_early = (
-        search.limit is not None and len(factors) > search.limit
-    )  # then all errors are kept until that is known
+    # All errors are kept where only all of them tell which candidates the search visits.
+    ends_early = search.limit is not None and len(factors) > search.limit
     for start in range(0, rows.count, step):
         part = slice(start, min(start + step, rows.count))
         low, high = ends[:, part]
