@@ -198,6 +198,7 @@ def tiny(tmp_path_factory):
     return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", commands(PAGE))
 def test_the_command_line_reaches_an_observer_of_one_s_own(command, tiny, tmp_path, own_registry):
     (laplace,) = (code for code in EXAMPLES if 'register("laplace")' in code)

@@ -73,6 +73,7 @@ def run(path, folder, *arguments):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [pytest.param(p, marks=[pytest.mark.slow] * (p.stem in SLOW), id=p.stem) for p in EXAMPLES]
 )

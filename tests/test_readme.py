@@ -45,6 +45,7 @@ def text(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", APPLICATION)
 def test_the_command_runs(command, tiny, text, tmp_path):
     command = command.replace("<folder or hub name>", str(tiny)).replace("<text, jsonl or dataset folder>", str(text))

@@ -53,6 +53,7 @@ def test_the_same_seed_gives_the_same_weights(script):
     assert torch.equal(models[0].fc.weight, models[1].fc.weight)
 
 
+@pytest.mark.slow
 def test_a_model_that_did_not_become_good_is_not_kept(script, tmp_path, monkeypatch, tiny):
     monkeypatch.setattr(script, "load_causal_lm", lambda *_: tiny)
     monkeypatch.setattr(script, "STEPS", 2)

@@ -78,6 +78,7 @@ def test_a_typo_gets_one_message_with_the_valid_options(command_line, argument, 
         assert text in done.stderr
 
 
+@pytest.mark.slow
 def test_multirun_prints_one_table(command_line, tmp_path):
     done = command_line(
         "--multirun", "scheme=int8_static", "observer=static_minmax,minmax", "export=none", "hydra.sweep.dir=sweep"
@@ -92,6 +93,7 @@ def test_multirun_prints_one_table(command_line, tmp_path):
     assert "observer=minmax" in (tmp_path / "sweep" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_of_a_multirun_that_fails_is_named_beside_those_that_worked(command_line, tmp_path):
     runs = ("--multirun", "scheme=w4a16,w8a8", "hydra.sweep.dir=sweep")
     done = command_line(*runs, "evaluate=false", "export=none")

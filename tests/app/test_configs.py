@@ -82,6 +82,7 @@ def test_every_model_and_all_data_name_a_class_that_takes_what_the_config_sets(p
     assert set(config) <= {*parameters, *options, "layerwise"}  # which the task reads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", sorted({command for path in FILES for command in opening_commands(path)}))
 def test_the_command_that_a_config_opens_with_composes_and_makes_a_callback(command):
     for placeholder in ("<folder or hub name>", "<text file, jsonl, or folder>", "<folder of images>"):

@@ -157,6 +157,7 @@ def test_a_run_that_exports_nothing_has_the_size_that_its_tensors_would_have(com
     assert json.loads((tmp_path / "again" / "report.json").read_text())["size"] == row["size"]
 
 
+@pytest.mark.slow
 def test_fine_tuning_twice_gives_the_same_numbers(composed):
     small = ("task=finetune", "scheme=w8a8", "data.train_batches=4", "trainer.max_steps=4", "model.learning_rate=1e-3")
     first, second = (run(composed(*small, "export=none")) for _ in range(2))
@@ -168,6 +169,7 @@ def test_fine_tuning_without_text_to_train_on_is_refused(composed):
         run(composed("experiment=qat_w4a16", "group_size=32", "data.train_batches=0", "evaluate=false"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_evaluated_to_the_perplexity_of_the_run_that_wrote_it(
     composed, tmp_path, capsys, verified_here
 ):

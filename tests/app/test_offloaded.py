@@ -59,6 +59,7 @@ def test_the_python_of_the_page_runs(tiny_folder, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [line for line in commands(PAGE) if "device_map" in line])
 def test_the_commands_of_the_page_run(command, command_line, verified_here, tiny_folder, tmp_path):
     command = command.replace("model.path=<folder>", f"model.path={tiny_folder}").replace(

@@ -37,6 +37,7 @@ def test_a_plan_is_chosen_calibrated_exported_and_verified(composed, tmp_path, c
     assert row["perplexity"][0] != row["perplexity"][1]
 
 
+@pytest.mark.slow
 def test_a_later_run_takes_the_plan_from_its_file(composed, command_line, tmp_path):
     first = run(composed(*SMALL, "budget=7", "export=none"))
     again = command_line(
@@ -64,6 +65,7 @@ def test_several_devices_are_refused(composed):
         run(composed(*SMALL, "trainer.devices=2", "trainer.strategy=ddp", "export=none", "evaluate=false"))
 
 
+@pytest.mark.slow
 def test_observers_are_chosen_calibrated_and_written_for_a_later_run(composed, command_line, tmp_path, capsys):
     candidates = "task.candidates={input: [minmax, histogram]}"
     first = run(composed("task=observers", "scheme=int8_static", candidates, "export=none"))
@@ -74,6 +76,7 @@ def test_observers_are_chosen_calibrated_and_written_for_a_later_run(composed, c
     assert json.loads((tmp_path / "again" / "report.json").read_text())["perplexity"] == list(first["perplexity"])
 
 
+@pytest.mark.slow
 def test_candidates_with_observers_and_rounding_are_planned_exported_and_taken_again(
     composed, command_line, tmp_path, capsys
 ):

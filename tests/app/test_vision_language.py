@@ -61,6 +61,7 @@ def test_weights_are_those_of_the_model_in_memory(command_line, tmp_path, kind):
         assert torch.equal(logits(load(tmp_path / "out")), logits(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_calibrated_on_text(command_line, verified_here, tmp_path, kind):
     source = save_vision_model(tmp_path / "model", kind)

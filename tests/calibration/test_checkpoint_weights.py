@@ -247,7 +247,8 @@ def with_unknown(folder):
     return folder
 
 
-@pytest.mark.parametrize("scheme", [pytest.param("W4A16", marks=pytest.mark.slow), "NVFP4A16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["W4A16", "NVFP4A16"])
 def test_workers_write_the_files_of_one_process(scheme, tmp_path):
     folder = with_unknown(tiny_llama(tmp_path / "model"))
     quantize_checkpoint(folder, tmp_path / "one", scheme, ignore=IGNORE, max_shard_size="50KB")
@@ -281,6 +282,7 @@ def test_ranks_share_the_work_and_one_that_fails_leaves_nothing(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "one", "two"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_is_the_error_and_nothing_is_written(tmp_path):
     folder = tiny_llama(tmp_path / "model")
     weights = load_file(folder / "model.safetensors")

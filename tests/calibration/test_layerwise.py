@@ -306,6 +306,7 @@ def test_other_data_or_options_than_those_of_the_killed_run_are_refused(tmp_path
 # ---------------------------------------------------------------------- several ranks
 
 
+@pytest.mark.slow
 def test_ranks_with_their_own_data_write_the_files_of_one_also_when_they_were_killed(tmp_path):
     source = tiny_llama(tmp_path / "llama")
     expected, in_one = in_memory(source, tmp_path / "memory", make_batches(4), "FP8", **STATIC)

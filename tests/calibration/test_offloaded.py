@@ -273,6 +273,7 @@ def measured(source):
 MEASURED = {"ignore": ["lm_head"], "calibration": [tokens(1)]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_sensitivities_of_an_offloaded_model_are_those_in_memory(way, source, measured, tmp_path):
     model = way(source, tmp_path)

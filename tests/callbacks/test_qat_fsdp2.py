@@ -111,6 +111,7 @@ def on_resume(rank, folder, options, full, steps):
     return len(whole.losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [True, False], ids=["full", "sharded"])
 @pytest.mark.parametrize("options", [OPTIONS["histogram"], OPTIONS["weights"]], ids=["histogram", "weights"])
 def test_a_sharded_run_resumes_bit_for_bit(options, full, tmp_path):

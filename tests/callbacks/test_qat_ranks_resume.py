@@ -48,6 +48,7 @@ def on_resume(rank, folder, options, steps):
 ON_RANKS = {"INT8_STATIC", "observe val", "histogram", "moving", "learned"}  # every night all; on one device in CI
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [pytest.param(o, id=name, marks=[pytest.mark.nightly] * (name not in ON_RANKS)) for name, o in RESUMED.items()],

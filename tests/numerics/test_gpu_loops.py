@@ -43,6 +43,7 @@ def test_loops_that_round_ranges_otherwise_are_noticed_before_their_first_use(in
     assert interpreted["before the first use"] > 1e-3  # the interpreter cuts what a GPU rounds to bfloat16
 
 
+@pytest.mark.slow
 def test_loops_compile_for_gpus_and_keep_every_rounding():
     found = {name: value.split() for name, value in lines("compile").items()}
     assert len(found) == 10

@@ -259,12 +259,14 @@ print("range", found[0][0].sum().item())
 """
 
 
+@pytest.mark.slow
 def test_importing_the_package_does_not_import_numba():
     assert "numba False" in python(
         "import sys, lightning_obs, lightning_obs.observers; print('numba', 'numba' in sys.modules)"
     )
 
 
+@pytest.mark.slow
 def test_without_numba_the_definition_runs_and_says_so_once():
     without = python("import sys; sys.modules['numba'] = None\n" + SEARCH)
     assert "warnings ['numba cannot be imported" in without
