@@ -105,6 +105,7 @@ class Relay:
                 self.outputs[index] = _moved(self._output, torch.device("cpu"))
             self._output = None
         self.session.is_paused, self._is_first = False, self._is_first and not observe
+        self.session.read.forget()  # it holds the last Hessian twice
 
     def _call(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if index != self._called:

@@ -275,13 +275,10 @@ def compressor_of(scheme: QuantizationScheme) -> Any:
 def is_compressed_by_rows(module: nn.Module) -> bool:
     """Whether each rank can compress its own rows of the weight. The answer is the same on every rank."""
     scheme = get_scheme(module)
-    if scheme is None or scheme.weights is None or kind_of(module).stored_as is None:
+    if scheme is None or scheme.weights is None or kind_of(module).stored_as is None or _packs_zero_points(scheme):
         return False
-    rows = place_of(module).rows
-    if rows is None or _packs_zero_points(scheme):
-        return False
-    height = rows_per_scale(scheme.weights) or 1
-    return not any(start % height for start, stop in rows if start < stop)
+    rows, height = place_of(module).rows, rows_per_scale(scheme.weights) or 1
+    return rows is not None and not any(start % height for start, stop in rows if start < stop)
 
 
 def compress_rows(module: nn.Module) -> dict[str, torch.Tensor]:

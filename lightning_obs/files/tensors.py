@@ -114,11 +114,7 @@ class TensorWriter(_Tensors):
         self._files.append(file)
         for name in names:
             tensor, start, end = layout[name], end, end + layout[name].nbytes
-            header[name] = {
-                "dtype": _CODES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [start, end],
-            }
+            header[name] = {"dtype": _CODES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         if not is_begun:

@@ -59,15 +59,16 @@ def round_by_hessian(
     >>> round_by_hessian(weight, {"scale": torch.tensor([[1.0]])}, args, inputs.T @ inputs)
     tensor([[0, 1]], dtype=torch.int8)
     """
-    grid, scale, zero_point = NumberGrid.of(args), qparams["scale"], qparams.get("zero_point")
-    global_scale = qparams.get("global_scale")
-    step = elementwise(scale.float() if global_scale is None else scale.float() / global_scale, weight, args)
-    zero = torch.zeros_like(step) if zero_point is None else elementwise(zero_point.float(), weight, args)
     diagonal = hessian.diagonal()
     order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(len(diagonal))
     order = order.to(weight.device)
     factor = inverse_factor(hessian.to(weight.device)[order[:, None], order], damping)
-    left, step, zero = (each[:, order].float().T.contiguous() for each in (weight, step, zero))
+    grid, zero_point, global_scale = NumberGrid.of(args), qparams.get("zero_point"), qparams.get("global_scale")
+    scale = qparams["scale"].float() if global_scale is None else qparams["scale"].float() / global_scale
+    left = weight.T.index_select(0, order).float()
+    step, zero = elementwise(scale, weight, args).T.index_select(0, order), torch.zeros_like(left)
+    if zero_point is not None:
+        zero = elementwise(zero_point.float(), weight, args).T.index_select(0, order)
     levels = torch.empty_like(left)
     for start in range(0, len(left), _PANEL):
         part = slice(start, min(start + _PANEL, len(left)))
@@ -93,6 +94,7 @@ def round_panel(
 def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
     """The upper Cholesky factor of the inverse of a damped Hessian, in float32; one matrix in float64 on the way."""
     damped = torch.empty_like(hessian, dtype=torch.float64).mT.copy_(hessian)
+    del hessian  # the caller's may be a temporary
     diagonal = damped.diagonal()
     mean = diagonal.mean()
     # no input: apart from all others, whatever it is
@@ -108,4 +110,4 @@ def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
             got=f"{len(damped)} columns, damping={damping}",
             remedy="calibrate with more tokens, or raise damping (0.1).",
         )
-    return damped.float().contiguous()
+    return damped.to(torch.float32, memory_format=torch.contiguous_format)
