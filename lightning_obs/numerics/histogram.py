@@ -112,6 +112,17 @@ def linear_bins(found: Support, bins: int) -> tuple[float, float, list[int]]:
     return low, high, counts.tolist()
 
 
+def median_size(found: Support) -> float:
+    """The magnitude that half of all values do not exceed.
+
+    >>> median_size(Support(torch.tensor([-8.0, -1.0, 0.0, 2.0]), torch.tensor([1, 3, 2, 3])))
+    1.0
+    """
+    sizes, order = found.values.abs().sort()
+    ends = found.counts[order].cumsum(0)
+    return float(sizes[torch.searchsorted(ends, (int(ends[-1]) + 1) // 2)])
+
+
 def percentile_range(
     counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor, percentile: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -129,6 +129,11 @@ class Report:
             self.sizes = sum(before), sum(after)
 
     @property
+    def lost(self) -> str:
+        """What layers are compared by: the loss that a plan has estimated, else the noise of their outputs."""
+        return "estimated loss" if self.losses else "noise"
+
+    @property
     def poor_layers(self) -> list[str]:
         """The layers to try in ``ignore``: those whose per-token SQNR is below :data:`POOR_SQNR`, worst first.
 

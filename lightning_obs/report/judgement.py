@@ -1,9 +1,8 @@
 """Is the quantized model good, where does it lose, and what to do next: from one run's own numbers.
 
 A run is as good as its worst sign: the metric, the divergence of its predictions, how often the most likely class is
-the same. Where it loses is estimated layer by layer: the share of noise in a layer's output, ``10^(-SQNR / 10)``, or
-the loss that a plan has measured. Of a layer's noise the weight and the input have the parts that their own noise has.
-Each remedy is held against the noise that it removes; the three that bring back most are named.
+the same. Where it loses is estimated layer by layer: noise in a unit of output, ``10^(-SQNR / 10)``, or the loss that a
+plan has estimated; weight and input have parts of it as of their own noise. The three best remedies are named.
 """
 
 from __future__ import annotations
@@ -14,12 +13,15 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, TypeAlias
 
+from lightning_obs.errors import name_list
 from lightning_obs.files.read import read_json
-from lightning_obs.report.facts import Report, facts
+from lightning_obs.numerics.histogram import median_size
+from lightning_obs.report.facts import POOR_SQNR, Report, facts
 from lightning_obs.report.numbers import human_size
 from lightning_obs.schemes.config import describe_scheme, has_rounding, preset_names
 
@@ -32,8 +34,9 @@ NATS = (0.05, 0.3)
 AGREEMENT = (0.88, 0.70)
 #: least share of another metric that is kept; MLPerf Inference asks for 99 % of the reference's
 KEPT = (0.99, 0.95)
-#: shares of the noise that a remedy took away where it was measured: README.md, docs/choosing.md, docs/finetuning.md
-OBSERVERS_BRING, ZERO_POINT_BRINGS, HESSIAN_BRINGS, TUNING_BRINGS = 0.66, 0.57, 0.67, 0.66
+#: parts of the added loss that remedies took away: docs/choosing.md, README.md (two), docs/finetuning.md
+OBSERVERS_BRING, ZERO_POINT_BRINGS, HESSIAN_BRINGS, TUNING_BRINGS = 0.66, 0.57, 0.72, 0.83
+_MEASURED = "took static INT8 of SmolLM2-135M-Instruct from perplexity"
 #: what gives each token a scale, of schemes with one for all inputs
 _BY_TOKEN = {
     "int8 channel weights, int8 tensor inputs": "W8A8",
@@ -56,10 +59,10 @@ class Step:
 
     Attributes:
         key: a short name, which the folder of its run gets.
-        what: in a sentence; why: what it brings and costs.
+        what: in a sentence; why: what it removes and costs.
         command: to type; None: the run was not made by a command.
         python: to copy.
-        share: of the noise that it takes away, by estimate.
+        share: of the noise that it removes, by estimate.
     """
 
     key: str
@@ -91,7 +94,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class LayerLoss:
-    """One layer's part of the loss: ``loss`` in any unit, and the shares of its noise (0 to 1) in weight and input."""
+    """What one layer loses: noise or estimated loss, and the shares of its noise (0 to 1) in weight and input."""
 
     name: str
     loss: float
@@ -111,7 +114,7 @@ def judge(report: Report, folder: str | Path = ".") -> Judgement:
 
 
 def layer_losses(report: Report) -> list[LayerLoss]:
-    """Each layer's part of the loss, the largest first; of a plan as it was measured, else by noise."""
+    """What each layer loses, the largest first: noise, or the loss that a plan has estimated."""
     found = []
     for error in report.errors:
         whole = _share_of(error.sqnr)
@@ -178,37 +181,58 @@ def _metric_grade(name: str, before: float, after: float, report: Report) -> Gra
 
 
 def _cause(report: Report, losses: Sequence[LayerLoss]) -> str:
-    """The fewest layers that hold four fifths of the loss, of which kind they are, and whose fault it is."""
+    """Which layers lose most, and whose fault it is: those to leave out if they hold half of it, else a few by loss."""
     total = sum(one.loss for one in losses)
     if not total:
         return ""
-    most, held = list[LayerLoss](), 0.0
-    for one in losses:
-        most, held = [*most, one], held + one.loss
-        if held >= 0.8 * total:
-            break
-    kind, count = Counter(one.name.rsplit(".", 1)[-1] for one in most).most_common(1)[0]
-    of = f", {count} of them {kind}," if 1 < count < len(most) else f", all {kind}," if count > 1 else ""
-    few = f"{most[0].name} holds" if len(most) == 1 else f"{len(most)} of {len(losses)} layers{of} hold"
-    said = f"{few} {_percent(held / total)} of the {'estimated loss' if report.losses else 'noise'}"
+    poor = () if report.choices else report.poor_layers
+    own = {error.name for error in report.errors if error.sqnr < POOR_SQNR}
+    most = [one for one in losses if one.name in poor]
+    named = [one.name for one in most if one.name in own]  # the others must share their scheme
+    if sum(one.loss for one in most) < total / 2:
+        ends = accumulate(one.loss for one in losses)
+        most = list(losses[: next(at for at, held in enumerate(ends, 1) if held >= 0.8 * total)])
+        named = [one.name for one in most]
+    held = sum(one.loss for one in most)
+    who = f"{len(most)} of {len(losses)} layers hold" if len(most) > 1 else f"{most[0].name} holds"
+    said = f"{who} {_percent(held / total)} of the {report.lost}{_kinds(named, len(most))}."
     by_input = sum(one.input * one.loss for one in most) / held
     if by_input < 0.5:
-        return f"{said}; {_percent(1 - by_input)} of it comes from their weights."
-    return f"{said}; {_percent(by_input)} of it comes from their inputs{_stretched(report, most)}."
+        return f"{said} {_percent(1 - by_input)} of it comes from their weights."
+    return f"{said} {_percent(by_input)} of it comes from their inputs{_stretched(report, most)}."
+
+
+def _kinds(names: Sequence[str], count: int) -> str:
+    """How many of ``count`` layers are of which kind; one alone of its kind by its name.
+
+    >>> _kinds(["1.down_proj", "2.down_proj", "2.v_proj"], 5)
+    ': 2 down_proj, 2.v_proj, 2 fused with these'
+    """
+    one = {name.rpartition(".")[2]: name for name in names}
+    kinds = Counter(name.rpartition(".")[2] for name in names)
+    said = [f"{many} {kind}" if many > 1 else one[kind] for kind, many in kinds.most_common()]
+    fused = f", {count - len(names)} fused with these" if len(names) < count else ""
+    shown = f"all {next(iter(kinds))}" if len(kinds) == 1 and len(names) == count else name_list(said, 4)
+    return f": {shown}{fused}" if count > 1 else ""
 
 
 def _stretched(report: Report, most: Sequence[LayerLoss]) -> str:
     """How far single values stretch the one scale of an input."""
-    of = {error.name: error for error in report.errors}
-    errors = [of[one.name] for one in most]
-    bits = [error.input.bits for error in errors if error.input is not None and error.input.bits is not None]
-    ends = [abs(end) for e in errors if e.input is not None for end in (e.input.low, e.input.high) if end is not None]
-    layer = report.layers.get(errors[0].name)
+    names, layer = {one.name for one in most}, report.layers.get(most[0].name)
+    inputs = [(e.input, e.name) for e in report.errors if e.input is not None and e.name in names]
+    bits = [read.bits for read, _ in inputs if read.bits is not None]
+    ends = [(max(-read.low, read.high), n) for read, n in inputs if read.low is not None and read.high is not None]
     if not ends or not bits or layer is None or layer.input_width is None:
         return ""
+    end, name = max(ends)
+    half = (
+        f" (half of all in that layer are below {median_size(report.counts[name]):.2g})"
+        if name in report.counts
+        else ""
+    )
     return (
-        f": single values of up to {max(ends):,.4g} stretch the scale that all values share, "
-        f"and {median(bits):.1f} of its {layer.input_width} bits are in use"
+        f": single values of up to {end:,.4g}{half} stretch the scale that all values share, "
+        f"and the median layer uses {median(bits):.1f} of its {layer.input_width} bits"
     )
 
 
@@ -249,12 +273,13 @@ class _Remedies:
         self.file = _from_here(folder / "report.json")
 
     def best(self) -> list[Step]:
-        """The three that bring back most."""
+        """The three that remove most noise."""
         if self.report.result is None:
             return []
         found = [*self.of_layers(), *self.of_inputs(), *self.of_weights(), *self.of_training()]
         worth = (one for one in found if one.share >= _WORTH)
-        return sorted(worth, key=lambda one: -round(one.share, 2))[:3]  # of equals the one that costs least
+        # training costs most; of equals the one that costs least is first
+        return sorted(worth, key=lambda one: (one.key == "tuned", -round(one.share, 2)))[:3]
 
     def step(self, key: str, what: str, why: str, share: float, python: str, *words: str, drop: str = "") -> Step:
         """One of them; ``words`` of its command."""
@@ -293,15 +318,15 @@ class _Remedies:
             if bits is not None:
                 python = f"choose_schemes(measured, {bits + 0.5:.2f})"
                 share = 1 - self.loss_at(bits + 0.5)
-                why = f"the frontier expects {_percent(share)} less loss"
+                why = f"lowers the estimated loss by {_percent(share)}"
                 yield self.step("wider", "Half a bit more", why, share, python, f"budget={bits + 0.5:.2f}")
         elif poor and len(poor) < len(self.losses) / 2:
             more = sum(report.layers[name].before - report.layers[name].after for name in poor & set(report.layers))
-            cost = f" and costs {human_size(more)}" if more else ""
+            cost = f", costs {human_size(more)}" if more else ""
             python = (
                 f'ignore = json.load(open("{self.file}"))["ignore"]\nCalibrationCallback({self.scheme}, ignore=ignore)'
             )
-            why = f"removes {_percent(held)} of the noise{cost}"
+            why = f"removes {_percent(held)} of the {report.lost}{cost}"
             what = f"Leave the {len(poor)} worst layers in full precision"
             yield self.step("without", what, why, held, python, f"ignore_from={_value(self.file)}")
 
@@ -313,16 +338,16 @@ class _Remedies:
         if scheme not in _BY_TOKEN:
             return
         other, drop = _BY_TOKEN[scheme], "observer task" if self.report.scores else "observer"
-        why = f"removes most of the inputs' {_percent(share)} of the noise; scales are computed while it runs"
+        why = f"removes up to {_percent(share)} of the noise, the inputs' part; dynamic: computed as the model runs"
         python, what = f'CalibrationCallback("{other}")', "Give each token a scale of its own"
         yield self.step("dynamic", what, why, share, python, f"scheme={other.lower()}", drop=drop)
-        if other == "W8A8" and not self.report.scores:
-            why = f"brought back {_percent(OBSERVERS_BRING)} on the default model; takes a few minutes"
+        if other == "W8A8" and not self.report.scores and not self.report.was_trained:
+            why = f"{_MEASURED} 33.0 to 19.4 (full precision 14.8)"
             python = f'CalibrationCallback({self.scheme}, observers="auto")'
-            what, drop = "Choose the ranges by measurement", "task observer data.train_batches budget"
+            what, drop = "Choose the best observer for each layer", "task observer data.train_batches budget"
             yield self.step("observers", what, why, OBSERVERS_BRING * share, python, "task=observers", drop=drop)
         if other == "W8A8" and "asymmetric" not in scheme:
-            why = f"brought back {_percent(ZERO_POINT_BRINGS)} on the default model, at the same speed"
+            why = f"{_MEASURED} 33.0 to 20.9 (full precision 14.8)"
             python, what = 'CalibrationCallback("INT8_STATIC_ASYM")', "Give the inputs a zero point"
             share = ZERO_POINT_BRINGS * share
             yield self.step("asym", what, why, share, python, "scheme=int8_static_asym", drop="observer")
@@ -337,8 +362,8 @@ class _Remedies:
         share = HESSIAN_BRINGS * self.weights
         python = f'CalibrationCallback({self.scheme}, observers={{"weight": {{"name": "hessian"}}}}, rounding="gptq")'
         words = ["weight_observer=hessian", "rounding=gptq"]
-        brought = f"it brought back {_percent(HESSIAN_BRINGS)} of 4 bits' loss"
-        why = f"weights make {_percent(self.weights)} of the noise; {brought}"
+        brought = "SmolLM2 in 4 bits, with signed scales, then loses 0.06 nats instead of 0.22"
+        why = f"weights make {_percent(self.weights)} of the {self.report.lost}; {brought}"
         yield self.step("hessian", "Round the weights by what their inputs need", why, share, python, *words)
 
     def of_training(self) -> Iterator[Step]:
@@ -350,7 +375,7 @@ class _Remedies:
         if report.choices or report.scores:  # with what the run has chosen, as it has written it
             folder = Path(self.file).parent / "configs"
             words += [f"--config-dir={folder}", f"scheme={'plan' if report.choices else 'observers'}"]
-        why = f"brought back {_percent(TUNING_BRINGS)} of 4 bits' loss in ten minutes"
+        why = f"{_MEASURED} 42.6 to 22.3 (full precision 19.6) in 5 minutes"
         python = f"QuantizationAwareTraining({self.scheme})"
         yield self.step("tuned", "Fine-tune it", why, TUNING_BRINGS, python, *words, drop="task budget")
 

@@ -29,8 +29,9 @@ from lightning_obs.schemes.config import as_names
 
 BINS = 64
 _TEMPLATES = Path(__file__).parent / "templates"
-#: facts that the closing summary alone shows
-_LEFT_OUT = ("observers", "collectives")
+#: facts that the closing summary alone shows, and those with another name on the page
+_LEFT_OUT = ("modules", "observers", "collectives")
+_LABELS = {"batches": "calibration batches", "calibration": "calibration time"}
 
 
 class Column(NamedTuple):
@@ -51,7 +52,7 @@ COLUMNS = [
     Column("weight_sqnr", "weight [dB]", 1, is_wide=True),
     Column("weight_bits", "weight [bit]", 2, is_wide=True),
     Column("input_sqnr", "input [dB]", 1, is_wide=True),
-    Column("share", "of the loss [%]", 1, smallest_first=False),
+    Column("share", "share [%]", 1, smallest_first=False),
     Column("sensitivity", "sensitivity", smallest_first=False),
     Column("choice", "choice"),
 ]
@@ -115,7 +116,7 @@ def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -
 def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
     """All that the page shows as numbers, strings, lists and dicts."""
     above = {*_LEFT_OUT, *(sign["label"] for sign in judgement.signs)}
-    known = {k: v for k, v in facts(report, "\N{RIGHTWARDS ARROW}").items() if k not in above}
+    known = {_LABELS.get(k, k): v for k, v in facts(report, "\N{RIGHTWARDS ARROW}").items() if k not in above}
     ignored = [] if report.config is None else report.config.ignore or []
     return {
         "ignore": list(dict.fromkeys([*ignored, *report.poor_layers])),
@@ -143,14 +144,16 @@ def _page(report: Report, data: Mapping[str, Any], judgement: Judgement) -> str:
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"human_size": human_size}
     environment.globals |= {"comparison": comparison}
-    units = {"sensitivity": f" [{report.sensitivity_unit}]"} if report.sensitivity_unit else {}
-    columns = [(key, title + units.get(key, ""), *how) for key, title, *how, _ in COLUMNS]
+    titles = {"share": f"share of the {report.lost} [%]"}
+    if report.sensitivity_unit:
+        titles["sensitivity"] = f"sensitivity [{report.sensitivity_unit}]"
+    columns = [(key, titles.get(key, title), *how) for key, title, *how, _ in COLUMNS]
     # The page needs no more digits than it shows.
-    shown = finite(data, digits=4) | {"shown": columns, "poor": POOR_SQNR}
+    shown = finite(data, digits=4) | {"shown": columns, "poor": POOR_SQNR, "lost": report.lost}
     shown["fused"] = [] if report.result is None else report.result.fused
     shown["size"] = None if report.sizes is None else report.sizes[1]
     template = environment.get_template("report.html.j2")
-    return template.render(data=data, judgement=judgement, checkpoint=report.checkpoint, shown=shown)
+    return template.render(data=data, judgement=judgement, report=report, shown=shown)
 
 
 def _layers(report: Report) -> Iterable[dict[str, Any]]:

@@ -131,6 +131,12 @@ def test_fine_tuning_prints_four_perplexities_of_which_the_last_two_are_one(comp
     share = (report["perplexity_calibrated"] - after) / (report["perplexity_calibrated"] - before)
     assert report["recovered"] == min(1.0, max(0.0, share))
     assert report["seconds_trained"] > 0
+    tuned = {0: report["perplexity_calibrated"], 6: after}
+    assert [(one["step"], one["perplexity"], one["perplexity_quantized"]) for one in report["curves"]] == [
+        (step, before, value) for step, value in tuned.items()
+    ]
+    assert any(line.startswith("fine-tuning took") for line in report["lines"])
+    assert ", fine-tuned \N{MIDDLE DOT} " in report["title"]
 
 
 def test_scales_alone_are_fine_tuned_from_a_named_experiment(composed, tmp_path, capsys, verified_here):

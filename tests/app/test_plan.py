@@ -19,7 +19,7 @@ def test_a_plan_is_chosen_calibrated_exported_and_verified(composed, tmp_path, c
     row = run(composed(*SMALL, "budget=7"))
     output = capsys.readouterr().out
     assert "estimated divergence against size" in output
-    assert "bits per weight (" in output
+    assert "bits per weight, " in output
     assert "largest difference of logits 0.0" in output
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint").config.quantization_config
     assert len(config.quantization_config.config_groups) == 2
@@ -32,6 +32,8 @@ def test_a_plan_is_chosen_calibrated_exported_and_verified(composed, tmp_path, c
     marked = {point["mark"]: point for point in report["frontier"] if "mark" in point}
     assert (marked["chosen"]["loss"], marked["measured"]["loss"]) == (plan["loss"], report["divergence"])
     assert marked["full precision"]["bits_per_weight"] == 32
+    counts = ", ".join(f"{count} {name}" for name, count in marked["chosen"]["modules"].items())
+    assert report["title"].startswith(f"plan of {plan['bits']:.3f} bits per weight, {counts} \N{MIDDLE DOT} ")
     assert {layer["name"]: layer["choice"] for layer in report["layers"]} == plan["schemes"]
     assert all(layer["sensitivity"] > 0 for layer in report["layers"])
     assert row["perplexity"][0] != row["perplexity"][1]
@@ -69,6 +71,8 @@ def test_several_devices_are_refused(composed):
 def test_observers_are_chosen_calibrated_and_written_for_a_later_run(composed, command_line, tmp_path, capsys):
     candidates = "task.candidates={input: [minmax, histogram]}"
     first = run(composed("task=observers", "scheme=int8_static", candidates, "export=none"))
+    title = json.loads((tmp_path / "run" / "report.json").read_text())["title"]
+    assert title.startswith("INT8_STATIC with observers chosen by measurement \N{MIDDLE DOT} ")
     assert "chosen by tensor" in capsys.readouterr().out
     folder = f"--config-dir={tmp_path / 'run' / 'configs'}"
     again = command_line(folder, "scheme=observers", "export=none", "output_dir=again")

@@ -6,12 +6,14 @@ import shlex
 from dataclasses import replace
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 
 from lightning_obs.__main__ import config_dir
 from lightning_obs.app.main import refuse_unread
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.engines import Verdict
+from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.facts import Report
 from lightning_obs.report.judgement import judge, layer_losses
 from lightning_obs.report.layer_errors import LayerError
@@ -43,19 +45,44 @@ def run(scheme="INT8_STATIC", words=("scheme=int8_static",), errors=None, **part
 
 
 def test_the_cause_is_named_by_layers_kind_and_fault():
-    judgement = judge(run())
+    counts = {"layers.11.down_proj": Support(torch.tensor([-2571.0, -0.5, 0.25, 1.0]), torch.tensor([1, 2, 3, 2]))}
+    judgement = judge(run(counts=counts))
     assert judgement.grade == "broken"
     assert judgement.cause == (
-        "2 of 20 layers, all down_proj, hold 100 % of the noise; 100 % of it comes from their inputs: single "
-        "values of up to 2,571 stretch the scale that all values share, and 1.3 of its 8 bits are in use."
+        "2 of 20 layers hold 100 % of the noise: all down_proj. 100 % of it comes from their inputs: single values of "
+        "up to 2,571 (half of all in that layer are below 0.5) stretch the scale that all values share, and the median "
+        "layer uses 1.3 of its 8 bits."
     )
+
+
+def test_the_cause_and_the_step_that_leaves_layers_out_speak_of_the_same_layers():
+    poor = [layer(f"layers.{i}.down_proj", 12.0, 40.0, 2.0) for i in (1, 11)]
+    errors = [*poor, layer("layers.3.v_proj", 14.0), *(layer(f"layers.3.{x}_proj", 30.0) for x in "qko")]
+    errors += [layer(f"layers.{i}.up_proj", 17.0) for i in range(3)]
+    report = run(errors=errors)
+    report.result.fused = [[f"layers.3.{x}_proj" for x in "qkv"]]
+    judgement = judge(report)
+    assert judgement.cause.startswith(
+        "5 of 9 layers hold 73 % of the noise: 2 down_proj, layers.3.v_proj, 2 fused with these. "
+    )
+    errors += [layer(f"layers.{i}.up_proj", 40.0) for i in range(3, 9)]
+    without = next(step for step in judge(replace(report, errors=errors)).steps if step.key == "without")
+    assert without.what == "Leave the 5 worst layers in full precision"
+    assert without.why.startswith("removes 73 % of the noise")
+
+
+def test_noise_that_is_spread_over_layers_is_said_of_the_fewest_that_hold_four_fifths():
+    errors = [layer(f"layers.{i}.{kind}", 18.0) for i in range(5) for kind in ("up_proj", "down_proj")]
+    errors += [layer("layers.7.up_proj", 14.5), layer("layers.8.up_proj", 40.0)]
+    assert judge(run(errors=errors)).cause.startswith("9 of 12 layers hold 84 % of the noise: 5 up_proj, 4 down_proj")
 
 
 def test_remedies_are_ordered_by_what_they_bring_back(tmp_path):
     steps = judge(run(), tmp_path).steps
     assert [step.key for step in steps] == ["without", "dynamic", "observers"]
     assert [round(step.share, 2) for step in steps] == [1.0, 1.0, 0.66]
-    assert steps[0].why == "removes 100 % of the noise and costs 6 MiB"
+    assert steps[0].why == "removes 100 % of the noise, costs 6 MiB"
+    assert steps[1].why.startswith("removes up to 100 % of the noise")
     assert f"ignore_from={tmp_path}/report.json" in steps[0].command
 
 
@@ -133,14 +160,15 @@ def test_a_plan_is_told_another_budget_and_never_to_leave_out_what_it_gave_few_b
     names = [error.name for error in run().errors]
     report = run("W4A16", ["task=plan", "budget=5"], choices=dict.fromkeys(names, "int4"), frontier=frontier)
     steps = judge(report).steps
-    assert [step.key for step in steps] == ["tuned", "wider"]
-    assert steps[1].command == "python -m lightning_obs task=plan budget=5.50"
-    assert steps[1].share == pytest.approx(0.4)
+    assert [step.key for step in steps] == ["wider", "tuned"]
+    assert steps[0].command == "python -m lightning_obs task=plan budget=5.50"
+    assert steps[0].share == pytest.approx(0.4)
 
 
 def test_a_choice_of_observers_is_trained_with_what_it_chose_and_told_what_its_formats_need():
     words, score = ["task=observers", "scheme=int8_static"], {"of": "input", "observer": "mse", "loss": 1, "tensors": 9}
-    report = run("INT8_STATIC", words, scores=[score])
+    errors = [layer(f"layers.{i}.down_proj", 16.0, 40.0, 16.0) for i in range(9)]
+    report = run("INT8_STATIC", words, errors, scores=[score])
     report.result.scheme = "int8 channel weights, int8 tensor inputs"
     steps = {step.key: step.command for step in judge(report, "out").steps}
     assert steps["dynamic"] == "python -m lightning_obs scheme=w8a8"
@@ -173,6 +201,14 @@ def test_every_proposed_command_composes_and_its_task_reads_it(scheme, tmp_path)
         assert str(config.get("ignore_from")) in ("None", "old/report.json", str(folder / "report.json"))
         assert "out/a" not in words
         assert "export.folder=out/b" not in words
+
+
+def test_training_is_the_last_step_and_a_trained_run_is_not_told_to_choose_observers_without_it():
+    errors = [layer(f"layers.{i}.down_proj", 16.0, 18.0, 19.0) for i in range(9)]
+    keys = [step.key for step in judge(run("W4A16", ["scheme=w4a16"], errors)).steps]
+    assert keys == ["hessian", "tuned"]
+    trained = judge(run(words=["task=finetune", "scheme=int8_static"], was_trained=True)).steps
+    assert [step.key for step in trained] == ["without", "dynamic", "asym"]
 
 
 def test_a_run_that_no_command_made_is_told_python_alone():

@@ -14,6 +14,7 @@ from lightning_obs.errors import refuse
 from lightning_obs.report import page as report_page
 from lightning_obs.report.facts import Report, facts
 from lightning_obs.report.layer_errors import LayerError
+from lightning_obs.report.layer_facts import LayerFacts
 from lightning_obs.report.metrics import TensorError
 from lightning_obs.report.page import write_csv, write_report
 from lightning_obs.report.summary import comparison_table, print_report, summary
@@ -161,6 +162,33 @@ def test_a_switch_of_the_map_changes_what_its_colours_say(folder, browser):
 
 
 @in_chromium
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_lower_ratio_is_never_lighter_in_the_light_nor_darker_in_the_dark_and_can_be_read(folder, browser, dark):
+    browser.open(folder / "report.html", dark=dark)
+    browser.click("[data-mode=sqnr]")
+    script = """(() => {
+      const pixel = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+      const light = (colour) => {
+        pixel.fillStyle = colour;
+        pixel.fillRect(0, 0, 1, 1);
+        const part = [...pixel.getImageData(0, 0, 1, 1).data].map((v) => v / 255)
+          .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * part[0] + 0.7152 * part[1] + 0.0722 * part[2];
+      };
+      return [...document.querySelectorAll(".map td button")].map((cell) => {
+        const style = getComputedStyle(cell);
+        return [Number(cell.title.match(/: ([\\d.]+) dB/)[1]), light(style.backgroundColor), light(style.color)];
+      });
+    })()"""
+    cells = sorted(browser.run(script), key=lambda cell: (cell[0], -cell[1] if dark else cell[1]))
+    backs = [back for _, back, _ in cells]
+    assert backs == sorted(backs, reverse=dark)
+    assert max(backs) > 4 * min(backs)
+    contrasts = [(max(pair) + 0.05) / (min(pair) + 0.05) for pair in (cell[1:] for cell in cells)]
+    assert min(contrasts) > 3
+
+
+@in_chromium
 def test_a_screen_reader_finds_verdict_cells_charts_and_rows(folder, browser):
     browser.open(folder / "report.html")
     heard = browser.heard()
@@ -223,10 +251,10 @@ def test_a_plan_observers_bytes_and_curves_each_have_their_picture(tmp_path, bro
     browser.open(write_report(tmp_path, report))
     titles = browser.run("[...document.querySelectorAll('figcaption')].map((one) => one.textContent)")
     assert titles == [
-        "Where the loss sits",
-        "The worst layers: is it the weight or the input?",
-        "Loss against size",
+        "Estimated loss against size",
         "What each observer would lose",
+        "Where the noise sits",
+        "The worst layers: is it the weight or the input?",
         "Bytes of the weights",
         "val_loss",
         "Drift of the scales: those that moved most",
@@ -264,6 +292,51 @@ def test_a_step_without_a_command_shows_its_python_under_either_switch(tmp_path,
         assert len(texts) == 2
         assert texts[0].startswith(shown)
         assert texts[1].startswith("transformers.LlamaForCausalLM")
+
+
+@in_chromium
+def test_runs_of_almost_one_size_lie_together_above_the_line_of_full_precision(tmp_path, browser):
+    sizes = {"scheme=int8_static": (210.0, 33.0), "scheme=fp8": (209.4, 15.2)}
+    runs = [
+        {"run": name, "metric": "perplexity", "perplexity": (14.8, after), "size": size * 2**20}
+        for name, (size, after) in sizes.items()
+    ]
+    browser.open(write_report(tmp_path, Report("comparison", runs=runs)))
+    places = browser.run(
+        "[...document.querySelectorAll('figure circle')].map((one) => [one.cx, one.cy].map((v) => v.baseVal.value))"
+    )
+    (x, y), (other_x, other_y) = places
+    assert abs(x - other_x) < 40 < abs(y - other_y)
+    assert browser.run("document.querySelector('.limit').y1.baseVal.value") > max(y, other_y)
+    assert "full precision 14.8" in browser.run("document.querySelector('figure').textContent")
+
+
+@in_chromium
+def test_the_page_of_chosen_observers_begins_with_them(tmp_path, browser):
+    scores = [{"of": "input", "observer": "histogram(criterion=entropy)", "loss": 1.0, "tensors": 6}]
+    report = made_up(6, choices={}, frontier=[], scores=scores)
+    report.layers = {
+        error.name: LayerFacts("int8", 8, 8, "mse", "minmax", 2, 1, 0, [], None) for error in report.errors
+    }
+    browser.open(write_report(tmp_path, report), width=390)
+    assert browser.run("document.querySelector('#map [aria-pressed=true]').textContent") == "input observer"
+    assert browser.run("document.querySelector('figcaption').textContent") == "What each observer would lose"
+    assert browser.run(WIDE) <= 0
+
+
+@in_chromium
+def test_a_page_of_noise_and_one_of_a_plan_s_estimate_each_have_one_word_for_what_layers_lose(tmp_path, browser):
+    report = made_up(6, choices={}, frontier=[], sensitivity={})
+    for losses, word, other in (
+        ({}, "noise", "loss"),
+        (dict.fromkeys(report.result.modules, 1.0), "estimated loss", "noise"),
+    ):
+        browser.open(write_report(tmp_path, replace(report, losses=losses)))
+        texts = [
+            browser.run(f"document.querySelector('{one}').textContent") for one in ("#pictures", "#layers", "#map")
+        ]
+        assert all(f"share of the {word}" in text for text in texts)
+        assert not any(re.search(rf"\b{other}\b", text.replace("3 % noise", "")) for text in texts)
 
 
 @in_chromium

@@ -172,6 +172,11 @@ class Calibrate(Task):
         """Batches of one measurement of the model's quality."""
         return self.batches("eval_batches") if self.config.evaluate else 0
 
+    @property
+    def label(self) -> str:
+        """What the run has done, as its page and a comparison name it."""
+        return self.job.callback.label
+
     @override
     def row(self) -> dict[str, Any]:
         """Quality, size, time."""
@@ -185,7 +190,7 @@ class Calibrate(Task):
                 if found is not None and found.moved is not None:
                     quality[f"divergence_{when}"] = found.moved.divergence
         return {
-            "run": self.job.callback.label,
+            "run": self.label,
             **quality,
             "recovered": recovered_share(self.full, self.calibrated, self.quantized),
             "seconds_trained": self.seconds_trained,
@@ -204,14 +209,14 @@ class Calibrate(Task):
             known |= {"moved": self.quantized.moved, "higher_is_better": self.quantized.higher_is_better}
         known |= {"errors": self.errors, "counts": counts, "checkpoint": job.folder}
         known["sizes"] = None if job.folder is None else (model_bytes(job.model), folder_size(job.folder))
-        title = f"{job.callback.label} \N{MIDDLE DOT} {Path(str(config.model.get('path') or DEFAULT_MODEL)).name}"
-        report = job.callback.facts(title=title, lines=self.lines, **known)
+        title = f"{self.label} \N{MIDDLE DOT} {Path(str(config.model.get('path') or DEFAULT_MODEL)).name}"
+        report = job.callback.facts(title=title, lines=[*self.lines, *self.closing_lines()], **known)
         self.sizes = report.sizes
         report.extra = {**self.row(), "config": plain(config)}
         path = write_report(config.output_dir, report)
         advice = [f"{step.what}: {step.command}" for step in judge(report, path.parent).steps if step.command]
         hint = "" if not report.poor_layers else f"  (leave out: ignore_from={path.with_suffix('.json')})"
-        report.lines = [*self.lines, *self.closing_lines(), *advice, f"report {path}{hint}"]
+        report.lines = [*report.lines, *advice, f"report {path}{hint}"]
         print()
         print_report(summary(report, worst=config.report.worst_layers))
 

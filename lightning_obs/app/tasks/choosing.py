@@ -21,7 +21,7 @@ from lightning_obs.app.tasks.calibrate import Calibrate
 from lightning_obs.app.tasks.finetune import PASSES_OF_A_STEP
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.choice.mixed_precision import budget_in_bytes, choose_schemes, frontier, plan_of
+from lightning_obs.choice.mixed_precision import MixedPlan, budget_in_bytes, choose_schemes, frontier, plan_of
 from lightning_obs.choice.observer_choice import choose_observers, fitting_candidates
 from lightning_obs.choice.sensitivity import candidate_options, sensitivity
 from lightning_obs.errors import CalibrationError, refuse_unknown
@@ -70,12 +70,18 @@ class Observers(ChoosingTask):
         super().check_task()
         fitting_candidates(self.job.model, self.job.callback.options, self.candidates or None)
 
+    @property
+    @override
+    def label(self) -> str:
+        return f"{self.asked.label} with observers chosen by measurement"
+
     @override
     def choose(self) -> Mapping[str, Any]:
         asked, batches = self.job.callback.options, self.job.first_inputs(self.job.data.val_dataloader())
         with step("scoring observers"):
             choice = choose_observers(self.job.model, batches, asked, self.candidates or None)
         print_report(choice.table())
+        self.asked = asked
         self.write_scheme(choice.config, "Observers chosen by task=observers.")
         self.calibrate_with(asked.with_config(choice.config))
         return {"scores": choice.scores}
@@ -88,6 +94,14 @@ class Observers(ChoosingTask):
 
 class Plan(ChoosingTask):
     """Choose a scheme for each layer within a budget, of ``task.candidates``; the group ``scheme`` is not read."""
+
+    plan: MixedPlan
+
+    @property
+    @override
+    def label(self) -> str:
+        counts = ", ".join(f"{count} {name}" for name, count in self.plan.counts.items())
+        return f"plan of {self.plan.bits:.3f} bits per weight, {counts}"
 
     @override
     def check(self) -> None:
@@ -118,7 +132,7 @@ class Plan(ChoosingTask):
             measured = sensitivity(
                 self.job.model, scored, self.candidates, calibration=observed, **self._of_candidates()
             )
-        plan = choose_schemes(measured, config.budget, at_most=at_most)
+        plan = self.plan = choose_schemes(measured, config.budget, at_most=at_most)
         if plan.config is None:
             raise CalibrationError("every module is best left in full precision", got=f"budget {config.budget}")
         plans = frontier(measured, config.task.frontier, at_most=at_most)
@@ -127,8 +141,7 @@ class Plan(ChoosingTask):
         full = {"bits_per_weight": 8.0 * width, "bytes": width * measured.weights, "loss": 0.0}
         rows += [{**plan.row("chosen"), "mark": "chosen"}, {"name": "full precision", "mark": "full precision", **full}]
         print_report(frontier_table(plans, title=f"estimated {measured.method} against size"))
-        counts = ", ".join(f"{name} {count}" for name, count in plan.counts.items())
-        say(f"chosen: {plan.bits:.3f} bits per weight ({counts} modules), estimated {measured.method} {plan.loss:.4g}")
+        say(f"chosen: {self.label}; estimated {measured.method} {plan.loss:.4g}")
         whole = {name: getattr(plan, name) for name in ("bits", "size", "loss", "schemes")}
         whole |= {name: getattr(measured, name) for name in ("method", "tokens", "layers")}
         write_text(Path(config.output_dir, "plan.json"), as_json({**whole, "frontier": rows}))

@@ -7,7 +7,9 @@ loaded again. The last two are the same number, or something is wrong.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import seed_everything
 from typing_extensions import override
@@ -19,6 +21,7 @@ from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
 from lightning_obs.errors import CalibrationError
+from lightning_obs.numerics.histogram import Support
 
 #: a step of training in forward passes: one there, about two back
 PASSES_OF_A_STEP = 3
@@ -54,7 +57,7 @@ class Finetune(Calibrate):
         trainer.fit(module, datamodule=self.job.data)
         module.eval()
         trainer.validate(module, datamodule=self.job.data, verbose=False)
-        self.seconds_trained = time.perf_counter() - started
+        self.seconds_trained, self.steps = time.perf_counter() - started, trainer.global_step
         self.result = self.job.callback.result or self.result
 
     @override
@@ -80,6 +83,21 @@ class Finetune(Calibrate):
         of_a_step = PASSES_OF_A_STEP + (1 if self.config.task.callback.distill else 0)
         trained = (self.batches("train_batches") if steps < 0 else steps) * of_a_step
         return super().passes(needs_data) + trained + self.batches("batches") + 2 * self.measured
+
+    @override
+    def report(self, counts: Mapping[str, Support], parts: Mapping[str, Any]) -> None:
+        """Show the quality before training and after it, beside full precision, where no validation has logged any."""
+        curves = self.job.callback.curves
+        if not curves and self.full is not None and self.calibrated is not None and self.quantized is not None:
+            name, whole = self.full.name, self.full.value
+            tuned = {0: self.calibrated.value, self.steps: self.quantized.value}
+            curves = [{"step": step, name: whole, f"{name}_quantized": value} for step, value in tuned.items()]
+        super().report(counts, {**parts, "curves": curves})
+
+    @property
+    @override
+    def label(self) -> str:
+        return f"{super().label}, fine-tuned"
 
     @override
     def closing_lines(self) -> list[str]:

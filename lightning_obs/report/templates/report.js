@@ -1,7 +1,7 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const { layers, poor } = data;
+  const { layers, poor, lost } = data;
   const byName = new Map(layers.map((row) => [row.name, row]));
   const known = (value) => value !== undefined && value !== null && value !== "";
   const short = (v) => (!known(v) ? "not known" : Math.abs(v) >= 1e4 ? Math.round(v).toLocaleString("en") : String(Number(v.toPrecision(4))));
@@ -19,8 +19,8 @@
   const element = (name, attributes = {}, ...children) => filled(document.createElement(name), attributes, children);
   const drawn = (name, attributes = {}, ...children) =>
     filled(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
-  // a line may end behind a dot or an underscore
-  const breakable = (name) => name.split(/(?<=[._])/).flatMap((part) => [part, document.createElement("wbr")]);
+  // a line may end behind a dot, an underscore, a parenthesis or an equals sign
+  const breakable = (name) => name.split(/(?<=[._(=])/).flatMap((part) => [part, document.createElement("wbr")]);
 
   // ------------------------------------------------------------------ axes
   function ticks(low, high, count) {
@@ -55,8 +55,8 @@
     return { svg, X, Y, left, right, top, bottom };
   }
   const path = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
-  const around = (values, share = 0.08) => {
-    const low = Math.min(...values), high = Math.max(...values), more = (high - low || Math.abs(high) || 1) * share;
+  const around = (values, share = 0.08, least = 0) => { // `least`: span, as a share of the largest
+    const low = Math.min(...values), high = Math.max(...values), more = Math.max((high - low || Math.abs(high) || 1) * share, (high * least - high + low) / 2);
     return [low - more, high + more];
   };
   function dot(picture, x, y, shape, name, at = [7, -5]) {
@@ -107,19 +107,13 @@
   const called = (row) => (isStrip || !known(row.depth) ? row.name : `${row.depth} \u00b7 ${kindName(row.kind)}`);
 
   // ------------------------------------------------------------------ the map
-  const mixed = (stops, t) => {
-    const at = Math.min(stops.length - 2, Math.floor(t * (stops.length - 1))), part = t * (stops.length - 1) - at;
-    return [0, 1, 2].map((i) => Math.round(stops[at][i] + part * (stops[at + 1][i] - stops[at][i])));
-  };
-  const hex = (...texts) => texts.map((text) => [1, 3, 5].map((i) => parseInt(text.slice(i, i + 2), 16)));
-  const RAMPS = { // blue to orange: told apart by colour-blind people, and by how dark they are
-    worse: hex("#2f6ea5", "#7fb0d3", "#f1e9da", "#f0a15e", "#c2410c", "#7c2400"),
-    more: hex("#f6ede2", "#f0a15e", "#c2410c", "#7c2400"), large: hex("#e9f0f6", "#7fb0d3", "#2f6ea5", "#173a63"),
-  };
+  // mixed in oklab between two ends: always lighter or always darker, so that colour-blind people can tell values apart
+  const ramps = { more: ["--least", "--most"], large: ["--small", "--large"] };
+  const mixture = (ramp, share) => `color-mix(in oklab, var(${ramps[ramp][1]}) ${(100 * share).toFixed(0)}%, var(${ramps[ramp][0]}))`;
   const largest = (key) => Math.max(...layers.map((row) => row[key] ?? 0)) || 1;
   const modes = [
-    { key: "sqnr", title: "dB", ramp: "worse", at: (v) => 1 - v / 50, ends: ["50 dB", `${poor} dB is poor`, "0 dB"], text: (v) => `${v.toFixed(1)} dB`, cell: (v) => v.toFixed(0), worst: (v) => -v },
-    { key: "share", title: "share of the loss", ramp: "more", at: (v) => Math.sqrt(v / largest("share")), ends: ["0 %", "", `${short(largest("share"))} %`], text: (v) => `${v.toFixed(1)} % of the loss`, cell: (v) => (v < 0.5 ? "" : v.toFixed(0)) },
+    { key: "sqnr", title: "SQNR [dB]", ramp: "more", at: (v) => 1 - v / 40, ends: ["0 dB", `below ${poor} dB (mark): more than 3 % noise`, "40 dB"], mark: poor / 40, text: (v) => `${v.toFixed(1)} dB`, cell: (v) => v.toFixed(0), worst: (v) => -v },
+    { key: "share", title: `share of the ${lost}`, ramp: "more", at: (v) => Math.sqrt(v / largest("share")), ends: ["0 %", "", `${short(largest("share"))} %`], text: (v) => `${v.toFixed(1)} % of the ${lost}`, cell: (v) => (v < 0.5 ? "" : v.toFixed(0)) },
     { key: "sensitivity", title: "sensitivity", ramp: "more", at: (v) => Math.sqrt(Math.max(0, v) / largest("sensitivity")), ends: ["0", data.sensitivity_unit, short(largest("sensitivity"))], text: short, cell: () => "" },
     { key: "choice", title: "choice" },
     { key: "weight_width", title: "weight bits", text: (v) => `${v} bit weights` },
@@ -129,7 +123,8 @@
     { key: "clipped", title: "clipped", ramp: "more", at: (v) => Math.sqrt(v / largest("clipped")), ends: ["0 %", "", `${short(largest("clipped"))} %`], text: (v) => `${v.toFixed(2)} % clipped`, cell: (v) => (v < 0.05 ? "" : v.toFixed(1)) },
     { key: "after", title: "bytes", ramp: "large", at: (v) => v / largest("after"), ends: ["0", "", size(largest("after"))], text: size, cell: () => "" },
   ].filter(({ key }, i) => !i || layers.some((row) => known(row[key])));
-  let mode = modes.find(({ key }) => key === "choice") ?? modes[0], current = null;
+  const decided = data.scores.length ? `${data.scores[0].of}_observer` : "choice";
+  let mode = modes.find(({ key }) => key === decided) ?? modes[0], current = null;
 
   function cellOf(rows) {
     const worst = mode.worst ?? ((v) => (typeof v === "number" ? v : 0));
@@ -140,9 +135,9 @@
     const button = element("button", { "aria-label": `${row.name}: ${said}${others}`, title: `${row.name}: ${said}${others}`, tabindex: -1, "data-name": row.name });
     if (!known(value)) button.className = "unknown";
     else if (mode.ramp) {
-      const rgb = mixed(RAMPS[mode.ramp], Math.min(1, Math.max(0, mode.at(value))));
-      button.style.background = `rgb(${rgb.join()})`;
-      button.style.color = rgb[0] * 0.3 + rgb[1] * 0.59 + rgb[2] * 0.11 > 140 ? "#111" : "#fff";
+      const share = Math.min(1, Math.max(0, mode.at(value)));
+      button.style.background = mixture(mode.ramp, share);
+      button.style.color = `var(${share < 0.6 ? "--text" : "--back"})`;
       button.textContent = mode.cell(value);
     } else {
       button.style.background = colour(mode.values.indexOf(value));
@@ -177,8 +172,10 @@
     const tools = element("div", { class: "tools" }, element("h2", { style: "margin:0" }, isStrip ? "All layers" : "Layers by depth and kind"),
       element("div", { class: "switch", role: "group", "aria-label": "colour by" }, ...buttons));
     if (mode.ramp) {
-      const style = `background:linear-gradient(to right, ${RAMPS[mode.ramp].map((rgb) => `rgb(${rgb.join()})`).join()})`;
-      const ramp = element("span", {}, mode.ends[0], element("span", { class: "ramp", style }), mode.ends[2]);
+      const [low, high] = ramps[mode.ramp][mode.key === "sqnr" ? "toReversed" : "slice"]();
+      const bar = element("span", { class: "ramp", style: `background:linear-gradient(to right in oklab, var(${low}), var(${high}))` });
+      if (mode.mark) bar.append(element("i", { style: `left:${100 * mode.mark}%` }));
+      const ramp = element("span", {}, mode.ends[0], bar, mode.ends[2]);
       tools.append(element("span", { class: "legend" }, ramp, mode.ends[1]));
     } else tools.append(legend(mode.values.map(String)));
     const tables = [], others = isStrip ? [] : inOrder.filter((row) => !known(row.depth));
@@ -293,7 +290,7 @@
     const said = {
       scheme: row.scheme, choice: row.choice, "ranges found by": ["weight", "input"].filter((base) => row[`${base}_observer`]).map((base) => `${row[`${base}_observer`]} (${base})`).join(", "),
       size: known(row.after) && row.before ? `${size(row.before)} \u2192 ${size(row.after)}` : "",
-      "of the loss": known(row.share) ? `${row.share.toFixed(1)} %, of that ${(100 * row.by_input).toFixed(0)} % by its input` : "",
+      [`share of the ${lost}`]: known(row.share) ? `${row.share.toFixed(1)} %, of that ${(100 * row.by_input).toFixed(0)} % by its input` : "",
       "read first by": (row.feeds ?? []).join(", "), "shares its scheme with": fused.join(", "),
     };
     for (const [title, text] of Object.entries(said))
@@ -309,26 +306,27 @@
     return two;
   }
   // ------------------------------------------------------------------ pictures of the run
-  function whereTheLossSits() {
+  function whereItLoses() {
     const ordered = layers.filter((row) => row.share > 0).sort((a, b) => b.share - a.share);
     if (ordered.length < 2) return;
     let sum = 0;
     const curve = [[0, 0], ...ordered.map((row, i) => [i + 1, Math.min(100, (sum += row.share))])];
     const many = curve.find(([, share]) => share >= 80)?.[0] ?? ordered.length;
-    const said = `${many} of ${layers.length} layers hold 80 % of the loss`;
-    figure("Where the loss sits", (width) => {
-      const picture = plot(width, 230, said, { x: [0, ordered.length], y: [0, 100], xlabel: "layers, worst first", ylabel: "share of the loss [%]" });
+    const said = `${many} of ${layers.length} layers hold 80 % of the ${lost}`;
+    figure(`Where the ${lost} sits`, (width) => {
+      const picture = plot(width, 230, said, { x: [0, ordered.length], y: [0, 100], xlabel: "layers, worst first", ylabel: `share of the ${lost} [%]` });
       picture.svg.append(drawn("path", { d: path(curve.map(([x, y]) => [picture.X(x), picture.Y(y)])), class: "curve" }));
       picture.svg.append(drawn("line", { x1: picture.X(many), x2: picture.X(many), y1: picture.Y(0), y2: picture.Y(80), class: "limit" }));
       const end = many > ordered.length * 0.6;
       picture.svg.append(drawn("text", { x: picture.X(many) + (end ? -6 : 6), y: picture.Y(40), "text-anchor": end ? "end" : "start", class: "strong" }, `${many} layers: 80 %`));
       return picture.svg;
     });
-    const part = (row, i, share, base) => bar((row.share * share) / ordered[0].share, i, `${base}: ${(row.share * share).toFixed(2)} % of the loss`);
+    const part = (row, i, share, base) => bar((row.share * share) / ordered[0].share, i, `${base}: ${(row.share * share).toFixed(2)} % of the ${lost}`);
     const lines = ordered.slice(0, 10).map((row) => element("tr", {}, element("th", { scope: "row" }, element("button", { title: row.name, "data-name": row.name }, called(row))),
       element("td", { class: "track" }, part(row, 0, 1 - row.by_input, "weight"), part(row, 1, row.by_input, "input")),
       element("td", {}, `${row.share.toFixed(1)} %`)));
-    const table = element("table", { class: "bars", "aria-label": "the worst layers: share of the loss by weight and by input" }, element("tbody", {}, ...lines));
+    const head = element("thead", {}, element("tr", {}, ...["layer", "", `share of the ${lost}`].map((title) => element("th", { scope: "col" }, title))));
+    const table = element("table", { class: "bars", "aria-label": `the worst layers: share of the ${lost} by weight and by input` }, head, element("tbody", {}, ...lines));
     figure("The worst layers: is it the weight or the input?", () => [legend(["weight", "input"]), table]);
   }
   function frontier() {
@@ -341,10 +339,10 @@
     const note = [chosen ? `Chosen: ${short(chosen.bits_per_weight)} bits per weight, an estimated loss of ${short(chosen.loss)}.` : "",
       measured ? `Measured of it (ring): ${short(measured.loss)}.` : "",
       full ? `Full precision: ${short(full.bits_per_weight)} bits per weight, loss ${short(full.loss)}.` : ""].filter(Boolean).join(" ");
-    figure("Loss against size", (width) => {
+    figure("Estimated loss against size", (width) => {
       const picture = plot(width, 300, "estimated loss against bits per weight", {
         x: around(points.map((point) => point.bits_per_weight)), y: log ? [low / 1.5, high * 1.5] : around(losses),
-        log, xlabel: "bits per weight", ylabel: `loss${unit}`,
+        log, xlabel: "bits per weight", ylabel: `estimated loss${unit}`,
       });
       let best = Infinity;
       const front = points.filter((point) => point.mark !== "measured").sort((a, b) => a.bits_per_weight - b.bits_per_weight || a.loss - b.loss)
@@ -367,7 +365,7 @@
     const lines = data.scores.map((score) =>
       element("tr", {}, element("th", { scope: "row" }, `${score.of}: `, ...breakable(score.observer)),
         element("td", { class: "track" }, bar(score.loss / (most || 1), score.loss === best[score.of] ? 1 : 0)), element("td", {}, short(score.loss)), element("td", {}, String(score.tensors))));
-    const head = element("thead", {}, element("tr", {}, ...["observer", "", "loss", "chosen for"].map((title) => element("th", { scope: "col" }, title))));
+    const head = element("thead", {}, element("tr", {}, ...["observer", "", "estimated loss", "chosen for"].map((title) => element("th", { scope: "col" }, title))));
     figure("What each observer would lose", () => element("table", { class: "bars" }, head, element("tbody", {}, ...lines)),
       "Estimated over all layers, on batches that were not observed; chosen by tensor: the best for each. The least loss is orange.");
   }
@@ -404,15 +402,20 @@
     lines("Drift of the scales: those that moved most", steps, whole.slice(0, 6), "|log2(scale / first)|");
   }
   function comparison() {
-    const judged = data.runs.map(({ size, quality: [metric, , after] }, i) => ({ size, metric, after, number: i + 1 }))
+    const judged = data.runs.map(({ size, quality: [metric, before, after] }, i) => ({ size, metric, before, after, number: i + 1 }))
       .filter((run) => run.metric && known(run.after));
     for (const name of new Set(judged.map((run) => run.metric))) {
       const runs = judged.filter((run) => run.metric === name), sized = runs.filter((run) => run.size);
+      const befores = [...new Set(runs.map((run) => run.before))], full = befores.length === 1 && known(befores[0]) ? befores : [];
       const mib = (run) => run.size / 2 ** 20, rest = runs.filter((run) => !run.size);
       figure(`Runs: ${name} against size`, (width) => {
-        const x = sized.length ? around(sized.map(mib), 0.15) : [0, 1], picture = plot(width, 280, `${name} of ${runs.length} runs against size`, {
-          x, y: around(runs.map((run) => run.after), 0.15), xlabel: sized.length ? "size [MiB]" : "no run knows its size", ylabel: name,
+        const x = sized.length ? around(sized.map(mib), 0.15, 0.2) : [0, 1], picture = plot(width, 280, `${name} of ${runs.length} runs against size`, {
+          x, y: around([...runs.map((run) => run.after), ...full], 0.15), xlabel: sized.length ? "size [MiB]" : "no run knows its size", ylabel: name,
         });
+        for (const value of full) {
+          picture.svg.append(drawn("line", { x1: picture.left, x2: picture.right, y1: picture.Y(value), y2: picture.Y(value), class: "limit" }));
+          picture.svg.append(drawn("text", { x: picture.left + 4, y: picture.Y(value) - 5 }, `full precision ${short(value)}`));
+        }
         for (const run of sized) dot(picture, mib(run), run.after, "mark", String(run.number));
         for (const run of rest) dot(picture, x[0], run.after, "ring", String(run.number));
         return picture.svg;
@@ -420,7 +423,7 @@
     }
   }
   if (layers.length) drawings.push(drawMap);
-  whereTheLossSits(); frontier(); observers(); bytes(); overTime(); comparison();
+  frontier(); observers(); whereItLoses(); bytes(); overTime(); comparison();
   let waiting = 0;
   const redraw = () => drawings.forEach((draw) => draw());
   redraw();
