@@ -48,8 +48,10 @@ def main() -> int:
                 browser.run("document.getElementById('map').scrollIntoView()")
             file = options.out / f"{name}.png"
             browser.picture(file)
-            with Image.open(file) as whole:
-                few = whole.convert("RGB").quantize(64)
+            with Image.open(file) as whole:  # no colour of the map moves by more than 6 of 255
+                few = whole.convert("RGB").quantize(
+                    256, method=Image.Quantize.MAXCOVERAGE, kmeans=10, dither=Image.Dither.NONE
+                )
             few.save(file, optimize=True)
             print(file, f"{file.stat().st_size / 1000:.0f} kB")
     return 0

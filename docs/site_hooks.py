@@ -1,13 +1,14 @@
-"""What the site needs beyond its pages: links that leave ``docs/``, roles in docstrings, options in signatures.
+"""What the site needs beyond its pages: links that leave ``docs/``, roles in docstrings, options spelled out.
 
 On GitHub a page links to the repository's files (``../examples/03_own_module.py``). The site has them as pages of their
 own, so that it is whole wherever it lies. Docstrings name other objects as Sphinx's roles do; here they become links
-into the reference, where it has the object. Signatures show the options that ``**options`` takes.
+into the reference, where it has the object. Where ``**options`` stand, signatures show each option, and docstrings have
+what the class that declares it says of it.
 """
 
 import re
 from importlib import import_module
-from inspect import signature
+from inspect import getdoc, signature
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from lightning_obs import CalibrationOptions
+
 OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)\)")
+#: an entry of a docstring's sections: its name, and its text, whose further lines stand deeper
+ENTRY = re.compile(r"^    (\*{0,2}\w+): .*(?:\n {5,}.*)*", re.MULTILINE)
 ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):<code>~?([\w.]+)</code>")
 
 
@@ -47,8 +52,8 @@ def _reference(role: re.Match[str]) -> str:
     return f'<autoref optional identifier="{path}"><code>{path.rsplit(".", 1)[-1]}</code></autoref>'
 
 
-class OptionsInSignatures(griffe.Extension):
-    """Put the options, with their defaults, where the source has ``**options: Unpack[...]``."""
+class OptionsSpelledOut(griffe.Extension):
+    """Put the options, their defaults and their texts, where the source has ``**options: Unpack[...]``."""
 
     def on_function(self, *, func: griffe.Function, **kwargs: Any) -> None:
         """Take them from the function itself, in whose signature ``takes_keywords_of`` has put them."""
@@ -68,3 +73,17 @@ class OptionsInSignatures(griffe.Extension):
                 annotation=types[name].__forward_arg__,
                 default=repr(option.default),
             )
+        described = func.parent if func.name == "__init__" else func
+        if described.docstring is not None:
+            text = described.docstring.value
+            entries = [entry[0] for entry in ENTRY.finditer(text) if entry[1] == "**options"]
+            for entry in entries:
+                owner = getattr(import_module(func.module.path), described.name)
+                added = [_texts(owner)[name] for name in options]
+                described.docstring.value = text.replace(entry, "\n".join([entry, *added]))
+
+
+def _texts(owner: Any) -> dict[str, str]:
+    """What a class, its bases and the options of a calibration say of their arguments, by name."""
+    documented = [CalibrationOptions, *reversed(getattr(owner, "__mro__", ()))]
+    return {entry[1]: entry[0] for each in documented for entry in ENTRY.finditer(getdoc(each) or "")}

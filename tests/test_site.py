@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import griffe
 import pytest
 
 import lightning_obs
@@ -25,6 +26,30 @@ def test_every_name_that_the_docs_import_is_in_the_reference():
     assert len(names) > 10
     known = {name.rsplit(".", 1)[-1] for name in REFERENCE}
     assert {name for _, name in names} <= known
+
+
+def test_every_option_has_its_text_wherever_it_is_taken():
+    hooks = griffe.load_extensions(str(ROOT / "docs" / "site_hooks.py"))
+    package = griffe.load("lightning_obs", search_paths=[ROOT], extensions=hooks, docstring_parser="google")
+    told = {}
+    for path in REFERENCE:
+        found = package[path.removeprefix("lightning_obs.")]
+        function = found.members.get("__init__") if found.is_class else found
+        if (
+            function is not None
+            and function.is_function
+            and "on_missing" in [each.name for each in function.parameters]
+        ):
+            sections = found.docstring.parse(warnings=False, warn_unknown_params=False, warn_missing_types=False)
+            texts = {
+                each.name: each.description
+                for part in sections
+                if part.kind.value == "parameters"
+                for each in part.value
+            }
+            told[path] = {each.name for each in function.parameters if not texts.get(each.name)} - {"self", "scheme"}
+    assert len(told) > 7
+    assert {path: lacking for path, lacking in told.items() if lacking} == {}
 
 
 @pytest.mark.slow

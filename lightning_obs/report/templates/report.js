@@ -318,7 +318,7 @@
       picture.svg.append(drawn("path", { d: path(curve.map(([x, y]) => [picture.X(x), picture.Y(y)])), class: "curve" }));
       picture.svg.append(drawn("line", { x1: picture.X(many), x2: picture.X(many), y1: picture.Y(0), y2: picture.Y(80), class: "limit" }));
       const end = many > ordered.length * 0.6;
-      picture.svg.append(drawn("text", { x: picture.X(many) + (end ? -6 : 6), y: picture.Y(40), "text-anchor": end ? "end" : "start", class: "strong" }, `${many} layers: 80 %`));
+      picture.svg.append(drawn("text", { x: picture.X(many) + (end ? -6 : 6), y: picture.Y(40), "text-anchor": end ? "end" : "start", class: "strong" }, `the worst ${many}: 80 %`));
       return picture.svg;
     });
     const part = (row, i, share, base) => bar((row.share * share) / ordered[0].share, i, `${base}: ${(row.share * share).toFixed(2)} % of the ${lost}`);
