@@ -31,6 +31,7 @@ from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.checkpoint.load import load_checkpoint
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
+from lightning_obs.files.tensors import deal_to_files
 from lightning_obs.files.write import require_free
 from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.model.kinds import is_transformers_model
@@ -147,6 +148,7 @@ def make_job(config: DictConfig, callback: SessionCallback) -> Job:
     folder = Path(config.export.folder) if config.export.folder else None
     if folder is not None:
         require_free(folder, config.export.overwrite)
+        deal_to_files({}, config.export.max_shard_size)
     check_data(config)
     module = load_module(config)
     data = make_data(config, module)

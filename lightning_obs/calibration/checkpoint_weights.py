@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Container, Iterator, Set
+from collections.abc import Collection, Container, Iterator, Set
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
@@ -21,7 +21,7 @@ from dataclasses import replace
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,16 +36,13 @@ from lightning_obs.checkpoint.export import write_quantization_config
 from lightning_obs.checkpoint.load import any_qparams
 from lightning_obs.checkpoint.source import CheckpointSource
 from lightning_obs.errors import CalibrationError, refuse, warn
-from lightning_obs.files.tensors import TensorWriter
-from lightning_obs.files.write import CONTENTS_FILE, require_free, require_room, whole_folder
+from lightning_obs.files.tensors import Progress, Tally, TensorWriter
+from lightning_obs.files.write import CONTENTS_FILE, require_room, whole_folder
 from lightning_obs.model.qparams import clear_qparams, scheme_args, write_qparams
 from lightning_obs.moe.experts import linear_experts
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.ranks.sync import partition
 from lightning_obs.schemes.config import SchemeLike, config_groups, make_observer
-
-#: called with the name of the module or tensor that was written, the bytes so far, and those in all
-Progress: TypeAlias = Callable[[str, int, int], None]
 
 #: files that hold weights; only safetensors files are read
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -96,10 +93,11 @@ def quantize_checkpoint(
     _require_no_data(chosen)
     with ExitStack() as opened, ExitStack() as stack:
         with on_all_ranks(ranks):
-            if ranks.rank == 0:
-                require_free(out, overwrite)
+            begun = stack.enter_context(whole_folder(out, overwrite)) if ranks.rank == 0 else None
             job = opened.enter_context(Streaming.of(folder, chosen, progress))
-            begun = stack.enter_context(job.begun(out, overwrite, max_shard_size)) if ranks.rank == 0 else None
+            if begun is not None:
+                require_room(begun, job.tally.total)
+                job.write_others(begun, job.layout.keys())
         partial = ranks.gather_object(begun)[0]
         with on_all_ranks(ranks):
             if isinstance(workers, int) and workers > 1:
@@ -107,8 +105,8 @@ def quantize_checkpoint(
             else:
                 job.run(partial, max_shard_size, ranks)
         with on_all_ranks(ranks):
-            if (done := sum(ranks.gather_object(job.done))) != job.total:
-                raise CalibrationError("tensors were not written", got=f"{done:,} bytes", expected=f"{job.total:,}")
+            if (done := sum(ranks.gather_object(job.tally.done))) != (total := job.tally.total):
+                raise CalibrationError("tensors were not written", got=f"{done:,} bytes", expected=f"{total:,}")
             stack.close()  # the folder takes its name
     return result_of(job.session, seconds=time.perf_counter() - started)
 
@@ -137,11 +135,11 @@ class Streaming:
         taken: names of the modules that are stored otherwise than in the source: planned ones, and experts beside them.
         copied: what is stored as it is: by its name in the source its new name, and that of the model's tensor.
         unknown: names, in both, of what the model does not know.
-        layout: a meta tensor of each stored tensor, by its name in the new files.
+        layout: a meta tensor of each stored tensor, by its name in the new files; ``tally`` counts their bytes.
     """
 
     def __init__(self, source: CheckpointSource, session: CalibrationSession, progress: Progress | None) -> None:
-        self.source, self.session, self._progress = source, session, progress or (lambda *_: None)
+        self.source, self.session = source, session
         self.write_any_qparams()  # with them the model is laid out as it will be stored
         planned = {target.name for target in session.plan.targets}
         # The experts of a stack that is not copied as it is are stored one by one, like those that are quantized.
@@ -162,8 +160,7 @@ class Streaming:
         stored = stored_layout(source.model)
         self.layout = {self.stored_name(n): x for n, x in stored.items() if n.rpartition(".")[0] in names}
         self.layout |= {stored_as: source.reader.meta(name) for name, (stored_as, _) in self.copied.items()}
-        #: bytes of the new files, and those that were written
-        self.total, self.done = sum(tensor.nbytes for tensor in self.layout.values()), 0
+        self.tally = Tally(sum(tensor.nbytes for tensor in self.layout.values()), progress)
 
     @classmethod
     @contextmanager
@@ -174,15 +171,6 @@ class Streaming:
         source = CheckpointSource(folder)
         with closing(source.reader), torch.inference_mode(False), torch.no_grad():
             yield cls(source, CalibrationSession(source.model, options), progress)
-
-    @contextmanager
-    def begun(self, out: Path, overwrite: bool, max_shard_size: int | str) -> Iterator[Path]:
-        """A folder with everything but the weights, whose files are begun; it is ``out`` after the ``with`` block."""
-        with whole_folder(out, overwrite) as partial:
-            require_room(partial, self.total)
-            self.write_others(partial, self.layout.keys())
-            TensorWriter(partial, self.layout, max_shard_size).close()
-            yield partial
 
     def write_any_qparams(self, skipped: Container[str] = ()) -> None:
         """Give all planned modules, but those that are left in full precision, qparams as they will have them."""
@@ -205,17 +193,19 @@ class Streaming:
         return f"{stored.removesuffix(beside.removeprefix(f'{module}.'))}{key}"
 
     def run(self, partial: Path, max_shard_size: int | str, ranks: Collectives) -> None:
-        """Write this rank's share of all items to files that are begun."""
-        sizes = [sum(self.source.meta(f"{name}.weight").numel() for name in names) for names in self.units()]
+        """Write this rank's share of all items."""
+        units = [item for item in self.items() if not isinstance(item, str)]
+        sizes = [sum(self.source.meta(f"{name}.weight").numel() for name in names) for names in units]
         owners = partition(sizes, ranks.size) + [number % ranks.size for number in range(len(self.copied))]
-        with closing(TensorWriter(partial, self.layout, max_shard_size, are_begun=True)) as writer:
+        with closing(TensorWriter(partial, self.layout, max_shard_size, tally=self.tally)) as writer:
             for item, owner in zip(self.items(), owners, strict=True):
                 if owner == ranks.rank:
                     self.write(writer, item)
 
     def items(self) -> list[list[str] | str]:
-        """What is written at once: units, and the names of tensors that are copied."""
-        return [*self.units(), *self.copied]
+        """What is written at once: modules that are observed together, and the names of tensors that are copied."""
+        group_of = {name: group for group in self.session.plan.fused for name in group}
+        return [*map(list, dict.fromkeys(tuple(group_of.get(name, [name])) for name in self.taken)), *self.copied]
 
     def write(self, writer: TensorWriter, item: list[str] | str) -> None:
         """Observe and compress modules, or copy a tensor."""
@@ -234,28 +224,15 @@ class Streaming:
         """Write the entries of a module that is taken, and loaded."""
         for key, rows, first in module_entries(self.source.model.get_submodule(name)):
             writer.write(self.stored_name(f"{name}.{key}"), rows, first)
-            self.done += rows.nbytes
-        self.say(name)
 
     def copy(self, writer: TensorWriter, name: str) -> None:
         """Write what is copied: from memory if it is loaded as the files hold it, else from file to file."""
         stored, known_as = self.copied[name]
         value, layout = self.source.meta(known_as) if known_as else None, self.layout[stored]
         if value is None or value.is_meta or (value.dtype, value.shape) != (layout.dtype, layout.shape):
-            self.done += writer.copy(stored, self.source.reader, name)
+            writer.copy(stored, self.source.reader, name)
         else:
             writer.write(stored, value)
-            self.done += value.nbytes
-        self.say(stored)
-
-    def say(self, name: str) -> None:
-        """Report what was written."""
-        self._progress(name, self.done, self.total)
-
-    def units(self) -> list[list[str]]:
-        """Modules that are observed together: fused sets, and single ones."""
-        group_of = {name: group for group in self.session.plan.fused for name in group}
-        return [list(unit) for unit in dict.fromkeys(tuple(group_of.get(name, [name])) for name in self.taken)]
 
 
 #: the job of this process, which :func:`_run_in_processes` has started, and its files
@@ -269,9 +246,7 @@ def _run_in_processes(job: Streaming, setup: tuple[Any, ...], workers: int) -> N
     with ProcessPoolExecutor(workers, get_context("spawn"), _begin_here, (*setup, threads, modules)) as pool:
         try:
             for done in as_completed([pool.submit(_write_here, item) for item in job.items()]):
-                name, size = done.result()
-                job.done += size
-                job.say(name)
+                job.tally.add(*done.result())
         except BrokenProcessPool as error:
             raise CalibrationError(
                 "a worker ended before its work was done",
@@ -291,15 +266,15 @@ def _begin_here(
         import_module(module)
     opened = ExitStack()
     job = opened.enter_context(Streaming.of(folder, options))
-    _job_here.append((job, TensorWriter(partial, job.layout, size, are_begun=True)))
+    _job_here.append((job, TensorWriter(partial, job.layout, size, tally=job.tally)))
     atexit.register(opened.close)
 
 
 def _write_here(item: list[str] | str) -> tuple[str, int]:
     job, writer = _job_here[0]
-    before = job.done
+    before = job.tally.done
     job.write(writer, item)
-    return item if isinstance(item, str) else item[-1], job.done - before
+    return item if isinstance(item, str) else item[-1], job.tally.done - before
 
 
 def part_of(session: CalibrationSession, names: Collection[str]) -> CalibrationSession:

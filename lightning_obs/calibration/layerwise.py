@@ -19,7 +19,7 @@ import torch
 from typing_extensions import Unpack
 
 from lightning_obs.calibration.blocks import Relay, find_blocks
-from lightning_obs.calibration.checkpoint_weights import Progress, Streaming, forget, part_of
+from lightning_obs.calibration.checkpoint_weights import Streaming, forget, part_of
 from lightning_obs.calibration.finalize import result_of
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.result import CalibrationResult
@@ -28,7 +28,7 @@ from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.compress import stored_layout
 from lightning_obs.checkpoint.source import CheckpointSource
 from lightning_obs.errors import CalibrationError
-from lightning_obs.files.tensors import TensorWriter, give_back_freed, write_index
+from lightning_obs.files.tensors import Progress, TensorWriter, give_back_freed, write_index
 from lightning_obs.files.unfinished import Unfinished
 from lightning_obs.files.write import require_room, whole_folder
 from lightning_obs.forward.quantized_forward import quantized, weights_kept
@@ -158,8 +158,8 @@ class _LayerByLayer:
         stats = [((stat := (source.folder / name).stat()).st_size, stat.st_mtime_ns) for name in source.reader.files]
         #: a checksum of all that decides what is written
         self._asked = state_checksum([source.reader.files, stats, asked, here, batches])
-        #: the file of each tensor that is written, and their bytes
-        self._files, self._size = dict[str, str](), 0
+        #: the file of each tensor that is written
+        self._files = dict[str, str]()
         self.result = result_of(session, batches=len(batches) if session.needs_data else 0)
 
     def go_on_after(self, step: int) -> None:
@@ -172,8 +172,7 @@ class _LayerByLayer:
                 remedy="delete it to begin anew, or choose another folder.",
             )
         self._first, self._relay.outputs = step, state["outputs"]
-        self._files, self._size = state["files"], state["size"]
-        self._streaming.done = self._size
+        self._files, self._streaming.tally.done = state["files"], state["size"]
         vars(self.result).update(state["result"])
 
     def run(self, stack: ExitStack) -> None:
@@ -234,8 +233,8 @@ class _LayerByLayer:
             self._write(index, here)
             if is_block:
                 facts = {name: vars(self.result)[name] for name in (*_ADDED, "measurements")}
-                state = {"asked": self._asked, "files": self._files, "size": self._size, "result": facts}
-                self.unfinished.save(index + 1, {**state, "outputs": self._relay.outputs})
+                state = {"asked": self._asked, "files": self._files, "result": facts, "outputs": self._relay.outputs}
+                self.unfinished.save(index + 1, {**state, "size": self._streaming.tally.done})
         forget(part)
 
     def _write(self, index: int, modules: set[str]) -> None:
@@ -250,13 +249,13 @@ class _LayerByLayer:
                 if "." not in key:
                     layout[streaming.stored_name(f"{name}.{key}")] = meta
         self._files |= dict.fromkeys(layout, file)
-        self._size += sum(meta.nbytes for meta in layout.values())
         if self.unfinished.rank != 0:
             return
         path = self.unfinished.folder / file
         path.unlink(missing_ok=True)  # of a run that was killed
-        require_room(self.unfinished.folder, streaming.total - self._size)
-        with closing(TensorWriter(self.unfinished.folder, layout, sys.maxsize, file)) as writer:
+        tally = streaming.tally
+        require_room(self.unfinished.folder, tally.total - tally.done)
+        with closing(TensorWriter(self.unfinished.folder, layout, sys.maxsize, file, tally=tally)) as writer:
             for name in taken:
                 streaming.write_module(writer, name)
             for name in copied:
@@ -269,6 +268,6 @@ class _LayerByLayer:
         """Put together the checkpoint."""
         for file in sorted(set(self._files.values())):
             os.link(self.unfinished.folder / file, partial / file)
-        write_index(partial, self._files, self._size)
+        write_index(partial, self._files, self._streaming.tally.done)
         self._streaming.write_any_qparams(self.result.skipped)
         self._streaming.write_others(partial, self._files.keys())

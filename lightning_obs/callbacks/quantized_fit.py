@@ -92,7 +92,7 @@ class QuantizedFit(SessionCallback):
         self._validated = 0
 
     @override
-    def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False) -> Path:
+    def export(self, folder: str | os.PathLike[str], **options: Any) -> Path:
         """Write what the last validation saw, see :meth:`CalibrationCallback.export`.
 
         Raises:
@@ -101,7 +101,7 @@ class QuantizedFit(SessionCallback):
         """
         if self._training is not None and self._training.is_quantized and not self._training.has_all_ranges:
             raise CalibrationError("activations were not calibrated yet", remedy="train or validate for longer.")
-        return super().export(folder, tokenizer=tokenizer, overwrite=overwrite)
+        return super().export(folder, **options)
 
     # ------------------------------------------------------------------ the model in training
 

@@ -70,7 +70,7 @@ class Results(Callback):
         """What the last calibration did; None before it."""
         return self.session.result if self.session is not None else None
 
-    def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False) -> Path:
+    def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, **options: Any) -> Path:
         """Write the calibrated module as a compressed-tensors checkpoint (:func:`~lightning_obs.export_checkpoint`).
 
         The checkpoint has this callback's scheme, even if another callback has calibrated the same model since.
@@ -82,7 +82,7 @@ class Results(Callback):
         Args:
             folder: written whole or not at all.
             tokenizer: saved beside it; default: the LightningModule's ``tokenizer`` or ``processor``, if it has one.
-            overwrite: replace the checkpoint in ``folder``. What no export wrote is never deleted.
+            **options: ``overwrite``, ``max_shard_size``, ``progress`` of :func:`~lightning_obs.export_checkpoint`.
 
         Raises:
             CalibrationError: no validation has calibrated the model yet; ``folder`` cannot be written or is taken.
@@ -94,7 +94,7 @@ class Results(Callback):
         found = (getattr(self._owner, name, None) for name in ("tokenizer", "processor"))
         own = next((one for one in found if hasattr(one, "save_pretrained")), None)
         with session.in_force():
-            return export_checkpoint(session.model, folder, tokenizer=tokenizer or own, overwrite=overwrite)
+            return export_checkpoint(session.model, folder, tokenizer=tokenizer or own, **options)
 
     def layer_errors(
         self,

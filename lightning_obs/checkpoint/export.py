@@ -25,7 +25,7 @@ from torch import nn
 from lightning_obs.checkpoint.compress import StoredTensors, store
 from lightning_obs.engines.engine import ENGINES
 from lightning_obs.errors import refuse, warn
-from lightning_obs.files.tensors import TensorWriter
+from lightning_obs.files.tensors import Progress, Tally, TensorWriter
 from lightning_obs.files.write import require_room, whole_folder
 from lightning_obs.forward.attention import marked_as_hooked
 from lightning_obs.model.checksums import require_ready
@@ -50,6 +50,7 @@ def export_checkpoint(
     tokenizer: Any = None,
     overwrite: bool = False,
     max_shard_size: int | str = "50GB",
+    progress: Progress | None = None,
 ) -> Path:
     """Write a calibrated model to ``folder`` in compressed-tensors' format.
 
@@ -60,6 +61,7 @@ def export_checkpoint(
         tokenizer: saved beside the model (anything with ``save_pretrained``).
         overwrite: replace the checkpoint in ``folder``. What no export wrote is never deleted.
         max_shard_size: bytes of one file of weights, or ``"5GB"``, as in transformers.
+        progress: called with the name of what was written, the bytes written so far, and those in all.
 
     Weights are compressed and written a block of rows at a time, so it takes some tens of MB beside the model. Adapters
     of LoRA are merged into what is written, one layer at a time; the model keeps them.
@@ -79,11 +81,13 @@ def export_checkpoint(
     register_fsdp_units(model)
     model = unwrapped(model)
     with without_wrappers(model):
-        return _export(model, Path(folder), tokenizer, overwrite, max_shard_size)
+        return _export(model, Path(folder), tokenizer, overwrite, max_shard_size, progress)
 
 
 @at_rest()
-def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool, max_shard_size: int | str) -> Path:
+def _export(
+    model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool, size: int | str, progress: Progress | None
+) -> Path:
     refuse(
         [n for n, m in calibrated_modules(model) if "weight" in vars(m)],  # a plain attribute, not a parameter
         "the weight is computed from others (pruning, weight_norm) and cannot be stored",
@@ -98,19 +102,21 @@ def _export(model: nn.Module, folder: Path, tokenizer: Any, overwrite: bool, max
     require_ready(model, merged_for="a checkpoint of sharded weights" if sharded else None)
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
         stack.enter_context(without_adapters(model))
-        partial, ranks = None, Collectives.of_group() if sharded else None
+        partial, writer, ranks = None, None, Collectives.of_group() if sharded else None
         with on_all_ranks(ranks) if ranks else nullcontext():
             _refuse_misfits(model)
             stored = StoredTensors(model)
             if ranks is None or ranks.rank == 0:
                 partial = stack.enter_context(whole_folder(folder, overwrite))
+                if is_transformers_model(model):  # before the tensors, whose files it would delete
+                    _save_without_tensors(model, partial)
                 if ranks is None:
                     _warn_if_not_smaller(model, stored.entries)
-                require_room(partial, sum(value.nbytes for value in stored.files.values()))
-        _write_tensors(model, partial, stored, ranks, max_shard_size)
+                tally = Tally(sum(value.nbytes for value in stored.files.values()), progress)
+                require_room(partial, tally.total)
+                writer = stack.enter_context(closing(TensorWriter(partial, stored.files, size, tally=tally)))
+        _write(model, writer, stored, ranks)
         if partial is not None:
-            if is_transformers_model(model):
-                _save_without_tensors(model, partial)
             write_quantization_config(model, partial, stored.files.keys())
             if tokenizer is not None:
                 tokenizer.save_pretrained(str(partial))
@@ -146,31 +152,26 @@ def _warn_if_not_smaller(model: nn.Module, entries: Mapping[str, torch.Tensor]) 
 # ---------------------------------------------------------------------- tensors and config
 
 
-def _write_tensors(
-    model: nn.Module, partial: Path | None, stored: StoredTensors, ranks: Collectives | None, max_shard_size: int | str
-) -> None:
-    """Write every tensor, on rank 0; every rank must call this. An error on one rank is raised on all."""
-    if partial is None:
-        failure = store(model, stored.entries, None)
-    else:
-        with closing(TensorWriter(partial, stored.files, max_shard_size)) as writer:
-            small: list[tuple[str, torch.Tensor, int]] = []  # on an accelerator: they come in one transfer
+def _write(model: nn.Module, writer: TensorWriter | None, stored: StoredTensors, ranks: Collectives | None) -> None:
+    """Write every tensor, on the rank with a writer; every rank must call this. An error on one is raised on all."""
+    small: list[tuple[str, torch.Tensor, int]] = []  # on an accelerator: they come in one transfer
 
-            def put(name: str, rows: torch.Tensor, first: int) -> None:
-                if rows.device.type != "cpu" and rows.numel() <= _SMALL and ranks is None:
-                    small.append((name, rows, first))
-                else:
-                    stored.put(writer, name, rows, first, copy=ranks is not None)
+    def put(name: str, rows: torch.Tensor, first: int) -> None:
+        assert writer is not None
+        if rows.device.type != "cpu" and rows.numel() <= _SMALL and ranks is None:
+            small.append((name, rows, first))
+        else:
+            stored.put(writer, name, rows, first, copy=ranks is not None)
 
-            failure = store(model, stored.entries, put)
-            if failure is None:
-                on_host = to_host([rows for _, rows, _ in small]) if small else []
-                for (name, _, first), rows in zip(small, on_host, strict=True):
-                    stored.put(writer, name, rows, first, copy=False)
-                stored.finish(writer)
+    failure = store(model, stored.entries, None if writer is None else put)
     with on_all_ranks(ranks) if ranks else nullcontext():
         if failure is not None:
             raise failure
+        if writer is not None:
+            on_host = to_host([rows for _, rows, _ in small]) if small else []
+            for (name, _, first), rows in zip(small, on_host, strict=True):
+                stored.put(writer, name, rows, first, copy=False)
+            stored.finish(writer)
 
 
 def write_quantization_config(

@@ -14,11 +14,11 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -26,6 +26,9 @@ from safetensors.torch import _TYPES
 
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
+
+#: called with the name of the tensor that was written, or rows of it, the bytes so far, and those in all
+Progress: TypeAlias = Callable[[str, int, int], None]
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
@@ -67,6 +70,21 @@ class _Tensors:
         self._files = []
 
 
+@dataclass
+class Tally:
+    """The bytes of tensors that were written, of ``total``, and who is told of them."""
+
+    total: int
+    progress: Progress | None = None
+    done: int = 0
+
+    def add(self, name: str, size: int) -> None:
+        """Count what was written."""
+        self.done += size
+        if self.progress is not None:
+            self.progress(name, self.done, self.total)
+
+
 class TensorWriter(_Tensors):
     """The weight files of a checkpoint, in ``folder``: headers, and an index where there are several files.
 
@@ -74,7 +92,7 @@ class TensorWriter(_Tensors):
         layout: a meta tensor for each name, in the order in which they are dealt to files.
         max_shard_size: bytes of one file, or ``"5GB"``; a larger tensor has a file of its own.
         file: the name of the file, where there is one.
-        are_begun: another process has written headers and index.
+        tally: counts what is written, here and elsewhere.
     """
 
     def __init__(
@@ -83,43 +101,35 @@ class TensorWriter(_Tensors):
         layout: Mapping[str, torch.Tensor],
         max_shard_size: int | str,
         file: str = WEIGHTS_FILE,
-        are_begun: bool = False,
+        tally: Tally | None = None,
     ) -> None:
-        pattern = file.replace(".safetensors", "{suffix}.safetensors")
-        try:
-            split = split_torch_state_dict_into_shards(
-                dict(layout), filename_pattern=pattern, max_shard_size=max_shard_size
-            )
-        except (ValueError, TypeError) as error:
-            expected = "a number of bytes, or '5GB'"
-            raise CalibrationError("max_shard_size", got=repr(max_shard_size), expected=expected) from error
+        split = deal_to_files(layout, max_shard_size, file)
         super().__init__()
         #: bytes of each tensor that are not written yet
         self._left = {name: tensor.nbytes for name, tensor in layout.items()}
-        self._untrimmed = 0
+        self._untrimmed, self._tally = 0, tally or Tally(0)
         try:
             for each, names in (split.filename_to_tensors or {file: []}).items():
-                self._begin(folder / each, {name: layout[name] for name in names}, are_begun)
+                self._begin(folder / each, {name: layout[name] for name in names})
         except BaseException:
             self.close()
             raise
-        if split.is_sharded and not are_begun:
+        if split.is_sharded:
             write_index(folder, split.tensor_to_filename, split.metadata["total_size"])
 
-    def _begin(self, path: Path, layout: Mapping[str, torch.Tensor], is_begun: bool) -> None:
-        """Write the header: widest elements first, so that every tensor is aligned to its own."""
+    def _begin(self, path: Path, layout: Mapping[str, torch.Tensor]) -> None:
+        """Write the header, the same in every process: widest elements first, so that each tensor is aligned."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         names = sorted(layout, key=lambda name: (-layout[name].itemsize, _CODES[layout[name].dtype], name))
-        file, end = os.open(path, os.O_RDWR | (0 if is_begun else os.O_CREAT | os.O_EXCL), 0o666), 0
+        file, end = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), 0
         self._files.append(file)
         for name in names:
             tensor, start, end = layout[name], end, end + layout[name].nbytes
             header[name] = {"dtype": _CODES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
-        if not is_begun:
-            _write_all(file, memoryview(struct.pack("<Q", len(text)) + text), 0)
-            os.truncate(file, 8 + len(text) + end)
+        _write_all(file, memoryview(struct.pack("<Q", len(text)) + text), 0)
+        os.truncate(file, 8 + len(text) + end)
         for name in names:
             start = 8 + len(text) + header[name]["data_offsets"][0]
             self._places[name] = _Place(file, start, layout[name].dtype, layout[name].shape)
@@ -142,15 +152,16 @@ class TensorWriter(_Tensors):
         if self._untrimmed > _TRIMMED:
             give_back_freed()
             self._untrimmed = 0
+        self._tally.add(name, size)
 
-    def copy(self, name: str, reader: TensorReader, source: str) -> int:
-        """Copy a tensor as bytes; returns how many."""
+    def copy(self, name: str, reader: TensorReader, source: str) -> None:
+        """Copy a tensor as bytes."""
         place, start = self._places[name], 0
         for block in reader.blocks(source):
             _write_all(place.file, block, place.start + start)
             start += len(block)
         self._left[name] -= start
-        return start
+        self._tally.add(name, start)
 
     def require_complete(self) -> None:
         """Refuse files that lack tensors."""
@@ -246,6 +257,16 @@ class TensorReader(_Tensors):
             block = buffer[: min(_BLOCK, place.size - done)]
             _read_all(place.file, block, place.start + done)
             yield block
+
+
+def deal_to_files(layout: Mapping[str, torch.Tensor], max_shard_size: int | str, file: str = WEIGHTS_FILE) -> Any:
+    """Which tensors each file holds, as transformers deals them; see :class:`TensorWriter`."""
+    pattern = file.replace(".safetensors", "{suffix}.safetensors")
+    try:
+        return split_torch_state_dict_into_shards(dict(layout), filename_pattern=pattern, max_shard_size=max_shard_size)
+    except (ValueError, TypeError) as error:
+        expected = "a number of bytes, or '5GB'"
+        raise CalibrationError("max_shard_size", got=repr(max_shard_size), expected=expected) from error
 
 
 def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:

@@ -68,6 +68,17 @@ def test_an_existing_folder_is_refused_before_the_model_is_loaded(composed, tmp_
         run(composed(f"export.folder={tmp_path / 'there'}", "model.path=/nowhere"))
 
 
+def test_a_size_of_files_that_is_none_is_refused_before_the_model_is_loaded(composed):
+    with pytest.raises(CalibrationError, match=r"max_shard_size\. Got 'much', expected a number of bytes"):
+        run(composed("export.max_shard_size=much", "model.path=/nowhere"))
+
+
+def test_weights_are_written_to_files_of_the_size_that_is_asked_for(composed, tmp_path):
+    small = ("scheme=w8a8", "evaluate=false", "report.layer_error_batches=0")
+    run(composed(*small, "export.max_shard_size=20KB"))
+    assert len(list((tmp_path / "run" / "checkpoint").glob("model-*.safetensors"))) > 1
+
+
 def test_what_cannot_be_loaded_back_is_refused_before_anything_is_written(composed, tmp_path):
     with pytest.raises(CalibrationError, match=r"NVFP4 weights as bfloat16.*dtype=torch\.bfloat16"):
         run(composed("scheme=nvfp4", "evaluate=false"))

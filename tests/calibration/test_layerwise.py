@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -369,6 +370,22 @@ def test_no_data_for_a_scheme_that_needs_it_is_refused_and_nothing_is_left(tmp_p
     with pytest.raises(CalibrationError, match="saw no data"):
         calibrate_layerwise(source, [], "FP8", tmp_path / "out", ignore=IGNORE)
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
+
+
+def test_too_little_disk_is_named_and_nothing_is_left(tmp_path, monkeypatch):
+    source = tiny_llama(tmp_path / "llama")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
+    with pytest.raises(CalibrationError, match=r"cannot be written. Got .*10 bytes are free"):
+        calibrate_layerwise(source, make_batches(), "FP8", tmp_path / "out", ignore=IGNORE)
+    assert [path.name for path in tmp_path.iterdir()] == ["llama"]
+
+
+def test_a_folder_that_is_quantized_already_is_refused(tmp_path):
+    source = quantize_checkpoint(tiny_llama(tmp_path / "llama"), tmp_path / "once", "FP8_DYNAMIC", ignore=IGNORE)
+    with pytest.raises(CalibrationError, match=r"once is quantized already"):
+        calibrate_layerwise(tmp_path / "once", make_batches(), "FP8", tmp_path / "out", ignore=IGNORE)
+    assert source.modules
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_two_processes_do_not_write_one_checkpoint(tmp_path):

@@ -234,6 +234,30 @@ def test_a_module_comes_back_from_several_files(mlp, tmp_path, max_shard_size):
     assert all(value.equal(other.state_dict()[name]) for name, value in one.state_dict().items())
 
 
+def test_a_transformers_model_comes_back_from_several_files(tiny_llama, tmp_path):
+    model = tiny_llama()
+    with CalibrationSession(model, "FP8_DYNAMIC", ignore=["lm_head"]):
+        pass
+    out = export_checkpoint(model, tmp_path / "out", max_shard_size="100KB")
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    one, other = (
+        AutoModelForCausalLM.from_pretrained(folder) for folder in (out, export_checkpoint(model, tmp_path / "one"))
+    )
+    tokens = torch.arange(8)[None]
+    assert one(tokens).logits.equal(other(tokens).logits)
+
+
+def test_the_bytes_that_are_written_are_told_until_they_are_all(mlp, tmp_path):
+    with CalibrationSession(mlp, "W8A8"):
+        pass
+    told = []
+    out = export_checkpoint(mlp, tmp_path / "out", progress=lambda *seen: told.append(seen))
+    stored = load_file(out / "model.safetensors")
+    assert {name for name, *_ in told} == stored.keys()
+    assert [done for _, done, _ in told] == sorted({done for _, done, _ in told})
+    assert told[-1][1] == told[-1][2] == sum(tensor.nbytes for tensor in stored.values())
+
+
 # ---------------------------------------------------------------------- loading what does not fit
 
 

@@ -11,11 +11,11 @@ from typing_extensions import override
 
 from lightning_obs.app.job import check_data, make_data
 from lightning_obs.app.tasks.weights import Weights
-from lightning_obs.calibration.checkpoint_weights import Progress
 from lightning_obs.calibration.layerwise import BlockRuns, calibrate_layerwise
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import refuse
 from lightning_obs.files.read import naming
+from lightning_obs.files.tensors import Progress
 from lightning_obs.ranks.collectives import Collectives
 
 

@@ -13,9 +13,10 @@ from lightning_obs.app.console import bytes_written, say
 from lightning_obs.app.job import make_options
 from lightning_obs.app.models.pretrained import default_model_folder
 from lightning_obs.app.tasks.task import Task
-from lightning_obs.calibration.checkpoint_weights import Progress, quantize_checkpoint
+from lightning_obs.calibration.checkpoint_weights import quantize_checkpoint
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import CalibrationError
+from lightning_obs.files.tensors import Progress
 from lightning_obs.files.write import require_free
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.report.numbers import folder_size
@@ -63,7 +64,7 @@ class Weights(Task):
                 raise CalibrationError("torchrun has started the workers", got=f"task.workers={workers}")
             dist.init_process_group("gloo")
             workers = Collectives.of_group()
-        how = {"overwrite": wanted.overwrite, "max_shard_size": self.config.task.max_shard_size, "workers": workers}
+        how = {"overwrite": wanted.overwrite, "max_shard_size": wanted.max_shard_size, "workers": workers}
         return quantize_checkpoint(self.source, wanted.folder, self.options, **how, progress=progress)
 
     @override
