@@ -17,4 +17,4 @@ def test_the_table_of_the_page_is_what_the_script_prints(tmp_path):
 def test_a_faster_disk_and_more_cores_take_less_time(tmp_path):
     done = run_script(SCRIPT, "--disk", "20", "--cores", "64", folder=tmp_path)
     assert "| read [GB] | 16 | 141 | 812 |" in done.stdout
-    assert "1 / 64 workers [min] | 1.3 / 0.0 |" in done.stdout
+    assert "1 / 64 workers [min] | 0.8 / 0.0 |" in done.stdout
