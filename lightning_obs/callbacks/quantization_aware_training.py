@@ -1,8 +1,6 @@
 """Fine-tune through fake quantization, so that the checkpoint gives the numbers that validation saw.
 
-While fit runs, the forward of every planned module is replaced on the instance
-(:mod:`~lightning_obs.forward.quantized_forward`); :mod:`.quantized_fit` says which ranges are in force. Here is what is
-trained through it beside the weights, and by which loss.
+Which ranges are in force meanwhile is said in :mod:`.quantized_fit`; here is what is trained, and by which loss.
 
 A callback has no say in the loss: ``on_before_backward`` gets it and cannot replace it, and a second ``backward`` there
 would count twice under gradient accumulation and miss the loss scale. So ``training_step`` is wrapped while fit runs.

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_obs import CalibrationCallback, CalibrationError, CalibrationOptions
+from lightning_obs import CalibrationCallback, CalibrationError, CalibrationOptions, CalibrationWarning
 from lightning_obs.app.job import make_options
 from lightning_obs.app.main import run
 from lightning_obs.report.numbers import number
@@ -163,6 +163,12 @@ def test_scales_alone_are_fine_tuned_from_a_named_experiment(composed, tmp_path,
     assert "largest difference of logits 0.0" in capsys.readouterr().out
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["divergence_reloaded"] == report["divergence"] != report["divergence_calibrated"]
+
+
+def test_gradients_far_below_the_eps_of_adam_change_no_scale(composed):
+    small = ("data.tokens=32", "data.train_batches=4", "trainer.max_steps=4", "export=none", "evaluate=false")
+    with pytest.warns(CalibrationWarning, match="no scale has changed in 4 steps"):
+        run(composed("experiment=qat_nvfp4_scales", *small, "model.learning_rate=0.05", "model.eps=1000"))
 
 
 def test_a_run_that_exports_nothing_has_the_size_that_its_tensors_would_have(composed, tmp_path):
