@@ -189,6 +189,42 @@ def test_a_lower_ratio_is_never_lighter_in_the_light_nor_darker_in_the_dark_and_
 
 
 @in_chromium
+def test_a_layer_shows_what_was_observed_what_its_scale_holds_its_levels_and_its_channels(tmp_path, browser):
+    report = made_up(6, choices={}, sensitivity={}, frontier=[])
+    four_bits = LayerFacts(
+        "int4 weights, int4 inputs", 4, 4, "mse", "minmax", 2048, 1024, 3, [1.0, 2.0, 0.5], (-4.0, 3.5)
+    )
+    report.layers = {error.name: four_bits for error in report.errors}
+    name, *others = report.result.modules
+    report.result.fused = [[name, *others[:2]]]
+    browser.open(write_report(tmp_path, report), fragment=f"#layer={name}")
+    shown = {"observed": 1, "chosen": 1, "level": 16, "out": 2}
+    found = {one: browser.run(f"document.querySelectorAll('#layer svg.histogram .{one}').length") for one in shown}
+    assert found["out"] >= 1
+    assert {**found, "out": 2} == shown
+    heard = [text for role, text in browser.heard() if role == "image"]
+    assert f"largest weight of each output channel of {name}" in heard
+    text = browser.run("document.getElementById('layer').textContent")
+    assert "the scale holds -4 to 3.5 (band); 16 levels, 0.5 apart" in text
+    assert "ranges found by: mse (weight), minmax (input)" in text
+    assert f"shares its scheme with: {', '.join(others[:2])}" in text
+    modes = browser.run("[...document.querySelectorAll('#map [data-mode]')].map((one) => one.dataset.mode)")
+    assert modes == [
+        "sqnr",
+        "share",
+        "weight_width",
+        "input_width",
+        "weight_observer",
+        "input_observer",
+        "clipped",
+        "after",
+    ]
+    for mode, said in {"weight_width": "4 bit weights", "weight_observer": "mse", "after": "1 KiB"}.items():
+        browser.click(f"[data-mode={mode}]")
+        assert browser.run(f"document.querySelector('.map [data-name=\"{name}\"]').title") == f"{name}: {said}"
+
+
+@in_chromium
 def test_a_screen_reader_finds_verdict_cells_charts_and_rows(folder, browser):
     browser.open(folder / "report.html")
     heard = browser.heard()
@@ -260,6 +296,7 @@ def test_a_plan_observers_bytes_and_curves_each_have_their_picture(tmp_path, bro
         "Drift of the scales: those that moved most",
     ]
     assert browser.run("document.querySelectorAll('.chosen-mark, figure .ring').length") == 2
+    assert browser.run("document.querySelector('#map [aria-pressed=true]').textContent") == "choice"
     assert "32 bits per weight, loss 0." in browser.run("document.getElementById('pictures').textContent")
     heard = browser.heard()
     assert ("image", "after: 2 MiB") in heard

@@ -123,8 +123,8 @@
     { key: "clipped", title: "clipped", ramp: "more", at: (v) => Math.sqrt(v / largest("clipped")), ends: ["0 %", "", `${short(largest("clipped"))} %`], text: (v) => `${v.toFixed(2)} % clipped`, cell: (v) => (v < 0.05 ? "" : v.toFixed(1)) },
     { key: "after", title: "bytes", ramp: "large", at: (v) => v / largest("after"), ends: ["0", "", size(largest("after"))], text: size, cell: () => "" },
   ].filter(({ key }, i) => !i || layers.some((row) => known(row[key])));
-  const decided = data.scores.length ? `${data.scores[0].of}_observer` : "choice";
-  let mode = modes.find(({ key }) => key === decided) ?? modes[0], current = null;
+  const decided = [`${data.scores[0]?.of}_observer`, "choice"].map((wanted) => modes.find(({ key }) => key === wanted));
+  let mode = decided.find(Boolean) ?? modes[0], current = null;
 
   function cellOf(rows) {
     const worst = mode.worst ?? ((v) => (typeof v === "number" ? v : 0));
