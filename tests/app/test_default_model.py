@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from lightning_obs.app.models.pretrained import default_model_folder
 from tests.in_process import run_command_line
 
 pytestmark = pytest.mark.slow
@@ -47,3 +48,10 @@ def test_static_int8_names_the_layers_that_cost_it_and_is_within_15_percent_with
     )
     assert len(named["ignore"]) < 30  # of 210 modules
     assert named["perplexity"][1] / before < 1.15
+
+
+@pytest.mark.nightly
+def test_the_default_model_is_dequantized_once_and_that_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LIGHTNING_OBS_CACHE", str(tmp_path))
+    assert default_model_folder() == default_model_folder()
+    assert capsys.readouterr().out.count("dequantizing the GGUF file of ") == 1
