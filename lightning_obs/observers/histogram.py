@@ -6,6 +6,7 @@ and the ranks. How values are counted, and what that loses: :mod:`lightning_obs.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +24,7 @@ from lightning_obs.numerics.histogram import (
     candidate_divergences,
     count_nan,
     count_values,
+    fingerprint,
     percentile_range,
     support,
 )
@@ -35,6 +37,12 @@ CRITERIA = ("mse", "percentile", "entropy")
 _STRATEGIES = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
 #: 4 powers of two below the largest magnitude in steps of 2.2 %: Migacz's 128 of 2,048 bins up to all of them.
 _ENTROPY_FACTORS = [2 ** (-i / 32) for i in range(4 * 32 + 1)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _found(state: Any) -> list[torch.Tensor]:
+    """The range that was found for all that decides it; empty at first."""
+    return []
 
 
 class CountingObserver(Observer):
@@ -166,7 +174,6 @@ class HistogramObserver(PercentileObserver):
         "grid": 100.0,
         "norm": 2.0,
     }
-    _settings: ClassVar[tuple[str, ...]] = (*CountingObserver._settings, "_chosen")
     criterion: str
     maxshrink: float
     patience: int | None
@@ -175,7 +182,6 @@ class HistogramObserver(PercentileObserver):
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        self._chosen: tuple[int, MinMaxTuple] | None = None
         self._require("criterion", self.criterion in CRITERIA, f"one of {', '.join(CRITERIA)}")
         self._require("maxshrink", 0 <= self.maxshrink <= 1, "a value in [0, 1]")
         self._require("patience", self.patience is None or self.patience > 0, "a value above 0, or None")
@@ -186,22 +192,22 @@ class HistogramObserver(PercentileObserver):
     def get_min_max(self) -> MinMaxTuple:
         """The range that the criterion chooses; where the observed range is not finite, that range.
 
-        Searched once for the same statistics and hyperparameters.
+        Searched once for the same statistics and hyperparameters: q, k and v read one tensor.
         """
         self._require_statistics()
-        found = [getattr(self, statistic.name) for statistic in CountingObserver.statistics]
-        kept = [x.cpu().contiguous().view(torch.uint8).numpy() for x in found]
         options = [getattr(self, name) for name in ("percentile", *(HistogramObserver.hyperparameters or ()))]
-        state = hash((*(x.tobytes() for x in kept), *options, repr(self.args)))
-        if self._chosen is None or self._chosen[0] != state:
-            self._chosen = state, self._search()
-        low, high = self._chosen[1]
-        return low.clone(), high.clone()
+        ends = [end.tolist() for end in (self.min_vals, self.max_vals)]
+        state = type(self), self.min_vals.dtype, self.min_vals.device
+        found = _found((*state, repr((fingerprint(self.counts), ends, options, self.args))))
+        if not found:
+            found.extend(end.clone() for end in self._search())
+        low, high = (end.clone() for end in found)
+        return low, high
 
     def _search(self) -> MinMaxTuple:
         if self.criterion == "percentile":
             return super().get_min_max()
-        if self.nonfinite_statistics():
+        if not self.is_finite and self.nonfinite_statistics():
             return self.min_vals, self.max_vals
         lows, highs = self.min_vals.flatten(), self.max_vals.flatten()
         found = [support(*one) for one in zip(self.counts.flatten(0, -2), lows, highs, strict=True)]

@@ -8,7 +8,6 @@ search often ends early.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,8 @@ from lightning_obs.numerics.search.cpu_power import fit_power
 from lightning_obs.numerics.search.definition import GridSearch, Visited
 from lightning_obs.numerics.search.rows import Rows
 
-# Values of the longest row that is visited as a whole; of a tile; of what the definition gets at once.
-_ROW, _TILE, _GATHERED = 1 << 16, 1 << 17, 1 << 18
+# Values of the longest row that is visited as a whole; of a tile.
+_ROW, _TILE = 1 << 16, 1 << 17
 # Rows of which the best candidates are kept until the definition has decided among them.
 _SLAB = 1 << 15
 
@@ -112,21 +111,15 @@ class _Loops:
     ) -> torch.Tensor:
         """Write the chosen range over the observed one; where the loops left it open, the definition decides."""
         improved = torch.zeros(len(self.factors), dtype=torch.int64)
-
-        def some_of(which: torch.Tensor) -> Iterator[torch.Tensor]:
-            index = which.nonzero().squeeze(-1)
-            return (some for some in index.split(max(1, _GATHERED // self.rows.size)) if len(some))
-
-        for some in some_of(rival >= 0):
+        for some, only in self.rows.copies(rival >= 0, start):
             pair = torch.stack([best[some], rival[some]]).sort(0).values  # the first of equals wins
             lows, highs = (shrink(end[some], self.factors[pair]) for end in (low, high))
-            only = self.rows.only(some + start)
             errors = definition.measure(only, slice(0, only.count), (lows, highs), self.search)
             best[some] = torch.where(errors[1] < errors[0], pair[1], pair[0])
         low.copy_(shrink(low, self.factors[best]))
         high.copy_(shrink(high, self.factors[best]))
-        for some in some_of(rival == self.kernel.ALL):
-            every = definition.visit(self.rows.only(some + start), self.search)
+        for some, only in self.rows.copies(rival == self.kernel.ALL, start):
+            every = definition.visit(only, self.search)
             low[some], high[some], best[some] = every.low, every.high, every.best
             improved = improved + every.improved
         return improved
@@ -182,19 +175,13 @@ class _Loops:
         across = max(1, _TILE // wide)
         starts = [(n, g) for n in range(0, high, across) for g in range(0, wide, _TILE)]
         sums = np.zeros((len(starts), len(scale) + 2))
-        views = [self.rows.view] if self.importance is None else [self.rows.view, self.importance]
+        row = [view[divmod(r, view.shape[1])] for view in (self.rows.view, self.importance) if view is not None]
 
         def work(number: int) -> None:
             n, g = starts[number]
-            tile, *weights = (self._tile(_only(x, r)[..., n : n + across, g : g + _TILE]) for x in views)
+            tile, *weights = (self._tile(x[None, None, n : n + across, g : g + _TILE]) for x in row)
             candidates = scale, zeros, unit
             launch.run(self.kernel.sum_errors, tile, *(weights or [tile[:0]]), *candidates, self.measure, sums[number])
 
         launch.in_threads(len(starts), work, self.rows.size * len(scale))
         return sums.sum(0)
-
-
-def _only(view: torch.Tensor, r: int) -> torch.Tensor:
-    """Row r of ``(A, B, N, G)``."""
-    a, b = divmod(r, view.shape[1])
-    return view[a : a + 1, b : b + 1]

@@ -27,9 +27,6 @@ from lightning_obs.numerics.search import cpu, definition
 from lightning_obs.numerics.search.definition import GridSearch, Visited
 from lightning_obs.numerics.search.rows import Rows, rows_of_counts, rows_of_observed
 
-# Values of rows that are searched once more.
-_AT_ONCE = 1 << 18
-
 
 class Found(NamedTuple):
     """Smallest and largest value of each chosen range, ``(*Q,)``.
@@ -87,11 +84,12 @@ def _visit(rows: Rows, search: GridSearch) -> Visited:
     if not cpu.can_search(rows, search):
         return definition.visit(rows, search)
     found = cpu.visit(rows, search)
+    if search.limit is None and not found.unsure.any():
+        return found
     stop, latest = (int(visited(each, search.limit).sum()) for each in (found.improved, found.improved | found.unsure))
     if found.unsure.any() and (search.is_part or latest != stop):
         return definition.visit(rows, search)
-    late = (found.best >= stop).nonzero().squeeze(-1)  # their candidate comes after the end, which excludes it
-    for some in late.split(max(1, _AT_ONCE // rows.size)) if len(late) else ():
-        sooner = cpu.visit(rows.only(some), search._replace(factors=search.factors[:stop], patience=None))
-        found.low[some], found.high[some] = sooner.low, sooner.high
+    for late, copied in rows.copies(found.best >= stop):  # their candidate comes after the end, which excludes it
+        sooner = cpu.visit(copied, search._replace(factors=search.factors[:stop], patience=None))
+        found.low[late], found.high[late] = sooner.low, sooner.high
     return found._replace(improved=found.improved[:stop])

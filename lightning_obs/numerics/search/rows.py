@@ -18,6 +18,8 @@ Range = tuple[torch.Tensor, torch.Tensor]
 
 # With at least this many values per scale, counting them is faster than searching them.
 _COUNTED_FROM = 1 << 17
+# Values of rows that are copied at once.
+_COPIED = 1 << 18
 
 
 class Rows:
@@ -47,14 +49,12 @@ class Rows:
         low, high = extremes(self.view)
         return low.reshape(-1).to(self.dtype), high.reshape(-1).to(self.dtype)
 
-    def only(self, index: torch.Tensor) -> Rows:
-        """Some of the rows, copied."""
-        columns = self.view.shape[1]
-        importance = None if self.importance is None else self.importance[index % len(self.importance)]
-        hessian = self.hessian
-        if hessian is not None and len(hessian) > 1:
-            hessian = hessian[index % len(hessian)]
-        return Rows(self.view[index // columns, index % columns].unsqueeze(1), importance, self.dtype, hessian)
+    def copies(self, which: torch.Tensor, first: int = 0) -> Iterator[tuple[torch.Tensor, Rows]]:
+        """The rows from ``first`` on where ``which`` is true, a few at a time: their places in it, and a copy."""
+        for places in which.nonzero().squeeze(-1).split(max(1, _COPIED // self.size)) if which.any() else ():
+            index, columns = places + first, self.view.shape[1]
+            importance = None if self.importance is None else self.importance[index % len(self.importance)]
+            yield places, Rows(self.view[index // columns, index % columns][None], importance, self.dtype)
 
     def pieces(self, part: slice, tile: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         """Values ``(rows, values)`` in float32 with their importance, in pieces of at most ``tile`` values of a row."""
@@ -105,15 +105,12 @@ def rows_of_counts(observed: torch.Tensor) -> Rows | None:
     if observed.dtype != torch.bfloat16 or observed.shape[0] * observed.shape[-1] < _COUNTED_FROM:
         return None
     counted = count_values(observed.flatten(1, -2))
-    if observed.device.type != "cpu":  # the host does not ask which values occur: all others get no importance
-        every = value_of(torch.arange(BINS, device=observed.device))
-        bins = torch.where(counted.counts > 0, every, counted.low[:, None])
-        return Rows(bins[None, :, None], counted.counts.float(), observed.dtype)
-    if not bool((counted.low.isfinite() & counted.high.isfinite()).all()):
+    if observed.device.type != "cpu":  # the host does not ask which values occur, nor whether they are finite
+        values, counts = value_of(torch.arange(BINS, device=observed.device)), counted.counts
+    elif not bool((counted.low.isfinite() & counted.high.isfinite()).all()):
         return None
-    each = [support(*one) for one in zip(*counted, strict=True)]
-    counts = pad_sequence([one.counts.float() for one in each], True)
-    # A scale with fewer values repeats its last one, without importance; a zero might lie outside its range.
-    longest = counts.shape[1]
-    values = [torch.cat([v, v[-1:].expand(longest - len(v))]) for v, _ in each]
-    return Rows(torch.stack(values)[None, :, None], counts, observed.dtype)
+    else:
+        values, counts = (pad_sequence(list(each), True) for each in zip(*map(support, *counted), strict=True))
+    # A bin without values is not important; its own value might lie outside the range.
+    values = torch.where(counts > 0, values, counted.low[:, None])
+    return Rows(values[None, :, None], counts.float(), observed.dtype)
