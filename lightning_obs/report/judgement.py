@@ -36,7 +36,7 @@ AGREEMENT = (0.88, 0.70)
 KEPT = (0.99, 0.95)
 #: parts of the added loss that remedies took away: docs/choosing.md, README.md (two), docs/finetuning.md
 OBSERVERS_BRING, ZERO_POINT_BRINGS, HESSIAN_BRINGS, TUNING_BRINGS = 0.66, 0.57, 0.72, 0.83
-_MEASURED = "took static INT8 of SmolLM2-135M-Instruct from perplexity"
+_MEASURED = "measured for the docs, static INT8 of SmolLM2-135M-Instruct: perplexity"
 #: what gives each token a scale, of schemes with one for all inputs
 _BY_TOKEN = {
     "int8 channel weights, int8 tensor inputs": "W8A8",
@@ -232,7 +232,7 @@ def _stretched(report: Report, most: Sequence[LayerLoss]) -> str:
     )
     return (
         f": single values of up to {end:,.4g}{half} stretch the scale that all values share, "
-        f"and the median layer uses {median(bits):.1f} of its {layer.input_width} bits"
+        f"and their median layer uses {median(bits):.1f} of its {layer.input_width} bits"
     )
 
 

@@ -50,8 +50,8 @@ def test_the_cause_is_named_by_layers_kind_and_fault():
     assert judgement.grade == "broken"
     assert judgement.cause == (
         "2 of 20 layers hold 100 % of the noise: all down_proj. 100 % of it comes from their inputs: single values of "
-        "up to 2,571 (half of all in that layer are below 0.5) stretch the scale that all values share, and the median "
-        "layer uses 1.3 of its 8 bits."
+        "up to 2,571 (half of all in that layer are below 0.5) stretch the scale that all values share, and their "
+        "median layer uses 1.3 of its 8 bits."
     )
 
 
