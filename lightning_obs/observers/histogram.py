@@ -6,7 +6,6 @@ and the ranks. How values are counted, and what that loses: :mod:`lightning_obs.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, ClassVar
 
 import torch
@@ -37,12 +36,6 @@ CRITERIA = ("mse", "percentile", "entropy")
 _STRATEGIES = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
 #: 4 powers of two below the largest magnitude in steps of 2.2 %: Migacz's 128 of 2,048 bins up to all of them.
 _ENTROPY_FACTORS = [2 ** (-i / 32) for i in range(4 * 32 + 1)]
-
-
-@functools.lru_cache(maxsize=1024)
-def _found(state: Any) -> list[torch.Tensor]:
-    """The range that was found for all that decides it; empty at first."""
-    return []
 
 
 class CountingObserver(Observer):
@@ -174,6 +167,7 @@ class HistogramObserver(PercentileObserver):
         "grid": 100.0,
         "norm": 2.0,
     }
+    _settings: ClassVar[tuple[str, ...]] = (*CountingObserver._settings, "_chosen")
     criterion: str
     maxshrink: float
     patience: int | None
@@ -182,6 +176,7 @@ class HistogramObserver(PercentileObserver):
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
+        self._chosen: tuple[str, MinMaxTuple] | None = None
         self._require("criterion", self.criterion in CRITERIA, f"one of {', '.join(CRITERIA)}")
         self._require("maxshrink", 0 <= self.maxshrink <= 1, "a value in [0, 1]")
         self._require("patience", self.patience is None or self.patience > 0, "a value above 0, or None")
@@ -192,17 +187,17 @@ class HistogramObserver(PercentileObserver):
     def get_min_max(self) -> MinMaxTuple:
         """The range that the criterion chooses; where the observed range is not finite, that range.
 
-        Searched once for the same statistics and hyperparameters: q, k and v read one tensor.
+        Searched once for the same statistics and hyperparameters, also by fused observers: q, k and v read one tensor.
         """
         self._require_statistics()
-        options = [getattr(self, name) for name in ("percentile", *(HistogramObserver.hyperparameters or ()))]
-        ends = [end.tolist() for end in (self.min_vals, self.max_vals)]
-        state = type(self), self.min_vals.dtype, self.min_vals.device
-        found = _found((*state, repr((fingerprint(self.counts), ends, options, self.args))))
-        if not found:
-            found.extend(end.clone() for end in self._search())
-        low, high = (end.clone() for end in found)
-        return low, high
+        names = [name for cls in type(self).__mro__ for name in vars(cls).get("hyperparameters") or ()]
+        ends = [(end.tolist(), end.dtype, end.device) for end in (self.min_vals, self.max_vals)]
+        of_it = fingerprint(self.counts), ends, self.args, [getattr(self, name) for name in names]
+        state = repr((type(self), *of_it))
+        searched = [o._chosen for o in (self, *self._fused_observers) if isinstance(o, HistogramObserver) and o._chosen]
+        self._chosen = next((found for found in searched if found[0] == state), None) or (state, self._search())
+        low, high = self._chosen[1]
+        return low.clone(), high.clone()
 
     def _search(self) -> MinMaxTuple:
         if self.criterion == "percentile":

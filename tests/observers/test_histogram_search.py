@@ -12,6 +12,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle import fake_quantize
 
 from lightning_obs.numerics.qparams import compute_qparams
+from lightning_obs.observers import Observer
 from lightning_obs.observers.histogram import HistogramObserver
 from tests.observers.histograms import HEADS, INT4, INT8, every_format, make, same
 
@@ -139,6 +140,30 @@ def test_the_same_statistics_are_searched_once(monkeypatch):
     observer.get_min_max()
     assert torch.equal(observer.get_qparams()["scale"], expected)
     assert searches == []
+
+
+def test_fused_observers_of_one_tensor_are_searched_once(monkeypatch):
+    observer, searches = searched(monkeypatch)
+    same_data, other_data, alone = (make("histogram")(SEARCHED * factor) for factor in (1, 2, 1))
+    Observer.fuse([observer, same_data, other_data])
+    assert same(same_data.get_min_max(), observer.get_min_max())
+    assert searches == []
+    for one in (other_data, alone):
+        one.get_min_max()
+    assert searches == [other_data, alone]
+
+
+def test_fused_observers_with_other_hyperparameters_of_a_class_of_one_s_own_have_ranges_of_their_own():
+    class Halved(HistogramObserver):
+        hyperparameters = {"share": 1.0}  # noqa: RUF012
+        share: float
+
+        def _search(self):
+            return tuple(end * self.share for end in super()._search())
+
+    whole, half = (Halved("input", QuantizationArgs(), share=share)(SEARCHED) for share in (1.0, 0.5))
+    Observer.fuse([whole, half])
+    assert same([end / 2 for end in whole.get_min_max()], half.get_min_max())
 
 
 def after_new_data(observer):
