@@ -16,8 +16,6 @@ continues as if it had not stopped. The model's ``state_dict`` stays what it was
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
@@ -92,16 +90,10 @@ class QuantizedFit(SessionCallback):
         self._validated = 0
 
     @override
-    def export(self, folder: str | os.PathLike[str], **options: Any) -> Path:
-        """Write what the last validation saw, see :meth:`CalibrationCallback.export`.
-
-        Raises:
-            CalibrationError: as there; the model was trained on since its last validation; activations were not
-                calibrated yet.
-        """
+    def _session_to_export(self) -> CalibrationSession:
         if self._training is not None and self._training.is_quantized and not self._training.has_all_ranges:
             raise CalibrationError("activations were not calibrated yet", remedy="train or validate for longer.")
-        return super().export(folder, **options)
+        return super()._session_to_export()
 
     # ------------------------------------------------------------------ the model in training
 

@@ -29,6 +29,7 @@ from lightning_obs.callbacks.which_module import require_forward
 from lightning_obs.checkpoint.export import export_checkpoint
 from lightning_obs.choice.observer_choice import ObserverChoice
 from lightning_obs.errors import CalibrationError, refuse_unknown
+from lightning_obs.files.tensors import Progress
 from lightning_obs.files.write import require_free
 from lightning_obs.model.weight import in_shards, reshard
 from lightning_obs.numerics.histogram import Support
@@ -70,7 +71,15 @@ class Results(Callback):
         """What the last calibration did; None before it."""
         return self.session.result if self.session is not None else None
 
-    def export(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, **options: Any) -> Path:
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        tokenizer: Any = None,
+        overwrite: bool = False,
+        max_shard_size: int | str = "50GB",
+        progress: Progress | None = None,
+    ) -> Path:
         """Write the calibrated module as a compressed-tensors checkpoint (:func:`~lightning_obs.export_checkpoint`).
 
         The checkpoint has this callback's scheme, even if another callback has calibrated the same model since.
@@ -82,19 +91,30 @@ class Results(Callback):
         Args:
             folder: written whole or not at all.
             tokenizer: saved beside it; default: the LightningModule's ``tokenizer`` or ``processor``, if it has one.
-            **options: ``overwrite``, ``max_shard_size``, ``progress`` of :func:`~lightning_obs.export_checkpoint`.
+            overwrite, max_shard_size, progress: as of :func:`~lightning_obs.export_checkpoint`.
 
         Raises:
-            CalibrationError: no validation has calibrated the model yet; ``folder`` cannot be written or is taken.
+            CalibrationError: no validation has calibrated the model yet, or it was trained on since; ``folder`` cannot
+                be written or is taken. In fine-tuning also: activations were not calibrated yet.
         """
-        session = self._calibrated_session()
+        session = self._session_to_export()
         reshard(self._owner)
         if session.collectives.rank != 0 and not any(map(in_shards, session.model.modules())):
             return Path(folder)
         found = (getattr(self._owner, name, None) for name in ("tokenizer", "processor"))
         own = next((one for one in found if hasattr(one, "save_pretrained")), None)
         with session.in_force():
-            return export_checkpoint(session.model, folder, tokenizer=tokenizer or own, **options)
+            return export_checkpoint(
+                session.model,
+                folder,
+                tokenizer=tokenizer or own,
+                overwrite=overwrite,
+                max_shard_size=max_shard_size,
+                progress=progress,
+            )
+
+    def _session_to_export(self) -> CalibrationSession:
+        return self._calibrated_session()
 
     def layer_errors(
         self,
