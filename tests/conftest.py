@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from itertools import groupby, islice
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -26,9 +27,18 @@ settings.load_profile("seeded")
 VOCAB = 128
 
 
+@pytest.hookimpl(trylast=True)  # behind -m, which takes tests out
 def pytest_collection_modifyitems(items):
-    """Slow tests first: at the end, workers share the many short ones, and none is left alone with a long one."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Slow tests first in the share that each worker begins with, so that none is left alone with them at the end.
+
+    Shares are equal parts of the list (xdist's worksteal); files of slow tests are dealt to them in turn.
+    """
+    slow = [list(tests) for _, tests in groupby((i for i in items if i.get_closest_marker("slow")), lambda i: i.path)]
+    fast = iter([item for item in items if not item.get_closest_marker("slow")])
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    shares = [[item for tests in slow[worker::workers] for item in tests] for worker in range(workers)]
+    size = len(items) // workers
+    items[:] = [item for share in shares for item in (*share, *islice(fast, max(0, size - len(share))))] + list(fast)
 
 
 @pytest.hookimpl(wrapper=True)
