@@ -60,7 +60,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
 
     failed = False
-    print("| scheme | what is quantized | model | format | size | default load | `dequantize=True` |")
+    print("| scheme | quantized tensors | model | format | size | default load | `dequantize=True` |")
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_tiny(Path(scratch) / "model")
