@@ -1,17 +1,12 @@
 """Which ranges are in force while a model trains through fake quantization.
 
-While fit runs, the forward of every planned module is replaced on the instance
-(:mod:`~lightning_obs.forward.quantized_forward`). Three rules say which ranges are in force, and make the promise hold:
+A validation runs through what would be exported at that moment. Weights are observed anew before its first batch (after
+weight averaging has swapped the weights in), and nothing changes until it has ended: what its own data say about
+activations (``observe="val"``) is in force from the next training batch on, and never if none follows. What training
+batches say (``observe="train"``) is in force after the last of them; no forward pass is added.
 
-* A validation runs through what would be exported at that moment. Weights are observed anew before its first batch
-  (after weight averaging has swapped the weights in), and nothing changes until it has ended.
-* What a validation's data say about activations (``observe="val"``) is used from the next training batch on. If none
-  follows, it is never used: the ranges of the last validation are the ones that are exported.
-* Ranges found on training data (``observe="train"``) are in force as soon as the last of the batches was seen. The
-  forward passes are those that training makes anyway.
-
-All of it travels in the callback's state, the statistics of a half-done observation too, so that a resumed run
-continues as if it had not stopped. The model's ``state_dict`` stays what it was.
+All of it travels in the callback's state, a half-done observation too, so that a resumed run continues as if it had not
+stopped. The model's ``state_dict`` stays what it was.
 """
 
 from __future__ import annotations

@@ -88,10 +88,14 @@ class LearnedScales:
         for scale in self._scales.values():
             scale.follow()
         held = [{id(p) for group in each.param_groups for p in group["params"]} for each in optimizers]
-        trained_by = {name: _trained_by(scale.target, held) for name, scale in self._scales.items()}
+        places = {}
+        for name, scale in self._scales.items():
+            module = scale.target.module
+            own = {id(p) for p in (adapters_of(module) or module).parameters()}
+            places[name] = {at for at, of_one in enumerate(held) if own & of_one}
         # A module that is frozen goes with the others, where all of these are in one optimizer.
-        some = set().union(*trained_by.values())
-        places = {name: found or some for name, found in trained_by.items()}
+        some = set().union(*places.values())
+        places = {name: found or some for name, found in places.items()}
         refuse(
             sorted({self._scales[n].target.name for n in places if len(optimizers) > 1 and len(places[n]) != 1}),
             "no single optimizer trains these modules, so it is undecided which one trains their scales",
@@ -195,13 +199,6 @@ def frozen(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-
-
-def _trained_by(target: PlannedModule, held: Sequence[set[int]]) -> set[int]:
-    """Which optimizers have parameters of a module, or of the adapters beside it."""
-    adapters = adapters_of(target.module)
-    own = {id(p) for p in (target.module if adapters is None else adapters).parameters()}
-    return {at for at, of_one in enumerate(held) if own & of_one}
 
 
 def _learned_shape(target: PlannedModule, base_name: str, alone: bool) -> tuple[int, ...] | None:
