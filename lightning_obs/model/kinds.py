@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from compressed_tensors.offload import OffloadCache
-from compressed_tensors.quantization import is_cached_attention_module
 from compressed_tensors.utils import get_num_attn_heads, get_num_kv_heads
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
@@ -43,25 +42,6 @@ class ModuleKind:
     reads_indices: bool = False
     stored_as: type[nn.Module] | None = None
 
-    def to_matrix(self, module: nn.Module, weight: torch.Tensor) -> torch.Tensor | None:
-        """A tensor of the weight's shape as a matrix; None where there is none (groups of a transposed convolution)."""
-        if weight.ndim < 2 or (self.rows and weight.ndim > 2 and getattr(module, "groups", 1) != 1):
-            return None
-        return (weight.transpose(0, 1) if self.rows else weight).flatten(1)
-
-    def from_matrix(self, matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """The inverse of :meth:`to_matrix`, for a weight of this shape."""
-        if self.rows:
-            return matrix.unflatten(1, (shape[0], *shape[2:])).transpose(0, 1)
-        return matrix.view(shape)
-
-    def positions_of(self, module: nn.Module) -> int:
-        """:attr:`positions` of one module."""
-        if self.positions is not None:
-            return self.positions
-        assert isinstance(module.weight, torch.Tensor)
-        return module.weight.ndim - 2
-
 
 def _is_a(*classes: type[nn.Module]) -> Callable[[nn.Module], bool]:
     return lambda module: isinstance(module, classes)
@@ -90,25 +70,39 @@ def kind_of(module: nn.Module) -> ModuleKind:
 
 
 def to_matrix(module: nn.Module, weight: torch.Tensor) -> torch.Tensor | None:
-    """A tensor of the weight's shape as ``(output channels, inputs of each)``, see :class:`ModuleKind`."""
-    return kind_of(module).to_matrix(module, weight)
+    """A tensor of the weight's shape as ``(output channels, inputs of each)``, see :class:`ModuleKind`.
+
+    None where there is no such matrix: a vector, and groups of a transposed convolution.
+    """
+    rows = kind_of(module).rows
+    if weight.ndim < 2 or (rows and weight.ndim > 2 and getattr(module, "groups", 1) != 1):
+        return None
+    return (weight.transpose(0, 1) if rows else weight).flatten(1)
 
 
 def from_matrix(module: nn.Module, matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The inverse of :func:`to_matrix`."""
-    return kind_of(module).from_matrix(matrix, shape)
+    """The inverse of :func:`to_matrix`, for a weight of this shape."""
+    if kind_of(module).rows:
+        return matrix.unflatten(1, (shape[0], *shape[2:])).transpose(0, 1)
+    return matrix.view(shape)
 
 
 def tokens_of(module: nn.Module, value: torch.Tensor) -> torch.Tensor:
     """A module's input or output as ``(..., tokens, channels)``; ``value`` itself where it lies so."""
-    positions = kind_of(module).positions_of(module)
+    positions = _positions_of(module)
     return value.flatten(-positions).transpose(-1, -2) if 0 < positions < value.ndim else value
 
 
 def count_tokens(module: nn.Module, value: torch.Tensor) -> int:
     """How many tokens ``value`` has, which a module reads or writes; at least 1."""
-    channels = value.shape[-1 - kind_of(module).positions_of(module)]
-    return max(1, value.numel() // max(1, channels))
+    return max(1, value.numel() // max(1, value.shape[-1 - _positions_of(module)]))
+
+
+def _positions_of(module: nn.Module) -> int:
+    if (positions := kind_of(module).positions) is None:
+        assert isinstance(module.weight, torch.Tensor)
+        positions = module.weight.ndim - 2
+    return positions
 
 
 def is_transformers_model(module: object) -> bool:
@@ -125,11 +119,6 @@ def is_dispatched(module: nn.Module) -> bool:
 def holds_parameters(module: nn.Module) -> bool:
     """Whether the module has parameters of its own; containers and activation functions have none."""
     return next(module.parameters(recurse=False), None) is not None
-
-
-def has_kv_cache(module: nn.Module) -> bool:
-    """Whether compressed-tensors takes the module for attention with a cache, whose states it can quantize."""
-    return bool(is_cached_attention_module(module))
 
 
 def count_heads(model: Any) -> dict[str, int]:

@@ -24,10 +24,11 @@ from compressed_tensors.quantization import (
     QuantizationScheme,
     QuantizationStatus,
     QuantizationType,
+    is_cached_attention_module,
 )
 from torch import nn
 
-from lightning_obs.model.kinds import has_kv_cache, is_dispatched, kind_of
+from lightning_obs.model.kinds import is_dispatched, kind_of
 from lightning_obs.model.offload import at_rest, execution_device
 from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.numerics.qparams import ATTENTION
@@ -80,7 +81,7 @@ def qparams_home(module: nn.Module) -> torch.Tensor | None:
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.Tensor):
         return weight
-    return next(module.parameters(), None) if has_kv_cache(module) else None
+    return next(module.parameters(), None) if is_cached_attention_module(module) else None
 
 
 def calibrated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -106,7 +107,7 @@ def write_qparams(module: nn.Module, scheme: QuantizationScheme, qparams: dict[s
     for name, value in qparams.items():
         setattr(module, name, value)
     # compressed-tensors knows no convolutions; their weights are stored as those of a Linear are.
-    kind = kind_of(module).stored_as or (type(module) if has_kv_cache(module) else nn.Linear)
+    kind = kind_of(module).stored_as or (type(module) if is_cached_attention_module(module) else nn.Linear)
     scheme.format = storage_format(kind, scheme)
     module.quantization_scheme = scheme
     module.quantization_status = QuantizationStatus.FROZEN

@@ -16,6 +16,7 @@ from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
     QuantizationStrategy,
+    is_cached_attention_module,
 )
 from compressed_tensors.quantization.utils import KV_CACHE_TARGETS
 from compressed_tensors.utils import get_head_dim
@@ -23,7 +24,7 @@ from compressed_tensors.utils.match import is_match, is_narrow_match, match_targ
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, likely, name_list, refuse, warn
-from lightning_obs.model.kinds import count_heads, has_kv_cache, is_transformers_model
+from lightning_obs.model.kinds import count_heads, is_transformers_model
 from lightning_obs.numerics.qparams import ATTENTION
 from lightning_obs.schemes.planned_modules import PlannedModule
 
@@ -105,7 +106,7 @@ def find_states(
         CalibrationError: the model has none that compressed-tensors can hook, a scheme that they cannot have, or an
             attention function that would fail.
     """
-    cached = {name: module for name, module in model.named_modules() if has_kv_cache(module)}
+    cached = {name: module for name, module in model.named_modules() if is_cached_attention_module(module)}
     groups: dict[str, QuantizationScheme] = {}
     for name, module in cached.items():
         group = next((by_target[target] for target in match_targets(name, module, by_target)), None)

@@ -6,7 +6,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, load_checkpoint, quantized
-from lightning_obs.model.kinds import KINDS, ModuleKind, kind_of, to_matrix
+from lightning_obs.model.kinds import KINDS, ModuleKind, from_matrix, kind_of, to_matrix
 from lightning_obs.report.layer_errors import measure_layer_errors
 
 STATIC = "INT8_STATIC"
@@ -110,10 +110,10 @@ def test_every_kind_of_torch_has_a_row():
 @pytest.mark.parametrize("name", MODULES)
 def test_a_matrix_has_a_row_for_each_output_channel_and_goes_back(name):
     module = MODULES[name][0]()
-    kind, weight = kind_of(module), module.weight.detach()
-    matrix = kind.to_matrix(module, weight)
+    weight = module.weight.detach()
+    matrix = to_matrix(module, weight)
     assert matrix.shape == (8, weight.numel() // 8)
-    assert torch.equal(kind.from_matrix(matrix, weight.shape), weight)
+    assert torch.equal(from_matrix(module, matrix, weight.shape), weight)
 
 
 # ---------------------------------------------------------------------- a kind of one's own, as CONTRIBUTING shows it
