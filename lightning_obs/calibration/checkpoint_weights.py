@@ -286,7 +286,7 @@ def part_of(session: CalibrationSession, names: Collection[str]) -> CalibrationS
         fused=[group for group in plan.fused if group[0] in kept],
     )
     part.observers = {key: observer for key, observer in session.observers.items() if key[0] in kept}
-    part.second = {key: observer for key, observer in session.second.items() if key[0] in kept}
+    part.fed = {key: observer for key, observer in session.fed.items() if key[0] in kept}
     part.experts = copy(session.experts)
     part.experts.tokens = {name: counts for name, counts in session.experts.tokens.items() if name in kept}
     part.model = nn.ModuleList(target.module for target in part.plan.targets)
@@ -297,7 +297,7 @@ def forget(part: CalibrationSession) -> None:
     """Remove what was observed of a part, and what calibration has put on its modules."""
     for module in part.model.modules():
         clear_qparams(module)
-    for observer in (*part.observers.values(), *part.second.values()):
+    for observer in (part.observers | part.fed).values():
         observer.reset()
 
 

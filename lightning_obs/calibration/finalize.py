@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_obs.calibration.expert_tokens import borrow_ranges
-from lightning_obs.calibration.hooks import HESSIAN, RANGE
+from lightning_obs.calibration.hooks import HESSIAN, RANGE, Observation
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.rounding import make_roundings
 from lightning_obs.calibration.weights import Observe, ShardedWeights
@@ -33,14 +33,11 @@ from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import share_weights, sync_statistics
 from lightning_obs.schemes.planned_modules import PlannedModule
 
-if TYPE_CHECKING:
-    from lightning_obs.calibration.session import CalibrationSession
-
 
 @at_rest()
 @torch.inference_mode(False)
 @torch.no_grad()
-def finalize(session: CalibrationSession, weights: bool, activations: bool) -> CalibrationResult:
+def finalize(session: Observation, weights: bool, activations: bool) -> CalibrationResult:
     """As :meth:`.CalibrationSession.finalize`. Every rank must call this; an error is raised on all of them.
 
     It can be called again, after the weights have changed: activations are reduced only once.
@@ -97,7 +94,7 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
     )
 
 
-def result_of(session: CalibrationSession, **found: Any) -> CalibrationResult:
+def result_of(session: Observation, **found: Any) -> CalibrationResult:
     """The result of a session: what it has planned, and what was ``found``."""
     planned = {
         "scheme": session.label,
@@ -112,7 +109,7 @@ def result_of(session: CalibrationSession, **found: Any) -> CalibrationResult:
 
 
 def _weights(
-    session: CalibrationSession,
+    session: Observation,
 ) -> tuple[dict[Key, nn.Module], dict[Key, int], CalibrationError | None]:
     """The modules whose weights are observed, the elements of each weight that one rank observes whole, or an error."""
     observers = session.observers
@@ -139,7 +136,7 @@ def _sharded(
     return ShardedWeights(modules, observers, collectives) if sharded else None
 
 
-def _write(session: CalibrationSession, qparams: Mapping[str, dict[str, torch.Tensor]]) -> None:
+def _write(session: Observation, qparams: Mapping[str, dict[str, torch.Tensor]]) -> None:
     for target in session.plan.targets:
         if target.name in qparams:
             write_qparams(target.module, target.scheme, qparams[target.name])
@@ -154,14 +151,14 @@ def _on_host(qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, tor
 
 
 def _round(
-    session: CalibrationSession,
+    session: Observation,
     modules: Mapping[Key, nn.Module],
     searched: Collection[Key],
     owners: Mapping[Key, int],
     qparams: Mapping[str, dict[str, torch.Tensor]],
 ) -> int:
     """Round the weights that are to be rounded, into ``qparams``. Returns the number of collectives."""
-    roundings = make_roundings({key: session.observers[key] for key in searched}, session.second, qparams)
+    roundings = make_roundings({key: session.observers[key] for key in searched}, session.fed, qparams)
     rounded = {key: modules[key] for key in roundings}
     taken = _observe(session.collectives, rounded, roundings, rounded, owners, lambda _, one, rows: one(rows))
     for (name, _), rounding in roundings.items():
@@ -206,7 +203,7 @@ def _bring_to_host(observers: Mapping[Key, Observer]) -> None:
 
 
 def _activations(
-    session: CalibrationSession, unreached: list[Key]
+    session: Observation, unreached: list[Key]
 ) -> tuple[dict[Key, Observer], dict[Key, QParamsDict], CalibrationError | None]:
     """Stand-ins for observers that no data reached, the qparams of activations, and what went wrong on this rank.
 
@@ -225,7 +222,7 @@ def _activations(
         return borrowed, {}, error
 
 
-def _left_out(session: CalibrationSession, unreached: set[Key]) -> set[str]:
+def _left_out(session: Observation, unreached: set[Key]) -> set[str]:
     """Names of modules to leave in full precision, because no data reached them on any rank, with their fused mates.
 
     Raises:
@@ -268,7 +265,7 @@ def _left_out(session: CalibrationSession, unreached: set[Key]) -> set[str]:
 # ---------------------------------------------------------------------- qparams
 
 
-def _compute(session: CalibrationSession, observers: Mapping[Key, Observer], weights: bool) -> dict[Key, QParamsDict]:
+def _compute(session: Observation, observers: Mapping[Key, Observer], weights: bool) -> dict[Key, QParamsDict]:
     """The qparams of weights, or of activations, whose module is not skipped. An error names the module."""
     computed: dict[Key, QParamsDict] = {}
     for key, observer in observers.items():

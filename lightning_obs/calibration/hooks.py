@@ -10,27 +10,29 @@ with. There only modules of a fused set share, within one batch: engines run the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_obs.calibration.token_mask import Layout, TokenSelection
+from lightning_obs.calibration.expert_tokens import ExpertWatch
+from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.token_mask import Layout, TokenSelection, Watching
+from lightning_obs.engines import Verdict
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.attention import hooked_attention, register_state_hook
 from lightning_obs.forward.quantized_forward import INSIDE
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import is_transformers_model, tokens_of
-from lightning_obs.observers import Observer
-from lightning_obs.schemes.planned_modules import PlannedModule
-
-if TYPE_CHECKING:
-    from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.observers import Key, Observer
+from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.schemes.planned_modules import Plan, PlannedModule
 
 #: base names of second observers
 RANGE, HESSIAN = "input range", "weight by its inputs"
@@ -55,10 +57,41 @@ class Read:
             vars(self).update(vars(Read(weakref.ref(tensor), stamp)))
 
 
+class Observation(Watching):
+    """What a session observes, and what it has seen."""
+
+    model: nn.Module
+    options: CalibrationOptions
+    label: str
+    plan: Plan
+    #: what each engine does with the checkpoint; empty for a model that is not of transformers
+    engines: Mapping[str, Verdict]
+    experts: ExpertWatch
+    #: names of modules that are quantized together or not at all
+    together: list[list[str]]
+    observers: dict[Key, Observer]
+    #: the observers that data reach, among them second ones of inputs: of their extremes, for the result, and of the
+    #: Hessian that a rounding takes
+    fed: dict[Key, Observer]
+    #: how to talk to the other ranks; a Trainer knows it only when it has started them
+    collectives: Collectives
+    #: calls of the model
+    batches = 0
+    #: of activations; modules that share an input share them
+    measurements = 0
+    started = 0.0
+    #: what observers were given last, under this mask; sessions that observe the same calls may share it
+    read: Read
+    #: observers that no data reached on any rank; None: the ranks were not reduced yet
+    unreached: list[Key] | None = None
+    #: modules left in full precision, because no data reached them
+    skipped: set[str]
+
+
 class ObserverHooks:
     """The hooks of a session, from :meth:`attach` until its stack is closed."""
 
-    def __init__(self, session: CalibrationSession) -> None:
+    def __init__(self, session: Observation) -> None:
         self._session = session
         self._selection = TokenSelection(batch_first=is_transformers_model(session.model))
         self._fused = {name: tuple(fused) for fused in session.plan.fused for name in fused}
@@ -72,22 +105,22 @@ class ObserverHooks:
         self._session.experts.attach(self._session, stack)
         for target in targets:
             for base_name in target.states:
-                observe = self._observation(target, [self._session.observers[target.name, base_name]])
+                observe = self._observation(target, [self._session.fed[target.name, base_name]])
                 stack.callback(register_state_hook(target.module, base_name, observe))
             for register, hook in self._hooks(target):
                 stack.callback(keep_hook_out(target.module, register(hook, with_kwargs=True)))
 
     def _hooks(self, target: PlannedModule) -> Iterator[tuple[Any, Any]]:
         """``(how to register it, hook)`` of one module."""
-        observers, name = self._session.observers, target.name
-        inputs, output, weight = (observers.get((name, base)) for base in ("input", "output", "weight"))
-        extremes, hessian = (self._session.second.get((name, base)) for base in (RANGE, HESSIAN))
-        of_weight = [o for o in (weight, hessian) if o is not None and o.needs_inputs]
-        if inputs is not None or of_weight:
-            read = self._observation(target, [o for o in (inputs, extremes) if o is not None], of_weight)
+        inputs, of_weight, outputs = (
+            [fed for base in bases if (fed := self._session.fed.get((target.name, base))) is not None]
+            for bases in (("input", RANGE), ("weight", HESSIAN), ("output",))
+        )
+        if inputs or of_weight:
+            read = self._observation(target, inputs, of_weight)
             yield target.module.register_forward_pre_hook, lambda _, args, kwargs: read((*args, *kwargs.values()))
-        if output is not None:
-            written = self._observation(target, [output])
+        if outputs:
+            written = self._observation(target, outputs)
             # In training a hook of ours quantizes the output; the observer has to see it before that.
             yield (
                 partial(target.module.register_forward_hook, prepend=True),

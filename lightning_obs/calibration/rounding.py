@@ -65,15 +65,15 @@ class WeightRounding(Observer):
 
 def make_roundings(
     observers: Mapping[Key, Observer],
-    second: Mapping[Key, Observer],
+    fed: Mapping[Key, Observer],
     qparams: Mapping[str, dict[str, torch.Tensor]],
 ) -> dict[Key, WeightRounding]:
-    """A rounding for each weight of ``observers`` that is to be rounded, by a Hessian of theirs or of the ``second``.
+    """A rounding for each weight of ``observers`` that is to be rounded, by its Hessian or the one in ``fed``.
 
     A warning names the weights that keep the nearest numbers.
     """
     rounded = {key: observer for key, observer in observers.items() if observer.rounding is not None}
-    hessians = {k: getattr(second.get((k[0], HESSIAN), o), "input_hessian", None) for k, o in rounded.items()}
+    hessians = {k: getattr(fed.get((k[0], HESSIAN), o), "input_hessian", None) for k, o in rounded.items()}
     if without := [name for (name, _), hessian in hessians.items() if hessian is None]:
         warn(f"no inputs were seen to round these weights by, they keep the nearest numbers: {name_list(without)}")
     return {

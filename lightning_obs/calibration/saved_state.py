@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import copy
 import json
-import time
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
@@ -26,9 +25,6 @@ from lightning_obs.observers.base import Key
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import require_plain, sync_statistics
 from lightning_obs.schemes.planned_modules import Plan, find_misfits
-
-if TYPE_CHECKING:
-    from lightning_obs.calibration.session import CalibrationSession
 
 _FORMAT = 3
 _SEAL = "crc"
@@ -206,24 +202,6 @@ def load_observation(observers: Mapping[Key, Observer], state: Mapping[str, Any]
     if any(every):
         load_statistics(observers, every[collectives.rank])
     return True
-
-
-def dump_seen(session: CalibrationSession) -> dict[str, Any]:
-    """What this rank has seen of a session; no other rank is asked. Errors: :func:`dump_statistics`."""
-    return {
-        "statistics": dump_statistics(session.observers | session.second),
-        "tokens": session.experts.tokens,
-        "counts": [session.batches, session.measurements],
-        "seconds": time.perf_counter() - session.started,
-    }
-
-
-def load_seen(session: CalibrationSession, state: Mapping[str, Any]) -> None:
-    """Let a session that has just been attached go on from a :func:`dump_seen`."""
-    load_statistics(session.observers | session.second, state["statistics"])
-    session.experts.tokens = state["tokens"]
-    session.batches, session.measurements = state["counts"]
-    session.started = time.perf_counter() - state["seconds"]
 
 
 def _is_exact(observer: Observer) -> bool:

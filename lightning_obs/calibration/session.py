@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.finalize import finalize
-from lightning_obs.calibration.hooks import HESSIAN, RANGE, ObserverHooks, Read
+from lightning_obs.calibration.hooks import HESSIAN, RANGE, Observation, ObserverHooks, Read
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
@@ -67,7 +67,7 @@ def _make_observers(plan: Plan) -> dict[Key, Observer]:
     return observers
 
 
-class CalibrationSession:
+class CalibrationSession(Observation):
     """Calibrate the modules of ``model`` that ``scheme`` targets, in a ``with`` block that runs the data.
 
     A scheme without static activations (weight-only, dynamic) needs no data: leave the block empty. After the block the
@@ -116,37 +116,22 @@ class CalibrationSession:
         register_offload(self.model)
         with without_wrappers(self.model), at_rest():
             fused_sets = [*self.options.engine.fused_sets, *self.options.fused_sets]
-            self.plan: Plan = build_plan(self.model, self.options.config, fused_sets)
-            #: what each engine does with the checkpoint; empty for a model that is not of transformers
+            self.plan = build_plan(self.model, self.options.config, fused_sets)
             chosen, also = self.options.engine, [engine_of(name) for name in self.options.engines]
             self.engines = ask_engines(self.model, self.plan.targets, chosen, self.options.fused_sets, also)
             self.experts = ExpertWatch(self.model, self.options.calibrate_all_experts)
-            #: names of modules that are quantized together or not at all
             self.together = [*self.plan.fused, *self._whole_layers()]
         self.observers = _make_observers(self.plan)
-        #: second observers of inputs: of their extremes, for the result, and of the Hessian that a rounding takes
-        self.second = _second_observers(self.observers)
-        inputs_of = {(name, "weight"): observer for (name, base), observer in self.second.items() if base == HESSIAN}
+        self.fed = {key: observer for key, observer in self.observers.items() if observer.observes_data}
+        self.fed |= _second_observers(self.observers)
+        inputs_of = {(name, "weight"): observer for (name, base), observer in self.fed.items() if base == HESSIAN}
         check_inputs_fit(self.plan.targets, self.observers | inputs_of)
         for group in self.plan.fused:
             for base_name in ("weight", "input"):
                 fused = [self.observers[n, base_name] for n in group if (n, base_name) in self.observers]
                 Observer.fuse(fused, self.options.join_fused_scales)
-        #: how to talk to the other ranks; a Trainer knows it only when it has started them
         self.collectives = collectives or Collectives()
-        #: calls of the model, and measurements of activations, which modules that share an input share
-        self.batches = self.measurements = 0
-        self.started = 0.0
-        #: whether calls of the model are ignored, though it is attached
-        self.is_paused = False
-        #: which tokens, ``(batch, tokens)``, or samples count; None: all
-        self.mask: torch.Tensor | None = None
-        #: what observers were given last, under this mask; sessions that observe the same calls may share it
-        self.read = Read()
-        #: observers that no data reached on any rank; None: the ranks were not reduced yet
-        self.unreached: list[Key] | None = None
-        #: modules left in full precision, because no data reached them
-        self.skipped: set[str] = set()
+        self.read, self.skipped = Read(), set()
         self.result: CalibrationResult | None = None
         #: what this session has put on the modules; another session of the model may have put its own there since
         self._own: Calibration = {}
@@ -161,11 +146,6 @@ class CalibrationSession:
     def needs_data(self) -> bool:
         """Whether the model has to be run: for static activations, or for weights that want inputs."""
         return bool(self.fed)
-
-    @property
-    def fed(self) -> dict[Key, Observer]:
-        """The observers that data reach, the second ones under base names of their own."""
-        return {key: observer for key, observer in self.observers.items() if observer.observes_data} | self.second
 
     # ------------------------------------------------------------------ attach and detach
 
@@ -194,7 +174,7 @@ class CalibrationSession:
         self.detach()
         if forget:
             self.batches = self.measurements = 0
-            for observer in (*self.observers.values(), *self.second.values()):
+            for observer in (self.observers | self.fed).values():
                 observer.reset()
         self.result = self.unreached = None
         self.is_paused, self._counts_calls = False, count_calls
@@ -237,18 +217,17 @@ class CalibrationSession:
         with suppress(TypeError, ValueError):  # a call that fails, or a forward that is compiled
             bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
             given = {**bound.arguments, **bound.kwargs}
-        mask = given.get(self._token_mask or PADDING)
-        if self._token_mask is not None and mask is None:
+        if self._token_mask is None:
+            self.say_padding(given.get(PADDING))
+            return
+        if (mask := given.get(self._token_mask)) is None:
             raise CalibrationError(
                 f"token_mask={self._token_mask!r} was not given to the model",
                 where=[type(module).__name__],
                 got=f"a call with {', '.join(given)}",
                 remedy="pass it in every batch, or leave token_mask out if there is no padding.",
             )
-        if self._token_mask is not None:
-            self.mask_tokens(mask)
-        elif mask is not None:
-            self.say_padding(mask)
+        self.mask_tokens(mask)
 
     def say_padding(self, mask: Any) -> None:
         """Warn, once, if tokens that the mask marks as padding are about to be observed."""

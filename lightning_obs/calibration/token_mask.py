@@ -24,6 +24,15 @@ PADDING = "attention_mask"
 Layout: TypeAlias = Literal["tokens", "heads", "positions", "flattened", "routed"]
 
 
+class Watching:
+    """Which tokens of the running call are observed."""
+
+    #: whether calls of the model are ignored, though it is attached
+    is_paused = False
+    #: which tokens, ``(batch, tokens)``, or samples count; None: all
+    mask: torch.Tensor | None = None
+
+
 class TokenSelection:
     """Selects the rows that count; remembers what earlier calls of each module have shown of the layout.
 

@@ -14,6 +14,7 @@ apart, so there is one. Ranks without a common save do not wait for each other, 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -31,8 +32,8 @@ from typing_extensions import Unpack, override
 from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
 from lightning_obs.calibration.saved_state import (
     changes,
-    dump_seen,
-    load_seen,
+    dump_statistics,
+    load_statistics,
     refuse_other_options,
     require_whole,
     sealed,
@@ -203,7 +204,10 @@ class _Save:
             if start:
                 state = state if start == numbers[-1] else self._read(start)
                 self._skip(fetcher, state["batches"])
-                load_seen(self._session, state["seen"])
+                load_statistics(self._session.fed, state["statistics"])
+                self._session.experts.tokens = state["tokens"]
+                self._session.batches, self._session.measurements = state["counts"]
+                self._session.started -= state["seconds"]
                 self.done = start
             for number in numbers:
                 if number > start:
@@ -214,8 +218,11 @@ class _Save:
 
     def write(self) -> None:
         """Save what was seen; of the earlier saves, the last one stays."""
-        state = {"config": self._session.plan.config.model_dump_json(), "run": self._run}
-        state |= {"batches": self._batches[: self.done], "seen": dump_seen(self._session)}
+        session = self._session
+        state = {"config": session.plan.config.model_dump_json(), "run": self._run}
+        state |= {"batches": self._batches[: self.done], "statistics": dump_statistics(session.fed)}
+        state |= {"tokens": session.experts.tokens, "counts": [session.batches, session.measurements]}
+        state |= {"seconds": time.perf_counter() - session.started}
         with whole_file(self._path(self.done)) as partial:
             torch.save(sealed(state), partial)
         for number in self._numbers()[:-2]:

@@ -136,8 +136,7 @@ class QuantizedTraining:
     @property
     def _of_inputs(self) -> dict[Key, Observer]:
         """The observers of inputs that choose a weight's scale or rounding."""
-        observers = self.session.observers | self.session.second
-        return {key: observer for key, observer in observers.items() if observer.needs_inputs}
+        return {key: observer for key, observer in self.session.fed.items() if observer.needs_inputs}
 
     @property
     def _weights_stay(self) -> bool:
@@ -273,7 +272,7 @@ class QuantizedTraining:
         self.session.detach()
         self._resumed = True
         self.phase, self.session.batches = Phase(state["phase"]), state["batches"]
-        load_statistics(self.session.observers | self.session.second, state.get("statistics", {}))
+        load_statistics(self.session.fed, state.get("statistics", {}))
         if "observed" in state and not load_observation(self.session.fed, state["observed"], self.session.collectives):
             self.give_up()
         if self.learned is not None and "learned" in state:
