@@ -8,7 +8,6 @@ model's config and to a variable of the process. Here all of that has an end: ob
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -34,7 +33,8 @@ from lightning_obs.forward.shared_blocks import SharedBlocks
 from lightning_obs.model.additions import add, keep_hook_out, set_attributes
 
 _REGISTER = {"q": register_query_hook, "k": register_key_hook, "v": register_value_hook}
-_ENABLED = "quantization_enabled"
+#: compressed-tensors' switch of an attention module, and the attribute that says what it was before all blocks
+_ENABLED, _BEFORE = "quantization_enabled", "quantization_was_enabled"
 
 
 @contextmanager
@@ -54,9 +54,9 @@ def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[st
         for module, states in modules.items():
             for name, initialize in (cache, query) if "q" in states else (cache,):
                 stack.enter_context(_hooks[name].around(module, partial(_hooked, model, module, name, initialize)))
-            stack.enter_context(_switches.around(module, partial(_remembered, module)))
             # A module that was calibrated before would quantize while it is observed.
-            stack.callback(set_attributes(module, **{_ENABLED: False}))
+            before = vars(module).get(_BEFORE, vars(module).get(_ENABLED))
+            stack.callback(set_attributes(module, **{_ENABLED: False, _BEFORE: before}))
         yield
 
 
@@ -82,7 +82,7 @@ def register_state_change(
 
     def replace(_: nn.Module, value: torch.Tensor) -> torch.Tensor:
         setattr(module, _ENABLED, False)  # whoever wrote other scales meanwhile has cleared it
-        return value if _before[module] is False else change(value)
+        return value if vars(module)[_BEFORE] is False else change(value)
 
     return keep_hook_out(_reader(module, base_name), _REGISTER[base_name](module, replace))
 
@@ -125,8 +125,6 @@ def find_owner(root: nn.Module, module: nn.Module) -> nn.Module:
 
 #: around attention modules those of the cache and of the attention function; around models, what they call for it
 _hooks, _functions = {KV_CACHE_ATTR: SharedBlocks(), IMPL_ATTR: SharedBlocks()}, SharedBlocks()
-#: around attention modules whose ``quantization_enabled`` is switched off, and what it was before
-_switches, _before = SharedBlocks(), weakref.WeakKeyDictionary[nn.Module, Any]()
 
 
 @contextmanager
@@ -200,12 +198,3 @@ def _configs(model: Any) -> list[Any]:
             found[id(config)] = config
             waiting = [*(getattr(config, name, None) for name in getattr(config, "sub_configs", {})), *waiting]
     return list(found.values())
-
-
-@contextmanager
-def _remembered(module: nn.Module) -> Iterator[None]:
-    _before[module] = vars(module).get(_ENABLED)
-    try:
-        yield
-    finally:
-        del _before[module]

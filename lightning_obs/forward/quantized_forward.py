@@ -8,9 +8,7 @@ Unlike compressed-tensors' own forward, it never writes to the parameter (:mod:`
 module with a weight matrix (convolutions and transformers' Conv1D too), and a tensor whose range is not known yet
 passes unquantized. Attention states are quantized where compressed-tensors' hooked modules read them.
 
-Nothing is registered in training: ``state_dict``, ``parameters()`` and ``buffers()`` of the model stay what they are.
-While a module runs inside :func:`quantized`, its quantization parameters are buffers that ``state_dict`` leaves out, so
-that they follow the model to a device (Lightning moves it there inside the ``with`` block).
+Nothing is registered: ``state_dict``, ``parameters()`` and ``buffers()`` of the model stay what they are.
 """
 
 from __future__ import annotations
@@ -39,11 +37,11 @@ from lightning_obs.forward.quantized_tensors import (
     weight_in_use,
 )
 from lightning_obs.forward.shared_blocks import run_eagerly
-from lightning_obs.model.additions import add, keep_hook_out, set_attributes
+from lightning_obs.model.additions import keep_hook_out, set_attributes
 from lightning_obs.model.checksums import not_ready, refuse_unmerged
 from lightning_obs.model.kinds import is_dispatched
 from lightning_obs.model.offload import is_offloaded
-from lightning_obs.model.qparams import calibrated_modules, quantized_states, read_qparams
+from lightning_obs.model.qparams import calibrated_modules, move_qparams, quantized_states, read_qparams
 from lightning_obs.model.weight import adapters_of
 from lightning_obs.numerics.fake_quantize import learned_scale
 
@@ -87,7 +85,6 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
         attention: dict[nn.Module, dict[nn.Module, tuple[str, ...]]] = {}
         for _, module in list(calibrated_modules(model)):
             if states := quantized_states(module):
-                stack.callback(_lend_qparams(module))
                 attention.setdefault(find_owner(model, module), {})[module] = states
             else:
                 stack.callback(quantize_forward(module))
@@ -138,18 +135,21 @@ def quantize_forward(module: nn.Module, *, writer: Writer | None = None) -> Call
 
     A ``writer`` quantizes and dequantizes by operations of its own, also a weight that is on the grid already.
     """
-    with ExitStack() as stack:
-        stack.callback(_lend_qparams(module))
-        stack.callback(set_attributes(module, **_quantized_attributes(module, Switch(writer=writer))))
-        return stack.pop_all().close
+    move_qparams(module)
+    return set_attributes(module, **_quantized_attributes(module, Switch(writer=writer)))
 
 
 def quantize_for_good(module: nn.Module, *, trainable: bool) -> None:
     """As :func:`quantize_forward`, never undone: copies and pickles of the module run quantized too.
 
-    Not trainable: a gradient for its weight is an error.
+    Its quantization parameters are buffers, but of a dispatched module, whose buffers may be offloaded. Not trainable:
+    a gradient for its weight is an error.
     """
-    _register_qparams(module)
+    move_qparams(module)
+    if not is_dispatched(module):
+        for name, value in read_qparams(module).items():
+            delattr(module, name)
+            module.register_buffer(name, value, persistent=False)
     vars(module).update(_quantized_attributes(module, Switch(), trainable))
 
 
@@ -159,7 +159,7 @@ def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool
     ``switch`` turns weights and activations on and off, at any time. An ``output`` that the scheme quantizes too is
     quantized by a forward hook, so that an observer's hook can see it before.
     """
-    _move_qparams(module)
+    move_qparams(module)
     with ExitStack() as stack:
         stack.callback(set_attributes(module, **_quantized_attributes(module, switch, output_by_hook=output)))
         adapters = adapters_of(module)
@@ -183,7 +183,7 @@ def fake_quantized_states(
     with ExitStack() as stack:
         stack.enter_context(hooked_attention(model, states))
         for module, names in states.items():
-            _move_qparams(module)
+            move_qparams(module)
             mine = Quantization(switch)
             stack.callback(set_attributes(module, **{STATE: mine}))
             for name in names:
@@ -221,43 +221,6 @@ def _quantized_attributes(
     forward = partial(function, module)  # a bound method would not pickle...
     vars(forward)["__func__"] = function  # ...but compressed-tensors looks for its function
     return {STATE: quantization, place: forward}
-
-
-def _move_qparams(module: nn.Module) -> None:
-    """To the device of its weight."""
-    with torch.inference_mode(False):
-        for name, value in read_qparams(module).items():
-            setattr(module, name, value)
-
-
-def _register_qparams(module: nn.Module) -> list[str]:
-    """Make buffers of a module's quantization parameters, and return the names of those that were none.
-
-    A dispatched module is moved by nobody, and its buffers may be offloaded: there they stay attributes.
-    """
-    if is_dispatched(module):
-        _move_qparams(module)
-        return []
-    with torch.inference_mode(False):
-        plain = {name: value for name, value in read_qparams(module).items() if name not in module._buffers}
-    for name, value in plain.items():
-        delattr(module, name)
-        module.register_buffer(name, value, persistent=False)
-    return list(plain)
-
-
-def _lend_qparams(module: nn.Module) -> Callable[[], None]:
-    """As :func:`_register_qparams`; returns what makes them attributes again, which those of copies are meanwhile."""
-    names = _register_qparams(module)
-
-    def take_out(own: dict[str, Any]) -> None:
-        for name in names:
-            own["_non_persistent_buffers_set"].discard(name)
-            value = own["_buffers"].pop(name, None)
-            if value is not None:  # else calibrated anew meanwhile: a plain attribute already
-                (own["_parameters"] if isinstance(value, nn.Parameter) else own)[name] = value
-
-    return add(module, take_out)
 
 
 # ---------------------------------------------------------------------- the forward

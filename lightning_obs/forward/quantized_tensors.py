@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.kinds import count_tokens, from_matrix, to_matrix
-from lightning_obs.model.qparams import ROUNDED, args_of
+from lightning_obs.model.qparams import ROUNDED, args_of, move_qparams
 from lightning_obs.model.weight import full_weight
 from lightning_obs.numerics.fake_quantize import dequantize, fake_quantize_dynamic, straight_through
 from lightning_obs.numerics.fake_quantize import fake_quantize as fake_quantize_with
@@ -109,6 +109,8 @@ def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> tor
         return value
     if quantization.switch.writer is not None:
         return quantization.switch.writer(value, base_name)
+    if args.dynamic is not True and getattr(module, _name_of_range(base_name, args)).device != value.device:
+        move_qparams(module)  # Lightning has moved the model, which leaves plain attributes where they were
     global_scale = getattr(module, f"{base_name}_global_scale", None)
     if args.dynamic:
         return fake_quantize_dynamic(value, args, global_scale=global_scale)
@@ -138,4 +140,8 @@ def _is_on(module: nn.Module, switch: Switch, base_name: str) -> bool:
 
 def has_range(module: nn.Module, base_name: str, args: QuantizationArgs) -> bool:
     """Whether the parameters that ``args`` asks for are on the module; a dynamic range asks for none."""
-    return args.dynamic is True or hasattr(module, f"{base_name}_{'global_scale' if args.dynamic else 'scale'}")
+    return args.dynamic is True or hasattr(module, _name_of_range(base_name, args))
+
+
+def _name_of_range(base_name: str, args: QuantizationArgs) -> str:
+    return f"{base_name}_{'global_scale' if args.dynamic else 'scale'}"

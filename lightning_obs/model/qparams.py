@@ -159,6 +159,13 @@ def read_qparams(module: nn.Module) -> dict[str, torch.Tensor]:
     return qparams if device is None else {n: v.to(device) for n, v in qparams.items()}
 
 
+def move_qparams(module: nn.Module) -> None:
+    """Let a module hold its quantization parameters where :func:`read_qparams` gives them."""
+    with torch.inference_mode(False):
+        for name, value in read_qparams(module).items():
+            setattr(module, name, value)
+
+
 def _device_of_qparams(module: nn.Module) -> torch.device | None:
     home = qparams_home(module)
     device = execution_device(module) if any(map(is_dispatched, module.modules())) else None

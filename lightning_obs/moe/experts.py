@@ -39,21 +39,18 @@ class LinearExpert(nn.Module):
     module, ``origin``, the activation function and gating are used.
     """
 
+    origin: nn.Module
+
     def __init__(self, origin: nn.Module, projections: dict[str, str], layers: dict[str, nn.Linear]) -> None:
         super().__init__()
         for role, name in projections.items():
             self.add_module(name, layers[role])
         self.projections = projections
-        self._origin = (origin,)  # in a tuple, so that it is not a submodule
-
-    @property
-    def origin(self) -> nn.Module:
-        """The stacked module."""
-        return self._origin[0]
+        vars(self)["origin"] = origin  # not a submodule
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``(tokens, hidden)`` to ``(tokens, hidden)``, before the router's weight."""
-        origin: Any = self._origin[0]
+        origin: Any = self.origin
         layers: dict[str, Any] = {role: self._modules[name] for role, name in self.projections.items()}
         up = layers["up"](hidden_states)
         inner = _gated(origin, layers["gate"](hidden_states), up) if "gate" in layers else origin.act_fn(up)
