@@ -12,19 +12,9 @@ from __future__ import annotations
 from torch import nn
 from typing_extensions import override
 
+from lightning_obs.engines import families as fit
 from lightning_obs.engines.engine import Engine, FusedSets, Hardware
-from lightning_obs.engines.families import (
-    DYNAMIC,
-    FP8_BLOCK,
-    FP8_CHANNEL,
-    INT8_CHANNEL,
-    NVFP4,
-    Family,
-    FamilyEngine,
-    either,
-    fits,
-    full,
-)
+from lightning_obs.engines.families import Family, FamilyEngine, either, fits, full
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.schemes.planned_modules import PlannedModule, scheme_identity
 
@@ -32,6 +22,7 @@ _ANY = Hardware(cpu="any hardware")
 _INPUTS = "llama.cpp leaves the inputs alone, which the scheme quantizes"
 _PACKED = fits("int2 int4 int8", "group")
 _INT4 = fits("int2 int4", "group")
+_FP8 = either(fit.FP8_CHANNEL, fit.FP8_BLOCK)
 
 
 @Engine.register("llama.cpp")
@@ -43,19 +34,19 @@ class LlamaCpp(FamilyEngine):
     stored = (nn.Linear, nn.Embedding)
     states = _ANY
     families = (
-        Family("NVFP4A16", NVFP4, full, _ANY, _ANY),
-        Family("NVFP4", NVFP4, NVFP4, _ANY, _ANY),
+        Family("NVFP4A16", fit.NVFP4, full, _ANY, _ANY),
+        Family("NVFP4", fit.NVFP4, fit.NVFP4, _ANY, _ANY),
         Family("packed integers", _PACKED, full, _ANY, _ANY),
-        Family("packed integers, inputs", _INT4, DYNAMIC, _ANY, _ANY, _INPUTS),
-        Family("FP8 or INT8", either(FP8_CHANNEL, FP8_BLOCK), full, _ANY, _ANY),
-        Family("FP8 or INT8, inputs", either(FP8_CHANNEL, FP8_BLOCK, INT8_CHANNEL), DYNAMIC, _ANY, _ANY, _INPUTS),
+        Family("packed integers, inputs", _INT4, fit.DYNAMIC, _ANY, _ANY, _INPUTS),
+        Family("FP8", _FP8, full, _ANY, _ANY),
+        Family("FP8 or INT8, inputs", either(_FP8, fit.INT8_CHANNEL), fit.DYNAMIC, _ANY, _ANY, _INPUTS),
     )
 
     @override
     def check(self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets) -> Hardware | None:
         found = super().check(model, targets, own_sets)
         modules = [target for target in targets if not target.states]
-        if modules and all(NVFP4(target.scheme.weights) for target in modules):
+        if modules and all(fit.NVFP4(target.scheme.weights) for target in modules):
             return found
         refuse(
             [target.name for target in targets if target.states],

@@ -12,8 +12,9 @@ from __future__ import annotations
 from torch import nn
 from typing_extensions import override
 
+from lightning_obs.engines import families as fit
 from lightning_obs.engines.engine import Engine, FusedSets, Hardware
-from lightning_obs.engines.families import DYNAMIC, Family, FamilyEngine, fits, full
+from lightning_obs.engines.families import Family, FamilyEngine, fits, full
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.schemes.planned_modules import PlannedModule
 
@@ -30,7 +31,7 @@ class MLX(FamilyEngine):
     release = "mlx-lm 0.32.2"
     families = (
         Family("W4A16", _INT4, full, _APPLE, _APPLE),
-        Family("W4A8", _INT4, DYNAMIC, _APPLE, _APPLE, "MLX leaves the inputs alone, which the scheme quantizes"),
+        Family("W4A8", _INT4, fit.DYNAMIC, _APPLE, _APPLE, "MLX leaves the inputs alone, which the scheme quantizes"),
     )
 
     @override

@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from torch import nn
 from typing_extensions import override
 
+from lightning_obs.engines import families as fit
 from lightning_obs.engines.engine import Engine, FusedSets, Hardware
-from lightning_obs.engines.families import DYNAMIC, Family, FamilyEngine, fits, full
+from lightning_obs.engines.families import Family, FamilyEngine, fits, full
 from lightning_obs.schemes.planned_modules import PlannedModule
 
 _INTEL = Hardware(cpu="CPU, Intel GPU")
 _INT4 = fits("int4", "group", symmetric=True)
+_INPUTS = "OpenVINO leaves the inputs alone, which the scheme quantizes"
 _ZERO_POINTS = "transformers 5.23 does not load the packed zero points that OpenVINO reads (docs/engines.md)"
 
 
@@ -31,7 +33,7 @@ class OpenVINO(FamilyEngine):
     families = (
         Family("W4A16", _INT4, full, _INTEL),
         Family("W4A16_ASYM", fits("int4", "group"), full, _INTEL, None, _ZERO_POINTS),
-        Family("W4A8", _INT4, DYNAMIC, _INTEL, None, "OpenVINO leaves the inputs alone, which the scheme quantizes"),
+        Family("W4A8", _INT4, fit.DYNAMIC, _INTEL, None, _INPUTS),
     )
 
     @override

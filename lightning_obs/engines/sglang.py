@@ -14,23 +14,9 @@ from collections.abc import Iterator
 from torch import nn
 from typing_extensions import override
 
+from lightning_obs.engines import families as fit
 from lightning_obs.engines.engine import Engine, FusedSets, Hardware
-from lightning_obs.engines.families import (
-    FP8_BLOCK,
-    FP8_CHANNEL,
-    FP8_EITHER,
-    FP8_GROUPS,
-    FP8_STATIC,
-    FP8_TENSOR,
-    FP8_TOKENS,
-    INT8_EITHER,
-    INT8_TOKENS,
-    NVFP4,
-    Family,
-    either,
-    fits,
-    full,
-)
+from lightning_obs.engines.families import Family, either, fits, full
 from lightning_obs.engines.vllm import VLLM
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.schemes.planned_modules import PlannedModule
@@ -53,14 +39,14 @@ class SGLang(VLLM):
     families = (
         Family("WNA16", fits("int4 int8", "group", group_size=(32, 64, 128)), full, _AMPERE, _AMPERE),
         Family("WNA16 per channel", fits("int4 int8", "channel"), full, _AMPERE, _AMPERE),
-        Family("NVFP4A16", NVFP4, full, _AMPERE, _AMPERE),
-        Family("NVFP4", NVFP4, NVFP4, _AMPERE, _AMPERE, _BELOW_100),
-        Family("FP8_BLOCK", FP8_BLOCK, FP8_GROUPS, _ADA, _ADA),
-        Family("FP8_DYNAMIC", FP8_CHANNEL, FP8_TOKENS, _AMPERE, _ADA, _BELOW_89),
-        Family("FP8", FP8_TENSOR, either(FP8_STATIC, fits("float8", "tensor", dynamic=True)), _AMPERE, _ADA, _BELOW_89),
-        Family("FP8, otherwise paired", FP8_EITHER, either(_FP8_DYNAMIC, FP8_STATIC), _AMPERE, None, _BELOW_89),
-        Family("FP8 weights", FP8_EITHER, full, _AMPERE),
-        Family("W8A8", INT8_EITHER, INT8_TOKENS, _INT8),
+        Family("NVFP4A16", fit.NVFP4, full, _AMPERE, _AMPERE),
+        Family("NVFP4", fit.NVFP4, fit.NVFP4, _AMPERE, _AMPERE, _BELOW_100),
+        Family("FP8_BLOCK", fit.FP8_BLOCK, fit.FP8_GROUPS, _ADA, _ADA),
+        Family("FP8_DYNAMIC", fit.FP8_CHANNEL, fit.FP8_TOKENS, _AMPERE, _ADA, _BELOW_89),
+        Family("FP8", fit.FP8_TENSOR, either(fit.FP8_STATIC, fit.FP8_DYNAMIC), _AMPERE, _ADA, _BELOW_89),
+        Family("FP8, otherwise paired", fit.FP8_EITHER, either(_FP8_DYNAMIC, fit.FP8_STATIC), _AMPERE, None, _BELOW_89),
+        Family("FP8 weights", fit.FP8_EITHER, full, _AMPERE),
+        Family("W8A8", fit.INT8_EITHER, fit.INT8_TOKENS, _INT8),
     )
 
     @override

@@ -16,27 +16,9 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_obs.engines import families as fit
 from lightning_obs.engines.engine import Engine, FusedSets, Hardware
-from lightning_obs.engines.families import (
-    FP8_BLOCK,
-    FP8_CHANNEL,
-    FP8_EITHER,
-    FP8_GROUPS,
-    FP8_STATIC,
-    FP8_TENSOR,
-    FP8_TOKENS,
-    INT8_CHANNEL,
-    INT8_EITHER,
-    INT8_STATIC,
-    INT8_TOKENS,
-    MXFP4,
-    MXFP8,
-    NVFP4,
-    Family,
-    FamilyEngine,
-    fits,
-    full,
-)
+from lightning_obs.engines.families import Family, FamilyEngine, fits, full
 from lightning_obs.errors import CalibrationError
 from lightning_obs.moe.experts import expert_containers, modules_beside, split_experts
 from lightning_obs.schemes.config import describe, number_format
@@ -54,14 +36,14 @@ _NO_AMX = "where vLLM has no kernel that quantizes the inputs too (CPUs without 
 #: in vLLM's order. Marlin with int8 inputs reads negative scales wrongly (vLLM #48926); other kernels of quantized
 #: inputs below 8 bits were not tried
 FAMILIES = (
-    Family("NVFP4A16", NVFP4, full, _CUDA, _CUDA),
-    Family("NVFP4", NVFP4, NVFP4, _CUDA, _CUDA),
-    Family("MXFP4 weights, FP8 inputs", MXFP4, _MX_FP8_INPUTS, _CUDA80, None, _MX_INPUTS),
-    Family("MXFP4", MXFP4, MXFP4, _CUDA80, _CUDA80),
-    Family("MXFP4A16", MXFP4, full, _CUDA80, _CUDA80, _A16),
-    Family("MXFP8", MXFP8, MXFP8, _CUDA, _CUDA),
-    Family("MXFP8A16", MXFP8, full, _CUDA, _CUDA, _A16),
-    Family("W4AFP8", _W4AFP8, FP8_TOKENS, Hardware(90, last=90), Hardware(90), signed=False),
+    Family("NVFP4A16", fit.NVFP4, full, _CUDA, _CUDA),
+    Family("NVFP4", fit.NVFP4, fit.NVFP4, _CUDA, _CUDA),
+    Family("MXFP4 weights, FP8 inputs", fit.MXFP4, _MX_FP8_INPUTS, _CUDA80, None, _MX_INPUTS),
+    Family("MXFP4", fit.MXFP4, fit.MXFP4, _CUDA80, _CUDA80),
+    Family("MXFP4A16", fit.MXFP4, full, _CUDA80, _CUDA80, _A16),
+    Family("MXFP8", fit.MXFP8, fit.MXFP8, _CUDA, _CUDA),
+    Family("MXFP8A16", fit.MXFP8, full, _CUDA, _CUDA, _A16),
+    Family("W4AFP8", _W4AFP8, fit.FP8_TOKENS, Hardware(90, last=90), Hardware(90), signed=False),
     # on CPUs as weight-only
     Family("W4A8", fits("int4", "channel", "group"), _INT_TOKENS, _CPU, None, _NO_AMX, signed=False),
     Family("WNA8", fits(_INTS, "channel", "group"), _INT_TOKENS, _CUDA, signed=False),
@@ -69,16 +51,16 @@ FAMILIES = (
     Family("W4A16 per channel", fits("int4", "channel"), full, _CPU),
     Family("WNA16", fits(f"{_INTS} int8", "group"), full, _CUDA, _CUDA),
     Family("WNA16 per channel", fits(f"{_INTS} int8", "channel"), full, _CUDA),
-    Family("FP8_DYNAMIC", FP8_CHANNEL, FP8_TOKENS, _CPU, _CUDA),
-    Family("FP8 in dynamic tensors", FP8_TENSOR, fits("float8", "tensor", dynamic=True), _CPU, _CUDA),
-    Family("FP8_DYNAMIC, otherwise paired", FP8_EITHER, fits("float8", "token", "tensor", dynamic=True), _CPU),
-    Family("FP8_BLOCK", FP8_BLOCK, FP8_GROUPS, _AMX, _CUDA),
-    Family("FP8", FP8_TENSOR, FP8_STATIC, _AMX, _CUDA),
-    Family("FP8 per channel", FP8_CHANNEL, FP8_STATIC, _AMX),
-    Family("FP8 weights", FP8_EITHER, full, _CUDA),
-    Family("INT8_STATIC", INT8_EITHER, INT8_STATIC, _CPU),
-    Family("W8A8", INT8_CHANNEL, fits("int8", "token", dynamic=True, symmetric=True), _CPU, _CUDA),
-    Family("W8A8 per tensor or asymmetric", INT8_EITHER, INT8_TOKENS, _CPU),
+    Family("FP8_DYNAMIC", fit.FP8_CHANNEL, fit.FP8_TOKENS, _CPU, _CUDA),
+    Family("FP8 in dynamic tensors", fit.FP8_TENSOR, fit.FP8_DYNAMIC, _CPU, _CUDA),
+    Family("FP8_DYNAMIC, otherwise paired", fit.FP8_EITHER, fits("float8", "token", "tensor", dynamic=True), _CPU),
+    Family("FP8_BLOCK", fit.FP8_BLOCK, fit.FP8_GROUPS, _AMX, _CUDA),
+    Family("FP8", fit.FP8_TENSOR, fit.FP8_STATIC, _AMX, _CUDA),
+    Family("FP8 per channel", fit.FP8_CHANNEL, fit.FP8_STATIC, _AMX),
+    Family("FP8 weights", fit.FP8_EITHER, full, _CUDA),
+    Family("INT8_STATIC", fit.INT8_EITHER, fit.INT8_STATIC, _CPU),
+    Family("W8A8", fit.INT8_CHANNEL, fits("int8", "token", dynamic=True, symmetric=True), _CPU, _CUDA),
+    Family("W8A8 per tensor or asymmetric", fit.INT8_EITHER, fit.INT8_TOKENS, _CPU),
 )
 
 
