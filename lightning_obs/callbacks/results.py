@@ -34,9 +34,8 @@ from lightning_obs.files.write import require_free
 from lightning_obs.model.weight import in_shards, reshard
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.ranks.collectives import on_all_ranks
-from lightning_obs.report.facts import Report, ScaleDrift, aggregates
+from lightning_obs.report.facts import Report, ScaleDrift, aggregates, known_facts
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
-from lightning_obs.report.layer_facts import known_facts
 from lightning_obs.report.page import layer_row, write_csv, write_report
 from lightning_obs.report.predictions import Moved
 

@@ -1,4 +1,4 @@
-"""What is known of a run, gathered once: the closing summary and the page show it, each in its way."""
+"""What is known of a run and its layers, gathered once: the closing summary and the page show it, each in its way."""
 
 from __future__ import annotations
 
@@ -10,18 +10,25 @@ from statistics import median, median_low
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
+from compressed_tensors.quantization.utils import calculate_range
+from torch import nn
 
 from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.checkpoint.compress import stored_layout
 from lightning_obs.errors import name_list
+from lightning_obs.model.weight import identities, whole_shape
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError
-from lightning_obs.report.layer_facts import LayerFacts
 from lightning_obs.report.numbers import human_size, moved_texts, number
 from lightning_obs.report.predictions import Moved
+from lightning_obs.schemes.config import describe_scheme, observer_name
 
 #: below this [dB] more than 3 % of a typical token's output energy is quantization noise
 POOR_SQNR = 15.0
+#: points of a layer's picture of its channels
+CHANNELS = 48
 
 
 @dataclass
@@ -63,6 +70,32 @@ class ScaleDrift:
         if len(self.steps) < 2 or not last:
             return {}
         return {"scale_drift_max": max(last), "scale_drift_mean": sum(last) / len(last)}
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """One layer's scheme, and what it takes.
+
+    Attributes:
+        scheme: in a few words.
+        weight_width, input_width: bits of their numbers; None: full precision.
+        weight_observer, input_observer: which found the ranges; empty: none did.
+        before, after: bytes of all its tensors, in the model and in a checkpoint.
+        outputs: how many output channels the weight has scales of.
+        channels: largest weight that the scales of each can hold; of runs of channels where there are many.
+        grid: ends of what the input's scale can hold, in the units of the input; None: not one for the whole tensor.
+    """
+
+    scheme: str
+    weight_width: int | None
+    input_width: int | None
+    weight_observer: str
+    input_observer: str
+    before: int
+    after: int
+    outputs: int
+    channels: list[float]
+    grid: tuple[float, float] | None
 
 
 @dataclass
@@ -191,3 +224,75 @@ def aggregates(result: CalibrationResult | None, errors: Sequence[LayerError]) -
     if any(tokens):
         found |= {"expert_tokens_min": float(min(tokens)), "expert_tokens_median": float(median(tokens))}
     return found | {"seconds": result.seconds}
+
+
+# ---------------------------------------------------------------------- what a session knows
+
+
+def known_facts(session: CalibrationSession) -> dict[str, Any]:
+    """The fields of :class:`Report` that a calibrated session knows; no data are read."""
+    assert session.result is not None
+    qparams, targets = session.result.qparams, {t.name: t for t in session.plan.targets if not t.states}
+    kinds, bytes_of = dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
+    with session.in_force():
+        sizes = _sizes(session.model)
+    for name, (before, after) in sizes.items():
+        path, _, key = name.rpartition(".")
+        kind = _kind(session.model.get_submodule(path), key, path in targets)
+        for found, at in ((kinds, kind), (bytes_of, path)):
+            had = found.get(at, (0, 0))
+            found[at] = had[0] + before, had[1] + after
+    of_observers = {(n, base): observer_name(base, one.args) for (n, base), one in session.observers.items()}
+    layers = {}
+    for name, target in targets.items():
+        weight, read = (target.args.get(base) for base in ("weight", "input"))
+        layers[name] = LayerFacts(
+            describe_scheme(target.scheme),
+            None if weight is None else weight.num_bits,
+            None if read is None else read.num_bits,
+            of_observers.get((name, "weight"), ""),
+            of_observers.get((name, "input"), ""),
+            *bytes_of.get(name, (0, 0)),
+            *_channels(weight, qparams.get(f"{name}.weight_scale")),
+            _grid(read, *(qparams.get(f"{name}.input_{key}") for key in ("scale", "zero_point"))),
+        )
+    return {"result": session.result, "config": session.options.config, "layers": layers, "kinds": kinds}
+
+
+def _sizes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Bytes before and after of each tensor, by its name in either state dict; tied ones once."""
+    names = identities(model)
+    once = {one: name for name, one in reversed(names.items())}
+    sizes = {}
+    for path, _, key in (name.rpartition(".") for name in once.values()):
+        module = model.get_submodule(path)
+        if (shape := whole_shape(module, key)) is not None:
+            sizes[f"{path}.{key}" if path else key] = shape.numel() * getattr(module, key).itemsize, 0
+    tied = names.keys() - once.values()
+    for name, value in stored_layout(model).items():
+        if name not in tied:
+            sizes[name] = sizes.get(name, (0, 0))[0], value.nbytes
+    return sizes
+
+
+def _kind(module: nn.Module, key: str, is_target: bool) -> str:
+    if is_target and key != "bias":
+        return "quantized weights" if key in ("weight", "weight_packed") else "scales"
+    return "embeddings" if isinstance(module, nn.Embedding) else "full precision"
+
+
+def _channels(args: QuantizationArgs | None, scale: torch.Tensor | None) -> tuple[int, list[float]]:
+    if args is None or scale is None or scale.ndim < 2 or len(scale) < 2:
+        return 0, []
+    held = scale.detach().float().abs().flatten(1).amax(1) * calculate_range(args, scale.device)[1].float()
+    return len(held), [float(part.max()) for part in held.tensor_split(min(CHANNELS, len(held)))]
+
+
+def _grid(
+    args: QuantizationArgs | None, scale: torch.Tensor | None, zero: torch.Tensor | None
+) -> tuple[float, float] | None:
+    if args is None or scale is None or scale.numel() != 1:
+        return None
+    middle = 0.0 if zero is None else float(zero)
+    low, high = ((float(end) - middle) * float(scale) for end in calculate_range(args, torch.device("cpu")))
+    return low, high

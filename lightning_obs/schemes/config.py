@@ -240,10 +240,14 @@ def _all_args(config: QuantizationConfig) -> Iterator[tuple[str, QuantizationArg
         yield from ((base_name, config.kv_cache_scheme) for base_name in ("k", "v"))
 
 
-def make_observer(base_name: str, args: QuantizationArgs) -> Observer:
+def observer_name(base_name: str, args: QuantizationArgs) -> str:
     """The observer that ``args`` names; ``memoryless_minmax`` for weights and ``minmax`` otherwise if it names none."""
-    name = args.observer or ("memoryless_minmax" if base_name == "weight" else "minmax")
-    observer: Observer = Observer.load_from_registry(name, base_name=base_name, args=args)
+    return str(args.observer or ("memoryless_minmax" if base_name == "weight" else "minmax"))
+
+
+def make_observer(base_name: str, args: QuantizationArgs) -> Observer:
+    """The observer of a tensor."""
+    observer: Observer = Observer.load_from_registry(observer_name(base_name, args), base_name=base_name, args=args)
     return observer
 
 

@@ -14,10 +14,9 @@ from lightning_obs.app.main import refuse_unread
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.engines import Verdict
 from lightning_obs.numerics.histogram import Support
-from lightning_obs.report.facts import Report
+from lightning_obs.report.facts import LayerFacts, Report
 from lightning_obs.report.judgement import judge, layer_losses
 from lightning_obs.report.layer_errors import LayerError
-from lightning_obs.report.layer_facts import LayerFacts
 from lightning_obs.report.metrics import TensorError
 from lightning_obs.report.predictions import Moved
 from lightning_obs.schemes.config import resolve_config
