@@ -55,11 +55,8 @@ def main() -> None:
             raise
         cause = error.__cause__  # Hydra wraps what the class that it instantiates raises
         told = next((one for one in (cause, error) if isinstance(one, CalibrationError)), None)
-        if told is not None:
-            message = f"CalibrationError: {told}"
-        else:
-            message = f"{error}{'' if cause is None else f'{chr(10)}{cause}'}{_valid_options(error)}"
-        sys.exit(f"{message}\n(HYDRA_FULL_ERROR=1 shows where it was raised)")
+        lines = [error, cause, _valid_options(error)] if told is None else [f"CalibrationError: {told}"]
+        sys.exit("\n".join([*map(str, filter(None, lines)), "(HYDRA_FULL_ERROR=1 shows where it was raised)"]))
 
 
 def versions() -> str:
@@ -90,15 +87,13 @@ def _valid_options(error: Exception) -> str:
     option = re.search(r"Could not find '([^'/]+)/([^']+)'", str(error))  # Hydra lists the others itself
     if option is not None:
         hint = likely(option[2], [file.stem for file in (config_dir() / option[1]).glob("*.yaml")])
-        return hint and f"\n{option[0]}{hint}"
+        return hint and f"{option[0]}{hint}"
     cause = error.__cause__
     if not isinstance(cause, (ConfigAttributeError, ConfigKeyError)) or not cause.parent_node:
         return ""
     parent, _, last = str(cause.full_key).rpartition(".")
     known = [str(key) for key in cause.parent_node]
-    return (
-        f"\n{cause.full_key}{likely(last, known)}\nValid options in '{parent or 'the top level'}': {', '.join(known)}"
-    )
+    return f"{cause.full_key}{likely(last, known)}\nValid options in '{parent or 'the top level'}': {', '.join(known)}"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
+from functools import partial
+from typing import Any
 
 _NAMES_SHOWN = 8
 #: top-level packages through which a user's call reaches the place of a warning
@@ -51,21 +53,17 @@ class CalibrationError(ValueError):
         super().__init__(printable(self._message()))
 
     def _message(self) -> str:
-        text = self.what
-        if self.where:
-            text += ": " + name_list(self.where)
-        text += "."
         given = {"got": self.got, "expected": self.expected}
         facts = ", ".join(f"{word} {value}" for word, value in given.items() if value is not None)
-        if facts:
-            text += f" {facts[0].upper()}{facts[1:]}."
-        if self.remedy:
-            text += f" Remedy: {self.remedy}"
+        text = f"{self.what}{': ' if self.where else ''}{name_list(self.where)}."
+        text += f" {facts[0].upper()}{facts[1:]}." if facts else ""
+        text += f" Remedy: {self.remedy}" if self.remedy else ""
         return text.encode("utf-8", "backslashreplace").decode()  # a lone surrogate in a name cannot be printed
 
     def __reduce__(self) -> tuple[object, ...]:
         # An exception with keyword-only arguments does not survive pickling (spawned ranks) by itself.
-        return _rebuild, (type(self), self.what, self.where, self.got, self.expected, self.remedy)
+        given: dict[str, Any] = {"where": self.where, "got": self.got, "expected": self.expected, "remedy": self.remedy}
+        return partial(type(self), self.what, **given), ()
 
 
 class CalibrationWarning(UserWarning):
@@ -167,9 +165,3 @@ def name_list(names: Sequence[str], shown: int = _NAMES_SHOWN) -> str:
     names = list(names)
     head = printable(", ".join(names[:shown]))
     return head if len(names) <= shown else f"{head} and {len(names) - shown} more"
-
-
-def _rebuild(
-    cls: type[CalibrationError], what: str, where: list[str], got: object, expected: object, remedy: str | None
-) -> CalibrationError:
-    return cls(what, where=where, got=got, expected=expected, remedy=remedy)

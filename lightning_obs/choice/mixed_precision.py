@@ -85,20 +85,14 @@ def mixed_precision(
 ) -> QuantizationConfig:
     """Choose one of several schemes for each layer, so that the model's predictions change least within a budget.
 
-    :func:`~lightning_obs.sensitivity` and :func:`choose_schemes` in one; call these for the estimated losses, other
-    budgets of the same model, and the frontier.
+    :func:`~lightning_obs.sensitivity` and :func:`choose_schemes` in one; call these
+    for the estimated losses, other budgets of the same model, and the frontier.
 
     Args:
-        model: a module whose output is logits; it is not changed.
-        batches: to measure on, and to calibrate candidates that need it; None: the weights' own error decides.
-        schemes: candidates, with their observers and rounding: as :func:`~lightning_obs.sensitivity` takes them.
+        model, batches, schemes, calibration, seed, **options: of :func:`~lightning_obs.sensitivity`.
         budget: bits per weight on average over all modules that the candidates target, scales included (``4.5``), or
             bytes (``"90 MB"``); None: as much as the best needs.
         at_most: by name of a scheme, the largest share of the weights that may have it (``{"W8A8": 0.1}``).
-        calibration: as for :func:`~lightning_obs.sensitivity`.
-        seed: as there.
-        **options: fields of :class:`~lightning_obs.CalibrationOptions` (``ignore``, ``targets``, ``fused_sets``...).
-            ``engines=["vllm", "llama.cpp"]``: the plan is one that all of them take.
 
     Returns:
         A config with one group for each scheme that was chosen; modules without one are in its ``ignore``.
@@ -153,12 +147,12 @@ def choose_schemes(
 
 
 def plan_of(measured: Sensitivity, schemes: str | Mapping[str, str]) -> MixedPlan:
-    """The plan that gives every module this scheme, or each module the one named for it.
+    """The plan that gives every module one scheme, or each module its own.
 
     Raises:
         CalibrationError: no candidate of that name; no scheme, or two, for the modules of a group.
     """
-    chosen = []
+    chosen, loss, size = dict[str, str](), 0.0, 0
     for group in measured.groups:
         asked = list(dict.fromkeys(schemes if isinstance(schemes, str) else schemes.get(name) for name in group.names))
         if len(asked) > 1 or asked[0] is None or asked[0] not in measured.candidates:
@@ -168,8 +162,10 @@ def plan_of(measured: Sensitivity, schemes: str | Mapping[str, str]) -> MixedPla
                 got=" and ".join(map(repr, asked)),
                 expected=f"one of {', '.join(measured.candidates)} for all of them",
             )
-        chosen.append(asked[0])
-    return _plan(measured, chosen)
+        chosen |= dict.fromkeys(group.names, asked[0])
+        loss, size = loss + group.losses[asked[0]], size + group.sizes[asked[0]]
+    modules = {module: (name, measured.schemes.get(name, {}).get(module)) for module, name in chosen.items()}
+    return MixedPlan(chosen, loss, size, measured.weights, config_of(modules, measured.ignore))
 
 
 def frontier(measured: Sensitivity, points: int = 16, *, at_most: Mapping[str, float] | None = None) -> list[MixedPlan]:
@@ -228,7 +224,8 @@ def _solve(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]
         found = milp(cost, integrality=1, bounds=Bounds(0, 1), constraints=constraints, options=options)
     if found.x is None:
         return None
-    return _plan(measured, [names[place] for place in found.x.reshape(-1, count).argmax(1)])
+    chosen = zip(groups, found.x.reshape(-1, count).argmax(1), strict=True)
+    return plan_of(measured, {name: names[place] for group, place in chosen for name in group.names})
 
 
 @contextmanager
@@ -245,19 +242,6 @@ def _silent_solver() -> Iterator[None]:
         os.dup2(terminal, 1)
         os.close(terminal)
         os.close(nowhere)
-
-
-def _plan(measured: Sensitivity, chosen: Sequence[str]) -> MixedPlan:
-    pairs = list(zip(measured.groups, chosen, strict=True))
-    schemes = {name: scheme for group, scheme in pairs for name in group.names}
-    modules = {module: (name, measured.schemes.get(name, {}).get(module)) for module, name in schemes.items()}
-    return MixedPlan(
-        schemes,
-        sum(group.losses[scheme] for group, scheme in pairs),
-        sum(group.sizes[scheme] for group, scheme in pairs),
-        measured.weights,
-        config_of(modules, measured.ignore),
-    )
 
 
 def config_of(

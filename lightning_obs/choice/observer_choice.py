@@ -81,8 +81,7 @@ class ObserverChoice:
     def table(self) -> Table:
         """Candidates and the choice, as a table for ``rich.print``."""
         numbers = (Column(name, justify="right") for name in ("estimated loss", "tensors"))
-        style: dict[str, Any] = {"title_justify": "left", "box": None, "pad_edge": False, "header_style": "dim"}
-        table = Table("of", "observer", *numbers, title="observers", **style)
+        table = Table("of", "observer", *numbers, title="observers", title_justify="left", box=None, pad_edge=False)
         for row in self.scores:
             table.add_row(row["of"], row["observer"], f"{row['loss']:.4g}", str(row["tensors"]))
         return table

@@ -18,15 +18,6 @@ def number(value: float, digits: int = 4) -> str:
     return f"{value:#.{digits}g}".rstrip(".")
 
 
-def quality_row(name: str, before: float | None, after: float | None) -> dict[str, Any]:
-    """What a run's ``report.json`` holds of it.
-
-    >>> quality_row("accuracy", 0.91, 0.9)
-    {'metric': 'accuracy', 'accuracy': (0.91, 0.9)}
-    """
-    return {"metric": name, name: (before, after)}
-
-
 def quality_of(row: Mapping[str, Any]) -> tuple[str | None, float | None, float | None]:
     """The metric in the row of a run by which it is judged: its name, before, after; None for what is not known.
 

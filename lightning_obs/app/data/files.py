@@ -51,7 +51,7 @@ def read_rows(
     path = Path(path)
     if not path.exists():
         raise CalibrationError(f"{option}={path} does not exist")
-    readers = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+    readers = {".jsonl": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet}
     if not path.is_dir():
         if path.suffix.lower() in readers:
             yield from readers[path.suffix.lower()](path)
@@ -107,26 +107,19 @@ def _decoded(path: Path) -> str:
     return text.replace("\r\n", "\n")
 
 
-def _json_lines(path: Path) -> Iterator[Row]:
-    for number, line in enumerate(_decoded(path).split("\n"), 1):
-        if line.strip():
-            yield f"{path}:{number}", _parsed(path, line, number)
-
-
 def _json(path: Path) -> Iterator[Row]:
-    """A list of objects; or JSON lines, which are often called JSON too."""
+    """A list of objects, or an object in each line; either is called JSON."""
     text = _decoded(path)
-    if text.lstrip().startswith("["):
-        yield from ((f"{path}[{index}]", row) for index, row in enumerate(_parsed(path, text)))
-    else:
-        yield from _json_lines(path)
-
-
-def _parsed(path: Path, text: str, line: int | None = None) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _invalid(f"{path}:{line or getattr(error, 'lineno', 1)}", "JSON", error) from error
+    is_list = text.lstrip().startswith("[")
+    for number, part in enumerate([text] if is_list else text.split("\n"), 1):
+        try:
+            found: Any = json.loads(part) if part.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise _invalid(f"{path}:{getattr(error, 'lineno', 1) if is_list else number}", "JSON", error) from error
+        if is_list:
+            yield from ((f"{path}[{index}]", row) for index, row in enumerate(found))
+        elif part.strip():
+            yield f"{path}:{number}", found
 
 
 def _csv(path: Path) -> Iterator[Row]:

@@ -30,7 +30,7 @@ from lightning_obs.model.weight import model_bytes
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.judgement import judge
 from lightning_obs.report.layer_errors import LayerError
-from lightning_obs.report.numbers import folder_size, quality_row
+from lightning_obs.report.numbers import folder_size
 from lightning_obs.report.page import write_report
 from lightning_obs.report.summary import print_report, summary
 
@@ -183,7 +183,7 @@ class Calibrate(Task):
         quality: dict[str, Any] = {"metric": None}
         if self.full is not None and self.quantized is not None:
             name = self.full.name
-            quality = quality_row(name, self.full.value, self.quantized.value)
+            quality = {"metric": name, name: (self.full.value, self.quantized.value)}
             quality |= {} if self.quantized.moved is None else asdict(self.quantized.moved)
             for when, found in (("calibrated", self.calibrated), ("reloaded", self.reloaded)):
                 quality[f"{name}_{when}"] = None if found is None else found.value

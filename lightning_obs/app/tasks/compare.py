@@ -18,7 +18,7 @@ from lightning_obs.app.tasks.task import Task
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.report.facts import Report
-from lightning_obs.report.numbers import folder_size, human_size, number, quality_of, quality_row
+from lightning_obs.report.numbers import folder_size, human_size, number, quality_of
 from lightning_obs.report.page import write_report
 from lightning_obs.report.summary import comparison_table, print_report
 from lightning_obs.schemes.config import as_names
@@ -49,7 +49,7 @@ class Evaluate(Task):
                 remedy="data.label_field=<the field of the labels>; images: one folder for each class.",
             )
         run, size = str(path or "default model"), folder_size(path) if path and Path(path).is_dir() else None
-        self.found = {"run": run, **quality_row(found.name, None, found.value), "size": size}
+        self.found = {"run": run, "metric": found.name, found.name: (None, found.value), "size": size}
         if trainer.is_global_zero:
             say(f"{found.name} {number(found.value, 5)}" + ("" if size is None else f"  size {human_size(size)}"))
             extra = {**self.found, "config": plain(self.config)}
@@ -118,7 +118,8 @@ def _write_comparison(folder: str, rows: Sequence[Mapping[str, Any]]) -> None:
 def compared(row: Mapping[str, Any]) -> dict[str, Any]:
     """What a comparison shows of a run's row."""
     name, before, after = quality_of(row)
-    return {**{key: row.get(key) for key in _COMPARED}, **({} if name is None else quality_row(name, before, after))}
+    quality = {} if name is None else {"metric": name, name: (before, after)}
+    return {**{key: row.get(key) for key in _COMPARED}, **quality}
 
 
 def _row_of(path: Path) -> dict[str, Any]:

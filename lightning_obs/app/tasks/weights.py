@@ -1,21 +1,26 @@
-"""Quantize the weights of a checkpoint from its files; no model is loaded and no data is read."""
+"""Quantize a checkpoint from its files: its weights alone, or layer by layer on data; no whole model is loaded."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from lightning.fabric import Fabric
 from torch import distributed as dist
+from transformers import AutoTokenizer
 from typing_extensions import override
 
 from lightning_obs.app.checkpoint import closing_lines
 from lightning_obs.app.console import bytes_written, say
-from lightning_obs.app.job import make_options
+from lightning_obs.app.job import check_data, make_data, make_options
 from lightning_obs.app.models.pretrained import default_model_folder
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.calibration.checkpoint_weights import quantize_checkpoint
+from lightning_obs.calibration.layerwise import BlockRuns, calibrate_layerwise
 from lightning_obs.calibration.result import CalibrationResult
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.files.read import naming
 from lightning_obs.files.tensors import Progress
 from lightning_obs.files.write import require_free
 from lightning_obs.ranks.collectives import Collectives
@@ -71,3 +76,43 @@ class Weights(Task):
     def row(self) -> dict[str, Any]:
         size = folder_size(Path(self.config.export.folder))
         return {"run": self.result.scheme, "size": size, "seconds": self.result.seconds}
+
+
+class Layerwise(Weights):
+    """:func:`~lightning_obs.calibrate_layerwise` of ``model.path`` on ``data``, to ``export.folder``."""
+
+    asked: ClassVar[str] = "model.layerwise"
+
+    @override
+    def check(self) -> None:
+        refuse(
+            ["trainer.precision"] if self.config.trainer.precision is not None else [],
+            "layer by layer a model runs in the dtype in which it was saved",
+        )
+        super().check()
+        check_data(self.config)
+        with naming(f"the tokenizer of model.path={self.source}", remedy="save one beside the model."):
+            tokenizer = AutoTokenizer.from_pretrained(self.source)
+        told = SimpleNamespace(for_data=lambda: {"tokenizer": tokenizer, "targets": False})
+        self.data = make_data(self.config, told)
+
+    @override
+    def quantize(self, progress: Progress) -> CalibrationResult:
+        config, how = self.config, self.config.trainer
+        fabric = Fabric(accelerator=how.accelerator, devices=how.devices, strategy=how.strategy)
+        fabric.launch()
+        batches = list(self.data.val_dataloader())[fabric.global_rank :: fabric.world_size]
+        return calibrate_layerwise(
+            self.source,
+            batches,
+            self.options,
+            config.export.folder,
+            overwrite=config.export.overwrite,
+            collectives=Collectives.of_group() if fabric.world_size > 1 else None,
+            runs=BlockRuns(
+                inputs="quantized" if config.model.layerwise == "quantized" else "full_precision",
+                token_mask=config.token_mask,
+                device=fabric.device,
+                progress=progress,
+            ),
+        )
