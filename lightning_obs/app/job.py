@@ -1,4 +1,4 @@
-"""What a composed config describes: options, model, data and Trainers; and the quality of the model.
+"""What a composed config describes: options, model, data and Trainers; and a task that works with them.
 
 Hydra's containers become dicts and lists here; nothing below the app knows of Hydra.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import nn
 from lightning_obs.app.console import say, step
 from lightning_obs.app.data.module import CalibrationData
 from lightning_obs.app.sigterm import EndOnSigterm
+from lightning_obs.app.tasks.task import Task
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.strategies import collectives_of
@@ -61,9 +62,8 @@ class Quality:
     moved: Moved | None = None
 
 
-@dataclass(frozen=True)
-class Job:
-    """What every step of a run works with.
+class Job(Task):
+    """A task that runs a model on its data, with a callback.
 
     Attributes:
         model: the module inside ``module`` that is calibrated.
@@ -73,7 +73,6 @@ class Job:
         predictions: of the original model on held-out data.
     """
 
-    config: DictConfig
     callback: SessionCallback
     module: LightningModule
     model: nn.Module
@@ -81,7 +80,24 @@ class Job:
     folder: Path | None
     trainer: Trainer
     evaluator: Trainer
-    predictions: Predictions = field(default_factory=Predictions)
+    predictions: Predictions
+
+    def load(self) -> None:
+        """Load what the config describes."""
+        config = self.config
+        self.folder = Path(config.export.folder) if config.export.folder else None
+        if self.folder is not None:
+            require_free(self.folder, config.export.overwrite)
+            deal_to_files({}, config.export.max_shard_size)
+        check_data(config)
+        self.module = load_module(config)
+        self.data = make_data(config, self.module)
+        _, self.model = find_module(self.module, config.module)
+        self.evaluator, self.predictions = make_trainer(config), Predictions()
+
+    def run_with(self, callback: SessionCallback) -> None:
+        """Let this callback calibrate, in a Trainer of its own."""
+        self.callback, self.trainer = callback, make_trainer(self.config, callback)
 
     def inputs(self, batch: Any) -> dict[str, Any]:
         """Keyword arguments of ``model`` for a batch (``model_inputs``, or all of it), on the model's device."""
@@ -141,19 +157,6 @@ def typed_words() -> list[str] | None:
     folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
     words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # ${...} as it stands
     return [*(f"--config-dir={folder}" for folder in folders), *map(str, words)]
-
-
-def make_job(config: DictConfig, callback: SessionCallback) -> Job:
-    """Load what the config describes, for a callback that was made of its options."""
-    folder = Path(config.export.folder) if config.export.folder else None
-    if folder is not None:
-        require_free(folder, config.export.overwrite)
-        deal_to_files({}, config.export.max_shard_size)
-    check_data(config)
-    module = load_module(config)
-    data = make_data(config, module)
-    _, model = find_module(module, config.module)
-    return Job(config, callback, module, model, data, folder, make_trainer(config, callback), make_trainer(config))
 
 
 def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:

@@ -18,9 +18,8 @@ from typing_extensions import override
 from lightning_obs.app.checkpoint import write_checkpoint
 from lightning_obs.app.console import say, step
 from lightning_obs.app.generation import continuations, loop_line
-from lightning_obs.app.job import Job, Quality, make_job, make_options, plain, recovered_share, typed_words
+from lightning_obs.app.job import Job, Quality, make_options, plain, recovered_share, typed_words
 from lightning_obs.app.models.pretrained import DEFAULT_MODEL
-from lightning_obs.app.tasks.task import Task
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.callbacks.base import SessionCallback
@@ -38,7 +37,7 @@ from lightning_obs.report.summary import print_report, summary
 _WORTH_SAYING = 20
 
 
-class Calibrate(Task):
+class Calibrate(Job):
     """Find the ranges in one pass over the data; no weight changes.
 
     Attributes:
@@ -47,7 +46,6 @@ class Calibrate(Task):
         sizes: bytes of the model and of its checkpoint; where none is written, of the tensors that it would hold.
     """
 
-    job: Job
     result: CalibrationResult
     full: Quality | None = None
     calibrated: Quality | None = None
@@ -62,7 +60,9 @@ class Calibrate(Task):
     @override
     def check(self) -> None:
         """Load everything; refuse scheme, targets, groups, devices, precision, data; say what is calibrated."""
-        self.job = make_job(self.config, self.make_callback(make_options(self.config)))
+        callback = self.make_callback(make_options(self.config))
+        self.load()
+        self.run_with(callback)
         self.check_task()
         self.check_scheme()
 
@@ -70,21 +70,21 @@ class Calibrate(Task):
     def run(self) -> None:
         counts = dict[str, Support]()
         self.say_duration()
-        original = continuations(self.job, as_quantized=False)
-        self.full = self.job.quality("in full precision", as_quantized=False)
-        parts = self.choose()  # it may make another job
+        original = continuations(self, as_quantized=False)
+        self.full = self.quality("in full precision", as_quantized=False)
+        parts = self.choose()  # it may replace the callback
         self.result = self.calibrate()
         self.train()
         self.errors = self.layer_errors(counts)
-        self.quantized = self.job.quality("quantized")
+        self.quantized = self.quality("quantized")
         if original is not None:
-            self.generation = {"original": original, "quantized": continuations(self.job, as_quantized=True)}
-        if self.job.folder is not None:
-            self.lines = write_checkpoint(self.job, self.job.folder, self.result)
-            self.after_export(self.job.folder)
+            self.generation = {"original": original, "quantized": continuations(self, as_quantized=True)}
+        if self.folder is not None:
+            self.lines = write_checkpoint(self, self.folder, self.result)
+            self.after_export(self.folder)
         if self.generation:
             self.lines = [*self.lines, loop_line(**self.generation)]
-        if self.job.trainer.is_global_zero:
+        if self.trainer.is_global_zero:
             self.report(counts, parts)
 
     def make_callback(self, options: CalibrationOptions) -> SessionCallback:
@@ -98,9 +98,8 @@ class Calibrate(Task):
 
     def check_scheme(self) -> None:
         """Check the scheme against the model, and say which module is calibrated."""
-        callback, module = self.job.callback, self.job.module
-        session = callback.prepare(self.job.trainer, module)  # it is used again: the model is the same
-        say(f"· {describe(module, find_module(module, self.config.module)[0], session)}")
+        session = self.callback.prepare(self.trainer, self.module)  # it is used again: the model is the same
+        say(f"· {describe(self.module, find_module(self.module, self.config.module)[0], session)}")
 
     def choose(self) -> Mapping[str, Any]:
         """Choose what is calibrated; returns fields of the report."""
@@ -108,18 +107,17 @@ class Calibrate(Task):
 
     def calibrate(self) -> CalibrationResult:
         """Calibrate in Lightning's validation loop, or without a single batch where the scheme needs none."""
-        job, callback = self.job, self.job.callback
-        say(f"· calibrating {callback.label}")
-        session = callback.prepare(job.trainer, job.module)
+        say(f"· calibrating {self.callback.label}")
+        session = self.callback.prepare(self.trainer, self.module)
         if session.needs_data:
-            job.trainer.validate(job.module, datamodule=job.data, verbose=False)
+            self.trainer.validate(self.module, datamodule=self.data, verbose=False)
         else:
-            say(f"{callback.label} needs no data: no batch is run, data.batches is not used")
-            job.to_device()
+            say(f"{self.callback.label} needs no data: no batch is run, data.batches is not used")
+            self.to_device()
             with session:
                 pass
-        assert callback.result is not None  # it raised otherwise
-        return callback.result
+        assert self.callback.result is not None  # it raised otherwise
+        return self.callback.result
 
     def train(self) -> None:
         """Train the calibrated model."""
@@ -131,31 +129,31 @@ class Calibrate(Task):
             counts: filled with how often each input value was seen there, by module name; inputs that an observer
                 counted while it calibrated are in it as they were then.
         """
-        job, batches = self.job, self.config.report.layer_error_batches
+        batches = self.config.report.layer_error_batches
         if batches < 1:
             return ()
-        held_out = job.first_inputs(job.data.test_dataloader(), batches)
+        held_out = self.first_inputs(self.data.test_dataloader(), batches)
         with step("measuring each layer's error"):
-            return job.callback.layer_errors(held_out, counts)
+            return self.callback.layer_errors(held_out, counts)
 
     def after_export(self, folder: Path) -> None:
         """Measure what was exported."""
 
     def say_duration(self) -> None:
         """Time the second of two forward passes, and say how long those of the whole run take, unless they are few."""
-        job, session = self.job, self.job.callback.session
+        session = self.callback.session
         passes = self.passes(session is None or session.needs_data)
         if passes < _WORTH_SAYING:
             return
-        [batch] = job.first_inputs(job.data.test_dataloader(), 1)
+        [batch] = self.first_inputs(self.data.test_dataloader(), 1)
         with torch.inference_mode():
-            job.model(**batch)
+            self.model(**batch)
             started = time.perf_counter()
-            job.model(**batch)
+            self.model(**batch)
             seconds = time.perf_counter() - started
         say(
             f"· about {passes * seconds / 60:.1f} minutes for {passes} forward passes of {seconds:.2g} s on each of "
-            f"{job.trainer.world_size} device(s), plus the weights and files  (speed=quick: only a few batches)"
+            f"{self.trainer.world_size} device(s), plus the weights and files  (speed=quick: only a few batches)"
         )
 
     def passes(self, needs_data: bool) -> int:
@@ -175,7 +173,7 @@ class Calibrate(Task):
     @property
     def label(self) -> str:
         """What the run has done, as its page and a comparison name it."""
-        return self.job.callback.label
+        return self.callback.label
 
     @override
     def row(self) -> dict[str, Any]:
@@ -202,15 +200,15 @@ class Calibrate(Task):
 
     def report(self, counts: Mapping[str, Support], parts: Mapping[str, Any]) -> None:
         """Write ``report.html``, ``report.json`` and ``layers.csv``, and print the closing report."""
-        job, config = self.job, self.config
+        config = self.config
         known: dict[str, Any] = {"was_trained": self.seconds_trained is not None, "words": typed_words(), **parts}
         if self.full is not None and self.quantized is not None:
             known["metrics"] = {self.full.name: (self.full.value, self.quantized.value)}
             known |= {"moved": self.quantized.moved, "higher_is_better": self.quantized.higher_is_better}
-        known |= {"errors": self.errors, "counts": counts, "checkpoint": job.folder}
-        known["sizes"] = None if job.folder is None else (model_bytes(job.model), folder_size(job.folder))
+        known |= {"errors": self.errors, "counts": counts, "checkpoint": self.folder}
+        known["sizes"] = None if self.folder is None else (model_bytes(self.model), folder_size(self.folder))
         title = f"{self.label} \N{MIDDLE DOT} {Path(str(config.model.get('path') or DEFAULT_MODEL)).name}"
-        report = job.callback.facts(title=title, lines=[*self.lines, *self.closing_lines()], **known)
+        report = self.callback.facts(title=title, lines=[*self.lines, *self.closing_lines()], **known)
         self.sizes = report.sizes
         report.extra = {**self.row(), "config": plain(config)}
         path = write_report(config.output_dir, report)

@@ -7,7 +7,6 @@ it takes any other: ``--config-dir <output folder>/configs scheme=plan`` (or ``o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from omegaconf import OmegaConf
 from typing_extensions import override
 
 from lightning_obs.app.console import say, step
-from lightning_obs.app.job import make_trainer, plain
+from lightning_obs.app.job import plain
 from lightning_obs.app.tasks.calibrate import Calibrate
 from lightning_obs.app.tasks.finetune import PASSES_OF_A_STEP
-from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.choice.mixed_precision import MixedPlan, budget_in_bytes, choose_schemes, frontier, plan_of
 from lightning_obs.choice.observer_choice import choose_observers, fitting_candidates
@@ -41,17 +39,12 @@ class ChoosingTask(Calibrate):
 
     @override
     def check_task(self) -> None:
-        if self.job.trainer.world_size > 1:
+        if self.trainer.world_size > 1:
             raise CalibrationError(
                 f"task={self.config.task.name} runs on one device",
-                got=f"{self.job.trainer.world_size} devices",
+                got=f"{self.trainer.world_size} devices",
                 remedy="choose with trainer.devices=1, then calibrate with the scheme that it wrote.",
             )
-
-    def calibrate_with(self, options: CalibrationOptions) -> None:
-        """Replace the callback by one with these options."""
-        callback = self.make_callback(options)
-        self.job = replace(self.job, callback=callback, trainer=make_trainer(self.config, callback))
 
     def write_scheme(self, config: QuantizationConfig, headline: str) -> None:
         """Write the choice as a config for a later run, and say where."""
@@ -68,7 +61,7 @@ class Observers(ChoosingTask):
     @override
     def check_task(self) -> None:
         super().check_task()
-        fitting_candidates(self.job.model, self.job.callback.options, self.candidates or None)
+        fitting_candidates(self.model, self.callback.options, self.candidates or None)
 
     @property
     @override
@@ -77,13 +70,13 @@ class Observers(ChoosingTask):
 
     @override
     def choose(self) -> Mapping[str, Any]:
-        asked, batches = self.job.callback.options, self.job.first_inputs(self.job.data.val_dataloader())
+        asked, batches = self.callback.options, self.first_inputs(self.data.val_dataloader())
         with step("scoring observers"):
-            choice = choose_observers(self.job.model, batches, asked, self.candidates or None)
+            choice = choose_observers(self.model, batches, asked, self.candidates or None)
         print_report(choice.table())
         self.asked = asked
         self.write_scheme(choice.config, "Observers chosen by task=observers.")
-        self.calibrate_with(asked.with_config(choice.config))
+        self.run_with(self.make_callback(asked.with_config(choice.config)))
         return {"scores": choice.scores}
 
     @override
@@ -116,7 +109,7 @@ class Plan(ChoosingTask):
         options = {**self._of_candidates(), "engines": ()}  # what they refuse is left out when it is measured
         for scheme in self.candidates.values():
             if scheme is not None:
-                CalibrationSession(self.job.model, candidate_options(scheme, **options))
+                CalibrationSession(self.model, candidate_options(scheme, **options))
 
     @override
     def check_scheme(self) -> None:
@@ -126,18 +119,16 @@ class Plan(ChoosingTask):
     def choose(self) -> Mapping[str, Any]:
         """Measure sensitivities, solve for the budget, print the frontier, write the plan."""
         config, at_most = self.config, plain(self.config.task.at_most)
-        batches = self.job.first_inputs(self.job.data.val_dataloader())
+        batches = self.first_inputs(self.data.val_dataloader())
         scored, observed = batches[: config.task.batches], batches[config.task.batches :] or batches
         with step("measuring each layer's sensitivity"):
-            measured = sensitivity(
-                self.job.model, scored, self.candidates, calibration=observed, **self._of_candidates()
-            )
+            measured = sensitivity(self.model, scored, self.candidates, calibration=observed, **self._of_candidates())
         plan = self.plan = choose_schemes(measured, config.budget, at_most=at_most)
         if plan.config is None:
             raise CalibrationError("every module is best left in full precision", got=f"budget {config.budget}")
         plans = frontier(measured, config.task.frontier, at_most=at_most)
         rows = [*(p.row() for p in plans), *(plan_of(measured, name).row(name) for name in measured.schemes)]
-        width = next(self.job.model.parameters()).itemsize
+        width = next(self.model.parameters()).itemsize
         full = {"bits_per_weight": 8.0 * width, "bytes": width * measured.weights, "loss": 0.0}
         rows += [{**plan.row("chosen"), "mark": "chosen"}, {"name": "full precision", "mark": "full precision", **full}]
         print_report(frontier_table(plans, title=f"estimated {measured.method} against size"))
@@ -146,7 +137,7 @@ class Plan(ChoosingTask):
         whole |= {name: getattr(measured, name) for name in ("method", "tokens", "layers")}
         write_text(Path(config.output_dir, "plan.json"), as_json({**whole, "frontier": rows}))
         self.write_scheme(plan.config, f"{plan.bits:.3f} bits per weight, chosen by task=plan.")
-        self.calibrate_with(self.job.callback.options.with_config(plan.config))
+        self.run_with(self.make_callback(self.callback.options.with_config(plan.config)))
         worst = {name: max(losses.get(name, 0.0) for losses in measured.layers.values()) for name in plan.schemes}
         unit = f"{measured.method}, worst candidate" + (", nats" if measured.method == "divergence" else "")
         losses = {name: measured.layers.get(scheme, {}).get(name, 0.0) for name, scheme in plan.schemes.items()}
@@ -169,6 +160,6 @@ class Plan(ChoosingTask):
         return super().passes(needs_data) + self.batches("batches") + measured
 
     def _of_candidates(self) -> dict[str, Any]:
-        options = self.job.callback.options
+        options = self.callback.options
         names = ("targets", "ignore", "observers", "rounding")
         return {**{name: getattr(options, name) for name in names}, **options.beside_scheme}

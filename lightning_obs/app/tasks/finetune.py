@@ -37,8 +37,8 @@ class Finetune(Calibrate):
 
     @override
     def check_task(self) -> None:
-        assert isinstance(self.job.callback, QuantizationAwareTraining)
-        self.job.callback.require_precision(self.job.trainer)
+        assert isinstance(self.callback, QuantizationAwareTraining)
+        self.callback.require_precision(self.trainer)
         if not self.batches("train_batches"):
             got = self.config.data.get("train_batches")
             raise CalibrationError("data.train_batches", got=got, expected="one or more")
@@ -46,19 +46,19 @@ class Finetune(Calibrate):
     @override
     def train(self) -> None:
         """Fit, then validate the result."""
-        self.calibrated = self.job.quality("as calibrated")
-        config, module = self.config, self.job.module
-        say(f"· fine-tuning {self.job.callback.label}")
+        self.calibrated = self.quality("as calibrated")
+        config, module = self.config, self.module
+        say(f"· fine-tuning {self.callback.label}")
         started = time.perf_counter()
         if config.task.seed is not None:
             seed_everything(config.task.seed, verbose=False)
-        trainer = make_trainer(config, self.job.callback)
+        trainer = make_trainer(config, self.callback)
         module.train()
-        trainer.fit(module, datamodule=self.job.data)
+        trainer.fit(module, datamodule=self.data)
         module.eval()
-        trainer.validate(module, datamodule=self.job.data, verbose=False)
+        trainer.validate(module, datamodule=self.data, verbose=False)
         self.seconds_trained, self.steps = time.perf_counter() - started, trainer.global_step
-        self.result = self.job.callback.result or self.result
+        self.result = self.callback.result or self.result
 
     @override
     def after_export(self, folder: Path) -> None:
@@ -68,13 +68,13 @@ class Finetune(Calibrate):
         """
         if self.calibrated is None:
             return
-        strategy = self.job.trainer.strategy
+        strategy = self.trainer.strategy
         written = Path(strategy.broadcast(str(folder.resolve())))
         if not strategy.reduce_boolean_decision(written.is_dir()):
             self.lines = [*self.lines, "not loaded again: some ranks cannot read that folder"]
             return
-        loaded = self.job.load_again(written)
-        self.reloaded = self.job.quality("the checkpoint, loaded again", again=loaded)
+        loaded = self.load_again(written)
+        self.reloaded = self.quality("the checkpoint, loaded again", again=loaded)
 
     @override
     def passes(self, needs_data: bool) -> int:
@@ -87,7 +87,7 @@ class Finetune(Calibrate):
     @override
     def report(self, counts: Mapping[str, Support], parts: Mapping[str, Any]) -> None:
         """Show the quality before training and after it, beside full precision, where no validation has logged any."""
-        curves = self.job.callback.curves
+        curves = self.callback.curves
         if not curves and self.full is not None and self.calibrated is not None and self.quantized is not None:
             name, whole = self.full.name, self.full.value
             tuned = {0: self.calibrated.value, self.steps: self.quantized.value}
