@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from lightning_obs.errors import name_list
 from lightning_obs.files.read import read_json
@@ -92,8 +92,7 @@ class Judgement:
     steps: list[Step] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class LayerLoss:
+class LayerLoss(NamedTuple):
     """What one layer loses: noise or estimated loss, and the shares of its noise (0 to 1) in weight and input."""
 
     name: str
@@ -302,12 +301,12 @@ class _Remedies:
         if "vLLM" in takes and takes["vLLM"].loads and kind.endswith(("ForCausalLM", "ForConditionalGeneration")):
             why, line = f"it runs on {takes['vLLM'].text or 'any hardware'}", shlex.join(["vllm", "serve", shown])
             yield Step("serve", "Serve it with vLLM", why, line, f'vllm.LLM("{shown}")', 1.0)
+        what, why = "Load it in Python", "into an unquantized model of the same class"
+        python = f'load_checkpoint(model, "{shown}")'
         if kind and "transformers" in takes and takes["transformers"].loads:
+            what, why = "Load it with transformers", "it needs compressed-tensors beside it"
             python = f'transformers.{kind}.from_pretrained("{shown}")'
-            yield Step("load", "Load it with transformers", "it needs compressed-tensors beside it", None, python, 1.0)
-        else:
-            python = f'load_checkpoint(model, "{shown}")'
-            yield Step("load", "Load it in Python", "into an unquantized model of the same class", None, python, 1.0)
+        yield Step("load", what, why, None, python, 1.0)
 
     def of_layers(self) -> Iterator[Step]:
         """Leave the worst out. A plan has decided about its layers: more bits are another budget."""

@@ -45,18 +45,16 @@ def summary(report: Report, worst: int = 5) -> RenderableType:
 def layer_table(errors: Sequence[LayerError]) -> Table:
     """Layers with their error, one row each. Columns of which nothing is known are left out."""
     titles = ("worst layers", "SQNR [dB]", "clipped [%]", "input range", "weight SQNR [dB]", "bits in use")
-    rows = [_cells(error) for error in errors]
+    rows = []
+    for error in errors:
+        read, weight = error.input, error.weight
+        seen = "" if read is None or read.low is None else f"[{read.low:.4g}, {read.high:.4g}]"
+        sqnr, bits = (None, None) if weight is None else (weight.sqnr, weight.bits)
+        numbers = [_known(sqnr, ".1f"), _known(bits, ".2f")]
+        rows.append([error.name, _known(error.sqnr, ".1f"), _known(error.clipped, ".2f"), seen, *numbers])
     measured = any(error.output is not None for error in errors) or all(error.weight is None for error in errors)
     known = range(4) if measured else [at for at in range(6) if at == 0 or any(row[at] for row in rows)]
     return _table([titles[at] for at in known], [[row[at] for at in known] for row in rows])
-
-
-def _cells(error: LayerError) -> list[str]:
-    sqnr, clipped = _known(error.sqnr, ".1f"), _known(error.clipped, ".2f")
-    read = error.input
-    seen = "" if read is None or read.low is None else f"[{read.low:.4g}, {read.high:.4g}]"
-    weight, bits = (None, None) if error.weight is None else (error.weight.sqnr, error.weight.bits)
-    return [error.name, sqnr, clipped, seen, _known(weight, ".1f"), _known(bits, ".2f")]
 
 
 def comparison(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -75,12 +75,8 @@ class LanguageModel(TaskModule):
     """Trains on the cross entropy of the next token, and is judged by the perplexity.
 
     Args:
-        path: folder or hub name; None for the default model.
-        dtype: auto, float32, bfloat16, float16.
-        attn_implementation: as in transformers.
-        device_map: as in transformers (``auto``, or a device for each module); ``disk`` puts all of it there. What does
-            not fit is offloaded, and comes in one module at a time.
-        offload_folder: where transformers writes what is offloaded to disk and lies in no safetensors file.
+        path, dtype, attn_implementation, device_map, offload_folder: of
+            :func:`~lightning_obs.app.models.pretrained.load_pretrained`.
         linearize_experts: give every expert Linear modules of its own, so that they can be quantized.
         learning_rate, eps: of AdamW, see :class:`TaskModule`.
     """
