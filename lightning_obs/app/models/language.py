@@ -39,8 +39,8 @@ class TaskModule(LightningModule):
         self.model, self.learning_rate, self.eps = model, learning_rate, eps
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Keyword arguments of ``self.model``."""
-        raise NotImplementedError
+        """Keyword arguments of ``self.model``: the batch without labels."""
+        return {key: value for key, value in batch.items() if key != LABELS}
 
     def for_data(self) -> dict[str, Any]:
         """What a LightningDataModule may need to know about the model; its constructor gets those that it takes."""

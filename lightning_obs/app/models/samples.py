@@ -126,10 +126,6 @@ class Encoder(OneOutputPerSample):
         self.tokenizer = tokenizer
 
     @override
-    def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        return {key: value for key, value in batch.items() if key != LABELS}
-
-    @override
     def for_data(self) -> dict[str, Any]:
         return {"tokenizer": self.tokenizer, "label2id": self.model.config.label2id}
 

@@ -104,13 +104,11 @@ class Finetune(Calibrate):
         lines = []
         if self.calibrated is not None:
             values = {"full precision": self.full, "calibrated": self.calibrated, "fine-tuned": self.quantized}
-            measured = {**values, "reloaded": self.reloaded}.items()
-            text = ", ".join(f"{when} {found.value:.3f}" for when, found in measured if found is not None)
+            measured = {when: found for when, found in {**values, "reloaded": self.reloaded}.items() if found}
+            text = ", ".join(f"{when} {found.value:.3f}" for when, found in measured.items())
             lines.append(f"{self.calibrated.name} on held-out data: {text}")
-            moved = {when: found.moved.divergence for when, found in measured if found is not None and found.moved}
-            if moved:
-                text = ", ".join(f"{when} {divergence:.4f}" for when, divergence in moved.items())
-                lines.append(f"KL divergence from the original [nats]: {text}")
+            moved = [f"{when} {found.moved.divergence:.4f}" for when, found in measured.items() if found.moved]
+            lines += [f"KL divergence from the original [nats]: {', '.join(moved)}"] if moved else []
         if self.seconds_trained is not None:
             share = recovered_share(self.full, self.calibrated, self.quantized)
             brought = "" if share is None else f", and brought back {share:.0%} of what calibration lost"
