@@ -209,7 +209,7 @@ class QuantizationAwareTraining(QuantizedFit):
                     remedy="name the module that it calls: QuantizationAwareTraining(module='...').",
                 )
             counts = self.mask_of(args[0] if args else kwargs["batch"])
-            terms = [divergence(logits_of(out), logits_of(self._teach(*a, **k)), counts) for a, k, out in calls]
+            terms = [divergence(_logits_of(out), _logits_of(self._teach(*a, **k)), counts) for a, k, out in calls]
             mean = torch.stack(terms).mean()
             if log:
                 pl_module.log("quant/distillation", mean.detach())
@@ -251,3 +251,9 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor 
         student, teacher = student[chosen], teacher[chosen]
     log_p, log_q = (F.log_softmax(x.float(), dim=-1).flatten(0, -2) for x in (teacher.detach(), student))
     return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+
+
+def _logits_of(output: Any) -> torch.Tensor:
+    """As :func:`logits_of`, of a tuple those in its first tensor."""
+    is_tuple = isinstance(output, (tuple, list))
+    return logits_of(next((x for x in output if isinstance(x, torch.Tensor)), None) if is_tuple else output)

@@ -31,14 +31,12 @@ def in_evaluation_mode(model: nn.Module, kinds: tuple[type[nn.Module], ...] = (n
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """The logits ``(..., classes)`` in a model's output; without a name, its first tensor.
+    """The logits ``(..., classes)`` in a model's output.
 
     Raises:
         CalibrationError: there are none.
     """
-    found = named_logits(output)
-    if found is None:
-        found = first_input(tuple(output) if isinstance(output, (tuple, list)) else (output,), {})
+    found = output if isinstance(output, torch.Tensor) else named_logits(output)
     if not isinstance(found, torch.Tensor) or found.ndim < 2 or not found.is_floating_point():
         raise CalibrationError(
             "the divergence of predictions is measured on logits",
