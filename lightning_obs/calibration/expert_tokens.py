@@ -1,13 +1,11 @@
 """Experts under calibration: the tokens that the router sends them, all tokens for each of them, ranges without tokens.
 
-With ``calibrate_all_experts`` the observers inside experts ignore the model's own forward. After that of the layer,
-every expert runs once more, on all tokens that the layer read, for the observers only: outputs are thrown away, random
-numbers and gradients are not touched, and no token is observed twice. Other forward hooks inside an expert see these
-runs too.
+With ``calibrate_all_experts`` the observers inside experts ignore the model's own forward. After the layer's, every
+expert runs once more, on all tokens that the layer read, for the observers only: outputs are thrown away, random
+numbers and gradients are not touched. Other forward hooks inside an expert see these runs too.
 
-With ``on_missing="siblings"`` an expert that no token reached borrows the ranges of the layer's other experts. An
-engine that runs experts fused takes one activation scale for all of them, the widest, so the union of the siblings'
-ranges is what an expert without tokens would be run with anyway. Its weights need no tokens.
+With ``on_missing="siblings"`` an expert that no token reached borrows the ranges of the layer's other experts: engines
+run fused experts with one activation scale, the widest. Its weights need no tokens.
 """
 
 from __future__ import annotations

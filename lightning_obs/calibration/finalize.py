@@ -1,8 +1,7 @@
 """From what observers gathered to qparams on modules: reduce the ranks, observe the weights, compute, check, write.
 
-The order matters: the ranks agree on what was observed, then each searches its share of the weights, then all get all
-ranges. A rank that fails on the way goes on with the collectives, so that none is left waiting, and all raise alike.
-Nothing is written before everything was checked.
+The ranks agree on what was observed, then each searches its share of the weights, then all get all ranges. A rank that
+fails goes on with the collectives, so that none is left waiting, and all raise alike.
 """
 
 from __future__ import annotations

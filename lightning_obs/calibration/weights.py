@@ -1,19 +1,17 @@
 """Observe weights that are sharded over ranks, and give every rank the whole weight's ranges.
 
-Method. FSDP2 shares out rows. A scale of a channel, a group or a block depends on its own rows only, so each rank
-observes the rows that it holds, with an observer of their own, and sends the ranges: no weight travels. The observer
-says whether its weight can be cut so, and joins the ranges that several ranks found (``for_rows``, ``join``).
+FSDP2 shares out rows, and a scale of a channel, a group or a block depends on its own rows only. So each rank observes
+the rows that it holds, with an observer of their own, and sends the ranges (``for_rows``, ``join``): no weight travels.
 
-A search for the least error stops when some candidates in a row improved no scale *of the whole tensor*. A shard cannot
-know that, so it visits all candidates and sends beside the ranges which of them improved any of its rows. From these
-notes each rank derives where one device would have stopped; if a later candidate was better for some scale, the shards
-search once more, that far (``agree``).
+A search for the least error stops when some candidates in a row improved no scale *of the whole tensor*, which a shard
+cannot know. It visits all candidates, and sends which of them improved any of its rows. Each rank derives where one
+device would have stopped; if a later candidate was better for some scale, shards search again, that far (``agree``).
 
-What cannot be decided row by row (a search over a whole tensor or over a block across two shards, a histogram, an
-observer of the user's) sees the whole weight, on one rank. Weights are gathered one at a time, in the same order on all
-ranks, one for each rank before they all search: a rank never holds more than two. The flat shards of FSDP1 end anywhere
-in a row, so all of them are gathered, a unit for each rank in one turn; each rank copies the weights that it is to
-search, and the last unit stays whole meanwhile: a rank never holds more than one unit and its share of the others.
+What cannot be decided row by row (a range of a whole tensor, a block across two shards, a histogram, a user's observer)
+is observed whole, on one rank. Weights are gathered in the same order on all ranks, one for each rank before they all
+search: a rank never holds more than two. FSDP1's flat shards end anywhere in a row, so all are gathered, a unit for
+each rank in one turn, and each rank copies the weights that it is to search: it never holds more than one unit and its
+share of the others.
 """
 
 from __future__ import annotations
@@ -139,9 +137,7 @@ class ShardedWeights:
     ) -> dict[Key, Exception | None]:
         """Gather the weights, each for its owner, and let it observe those of ``keys``.
 
-        The weights are gathered whatever the keys are, since other ranks may have others after a failure. Errors of
-        observing are returned, not raised: the other ranks go on gathering.
-
+        They are gathered whatever the keys are, and errors of observing are returned: the other ranks go on gathering.
         One turn gathers a unit for each rank that is left with any; of FSDP2, a unit is one weight.
         """
         outcome: dict[Key, Exception | None] = {}

@@ -1,8 +1,7 @@
 """Calibrate in Lightning's validation loop.
 
-Lightning already runs the user's data through the user's model; this callback only watches. It is a thin user of
-:class:`~lightning_obs.CalibrationSession`: attach when validation starts, finish when its epoch ends, leave nothing
-behind however it ends.
+Lightning already runs the user's data through the user's model; this callback only watches, through a
+:class:`~lightning_obs.CalibrationSession`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Copies of what user code holds, and batches kept on the CPU.
 
 ``copy.deepcopy`` copies a teacher's weights with the list that holds it, and gives up on an object for the one lock in
-it. Here modules and parameters are shared, and an object that cannot be copied is shared alone: its neighbours are
-copied. A :class:`Copier` copies an object once, so two names of it stay two names of its copy.
+it. Here modules and parameters are shared, and of an object only the parts that cannot be copied.
 """
 
 from __future__ import annotations

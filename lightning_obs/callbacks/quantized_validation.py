@@ -1,19 +1,18 @@
 """Validate once more, through the quantized model, in the middle of a validation.
 
-What the user's ``validation_step`` logs of the quantized model belongs beside what it logs of the plain one, in time
-for ``ModelCheckpoint`` and ``EarlyStopping``. So the second pass runs inside ``on_validation_epoch_end``, while the
-first is not over: its metrics are not computed yet, and the user's lists of outputs are full.
+What the user's ``validation_step`` logs of the quantized model is there in time for ``ModelCheckpoint`` and
+``EarlyStopping``. So the second pass runs inside ``on_validation_epoch_end``, while the first is not over: its metrics
+are not computed yet, and the user's lists of outputs are full.
 
-Method: Lightning's own evaluation loop runs it, so that steps, devices, precision, strategies and ``self.log``
-(reductions, ranks, torchmetrics, several loaders) are what they are in the first pass. It gets results and a connector
-of its own, no callbacks, and no loaders: the batches of the first pass were kept, as ``validation_step`` got them.
-The LightningModule begins in the state that it had before the first batch: of all that it and its submodules hold,
-but weights, a deep copy was made then, which is put in place for the second pass. The modules stay the objects that
-they are, so wrappers (DDP, FSDP), compiled code, hooks and lambdas of ``self`` work on the copy as they do on the
-original. Random numbers are at each step those of the first pass, and do not move on.
+Lightning's own evaluation loop runs it, so that steps, devices, precision, strategies and ``self.log`` (reductions,
+ranks, torchmetrics, several loaders) are what they are in the first pass. It gets results and a connector of its own,
+no callbacks, and the batches of the first pass, as ``validation_step`` got them. Of all that the LightningModule and
+its submodules hold, but weights, a deep copy was made before the first batch, which is put in place for the second
+pass. The modules stay the objects that they are, so wrappers (DDP, FSDP), compiled code, hooks and lambdas of ``self``
+work on the copy as they do on the original. Random numbers are at each step those of the first pass, and do not move.
 
-The loop and its connector are private to Lightning; the versions that were tried are in pyproject.toml. The trade-off:
-the alternative would be to write reductions, loaders and steps of all strategies a second time.
+The loop and its connector are private to Lightning; the versions that were tried are in pyproject.toml. The alternative
+would be to write reductions, loaders and steps of all strategies a second time.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The checkpoint of ``export_folder`` is written in ``teardown``: weight averaging has put its weights in, the last
 validation of a fit is over, and after an error or Ctrl-C Lightning does not call it. ``callback.export(folder)`` after
-``trainer.fit`` finds the model in the same state, so both write the same. What is known to fail is refused before the
-first batch.
+``trainer.fit`` writes the same.
 """
 
 from __future__ import annotations

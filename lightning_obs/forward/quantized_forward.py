@@ -1,14 +1,12 @@
 """Run modules through fake quantization: calibrated ones inside :func:`quantized`, and a model in training.
 
 A module's ``forward`` is replaced, on the instance, by one that quantizes and dequantizes input, weight and output with
-gradients (``numerics.fake_quantize``) and otherwise computes as before. There is one such forward, so validation sees
-what training trained; its numbers are bit for bit those of compressed-tensors' and of the exported checkpoint.
+gradients, in validation as in training; its numbers are bit for bit those of compressed-tensors' and of the exported
+checkpoint. ``state_dict``, ``parameters()`` and ``buffers()`` of the model stay what they are.
 
 Unlike compressed-tensors' own forward, it never writes to the parameter (:mod:`.quantized_tensors`), it quantizes every
 module with a weight matrix (convolutions and transformers' Conv1D too), and a tensor whose range is not known yet
 passes unquantized. Attention states are quantized where compressed-tensors' hooked modules read them.
-
-Nothing is registered: ``state_dict``, ``parameters()`` and ``buffers()`` of the model stay what they are.
 """
 
 from __future__ import annotations
@@ -56,10 +54,10 @@ _claiming = Lock()
 def quantized(model: nn.Module) -> Iterator[nn.Module]:
     """Run a calibrated model through fake quantization inside the ``with`` block.
 
-    Weights and activations of calibrated modules are quantized and dequantized at each forward, to the numbers of
-    compressed-tensors' own functions, so what comes out is what the exported checkpoint gives. Weights are not changed.
-    Blocks nest. No calibration observes what runs inside, so ``validation_step`` can log a metric of the quantized
-    model. A copy that is made inside has the scales and runs in full precision, until it is run in a block of its own.
+    Weights and activations of calibrated modules are quantized and dequantized at each forward, so what comes out is
+    what the exported checkpoint gives. Weights are not changed. Blocks nest. No calibration observes what runs inside,
+    so ``validation_step`` can log a metric of the quantized model. A copy that is made inside has the scales and runs
+    in full precision, until it is run in a block of its own.
 
     A :class:`CalibrationWarning` says that nothing was calibrated, so that the model runs in full precision, or which
     parameters have changed since, so that these are not the numbers of a checkpoint. Where weights are sharded, all

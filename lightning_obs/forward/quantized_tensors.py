@@ -1,7 +1,7 @@
 """Quantize and dequantize one tensor of a module, with the parameters on the module and with gradients.
 
-The weight is never written to (compressed-tensors swaps ``weight.data``): the quantized weight is another tensor in
-autograd's graph, so it can be recomputed (activation checkpointing), gathered (FSDP2) and pruned meanwhile.
+compressed-tensors swaps ``weight.data``. Here the quantized weight is another tensor in autograd's graph, so it can be
+recomputed (activation checkpointing), gathered (FSDP2) and pruned meanwhile.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Blocks that several callers share: the first to come enters one, the last to go leaves it, in whatever order they go.
 
-torch has one compile stance for the whole process, an attention module one set of compressed-tensors' hooks. A block
-around either restores what it found. Of two blocks that do not end in reverse order (a session that is detached inside
-``quantized``), the last to end would restore what the other had set. So there is one block for all.
+torch has one compile stance for the whole process, an attention module one set of compressed-tensors' hooks. Of two
+blocks around either that do not end in reverse order (a session that is detached inside ``quantized``), the last to end
+would restore what the other had set. So there is one block for all.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 A model may be copied or pickled at any moment: for weight averaging, as a teacher, by a logger. nn.Module copies its
 whole ``__dict__``, hooks included, and the hooks of a copy would go on feeding the original's observers.
 
-Method: ``copy``, ``deepcopy`` and ``pickle`` look up ``__reduce_ex__`` (``deepcopy`` first ``__deepcopy__``) on the
-*instance*. While anything is on a module, the instance has its own, which runs the class's with a ``__dict__`` from
-which all of it is taken out. So a copy has nothing that has to be removed later, and its pickle needs this package no
-more than the original's. The alternative, hooks that do nothing on a copy, would stay there.
+``copy``, ``deepcopy`` and ``pickle`` look up ``__reduce_ex__`` (``deepcopy`` first ``__deepcopy__``) on the *instance*.
+While anything is on a module, the instance has its own, which runs the class's with a ``__dict__`` from which all of it
+is taken out. So nothing has to be removed from a copy later, and its pickle does not need this package.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ Where a parameter rests, :func:`place_of` says: whole on this rank, a DTensor (F
 flat shard of FSDP1. In :func:`whole_unit` it is whole, and there if it is offloaded (:mod:`.offload`). LoRA
 adapters beside a weight are added to it, wherever it rests.
 
-FSDP1 joins the parameters of a unit (what one wrapper holds, without the wrappers inside it) to one flat tensor and
-cuts that into equal lengths, wherever a weight begins or ends. Outside of a forward a module has a piece of its weight,
-perhaps an empty one. Neither its shape nor the unit that would gather it can be found from there: the wrapper stands
-above. So while the outermost one is at hand, every module is told (:func:`register_fsdp_units`).
+FSDP1 joins the parameters of a unit (what one wrapper holds, without the wrappers inside it) to one flat tensor, cut
+into equal lengths. Outside of a forward a module has a piece of its weight, perhaps an empty one, and knows neither the
+whole shape nor the wrapper that would gather it. So every module is told (:func:`register_fsdp_units`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Modules that stand around another one and run it: wrappers, and LoRA layers of peft.
 
 Wrappers are those of Fabric, DDP, FSDP1, torch.compile, activation checkpointing, and peft's around a module that it
-trains whole (``modules_to_save``), which runs its copy of the module. A wrapper is not a part of the model. It stands
-in names (``layers.0._fsdp_wrapped_module.fc1``), so targets would not match and a checkpoint could not be loaded.
-Whoever reads names, or wants a ``state_dict`` that gathers nothing, does it :func:`without_wrappers`.
+trains whole (``modules_to_save``), which runs its copy of the module. They stand in names
+(``layers.0._fsdp_wrapped_module.fc1``), so targets would not match and a checkpoint could not be loaded. Whoever reads
+names, or wants a ``state_dict`` that gathers nothing, does it :func:`without_wrappers`.
 
-Quantizing the base weight of a LoRA layer and adding the adapters in full precision is not what is shipped:
-``merge_and_unload`` adds them to the weight, and that sum is quantized. So the module that is planned is the base layer
-(it remains after merging, with all that was written on it), and its weight is the sum, computed as peft's ``merge``
-computes it. peft is not imported; its layers are known by their public attributes.
+What is shipped of a LoRA layer is the sum of base weight and adapters (``merge_and_unload``), quantized. So the base
+layer is planned, which remains after merging, and its weight is the sum, computed as peft's ``merge`` computes it. peft
+is not imported; its layers are known by their public attributes.
 """
 
 from __future__ import annotations
