@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from rich.table import Column, Table
 from torch import nn
 from typing_extensions import Unpack
@@ -23,9 +23,8 @@ from typing_extensions import Unpack
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.choice.mixed_precision import config_of
-from lightning_obs.choice.sensitivity import Batches, Sensitivity, sensitivity
+from lightning_obs.choice.sensitivity import Batches, Sensitivity, candidate_options, sensitivity
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.numerics.qparams import ROUNDING
 from lightning_obs.schemes.config import SchemeLike, config_groups
 
 #: an observer's ``name``, and its hyperparameters
@@ -141,7 +140,7 @@ def choose_observers(
     if not observed or not scored:
         raise CalibrationError("observers are compared on batches that they did not observe", got="too few batches")
     schemes = {
-        _key(base_name, label): _observed_by(asked.config, base_name, one)
+        _key(base_name, label): _candidate(asked, base_name, one)
         for base_name, ones in tried.items()
         for label, one in ones.items()
     }
@@ -187,21 +186,10 @@ def _key(base_name: str, label: str) -> str:
     return f"{base_name}: {label}"
 
 
-def _observed_by(base: QuantizationConfig, base_name: str, one: _Named) -> QuantizationConfig:
-    """The scheme with this observer, rounded as it was where the observer does not say; the kv cache has no weights."""
-    config = base.model_copy(deep=True, update={"kv_cache_scheme": None})
-    for group in config_groups(config):
-        if (args := _observed_args(group, base_name)) is not None:
-            rounding = {key: value for key, value in args.observer_kwargs.items() if key == ROUNDING}
-            args.observer = one["name"]
-            args.observer_kwargs = rounding | {key: value for key, value in one.items() if key != "name"}
-    return config
-
-
-def _observed_args(group: QuantizationScheme, base_name: str) -> QuantizationArgs | None:
-    """The arguments of a tensor that calibration observes."""
-    args: QuantizationArgs | None = getattr(group, _FIELDS[base_name])
-    return None if args is None or args.dynamic is True else args
+def _candidate(asked: CalibrationOptions, base_name: str, one: _Named) -> dict[str, Any]:
+    """The scheme with this observer, without the kv cache, which has no weights."""
+    config = asked.config.model_copy(update={"kv_cache_scheme": None})
+    return {"scheme": config, "observers": {base_name: one}}
 
 
 def fitting_candidates(
@@ -212,7 +200,8 @@ def fitting_candidates(
     tried: dict[str, dict[str, _Named]] = {}
     for base_name, (first, *others) in CANDIDATES.items():
         given: Sequence[Any] = others if candidates is None else candidates.get(base_name, ())
-        observed = list(filter(None, (_observed_args(group, base_name) for group in config_groups(asked.config))))
+        quantized = [args for group in config_groups(asked.config) if (args := getattr(group, _FIELDS[base_name]))]
+        observed = [args for args in quantized if args.dynamic is not True]
         if not observed or not given:
             continue
         is_small = base_name == "weight" and all(args.num_bits < 8 for args in observed)
@@ -223,7 +212,8 @@ def fitting_candidates(
                 forms = [named | {"signed": True}, named] if is_small else [named] * ("hessian" not in named["name"])
             for form in forms:
                 try:
-                    CalibrationSession(model, _observed_by(asked.config, base_name, form), **asked.beside_scheme)
+                    candidate = candidate_options(_candidate(asked, base_name, form), **asked.beside_scheme)
+                    CalibrationSession(model, candidate)
                 except CalibrationError:
                     if is_asked:
                         raise

@@ -79,8 +79,8 @@ def resolve_config(
     ``input_activations`` / ``output_activations``; a dict of groups (``{"FP8": ["re:.*mlp.*_proj"],
     "W4A16": ["Linear"]}`` or ``{"group": {"targets": [...], "weights": {...}}}``); a full ``{"config_groups": ...}``;
     or the compressed-tensors object. None with ``kv_cache``, for the cache alone. ``observers``, by base name, replace
-    those that the scheme names, with their hyperparameters. ``rounding`` applies to all weights; for one group
-    it stands among the hyperparameters of the weights' observer: ``"observer_kwargs": {"rounding": "gptq"}``.
+    those that the scheme names, with their hyperparameters but not its rounding. ``rounding`` applies to all weights;
+    for one group it stands among the weights' ``"observer_kwargs": {"rounding": "gptq"}``.
 
     Raises:
         CalibrationError: an unknown preset, field, base name, observer or rounding; targets given twice; a scheme that
@@ -218,8 +218,9 @@ def _set_observers(config: QuantizationConfig, observers: Mapping[str, Any], rou
         if isinstance(config, StatesConfig) and base_name in ATTENTION:
             config.state_observers[base_name] = {"observer": name, "observer_kwargs": kwargs}
             continue
-        for args in observed:
-            args.observer, args.observer_kwargs = name, kwargs
+        for args in observed:  # rounding is another step: another observer leaves it as it is
+            rounded = {key: value for key, value in args.observer_kwargs.items() if key == ROUNDING}
+            args.observer, args.observer_kwargs = name, rounded | kwargs
     weights = [args for base_name, args in _all_args(config) if base_name == "weight"]
     if rounding is not None and not weights:
         raise CalibrationError("rounding is given, but the scheme quantizes no weights", got=f"rounding={rounding!r}")
