@@ -25,7 +25,7 @@ from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
 from lightning_obs.calibration.token_mask import PADDING, require_mask
-from lightning_obs.engines.engine import ask_engines, engine_of
+from lightning_obs.engines.engine import PlannedCheckpoint, ask_engines, engine_of
 from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, warn
 from lightning_obs.forward.quantized_forward import INSIDE
 from lightning_obs.model.additions import keep_hook_out
@@ -118,7 +118,8 @@ class CalibrationSession(Observation):
             fused_sets = [*self.options.engine.fused_sets, *self.options.fused_sets]
             self.plan = build_plan(self.model, self.options.config, fused_sets)
             chosen, also = self.options.engine, [engine_of(name) for name in self.options.engines]
-            self.engines = ask_engines(self.model, self.plan.targets, chosen, self.options.fused_sets, also)
+            planned = PlannedCheckpoint(self.model, self.plan.targets, self.options.fused_sets)
+            self.engines = ask_engines(planned, chosen, also)
             self.experts = ExpertWatch(self.model, self.options.calibrate_all_experts)
             self.together = [*self.plan.fused, *self._whole_layers()]
         self.observers = _make_observers(self.plan)

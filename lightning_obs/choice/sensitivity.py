@@ -23,7 +23,7 @@ from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.compress import stored_layout
 from lightning_obs.choice.divergence import Losses, Twins, divergences, weights_shared
-from lightning_obs.engines.engine import Engine, engine_of
+from lightning_obs.engines.engine import Engine, PlannedCheckpoint, engine_of
 from lightning_obs.errors import CalibrationError, refuse, warn
 from lightning_obs.forward.calls import call_on, in_evaluation_mode
 from lightning_obs.forward.quantized_tensors import quantized_weight
@@ -198,7 +198,7 @@ def _refused_together(
 
 def _refusal(engine: Engine, session: CalibrationSession, targets: list[PlannedModule]) -> CalibrationError | None:
     try:
-        engine.check(session.model, targets, session.options.fused_sets)
+        engine.check(PlannedCheckpoint(session.model, targets, session.options.fused_sets))
     except CalibrationError as error:
         return error
     return None

@@ -75,6 +75,15 @@ class Verdict:
     what: str = ""
 
 
+@dataclass(frozen=True)
+class PlannedCheckpoint:
+    """What an engine is asked about: the modules of a model that will be quantized, and the user's own fused sets."""
+
+    model: nn.Module
+    targets: list[PlannedModule]
+    own_sets: FusedSets = ()
+
+
 class Engine:
     """An inference engine. The base class takes every checkpoint: ``reload="unchecked"``.
 
@@ -107,29 +116,24 @@ class Engine:
         """
         return None
 
-    def check(self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets) -> Hardware | None:
+    def check(self, planned: PlannedCheckpoint) -> Hardware | None:
         """The hardware that runs the whole checkpoint; None: not known. A subclass adds rules about several modules.
-
-        Args:
-            model: that is planned.
-            targets: its modules that will be quantized.
-            own_sets: the user's fused sets, beside the engine's.
 
         Raises:
             CalibrationError: the engine does not take the checkpoint, and why.
         """
-        inside = tuple(f"{name}." for name in linear_experts(model))
+        inside = tuple(f"{name}." for name in linear_experts(planned.model))
         found: Hardware | None = None
-        for target in targets:
+        for target in planned.targets:
             runs = self.takes(target, target.name.startswith(inside))
             found = found.and_(runs) if found and runs else found or runs
         return found
 
-    def remarks(
-        self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets, chosen: bool
-    ) -> Iterator[str]:
-        """What the user should know: each remark becomes a CalibrationWarning. Arguments are those of :meth:`check`;
-        ``chosen``: ``reload`` names this engine, which takes the checkpoint."""
+    def remarks(self, planned: PlannedCheckpoint, chosen: bool) -> Iterator[str]:
+        """What the user should know: each remark becomes a CalibrationWarning.
+
+        ``chosen``: ``reload`` names this engine, which takes the checkpoint.
+        """
         return iter(())
 
     def config_names(self, model: nn.Module, names: list[str]) -> dict[str, str]:
@@ -159,31 +163,25 @@ def engine_of(reload: str, option: str = "reload") -> Engine:
     return known[reload]
 
 
-def ask_engines(
-    model: nn.Module,
-    targets: list[PlannedModule],
-    chosen: Engine,
-    own_sets: FusedSets = (),
-    also: Collection[Engine] = (),
-) -> dict[str, Verdict]:
+def ask_engines(planned: PlannedCheckpoint, chosen: Engine, also: Collection[Engine] = ()) -> dict[str, Verdict]:
     """Ask every engine once: the verdict of each by its name.
 
-    A model that is not of transformers has no verdicts: nothing is known of it but what the chosen engine refuses. The
-    arguments are those of :meth:`Engine.check`; ``also``: further engines that have to take the checkpoint.
+    A model that is not of transformers has no verdicts: nothing is known of it but what the chosen engine refuses.
+    ``also``: further engines that have to take the checkpoint.
 
     Raises:
         CalibrationError: the chosen engine, which the checkpoint is for, does not take it, or one of ``also``.
     """
-    runs = chosen.check(model, targets, own_sets)
+    runs = chosen.check(planned)
     if runs == Hardware():
         warn(f"{chosen.name} loads the checkpoint, but no hardware has kernels for all of its schemes")
     verdicts: dict[str, Verdict] = {}
     for engine in ENGINES.values():
-        for text in engine.remarks(model, targets, own_sets, engine is chosen):
+        for text in engine.remarks(planned, engine is chosen):
             warn(text)
-        if engine in also or (engine.listed and is_transformers_model(model)):
+        if engine in also or (engine.listed and is_transformers_model(planned.model)):
             try:
-                found = runs if engine is chosen else engine.check(model, targets, own_sets)
+                found = runs if engine is chosen else engine.check(planned)
                 verdicts[engine.name] = Verdict(True, str(found or ""))
             except CalibrationError as error:
                 if engine in also:

@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import nn
 from typing_extensions import override
 
-from lightning_obs.engines.engine import Engine, FusedSets, Hardware
+from lightning_obs.engines.engine import Engine, Hardware, PlannedCheckpoint
 from lightning_obs.errors import CalibrationError, name_list, refuse
 from lightning_obs.model.kinds import is_transformers_model, kind_of
 from lightning_obs.schemes.config import describe_scheme, number_format
@@ -110,22 +110,21 @@ class FamilyEngine(Engine):
         )
 
     @override
-    def check(self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets) -> Hardware | None:
-        if not is_transformers_model(model):
-            raise CalibrationError(
-                f"{self.name} does not load a {type(model).__name__}", expected="a model of transformers"
-            )
+    def check(self, planned: PlannedCheckpoint) -> Hardware | None:
+        if not is_transformers_model(planned.model):
+            kind = type(planned.model).__name__
+            raise CalibrationError(f"{self.name} does not load a {kind}", expected="a model of transformers")
         refuse(
-            [str(t) for t in targets if not t.states and kind_of(t.module).stored_as not in self.stored],
+            [str(t) for t in planned.targets if not t.states and kind_of(t.module).stored_as not in self.stored],
             f"{self.release} loads quantized {' and '.join(kind.__name__ for kind in self.stored)} modules, no others",
             remedy=REMEDY,
         )
         refuse(
-            [t.name for t in targets if t.states and self.states is None],
+            [t.name for t in planned.targets if t.states and self.states is None],
             f"{self.release} does not load a quantized kv cache",
             remedy="leave the kv cache in full precision.",
         )
-        return super().check(model, targets, own_sets)
+        return super().check(planned)
 
     @override
     def takes(self, target: PlannedModule, is_expert: bool) -> Hardware | None:
@@ -150,11 +149,9 @@ class FamilyEngine(Engine):
         return family.experts if is_expert else family.linear
 
     @override
-    def remarks(
-        self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets, chosen: bool
-    ) -> Iterator[str]:
+    def remarks(self, planned: PlannedCheckpoint, chosen: bool) -> Iterator[str]:
         differs: dict[str, list[str]] = {}
-        for target in targets if chosen else ():
+        for target in planned.targets if chosen else ():
             if not target.states and (family := self.family_of(target.scheme)) is not None and family.differs:
                 differs.setdefault(family.differs, []).append(target.name)
         yield from (f"{text}: {name_list(names)}" for text, names in differs.items())

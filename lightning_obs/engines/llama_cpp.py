@@ -13,10 +13,10 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_obs.engines import families as fit
-from lightning_obs.engines.engine import Engine, FusedSets, Hardware
+from lightning_obs.engines.engine import Engine, Hardware, PlannedCheckpoint
 from lightning_obs.engines.families import Family, FamilyEngine, either, fits, full
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.schemes.planned_modules import PlannedModule, scheme_identity
+from lightning_obs.schemes.planned_modules import scheme_identity
 
 _ANY = Hardware(cpu="any hardware")
 _INPUTS = "llama.cpp leaves the inputs alone, which the scheme quantizes"
@@ -43,13 +43,13 @@ class LlamaCpp(FamilyEngine):
     )
 
     @override
-    def check(self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets) -> Hardware | None:
-        found = super().check(model, targets, own_sets)
-        modules = [target for target in targets if not target.states]
+    def check(self, planned: PlannedCheckpoint) -> Hardware | None:
+        found = super().check(planned)
+        modules = [target for target in planned.targets if not target.states]
         if modules and all(fit.NVFP4(target.scheme.weights) for target in modules):
             return found
         refuse(
-            [target.name for target in targets if target.states],
+            [target.name for target in planned.targets if target.states],
             f"{self.release} has no names for the scales of a kv cache",
             remedy="leave the cache in full precision; llama.cpp quantizes its own (--cache-type-k).",
         )

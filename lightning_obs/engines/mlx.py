@@ -9,14 +9,12 @@ that have no place.
 
 from __future__ import annotations
 
-from torch import nn
 from typing_extensions import override
 
 from lightning_obs.engines import families as fit
-from lightning_obs.engines.engine import Engine, FusedSets, Hardware
+from lightning_obs.engines.engine import Engine, Hardware, PlannedCheckpoint
 from lightning_obs.engines.families import Family, FamilyEngine, fits, full
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.schemes.planned_modules import PlannedModule
 
 _APPLE = Hardware(cpu="Apple silicon")
 _MODELS = ("deepseek_v3", "kimi_k2", "mistral4")
@@ -35,17 +33,17 @@ class MLX(FamilyEngine):
     )
 
     @override
-    def check(self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets) -> Hardware | None:
-        config = getattr(model, "config", None)
+    def check(self, planned: PlannedCheckpoint) -> Hardware | None:
+        config = getattr(planned.model, "config", None)
         if getattr(config, "model_type", None) not in _MODELS:
             raise CalibrationError(
                 f"{self.release} reads compressed-tensors of {', '.join(_MODELS)} only",
-                got=getattr(config, "model_type", type(model).__name__),
+                got=getattr(config, "model_type", type(planned.model).__name__),
                 remedy="save the model in full precision and quantize it there: mlx_lm.convert -q.",
             )
         refuse(
-            [target.name for target in targets if target.name.endswith("kv_b_proj")],
+            [target.name for target in planned.targets if target.name.endswith("kv_b_proj")],
             f"{self.release} cuts kv_b_proj by heads and quantizes the parts again, to other numbers",
             remedy='list it in `ignore` ("re:.*kv_b_proj").',
         )
-        return super().check(model, targets, own_sets)
+        return super().check(planned)

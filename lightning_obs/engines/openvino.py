@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import nn
 from typing_extensions import override
 
 from lightning_obs.engines import families as fit
-from lightning_obs.engines.engine import Engine, FusedSets, Hardware
+from lightning_obs.engines.engine import Engine, Hardware, PlannedCheckpoint
 from lightning_obs.engines.families import Family, FamilyEngine, fits, full
-from lightning_obs.schemes.planned_modules import PlannedModule
 
 _INTEL = Hardware(cpu="CPU, Intel GPU")
 _INT4 = fits("int4", "group", symmetric=True)
@@ -37,9 +35,7 @@ class OpenVINO(FamilyEngine):
     )
 
     @override
-    def remarks(
-        self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets, chosen: bool
-    ) -> Iterator[str]:
-        yield from super().remarks(model, targets, own_sets, chosen)
+    def remarks(self, planned: PlannedCheckpoint, chosen: bool) -> Iterator[str]:
+        yield from super().remarks(planned, chosen)
         if chosen:
             yield "optimum-intel 2.2 unpacks the checkpoint as it loads; OpenVINO needs it packed (docs/engines.md)"

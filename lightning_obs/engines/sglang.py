@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import nn
 from typing_extensions import override
 
 from lightning_obs.engines import families as fit
-from lightning_obs.engines.engine import Engine, FusedSets, Hardware
+from lightning_obs.engines.engine import Engine, Hardware, PlannedCheckpoint
 from lightning_obs.engines.families import Family, either, fits, full
 from lightning_obs.engines.vllm import VLLM
 from lightning_obs.errors import CalibrationError, refuse
@@ -50,20 +49,18 @@ class SGLang(VLLM):
     )
 
     @override
-    def check(self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets) -> Hardware | None:
+    def check(self, planned: PlannedCheckpoint) -> Hardware | None:
         refuse(
-            [target.name for target in targets if "q" in target.states],
+            [target.name for target in planned.targets if "q" in target.states],
             f"{self.release} cannot read a config that quantizes q",
             remedy='quantize the cache alone: kv_cache="FP8".',
         )
-        return super().check(model, targets, own_sets)
+        return super().check(planned)
 
     @override
-    def remarks(
-        self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets, chosen: bool
-    ) -> Iterator[str]:
+    def remarks(self, planned: PlannedCheckpoint, chosen: bool) -> Iterator[str]:
         """Only where the checkpoint is for SGLang: what concerns both, vLLM says."""
-        return super().remarks(model, targets, own_sets, chosen) if chosen else iter(())
+        return super().remarks(planned, chosen) if chosen else iter(())
 
     @override
     def takes(self, target: PlannedModule, is_expert: bool) -> Hardware | None:

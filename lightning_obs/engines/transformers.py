@@ -13,7 +13,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from torch import nn
 from typing_extensions import override
 
-from lightning_obs.engines.engine import Engine, FusedSets, Hardware
+from lightning_obs.engines.engine import Engine, Hardware, PlannedCheckpoint
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.kinds import is_transformers_model, kind_of
 from lightning_obs.model.qparams import storage_format
@@ -34,8 +34,8 @@ class Transformers(Engine):
     dequantize: ClassVar[bool] = False
 
     @override
-    def check(self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets) -> Hardware | None:
-        in_transformers = is_transformers_model(model)
+    def check(self, planned: PlannedCheckpoint) -> Hardware | None:
+        targets, in_transformers = planned.targets, is_transformers_model(planned.model)
         if in_transformers:
             # compressed-tensors cannot store these: from_pretrained would give the model unquantized, without a word.
             refuse(
@@ -44,7 +44,7 @@ class Transformers(Engine):
                 "precision",
                 remedy='list them in `ignore`, or set reload="unchecked" and load the checkpoint with load_checkpoint.',
             )
-            _check_experts(model, targets, self.dequantize)
+            _check_experts(planned.model, targets, self.dequantize)
         if self.dequantize:
             _check_dequantized(targets, in_transformers)
             return None

@@ -17,12 +17,12 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_obs.engines import families as fit
-from lightning_obs.engines.engine import Engine, FusedSets, Hardware
+from lightning_obs.engines.engine import Engine, FusedSets, Hardware, PlannedCheckpoint
 from lightning_obs.engines.families import Family, FamilyEngine, fits, full
 from lightning_obs.errors import CalibrationError
 from lightning_obs.moe.experts import expert_containers, modules_beside, split_experts
 from lightning_obs.schemes.config import describe, number_format
-from lightning_obs.schemes.planned_modules import PlannedModule, find_fused
+from lightning_obs.schemes.planned_modules import find_fused
 
 _CUDA, _CUDA80, _CPU, _AMX = Hardware(75), Hardware(80), Hardware(75, cpu="CPU"), Hardware(75, cpu="CPU with AMX")
 _INTS = "int2 int3 int4 int5 int6 int7"
@@ -74,25 +74,23 @@ class VLLM(FamilyEngine):
     states = _CPU
 
     @override
-    def check(self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets) -> Hardware | None:
-        config = getattr(model, "config", None)
+    def check(self, planned: PlannedCheckpoint) -> Hardware | None:
+        model, config = planned.model, getattr(planned.model, "config", None)
         if getattr(config, "is_encoder_decoder", False) and getattr(model, "main_input_name", "") == "input_ids":
             raise CalibrationError(
                 f"{self.release} has no models that read text with an encoder and write it with a decoder",
                 got=type(model).__name__,
             )
-        found = super().check(model, targets, own_sets)
-        for fault in self._wrong_choices(model, targets, own_sets):
+        found = super().check(planned)
+        for fault in self._wrong_choices(planned):
             raise fault
         return found
 
     @override
-    def remarks(
-        self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets, chosen: bool
-    ) -> Iterator[str]:
+    def remarks(self, planned: PlannedCheckpoint, chosen: bool) -> Iterator[str]:
         if not chosen:
-            yield from map(str, self._wrong_choices(model, targets, own_sets))
-        of_q = [target for target in targets if "q" in target.states]
+            yield from map(str, self._wrong_choices(planned))
+        of_q = [target for target in planned.targets if "q" in target.states]
         named = {name for target in of_q for name in target.scheme.targets}
         if len(named) > 1 or any(not name.endswith("Attention") for name in named):
             kinds = sorted({type(target.module).__name__ for target in of_q})
@@ -100,7 +98,7 @@ class VLLM(FamilyEngine):
                 f"vLLM wants one target that ends in Attention ({', '.join(kinds)}), not {', '.join(sorted(named))}; "
                 f"transformers loads it."
             )
-        yield from super().remarks(model, targets, own_sets, chosen)
+        yield from super().remarks(planned, chosen)
         if of_q and chosen:
             yield f"{self.release} does not quantize q, only the kv cache: attention will give other numbers there"
 
@@ -122,14 +120,12 @@ class VLLM(FamilyEngine):
         """vLLM's output embedding is not a Linear."""
         return module is not getattr(model, "get_output_embeddings", lambda: None)()
 
-    def _wrong_choices(
-        self, model: nn.Module, targets: list[PlannedModule], own_sets: FusedSets
-    ) -> Iterator[CalibrationError]:
+    def _wrong_choices(self, planned: PlannedCheckpoint) -> Iterator[CalibrationError]:
         """What vLLM refuses for the way modules were chosen, and kv caches for their format; not for their scheme."""
-        planned = {target.name for target in targets}
+        model, names = planned.model, {target.name for target in planned.targets}
         caches = {
             target.name: describe(args)
-            for target in targets
+            for target in planned.targets
             for args in target.states.values()
             if number_format(args) != "float8" or not args.symmetric
         }
@@ -141,17 +137,17 @@ class VLLM(FamilyEngine):
                 'kv_cache="FP8" or "FP8_HEAD".',
             ),
             (
-                _split_sets(model, targets, [*self.fused_sets, *own_sets]),
+                _split_sets(planned, [*self.fused_sets, *planned.own_sets]),
                 "fuses these modules and wants all of a set quantized or none, but only a part is targeted",
                 together,
             ),
             (
-                split_experts(model, planned),
+                split_experts(model, names),
                 "runs the experts of a layer in one scheme, but only some of their modules are targeted",
                 together,
             ),
             (
-                _quantized_gates(model, planned),
+                _quantized_gates(model, names),
                 "runs most routers or gates of experts in full precision and would not load these quantized",
                 "list them in `ignore`.",
             ),
@@ -160,13 +156,13 @@ class VLLM(FamilyEngine):
                 yield CalibrationError(f"{self.release} {what}", where=where, remedy=remedy)
 
 
-def _split_sets(model: nn.Module, targets: list[PlannedModule], fused_sets: FusedSets) -> list[str]:
+def _split_sets(planned: PlannedCheckpoint, fused_sets: FusedSets) -> list[str]:
     """Fused sets of which only some modules will be quantized: ``"q_proj/k_proj/v_proj in layers.0.self_attn"``."""
-    planned, kinds = {t.name for t in targets}, {type(t.module) for t in targets}
+    names, kinds = {t.name for t in planned.targets}, {type(t.module) for t in planned.targets}
     return [
         f"{'/'.join(n.rpartition('.')[2] for n in fused)} in {fused[0].rpartition('.')[0]}"
-        for fused in find_fused((n for n, m in model.named_modules() if type(m) in kinds), fused_sets)
-        if 0 < sum(name in planned for name in fused) < len(fused)
+        for fused in find_fused((n for n, m in planned.model.named_modules() if type(m) in kinds), fused_sets)
+        if 0 < sum(name in names for name in fused) < len(fused)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.engines import ask_engines
+from lightning_obs.engines.engine import PlannedCheckpoint
 from lightning_obs.schemes.build_plan import build_plan
 
 FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
@@ -15,7 +16,7 @@ def asked(model, scheme=None, reload="default", **options):
     """The plan, and each engine's verdict."""
     options = CalibrationOptions(scheme, reload=reload, **options)
     planned = build_plan(model, options.config, [*options.engine.fused_sets, *options.fused_sets])
-    return planned, ask_engines(model, planned.targets, options.engine, options.fused_sets)
+    return planned, ask_engines(PlannedCheckpoint(model, planned.targets, options.fused_sets), options.engine)
 
 
 def names(*args, **kwargs):
