@@ -70,6 +70,12 @@ def test_the_cause_and_the_step_that_leaves_layers_out_speak_of_the_same_layers(
     assert without.why.startswith("removes 73 % of the noise")
 
 
+def test_the_share_of_the_weights_is_named_where_they_make_most_of_the_noise():
+    errors = [layer("layers.0.down_proj", 9.0, 10.0, 15.0), *(layer(f"layers.{i}.up_proj", 40.0) for i in range(9))]
+    # 10 ** -1 of 10 ** -1 + 10 ** -1.5
+    assert judge(run(errors=errors)).cause.endswith("% of the noise. 76 % of it comes from their weights.")
+
+
 def test_noise_that_is_spread_over_layers_is_said_of_the_fewest_that_hold_four_fifths():
     errors = [layer(f"layers.{i}.{kind}", 18.0) for i in range(5) for kind in ("up_proj", "down_proj")]
     errors += [layer("layers.7.up_proj", 14.5), layer("layers.8.up_proj", 40.0)]
