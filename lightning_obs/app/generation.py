@@ -48,10 +48,9 @@ def continuations(job: Job, as_quantized: bool) -> list[dict[str, Any]] | None:
         )  # fmt: skip
     job.to_device()
     prompts = _prompts(job).to(device_of(model))
-    with ExitStack() as stack:
-        which = "quantized" if as_quantized else "original"
-        stack.enter_context(step(f"continuing {len(prompts)} texts by {wanted} tokens with the {which} model"))
-        stack.enter_context(torch.inference_mode())
+    which = "quantized" if as_quantized else "original"
+    shown = step(f"continuing {len(prompts)} texts by {wanted} tokens with the {which} model")
+    with shown, torch.inference_mode(), ExitStack() as stack:
         if as_quantized:
             stack.enter_context(quantized(model))
             stack.enter_context(weights_kept(model))

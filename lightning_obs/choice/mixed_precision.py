@@ -85,14 +85,20 @@ def mixed_precision(
 ) -> QuantizationConfig:
     """Choose one of several schemes for each layer, so that the model's predictions change least within a budget.
 
-    :func:`~lightning_obs.sensitivity` and :func:`choose_schemes` in one; call these
-    for the estimated losses, other budgets of the same model, and the frontier.
+    :func:`~lightning_obs.sensitivity` and :func:`choose_schemes` in one; call these for the estimated losses, other
+    budgets of the same model, and the frontier.
 
     Args:
-        model, batches, schemes, calibration, seed, **options: of :func:`~lightning_obs.sensitivity`.
+        model: a module whose output is logits; it is not changed.
+        batches: to measure on, and to calibrate candidates that need it; None: the weights' own error decides.
+        schemes: candidates, with their observers and rounding: as :func:`~lightning_obs.sensitivity` takes them.
         budget: bits per weight on average over all modules that the candidates target, scales included (``4.5``), or
             bytes (``"90 MB"``); None: as much as the best needs.
         at_most: by name of a scheme, the largest share of the weights that may have it (``{"W8A8": 0.1}``).
+        calibration: as for :func:`~lightning_obs.sensitivity`.
+        seed: as there.
+        **options: fields of :class:`~lightning_obs.CalibrationOptions` (``ignore``, ``targets``, ``fused_sets``...).
+            ``engines=["vllm", "llama.cpp"]``: the plan is one that all of them take.
 
     Returns:
         A config with one group for each scheme that was chosen; modules without one are in its ``ignore``.

@@ -126,7 +126,7 @@ def sensitivity(
         calibration: batches for candidates that observe data; default: ``batches``.
         seed: of the random signs.
         **options: fields of :class:`~lightning_obs.CalibrationOptions` for candidates that do not name them. What one
-            of ``engines`` (``["vllm", "llama.cpp"]``) does not take is left out, with a warning.
+            of ``engines`` does not take is left out, with a warning.
 
     Raises:
         CalibrationError: a scheme that does not fit; none that all ``engines`` take; none, or a name twice; weights in

@@ -224,11 +224,8 @@ def _stretched(report: Report, most: Sequence[LayerLoss]) -> str:
     if not ends or not bits or layer is None or layer.input_width is None:
         return ""
     end, name = max(ends)
-    half = (
-        f" (half of all in that layer are below {median_size(report.counts[name]):.2g})"
-        if name in report.counts
-        else ""
-    )
+    seen = report.counts.get(name)
+    half = "" if seen is None else f" (half of all in that layer are below {median_size(seen):.2g})"
     return (
         f": single values of up to {end:,.4g}{half} stretch the scale that all values share, "
         f"and their median layer uses {median(bits):.1f} of its {layer.input_width} bits"
@@ -393,7 +390,5 @@ def _from_here(path: Path) -> str:
 
 def _value(text: str) -> str:
     """A value of an override as Hydra's grammar takes it."""
-    if re.fullmatch(r"[\w./\\+@%-]+", text):
-        return text
     quoted = text.replace("'", "\\'")
-    return f"'{quoted}'"
+    return text if re.fullmatch(r"[\w./\\+@%-]+", text) else f"'{quoted}'"

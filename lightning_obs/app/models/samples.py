@@ -1,7 +1,4 @@
-"""Models with one output per sample, as LightningModules: text encoders, and models of the package timm.
-
-timm is not a requirement of this package; where it is missing, the error says so.
-"""
+"""Models with one output per sample, as LightningModules: text encoders, and models of timm, which is not required."""
 
 from __future__ import annotations
 

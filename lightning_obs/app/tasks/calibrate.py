@@ -60,9 +60,8 @@ class Calibrate(Job):
     @override
     def check(self) -> None:
         """Load everything; refuse scheme, targets, groups, devices, precision, data; say what is calibrated."""
-        callback = self.make_callback(make_options(self.config))
+        self.run_with(self.make_callback(make_options(self.config)))
         self.load()
-        self.run_with(callback)
         self.check_task()
         self.check_scheme()
 
