@@ -97,15 +97,16 @@ def resolve_config(
         )
     names = None if targets is None else as_names(targets)
     try:
-        groups, base = ({}, None) if scheme is None and kv_cache is not None else _groups(_with_lists(scheme), names)
+        only_cache = scheme is None and kv_cache is not None
+        base = QuantizationConfig(config_groups={}) if only_cache else _config(_with_lists(scheme), names)
     except CalibrationError:
         raise
     except (ValueError, TypeError, NotImplementedError, KeyError) as error:
         raise CalibrationError(f"compressed-tensors refuses the scheme: {error}", got=repr(scheme)) from error
     config = QuantizationConfig(
-        config_groups={name: group.model_copy(deep=True) for name, group in groups.items()},
-        ignore=[*(base.ignore or [] if base else []), *as_names(ignore)],
-        kv_cache_scheme=resolve_kv_cache(kv_cache, base.kv_cache_scheme if base else None),
+        config_groups=base.model_copy(deep=True).config_groups,
+        ignore=[*(base.ignore or []), *as_names(ignore)],
+        kv_cache_scheme=resolve_kv_cache(kv_cache, base.kv_cache_scheme),
     )
     if any(observers and observers.get(name) for name in ATTENTION):
         config = StatesConfig(**dict(config), state_observers={})
@@ -130,16 +131,13 @@ def _with_lists(scheme: Any) -> Any:
     return {k: [v] if k in named and isinstance(v, str) else _with_lists(v) for k, v in scheme.items()}
 
 
-def _groups(
-    scheme: SchemeLike | None, targets: list[str] | None
-) -> tuple[dict[str, QuantizationScheme], QuantizationConfig | None]:
-    """The groups by name, and the full config if ``scheme`` is one."""
+def _config(scheme: SchemeLike | None, targets: list[str] | None) -> QuantizationConfig:
+    """The scheme as a config: itself, if it is one."""
     default, config = targets or [*DEFAULT_TARGETS], None
     if isinstance(scheme, Mapping) and "config_groups" in scheme:
         scheme = QuantizationConfig.model_validate(dict(scheme))
     if isinstance(scheme, QuantizationConfig):
-        config, has_targets = scheme, "the QuantizationConfig's groups"
-        groups = dict(zip(config.config_groups, config_groups(config), strict=True))
+        config, has_targets, groups = scheme, "the QuantizationConfig's groups", {}
     elif isinstance(scheme, QuantizationScheme):
         has_targets = "the QuantizationScheme" if scheme.targets else ""
         groups = {"group_0": scheme.model_copy(update={"targets": scheme.targets or default})}
@@ -161,7 +159,7 @@ def _groups(
         raise CalibrationError(
             "targets are given twice", got=f"targets={targets} beside {has_targets}", remedy="say it in one place."
         )
-    return groups, config
+    return config or QuantizationConfig(config_groups=groups)
 
 
 def _group(name: str, value: Any) -> QuantizationScheme:
