@@ -185,10 +185,11 @@ def borrow_ranges(
     unreached |= {name for group in fused if unreached & set(group) for name in group}
     borrowed: dict[Key, Observer] = {}
     for name in sorted(unreached):
-        keys = {base: [(sibling, base) for sibling in _siblings(name, containers)] for n, base in needing if n == name}
+        siblings = _siblings(name, containers)
         reached = {
-            base: [observers[key] for key in of_siblings if key in observers and observers[key].is_reached]
-            for base, of_siblings in keys.items()
+            base: [o for sibling in siblings if (o := observers.get((sibling, base))) is not None and o.is_reached]
+            for own, base in needing
+            if own == name
         }
         if all(reached.values()):
             for base, others in reached.items():

@@ -309,7 +309,7 @@ class CalibrationSession(Observation):
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to have the same qparams: tensors, strings and numbers only."""
         with without_wrappers(self.model), without_adapters(self.model):
-            own = {name: self._own.get(module, ({}, {}))[0] for name, module in self.model.named_modules()}
+            own = {name: self._own.get(module, {}) for name, module in self.model.named_modules()}
         checksums = {name: dict(plain[CHECKSUMS]) for name, plain in own.items() if plain.get(CHECKSUMS)}
         return dump_state(self.plan, self.qparams, checksums)
 

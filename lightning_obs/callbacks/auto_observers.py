@@ -106,8 +106,7 @@ class AutoObservers:
         self.options = self.asked.with_config(self.choice.config)
         for base, counts in self.choice.counts.items():
             rank_zero_info(f'observers="auto", {base}: ' + ", ".join(f"{name} {n}" for name, n in counts.most_common()))
-        chosen = CalibrationSession(model, self.options)
-        chosen.collectives = session.collectives
+        chosen = CalibrationSession(model, self.options, collectives=session.collectives)
         chosen.attach()
         with torch.no_grad():
             for inputs in kept:

@@ -37,7 +37,6 @@ from lightning_obs.forward.quantized_tensors import (
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out, set_attributes
 from lightning_obs.model.checksums import not_ready, refuse_unmerged
-from lightning_obs.model.kinds import is_dispatched
 from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.qparams import calibrated_modules, move_qparams, quantized_states, read_qparams
 from lightning_obs.model.weight import adapters_of
@@ -140,14 +139,11 @@ def quantize_forward(module: nn.Module, *, writer: Writer | None = None) -> Call
 def quantize_for_good(module: nn.Module, *, trainable: bool) -> None:
     """As :func:`quantize_forward`, never undone: copies and pickles of the module run quantized too.
 
-    Its quantization parameters are buffers, but of a dispatched module, whose buffers may be offloaded. Not trainable:
-    a gradient for its weight is an error.
+    Its quantization parameters are buffers. Not trainable: a gradient for its weight is an error.
     """
-    move_qparams(module)
-    if not is_dispatched(module):
-        for name, value in read_qparams(module).items():
-            delattr(module, name)
-            module.register_buffer(name, value, persistent=False)
+    for name, value in read_qparams(module).items():
+        delattr(module, name)
+        module.register_buffer(name, value, persistent=False)
     vars(module).update(_quantized_attributes(module, Switch(), trainable))
 
 

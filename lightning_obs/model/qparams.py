@@ -44,8 +44,8 @@ _SCHEME = ("quantization_scheme", "quantization_status", "quantization_enabled")
 #: names of what calibration puts on a module: plain attributes, or buffers
 CALIBRATED = (*_QPARAMS, *_SCHEME)
 
-#: what calibration has put on each module of a model: plain attributes, and buffers
-Calibration: TypeAlias = dict[nn.Module, tuple[dict[str, Any], dict[str, Any]]]
+#: what calibration has put on each module of a model, by name
+Calibration: TypeAlias = dict[nn.Module, dict[str, Any]]
 
 
 def scheme_args(scheme: QuantizationScheme) -> Iterator[tuple[str, QuantizationArgs]]:
@@ -200,22 +200,20 @@ def calibration_of(model: nn.Module, only: Collection[nn.Module] | None = None) 
     calibration: Calibration = {}
     for module in model.modules():
         names = (CHECKSUMS,) if only is not None and module not in only else (*CALIBRATED, CHECKSUMS)
-        plain, buffers = ({n: values[n] for n in names if n in values} for values in (vars(module), module._buffers))
-        calibration[module] = plain, buffers
+        calibration[module] = {n: own[n] for own in (vars(module), module._buffers) for n in names if n in own}
     return calibration
 
 
 def qparams_of(calibration: Calibration, module: nn.Module) -> dict[str, torch.Tensor]:
     """The quantization parameters of one module in a :func:`calibration_of`; none if it is not in it."""
-    plain, buffers = calibration.get(module, ({}, {}))
-    return {n: v for n, v in {**plain, **buffers}.items() if n in _QPARAMS and isinstance(v, torch.Tensor)}
+    own = calibration.get(module, {})
+    return {n: v for n, v in own.items() if n in _QPARAMS and isinstance(v, torch.Tensor)}
 
 
 def put_back(calibration: Calibration) -> None:
     """Let modules have what they had, and nothing else, when :func:`calibration_of` was called."""
-    for module, (plain, buffers) in calibration.items():
-        for values in (vars(module), module._buffers):
-            for name in (*CALIBRATED, CHECKSUMS):
-                values.pop(name, None)
-        vars(module).update(plain)
-        module._buffers.update(buffers)
+    for module, before in calibration.items():
+        for name in (*CALIBRATED, CHECKSUMS):
+            module._buffers.pop(name, None)
+            vars(module).pop(name, None)
+        vars(module).update(before)
