@@ -101,10 +101,9 @@ class LayerSums:
 
     def errors(self) -> dict[str, TensorError]:
         """The numbers of each layer of which anything was seen, by name."""
-        computed = self.compute()
+        computed = {key: values.tolist() for key, values in self.compute().items()}
         seen = (self.low.isfinite() | (self.of("values") > 0)).tolist()
-        rows = zip(*(values.tolist() for values in computed.values()), strict=True)
-        known = [{key: None if math.isnan(v) else v for key, v in zip(computed, row, strict=True)} for row in rows]
+        known = ({key: v[at] for key, v in computed.items() if not math.isnan(v[at])} for at in range(len(seen)))
         return {name: TensorError(**row) for name, row, is_seen in zip(self._at, known, seen, strict=True) if is_seen}
 
 

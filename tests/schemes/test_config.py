@@ -185,3 +185,10 @@ def test_no_observer_leaves_the_scheme_s_own(value):
 )
 def test_the_default_observer_is_that_of_the_ecosystem(base_name, expected):
     assert type(make_observer(base_name, QuantizationArgs())).__name__ == expected
+
+
+def test_another_observer_leaves_the_rounding_that_the_scheme_names():
+    weights = {"num_bits": 4, "group_size": 64, "observer": "mse", "observer_kwargs": {"rounding": "gptq", "norm": 3.0}}
+    config = resolve_config({"weights": weights}, observers={"weight": "memoryless_minmax"})
+    args = config.config_groups["group_0"].weights
+    assert (args.observer, args.observer_kwargs) == ("memoryless_minmax", {"rounding": "gptq"})
