@@ -47,40 +47,25 @@ _LOST = 1e-3
 
 @dataclass(frozen=True)
 class Quality:
-    """The one number by which a model is judged: what the module's ``test_step`` logs on held-out data.
+    """The one number by which a model is judged: what the module's ``test_step`` logs on held-out data."""
 
-    Attributes:
-        name: under which ``test_step`` logged it.
-        value: over all held-out batches and ranks.
-        higher_is_better: as the torchmetrics metric of that name says; None where the module has none.
-        moved: how far the predictions are from the original's; None for the original, and without logits.
-    """
-
-    name: str
-    value: float
-    higher_is_better: bool | None
-    moved: Moved | None = None
+    name: str  # under which ``test_step`` logged it
+    value: float  # over all held-out batches and ranks
+    higher_is_better: bool | None  # as the torchmetrics metric of that name says; None where the module has none
+    moved: Moved | None = None  # the predictions, from the original's; None for the original, and without logits
 
 
 class Job(Task):
-    """A task that runs a model on its data, with a callback.
-
-    Attributes:
-        model: the module inside ``module`` that is calibrated.
-        folder: of the checkpoint; None: none is written.
-        trainer: runs the callback.
-        evaluator: runs without it, to measure.
-        predictions: of the original model on held-out data.
-    """
+    """A task that runs a model on its data, with a callback."""
 
     callback: SessionCallback
     module: LightningModule
-    model: nn.Module
+    model: nn.Module  # the one inside ``module`` that is calibrated
     data: LightningDataModule
-    folder: Path | None
-    trainer: Trainer
-    evaluator: Trainer
-    predictions: Predictions
+    folder: Path | None  # of the checkpoint; None: none is written
+    trainer: Trainer  # runs the callback
+    evaluator: Trainer  # runs without it, to measure
+    predictions: Predictions  # of the original model on held-out data
 
     def load(self) -> None:
         """Load what the config describes."""

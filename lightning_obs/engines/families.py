@@ -66,40 +66,24 @@ INT8_TOKENS, INT8_STATIC = fits("int8", "token", dynamic=True), fits("int8", "te
 
 @dataclass(frozen=True)
 class Family:
-    """Schemes that an engine runs with the same kernels.
-
-    Attributes:
-        weights: whether weights fit.
-        inputs: whether inputs fit.
-        linear: the hardware that runs Linear modules.
-        experts: the hardware that runs experts; None: refused.
-        differs: where the engine does not compute as the scheme says.
-        signed: whether negative scales of weights are read rightly.
-    """
+    """Schemes that an engine runs with the same kernels."""
 
     name: str
-    weights: Fits
-    inputs: Fits
-    linear: Hardware
-    experts: Hardware | None = None
-    differs: str = ""
-    signed: bool = True
+    weights: Fits  # whether weights fit
+    inputs: Fits  # whether inputs fit
+    linear: Hardware  # that runs Linear modules
+    experts: Hardware | None = None  # that runs experts; None: they are refused
+    differs: str = ""  # where the engine does not compute as the scheme says
+    signed: bool = True  # whether negative scales of weights are read rightly
 
 
 class FamilyEngine(Engine):
-    """An engine of transformers' models that loads the schemes of a table.
+    """An engine of transformers' models that loads the schemes of a table."""
 
-    Attributes:
-        release: the engine and the version whose source the table was read from.
-        families: in the engine's order.
-        stored: the kinds of modules that it loads quantized.
-        states: the hardware that runs a quantized kv cache; None: refused.
-    """
-
-    release: ClassVar[str]
-    families: ClassVar[Sequence[Family]]
-    stored: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
-    states: ClassVar[Hardware | None] = None
+    release: ClassVar[str]  # the engine and the version whose source the table was read from
+    families: ClassVar[Sequence[Family]]  # in the engine's order
+    stored: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)  # the kinds of modules that it loads quantized
+    states: ClassVar[Hardware | None] = None  # that runs a quantized kv cache; None: it is refused
 
     def family_of(self, scheme: QuantizationScheme) -> Family | None:
         """The first family that a scheme fits; None: the engine refuses it."""

@@ -33,14 +33,10 @@ CHANNELS = 48
 
 @dataclass
 class ScaleDrift:
-    """The history of a model's scales, in powers of two: a drift of 1 is a scale that has doubled or halved.
+    """The history of a model's scales, in powers of two: a drift of 1 is a scale that has doubled or halved."""
 
-    Attributes:
-        steps: when scales were added.
-        drifts: by name of the scale, the mean of ``|log2(scale / first scale)|`` at each of these steps.
-    """
-
-    steps: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)  # when scales were added
+    #: by name of the scale, the mean of ``|log2(scale / first scale)|`` at each of these steps
     drifts: dict[str, list[float]] = field(default_factory=dict)
     _first: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -74,28 +70,18 @@ class ScaleDrift:
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """One layer's scheme, and what it takes.
+    """One layer's scheme, and what it takes."""
 
-    Attributes:
-        scheme: in a few words.
-        weight_width, input_width: bits of their numbers; None: full precision.
-        weight_observer, input_observer: which found the ranges; empty: none did.
-        before, after: bytes of all its tensors, in the model and in a checkpoint.
-        outputs: how many output channels the weight has scales of.
-        channels: largest weight that the scales of each can hold; of runs of channels where there are many.
-        grid: ends of what the input's scale can hold, in the units of the input; None: not one for the whole tensor.
-    """
-
-    scheme: str
-    weight_width: int | None
+    scheme: str  # in a few words
+    weight_width: int | None  # bits of its numbers; None: full precision
     input_width: int | None
-    weight_observer: str
+    weight_observer: str  # which found the range; empty: none did
     input_observer: str
-    before: int
-    after: int
-    outputs: int
-    channels: list[float]
-    grid: tuple[float, float] | None
+    before: int  # bytes of all its tensors in the model
+    after: int  # and in a checkpoint
+    outputs: int  # how many output channels the weight has scales of
+    channels: list[float]  # largest weight that the scales of each can hold; of runs of channels where there are many
+    grid: tuple[float, float] | None  # ends of what the input's one scale can hold, in its units; None: it has several
 
 
 @dataclass

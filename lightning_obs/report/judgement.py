@@ -12,7 +12,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -55,41 +55,25 @@ _SAID = {
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to do next.
+    """One thing to do next."""
 
-    Attributes:
-        key: a short name, which the folder of its run gets.
-        what: in a sentence; why: what it removes and costs.
-        command: to type; None: the run was not made by a command.
-        python: to copy.
-        share: of the noise that it removes, by estimate.
-    """
-
-    key: str
-    what: str
-    why: str
-    command: str | None
-    python: str
-    share: float
+    key: str  # a short name, which the folder of its run gets
+    what: str  # in a sentence
+    why: str  # what it removes and costs
+    command: str | None  # to type; None: the run was not made by a command
+    python: str  # to copy
+    share: float  # of the noise that it removes, by estimate
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a person needs first.
+    """What a person needs first."""
 
-    Attributes:
-        grade: of the run: its worst sign's.
-        headline: the grade in a sentence.
-        signs: the numbers that it follows from, ``{"label", "value", "grade"}``.
-        cause: where it loses, in a sentence; empty: not known, or not worth a word.
-        steps: what to do next, the best first.
-    """
-
-    grade: Grade
-    headline: str
-    signs: list[dict[str, str]]
-    cause: str
-    steps: list[Step] = field(default_factory=list)
+    grade: Grade  # of the run: its worst sign's
+    headline: str  # the grade in a sentence
+    signs: list[dict[str, str]]  # the numbers that it follows from, {"label", "value", "grade"}
+    cause: str  # where it loses, in a sentence; empty: not known, or not worth a word
+    steps: list[Step]  # what to do next, the best first
 
 
 class LayerLoss(NamedTuple):

@@ -58,18 +58,12 @@ class PlannedModule:
 
 @dataclass(frozen=True)
 class Plan:
-    """A config laid over a model.
+    """A config laid over a model."""
 
-    Attributes:
-        config: what the user asked for; its ``ignore`` also names the tied modules.
-        targets: the modules that will be quantized.
-        fused: names of the modules of each fused set.
-        tied: modules that are left out because they share their weight with an embedding, by name its name.
-    """
-
-    config: QuantizationConfig
-    targets: list[PlannedModule]
-    fused: list[list[str]] = field(default_factory=list)
+    config: QuantizationConfig  # what the user asked for; its ``ignore`` also names the tied modules
+    targets: list[PlannedModule]  # the modules that will be quantized
+    fused: list[list[str]] = field(default_factory=list)  # names of the modules of each fused set
+    #: modules that are left out because they share their weight with an embedding, by name its name
     tied: dict[str, str] = field(default_factory=dict)
 
 

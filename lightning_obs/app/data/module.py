@@ -33,22 +33,15 @@ _SENTENCE = 8
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What to read, and how much of it; the keys that every config of the group ``data`` has.
+    """What to read, and how much of it; the keys that every config of the group ``data`` has."""
 
-    Attributes:
-        path: where the samples are; None: the default text.
-        batches, eval_batches, train_batches: to calibrate on, to measure on, to train on; no sample is in two of them.
-        tokens: length of a sample; images have none.
-        eval_path: where the samples to measure on are; None: every second sample of ``path`` is held out for that.
-    """
-
-    path: str | os.PathLike[str] | None = None
-    batches: int = 16
+    path: str | os.PathLike[str] | None = None  # where the samples are; None: the default text
+    batches: int = 16  # to calibrate on; no sample is in two of batches, eval_batches and train_batches
     batch_size: int = 1
-    tokens: int = 512
-    eval_batches: int = 16
-    eval_path: str | os.PathLike[str] | None = None
-    train_batches: int = 0
+    tokens: int = 512  # length of a sample; images have none
+    eval_batches: int = 16  # to measure on
+    eval_path: str | os.PathLike[str] | None = None  # of the samples to measure on; None: every second one of ``path``
+    train_batches: int = 0  # to train on
     num_workers: int = 0
 
     def __post_init__(self) -> None:
