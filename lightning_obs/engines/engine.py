@@ -34,17 +34,11 @@ FUSED_SETS: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that runs a checkpoint.
+    """The hardware that runs a checkpoint."""
 
-    Attributes:
-        cuda: least compute capability, times ten; None: no kernel for CUDA.
-        cpu: what else runs it, as ``"CPU"``, ``"CPU with AMX"``, ``"Apple silicon"``; empty: nothing.
-        last: the greatest compute capability, times ten; None: any.
-    """
-
-    cuda: int | None = None
-    cpu: str = ""
-    last: int | None = None
+    cuda: int | None = None  # least compute capability, times ten; None: no kernel for CUDA
+    cpu: str = ""  # what else runs it, as "CPU", "CPU with AMX", "Apple silicon"; empty: nothing
+    last: int | None = None  # the greatest compute capability, times ten; None: any
 
     def __str__(self) -> str:
         until = " or newer" if self.last is None else f" to {self.last / 10:.1f}" * (self.last != self.cuda)
@@ -62,17 +56,11 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Verdict:
-    """An engine's answer about a checkpoint that is not written yet.
+    """An engine's answer about a checkpoint that is not written yet."""
 
-    Attributes:
-        loads: whether the engine loads it and gives the calibrated model.
-        text: the hardware that runs it, if known; or why the engine does not load it.
-        what: the reason in one clause, without where and what to do; empty if the engine loads it.
-    """
-
-    loads: bool
-    text: str = ""
-    what: str = ""
+    loads: bool  # whether the engine loads it and gives the calibrated model
+    text: str = ""  # the hardware that runs it, if known; or why the engine does not load it
+    what: str = ""  # the reason in one clause, without where and what to do; empty if the engine loads it
 
 
 @dataclass(frozen=True)
@@ -85,18 +73,12 @@ class PlannedCheckpoint:
 
 
 class Engine:
-    """An inference engine. The base class takes every checkpoint: ``reload="unchecked"``.
+    """An inference engine. The base class takes every checkpoint: ``reload="unchecked"``."""
 
-    Attributes:
-        name: as people write it; the key of the engine's verdict.
-        fused_sets: attribute names, under one parent, of the modules that the engine multiplies as one matrix. They
-            share global scales and must have one scheme.
-        listed: whether a run reports the engine's verdict even where ``reload`` names another engine.
-    """
-
-    name: ClassVar[str] = "unchecked"
+    name: ClassVar[str] = "unchecked"  # as people write it; the key of the engine's verdict
+    #: attribute names, under one parent, of modules that are one matrix there: they share global scales and one scheme
     fused_sets: ClassVar[FusedSets] = FUSED_SETS
-    listed: ClassVar[bool] = True
+    listed: ClassVar[bool] = True  # whether a run reports the verdict even where ``reload`` names another engine
 
     @staticmethod
     def register(reload: str) -> Callable[[type[_E]], type[_E]]:

@@ -32,17 +32,11 @@ _LEAST = -1e4
 
 @dataclass(frozen=True)
 class Moved:
-    """What quantization did to the predictions.
+    """What quantization did to the predictions."""
 
-    Attributes:
-        divergence: Kullback-Leibler divergence from the original's predictions [nats], mean over positions.
-        agreement: share of the positions at which both have the same most likely class.
-        positions: how many were compared.
-    """
-
-    divergence: float
-    agreement: float
-    positions: int
+    divergence: float  # Kullback-Leibler, from the original's predictions [nats], mean over positions
+    agreement: float  # share of the positions at which both have the same most likely class
+    positions: int  # how many were compared
 
 
 class Predictions:

@@ -36,15 +36,12 @@ from lightning_obs.numerics.qparams import ATTENTION, can_be_signed, flatten_for
 
 @dataclass(frozen=True)
 class PlannedModule:
-    """One module that will be quantized.
-
-    Attributes:
-        states: of an attention module, ``{"q": args, "k": args, "v": args}`` or k and v only; else empty.
-    """
+    """One module that will be quantized."""
 
     name: str
     module: nn.Module
     scheme: QuantizationScheme
+    #: of an attention module, ``{"q": args, "k": args, "v": args}`` or k and v only; else empty
     states: Mapping[str, QuantizationArgs] = field(default_factory=dict)
 
     def __str__(self) -> str:

@@ -38,23 +38,18 @@ _WORTH_SAYING = 20
 
 
 class Calibrate(Job):
-    """Find the ranges in one pass over the data; no weight changes.
-
-    Attributes:
-        full, calibrated, quantized, reloaded: quality on held-out data in full precision, after calibration where
-            training follows, of the exported model, and of its checkpoint loaded again; None: not measured.
-        sizes: bytes of the model and of its checkpoint; where none is written, of the tensors that it would hold.
-    """
+    """Find the ranges in one pass over the data; no weight changes."""
 
     result: CalibrationResult
-    full: Quality | None = None
-    calibrated: Quality | None = None
-    quantized: Quality | None = None
-    reloaded: Quality | None = None
+    full: Quality | None = None  # on held-out data, in full precision; None: not measured
+    calibrated: Quality | None = None  # after calibration, where training follows
+    quantized: Quality | None = None  # of the exported model
+    reloaded: Quality | None = None  # of its checkpoint, loaded again
     seconds_trained: float | None = None
     errors: Sequence[LayerError] = ()
     generation: Mapping[str, Any] = MappingProxyType({})
     lines: Sequence[str] = ()
+    #: bytes of the model and of its checkpoint; where none is written, of the tensors that it would hold
     sizes: tuple[int, int] | None = None
 
     @override
