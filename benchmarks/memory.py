@@ -147,7 +147,8 @@ def in_shards(folder: Path, out: Path, forward_alone: bool = False) -> Iterator[
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (*model.model.layers, model.model.embed_tokens, model.lm_head, model):
-        fully_shard(module, mesh=mesh)
+        # Not to keep a unit's buffer until the next one is gathered, beside which gathers run on a GPU and not here.
+        fully_shard(module, mesh=mesh)._set_unshard_async_op(True)
     model.to_empty(device="cpu")
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     with closing(TensorReader(folder)) as reader, torch.no_grad():

@@ -28,9 +28,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.files.tensors import give_back_freed
 from lightning_obs.forward.calls import call_on, in_evaluation_mode, logits_of
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.shared_blocks import run_eagerly
@@ -66,6 +67,7 @@ def divergences(
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         stack.enter_context(run_eagerly())
         stack.enter_context(in_evaluation_mode(model))
+        stack.enter_context(set_checkpoint_early_stop(False))  # it would leave accelerate's hook before weights go
         with at_rest():
             offloaded = [module for module in model.modules() if is_offloaded(module) and holds_parameters(module)]
             trained = [(m, n) for m in model.modules() for n, p in m.named_parameters("", False) if p.requires_grad]
@@ -127,6 +129,7 @@ def _tap(name: str, twins: Mapping[str, nn.Module], changes: _Changes) -> Callab
                     # forward, not the call: the copy has the original's hooks
                     moved: torch.Tensor = twin.forward(*args, **kwargs) - plain
                     changes[scheme, name].append(moved.mul_(gradient).sum(-1, dtype=torch.float32))
+            give_back_freed()
 
         tapped.register_hook(change)
         return tapped

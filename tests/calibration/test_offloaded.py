@@ -288,16 +288,22 @@ def test_sensitivities_of_an_offloaded_model_are_those_in_memory(way, source, me
 
 def test_a_sensitivity_keeps_no_weights_of_an_offloaded_model(source, tmp_path):
     """Autograd would, of each module that ran, until backward has reached it."""
-    model, here = on_disk(source, tmp_path), WeakSet()
+    model, here, seen = on_disk(source, tmp_path), WeakSet(), []
     for module in map(model.get_submodule, ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")):
         hook = module._hf_hook
-        bring_in = hook.pre_forward
-        hook.pre_forward = lambda m, *a, bring_in=bring_in, **k: (bring_in(m, *a, **k), here.add(m.weight))[0]
-    seen = []
-    model.lm_head.register_forward_hook(lambda *_: seen.append(len(here)))
+
+        def bring_in(module, *args, before=hook.pre_forward, **kwargs):
+            seen.append(len(here))
+            found = before(module, *args, **kwargs)
+            here.add(module.weight)
+            return found
+
+        hook.pre_forward = bring_in
+    before = where(model)
     sensitivity(model, [tokens()], ["W8A8"], ignore=["lm_head"])
     assert seen
     assert not any(seen)
+    assert where(model) == before
 
 
 def test_observers_of_an_offloaded_model_are_chosen_as_in_memory(source, tmp_path):
