@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lightning_obs.app import reload_check
-from lightning_obs.app.console import bytes_written, step
+from lightning_obs.app.console import bytes_done, step
 from lightning_obs.app.job import Job
 from lightning_obs.calibration.checkpoint_weights import copy_others
 from lightning_obs.calibration.result import CalibrationResult
@@ -46,7 +46,7 @@ class _Carried:
 def write_checkpoint(job: Job, folder: Path, result: CalibrationResult) -> list[str]:
     """Export, and on rank 0 verify where transformers loads it; every rank calls it. Returns lines for the report."""
     wanted, engines = job.config.export, result.engines
-    with bytes_written("writing the checkpoint") as progress:
+    with bytes_done("writing the checkpoint") as progress:
         source, tokenizer = Path(str(job.config.model.get("path"))), getattr(job.module, "tokenizer", None)
         carried = _Carried(source, tokenizer) if (source / "config.json").is_file() else None
         how = {"overwrite": wanted.overwrite, "max_shard_size": wanted.max_shard_size, "progress": progress}

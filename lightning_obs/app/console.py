@@ -28,13 +28,20 @@ def step(text: str) -> Iterator[None]:
 
 
 @contextmanager
-def bytes_written(text: str) -> Iterator[Callable[[str, int, int], None]]:
-    """As :func:`step`, of known length: call what it yields with a name, the bytes so far, and all bytes."""
+def bytes_done(text: str, at_once: bool = True) -> Iterator[Callable[[str, int, int], None]]:
+    """As :func:`step`, shown at once or from the first call of what it yields: with a name, bytes so far, all bytes."""
     columns = TextColumn("· {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    with Progress(*columns, TextColumn("{task.fields[name]}"), disable=rank_zero_only.rank != 0) as progress:
-        task = progress.add_task(text, total=None, name="")
+    progress = Progress(*columns, TextColumn("{task.fields[name]}"), disable=rank_zero_only.rank != 0)
+    task = progress.add_task(text, total=None, name="")
 
-        def advance(name: str, done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total, name=printable(name))
+    def advance(name: str, done: int, total: int) -> None:
+        progress.start()
+        progress.update(task, completed=done, total=total, name=printable(name))
 
+    try:
+        if at_once:
+            progress.start()
         yield advance
+    finally:
+        if progress.live.is_started:
+            progress.stop()

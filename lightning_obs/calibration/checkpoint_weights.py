@@ -152,7 +152,7 @@ class Streaming:
         names = set(self.taken)
         own = {name: s for name, s in source.sources.items() if name.rpartition(".")[0] not in names}
         consumed = {source.sources[n].name for n in source.sources.keys() - own.keys()}
-        renamed = {n: source.stored_as.get(n, s.name) for n, s in own.items() if s.index is None}
+        renamed = {n: source.stored_as.get(n, s.name) for n, s in own.items() if s.item is None}
         self.copied = {s.name: (renamed.get(n, s.name), n) for n, s in own.items()}
         unknown = [name for name in source.reader if name not in consumed and name not in self.copied]
         self.unknown = dict.fromkeys(unknown).keys()  # in one order in every process, unlike a set

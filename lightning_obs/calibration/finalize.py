@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.rounding import make_roundings
 from lightning_obs.calibration.weights import Observe, ShardedWeights
 from lightning_obs.errors import CalibrationError, name_list, refuse, sendable, warn
+from lightning_obs.files.tensors import Tally
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.kinds import count_heads
 from lightning_obs.model.offload import at_rest, is_offloaded
@@ -65,7 +67,7 @@ def finalize(session: Observation, weights: bool, activations: bool) -> Calibrat
 
     searched = [key for key in modules if key[0] not in session.skipped]
     collectives, owners = synced.collectives, synced.owners
-    collectives += _observe(session.collectives, modules, session.observers, searched, owners, observe, failure)
+    collectives += _observe(session, modules, session.observers, searched, owners, observe, failure)
     if weights:
         computed |= _compute(session, session.observers, weights=True)
     left = [target for target in session.plan.targets if target.name not in session.skipped]
@@ -159,14 +161,14 @@ def _round(
     """Round the weights that are to be rounded, into ``qparams``. Returns the number of collectives."""
     roundings = make_roundings({key: session.observers[key] for key in searched}, session.fed, qparams)
     rounded = {key: modules[key] for key in roundings}
-    taken = _observe(session.collectives, rounded, roundings, rounded, owners, lambda _, one, rows: one(rows))
+    taken = _observe(session, rounded, roundings, rounded, owners, lambda _, one, rows: one(rows))
     for (name, _), rounding in roundings.items():
         qparams[name][ROUNDED] = rounding.rounded
     return taken
 
 
 def _observe(
-    collectives: Collectives,
+    session: Observation,
     modules: Mapping[Key, nn.Module],
     observers: Mapping[Key, Observer],
     keys: Collection[Key],
@@ -178,7 +180,12 @@ def _observe(
 
     ``modules`` are the same on every rank, ``keys`` where nothing failed. Returns the number of collectives.
     """
-    sharded = _sharded(modules, observers, collectives)
+    collectives, sharded = session.collectives, _sharded(modules, observers, session.collectives)
+    if session.progress is not None:
+        rows = {} if sharded is None else {key: rows[collectives.rank] for key, rows in sharded.rows.items()}
+        mine = [key for key in keys if key in rows or owners.get(key) == collectives.rank]
+        total = sum(_bytes_here(modules[key], rows.get(key)) for key in mine)
+        observe = partial(_tell, observe, Tally(total, session.progress), collectives.size)
     if sharded is not None:
         return sharded.observe(keys, owners, failure, observe)
 
@@ -187,6 +194,18 @@ def _observe(
             observe(key, observers[key], rows_here(modules[key]))
 
     return share_weights({key: observers[key] for key in keys}, owners, search, collectives, failure).collectives
+
+
+def _tell(observe: Observe, tally: Tally, ranks: int, key: Key, observer: Observer, rows: torch.Tensor) -> None:
+    observe(key, observer, rows)
+    tally.add(key[0] if ranks == 1 else f"{key[0]} (this rank's share)", rows.nbytes)
+
+
+def _bytes_here(module: nn.Module, rows: tuple[int, int] | None) -> int:
+    """Bytes of a weight, or of its rows from the first number to the second."""
+    shape = matrix_shape(module) or torch.Size([0])
+    weight: Any = module.weight
+    return weight.itemsize * (shape.numel() if rows is None else (rows[1] - rows[0]) * shape[1])
 
 
 def _bring_to_host(observers: Mapping[Key, Observer]) -> None:

@@ -25,6 +25,7 @@ from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.token_mask import Layout, TokenSelection, Watching
 from lightning_obs.engines import Verdict
 from lightning_obs.errors import CalibrationError
+from lightning_obs.files.tensors import Progress
 from lightning_obs.forward.attention import hooked_attention, register_state_hook
 from lightning_obs.forward.quantized_forward import INSIDE
 from lightning_obs.forward.shared_blocks import run_eagerly
@@ -80,6 +81,8 @@ class Observation(Watching):
     #: of activations; modules that share an input share them
     measurements = 0
     started = 0.0
+    #: told which weight was searched at the end, the bytes so far, and those that this rank searches
+    progress: Progress | None = None
     #: what observers were given last, under this mask; sessions that observe the same calls may share it
     read: Read
     #: observers that no data reached on any rank; None: the ranks were not reduced yet

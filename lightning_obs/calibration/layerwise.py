@@ -253,9 +253,8 @@ class _LayerByLayer:
             return
         path = self.unfinished.folder / file
         path.unlink(missing_ok=True)  # of a run that was killed
-        tally = streaming.tally
-        require_room(self.unfinished.folder, tally.total - tally.done)
-        with closing(TensorWriter(self.unfinished.folder, layout, sys.maxsize, file, tally=tally)) as writer:
+        require_room(self.unfinished.folder, streaming.tally.total - streaming.tally.done)
+        with closing(TensorWriter(self.unfinished.folder, layout, sys.maxsize, file, tally=streaming.tally)) as writer:
             for name in taken:
                 streaming.write_module(writer, name)
             for name in copied:

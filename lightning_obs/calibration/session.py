@@ -141,7 +141,7 @@ class CalibrationSession(Observation):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy, which is not attached."""
-        return {**vars(self), "_attached": None, "read": Read()}
+        return {**vars(self), "_attached": None, "read": Read(), "progress": None}
 
     @property
     def needs_data(self) -> bool:

@@ -1,16 +1,13 @@
 """The tensors of a calibrated model's checkpoint, wherever its weights lie, and one module's entries.
 
-What will be stored is known from shapes alone. Modules are then compressed one after the other, a block of rows at a
-time, and each block is handed on at once: the model is not changed, and nothing of its checkpoint stays in memory.
-
-compressed-tensors stores Linear and Embedding. The weight of every other module (convolutions, transformers' Conv1D) is
-stored like a Linear's: as the matrix that was calibrated, ``(output channels, inputs of each)``. The module that loads
-it knows its own shape.
+What will be stored is known from shapes alone. Modules are compressed one after the other, a block of rows at a time,
+and each block is handed on at once: the model is not changed, and nothing of its checkpoint stays in memory. Every
+weight is stored like a Linear's, as the matrix that was calibrated; the module that loads it knows its own shape.
 
 The formats pack along a row, so a weight can be compressed in blocks of rows; packed zero points, along the column, are
 the exception. Where weights are sharded over ranks, rank 0 stores them. Under FSDP2 each rank compresses its own rows,
 and only compressed rows are gathered. A weight whose rows cannot be compressed separately, or of which two ranks share
-a block, is gathered first, and so is every unit of FSDP1. Every rank holds one module or unit at a time.
+a block, is gathered first, and so is every unit of FSDP1: every rank holds one module or unit at a time.
 """
 
 from __future__ import annotations
@@ -84,7 +81,7 @@ def compressed_layout(module: nn.Module, own: Mapping[str, torch.Tensor], scheme
 
 
 def store(model: nn.Module, layout: Container[str], put: Put | None) -> Exception | None:
-    """Give the tensors of the model's checkpoint to ``put``, one module after the other; nothing of them is kept.
+    """Give the tensors of the model's checkpoint to ``put``, one module after the other.
 
     Args:
         layout: names of :func:`stored_layout` that are wanted, the same on every rank.

@@ -1,9 +1,8 @@
 """Write a calibrated model as a compressed-tensors checkpoint.
 
-The live model is not touched (:mod:`.compress`). The folder appears under its final name only when it is complete
-(:mod:`lightning_obs.files.write`). Its files are laid out before any weight is compressed, and each tensor is written
-to its place as soon as it is (:mod:`lightning_obs.files.tensors`): no file is held in memory. What compressed-tensors'
-own readers do not know (convolutions...) is read by :func:`~lightning_obs.load_checkpoint`.
+Files are laid out before any weight is compressed (:mod:`.compress`), and each block of rows is written to its place at
+once (:mod:`lightning_obs.files.tensors`). The folder appears under its name when it is complete
+(:mod:`lightning_obs.files.write`).
 """
 
 from __future__ import annotations
@@ -63,11 +62,8 @@ def export_checkpoint(
         max_shard_size: bytes of one file of weights, or ``"5GB"``, as in transformers.
         progress: called with the name of what was written, the bytes written so far, and those in all.
 
-    Weights are compressed and written a block of rows at a time, so it takes some tens of MB beside the model. Adapters
-    of LoRA are merged into what is written, one layer at a time; the model keeps them.
-
-    If the model's weights are sharded over ranks, every rank must call this; rank 0 writes. Names are those of the
-    model without wrappers of FSDP1.
+    It takes some tens of MB beside the model. Adapters of LoRA are merged into what is written; the model keeps them.
+    If weights are sharded over ranks, every rank must call this, and rank 0 writes, names without wrappers of FSDP1.
 
     Returns:
         The folder.

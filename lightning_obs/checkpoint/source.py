@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,20 +28,12 @@ from lightning_obs.moe.experts import LinearExpert, fused_experts, linearize_exp
 CONFIG_FILE = "config.json"
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where a parameter lies in the files.
-
-    Attributes:
-        name: of the tensor in the files.
-        index: of the expert whose item it is, in a stack.
-        role: of the expert's projection (``gate``, ``up``, ``down``).
-        expert: in the model.
-    """
+class Source(NamedTuple):
+    """Where a parameter lies in the files; of an expert that is stored in a stack, which item and projection it is."""
 
     name: str
-    index: int | None = None
-    role: str = ""
+    item: int | None = None
+    role: str = ""  # gate, up, down
     expert: LinearExpert | None = None
 
 
@@ -112,7 +103,7 @@ class CheckpointSource:
         wrong = [f"{name} (missing)" for name in missing]
         for name, source in self.sources.items():
             here, there = self.reader.meta(source.name).shape, self.meta(name).shape
-            if source.index is None and here != there:
+            if source.item is None and here != there:
                 wrong.append(f"{name} ({tuple(here)} instead of {tuple(there)})")
         refuse(
             wrong,
@@ -129,7 +120,7 @@ class CheckpointSource:
     def read(self, name: str) -> torch.Tensor:
         """A parameter or buffer of the model, in the dtype that it has there."""
         source, meta = self.sources[name], self.meta(name)
-        value = self.reader.read(source.name, source.index)
+        value = self.reader.read(source.name, source.item)
         if source.expert is not None:
             halves, is_bias = "gate_up_proj" in source.name, name.endswith(".bias")
             value = rows_of_expert(source.expert.origin, value[0], source.role, halves, is_bias)

@@ -1,8 +1,7 @@
 """Safetensors files by position: what a header says is known before, and each tensor is read and written by itself.
 
-safetensors writes a file from all of its tensors at once, and maps a whole file to read it. Here a file begins as its
-header, and tensors, or rows of them, are written to their places in any order. Reading takes a tensor, or one item of
-its first dimension, into memory of its own. Nothing else of a file is held.
+safetensors writes a file from all of its tensors at once, and maps a whole file to read it. Here tensors, or rows of
+them, are written to their places in any order, and one tensor, or an item of it, is read: nothing else is held.
 
 The format: 8 bytes, the length of the header; the header, JSON, ``{name: {dtype, shape, data_offsets}}``; the tensors.
 """
@@ -27,7 +26,7 @@ from safetensors.torch import _TYPES
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 
-#: called with the name of the tensor that was written, or rows of it, the bytes so far, and those in all
+#: called with the name of what was written or searched, a tensor or rows of it, the bytes so far, and those in all
 Progress: TypeAlias = Callable[[str, int, int], None]
 
 WEIGHTS_FILE = "model.safetensors"
@@ -44,16 +43,11 @@ _DAMAGED = "download or copy the checkpoint again."
 
 @dataclass(frozen=True)
 class _Place:
-    """Where one tensor lies: an open file, the first byte, and what the bytes are."""
+    """Where one tensor lies: an open file, the first byte, and its shape and dtype, as a meta tensor."""
 
     file: int
     start: int
-    dtype: torch.dtype
-    shape: torch.Size
-
-    @property
-    def size(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
+    meta: torch.Tensor
 
 
 class _Tensors:
@@ -72,14 +66,14 @@ class _Tensors:
 
 @dataclass
 class Tally:
-    """The bytes of tensors that were written, of ``total``, and who is told of them."""
+    """The bytes of tensors that were written or searched, of ``total``, and who is told of them."""
 
     total: int
     progress: Progress | None = None
     done: int = 0
 
     def add(self, name: str, size: int) -> None:
-        """Count what was written."""
+        """Count what was written or searched."""
         self.done += size
         if self.progress is not None:
             self.progress(name, self.done, self.total)
@@ -132,20 +126,20 @@ class TensorWriter(_Tensors):
         os.truncate(file, 8 + len(text) + end)
         for name in names:
             start = 8 + len(text) + header[name]["data_offsets"][0]
-            self._places[name] = _Place(file, start, layout[name].dtype, layout[name].shape)
+            self._places[name] = _Place(file, start, layout[name])
 
     def write(self, name: str, rows: torch.Tensor, first: int = 0) -> None:
         """Write a tensor, or rows of it from ``first`` on, to its place."""
-        place, size = self._places[name], rows.numel() * rows.itemsize
-        if rows.dtype != place.dtype or rows.shape[1:] != place.shape[1:] or size > self._left[name]:
+        place, meta, size = self._places[name], self._places[name].meta, rows.numel() * rows.itemsize
+        if rows.dtype != meta.dtype or rows.shape[1:] != meta.shape[1:] or size > self._left[name]:
             raise CalibrationError(
                 "a tensor is not what its header says",
                 where=[name],
                 got=f"{rows.dtype} {tuple(rows.shape)}",
-                expected=f"{place.dtype} {tuple(place.shape)}",
+                expected=f"{meta.dtype} {tuple(meta.shape)}",
             )
         rows = rows.detach().cpu().contiguous()
-        start = place.start + (first * (place.size // place.shape[0]) if first else 0)
+        start = place.start + (first * (meta.nbytes // len(meta)) if first else 0)
         _write_all(place.file, _bytes_of(rows), start)
         self._left[name] -= size
         self._untrimmed += size
@@ -217,13 +211,13 @@ class TensorReader(_Tensors):
             header.pop("__metadata__", None)
             for name, entry in header.items():
                 start, stop = entry["data_offsets"]
-                place = _Place(file, 8 + length + start, _DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
-                if start < 0 or stop - start != place.size:
+                meta = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="meta")
+                if start < 0 or stop - start != meta.nbytes:
                     raise ValueError(f"{name} has {stop - start} bytes and shape {entry['shape']}")
                 if 8 + length + stop > size:
                     bytes_ = f"{size:,} bytes, {name} ends at {8 + length + stop:,}"
                     raise CalibrationError(f"{path} is cut off", got=bytes_, remedy=_DAMAGED)
-                self._places[name] = place
+                self._places[name] = _Place(file, 8 + length + start, meta)
         refuse(
             sorted(header.keys() ^ expected) if expected is not None else [],
             f"{path} and {INDEX_FILE} disagree on its tensors",
@@ -238,23 +232,22 @@ class TensorReader(_Tensors):
 
     def meta(self, name: str) -> torch.Tensor:
         """A tensor's shape and dtype."""
-        return torch.empty(self._places[name].shape, dtype=self._places[name].dtype, device="meta")
+        return self._places[name].meta
 
     def read(self, name: str, item: int | None = None) -> torch.Tensor:
         """A tensor, or one item ``(1, ...)`` of its first dimension, in memory of its own."""
-        place = self._places[name]
-        shape = place.shape if item is None else torch.Size((1, *place.shape[1:]))
-        size = shape.numel() * place.dtype.itemsize
-        data = torch.empty(size, dtype=torch.uint8)
-        _read_all(place.file, _bytes_of(data), place.start + (item or 0) * size)
-        return data.view(place.dtype).view(shape)
+        place, meta = self._places[name], self._places[name].meta
+        data = torch.empty_like(meta if item is None else meta[:1], device="cpu")
+        _read_all(place.file, _bytes_of(data), place.start + (item or 0) * data.nbytes)
+        return data
 
     def blocks(self, name: str) -> Iterator[memoryview]:
         """The bytes of a tensor, in order; each block is overwritten by the next."""
         place = self._places[name]
-        buffer = memoryview(bytearray(min(place.size, _BLOCK)))
-        for done in range(0, place.size, _BLOCK):
-            block = buffer[: min(_BLOCK, place.size - done)]
+        size = place.meta.nbytes
+        buffer = memoryview(bytearray(min(size, _BLOCK)))
+        for done in range(0, size, _BLOCK):
+            block = buffer[: min(_BLOCK, size - done)]
             _read_all(place.file, block, place.start + done)
             yield block
 
@@ -271,7 +264,7 @@ def deal_to_files(layout: Mapping[str, torch.Tensor], max_shard_size: int | str,
 
 def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:
     """Write the index: the file of each tensor, and the bytes of all."""
-    index = {"metadata": {"total_size": size}, "weight_map": dict(files)}
+    index = {"metadata": {"total_size": size}, "weight_map": files}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 

@@ -5,8 +5,7 @@
         <finished files>
         state-<step>-<rank>.pt  of a rank, after a step
 
-A step is finished when the states of all ranks are there; each appears whole. What is finished before a state is
-written belongs to it.
+A step is finished when the states of all ranks are there; each appears whole, after the files that belong to it.
 """
 
 from __future__ import annotations

@@ -42,7 +42,6 @@ from lightning_obs.model.weight import in_shards, whole_matrix, whole_shape
 
 #: the first with integers of 4 bits and scales of groups
 _OPSET = 21
-_PACKAGES = ("onnx", "onnxscript")
 _SUPPORTED = "integers of at most 8 bits for weights, of 8 bits with one calibrated range per tensor for activations"
 _REMEDY = "use INT8_STATIC or a weight-only integer scheme (W8A16, W4A16), or list them in `ignore`."
 
@@ -81,7 +80,7 @@ def export_onnx(
         ONNX operators QuantizeLinear and DequantizeLinear, version 21.
     """
     file = Path(file)
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     refuse(missing, "packages are not installed", remedy='pip install "lightning-obs[onnx]".')
     _check_model(model)
     if file.exists() and not (overwrite and file.is_file()):

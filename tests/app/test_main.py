@@ -46,6 +46,7 @@ def test_a_scheme_without_data_runs_no_batch_and_says_so(composed, capsys):
     output = capsys.readouterr().out
     assert "FP8_DYNAMIC needs no data" in output
     assert "· 0 batches ·" in output
+    assert re.search(r"· searching the weights .* model\.layers\.1\.", output)
 
 
 def test_the_layers_that_a_report_names_can_be_left_out(composed, tmp_path):

@@ -16,7 +16,7 @@ import torch
 from typing_extensions import override
 
 from lightning_obs.app.checkpoint import write_checkpoint
-from lightning_obs.app.console import say, step
+from lightning_obs.app.console import bytes_done, say, step
 from lightning_obs.app.generation import continuations, loop_line
 from lightning_obs.app.job import Job, Quality, make_options, plain, recovered_share, typed_words
 from lightning_obs.app.models.pretrained import DEFAULT_MODEL
@@ -103,13 +103,15 @@ class Calibrate(Job):
         """Calibrate in Lightning's validation loop, or without a single batch where the scheme needs none."""
         say(f"· calibrating {self.callback.label}")
         session = self.callback.prepare(self.trainer, self.module)
-        if session.needs_data:
-            self.trainer.validate(self.module, datamodule=self.data, verbose=False)
-        else:
-            say(f"{self.callback.label} needs no data: no batch is run, data.batches is not used")
-            self.to_device()
-            with session:
-                pass
+        with bytes_done("searching the weights", at_once=False) as session.progress:
+            if session.needs_data:
+                self.trainer.validate(self.module, datamodule=self.data, verbose=False)
+            else:
+                say(f"{self.callback.label} needs no data: no batch is run, data.batches is not used")
+                self.to_device()
+                with session:
+                    pass
+        session.progress = None
         assert self.callback.result is not None  # it raised otherwise
         return self.callback.result
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from typing_extensions import override
 
 from lightning_obs.app.checkpoint import closing_lines
-from lightning_obs.app.console import bytes_written, say
+from lightning_obs.app.console import bytes_done, say
 from lightning_obs.app.job import check_data, make_data, make_options
 from lightning_obs.app.models.pretrained import default_model_folder
 from lightning_obs.app.tasks.task import Task
@@ -45,7 +45,7 @@ class Weights(Task):
     @override
     def run(self) -> None:
         wanted, source = self.config.export, self.source
-        with bytes_written(f"quantizing {source.name} to {self.options.label}") as progress:
+        with bytes_done(f"quantizing {source.name} to {self.options.label}") as progress:
             self.result = self.quantize(progress)
         say(
             f"{self.result.scheme} · {len(self.result.modules):,} modules · {self.result.seconds:.1f} s · "
