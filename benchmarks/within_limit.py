@@ -2,6 +2,7 @@
 
     python benchmarks/within_limit.py              # 300 MB above imports, for 538 MB of weights
     python benchmarks/within_limit.py --limit 200
+    python benchmarks/within_limit.py --limit 4000 --model <folder>
 
 The default model (SmolLM2-135M-Instruct, float32) is calibrated to FP8 on 8 x 256 tokens of Python's documentation, in
 a process of its own whose data segment cannot grow beyond the limit (RLIMIT_DATA: private memory, not mapped files).
@@ -63,16 +64,19 @@ def main() -> int:
     """Return 0 if the model is calibrated within the limit, in which its weights have no room."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--limit", type=int, default=300, help="MB above imports")
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint in full precision")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)
-    options, folder = parser.parse_args(), default_model_folder()
+    options = parser.parse_args()
+    folder = options.model or default_model_folder()
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     if options.out is not None:
         limited(options.limit, folder, options.out, options.whole)
         return 0
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-W", "ignore", __file__, "--limit", str(options.limit), "--out", f"{scratch}/out"]
+        command = [sys.executable, "-W", "ignore", __file__, "--limit", str(options.limit), "--model", str(folder)]
+        command += ["--out", f"{scratch}/out"]
         whole = subprocess.run([*command, "--whole"], capture_output=True, text=True, check=False)
         refused = whole.returncode != 0 and "allocate memory" in whole.stderr
         print(f"all weights within {options.limit} MB: {'no room' if refused else whole.stdout + whole.stderr}")
