@@ -41,11 +41,6 @@ from lightning_obs.ranks.reduction import (
     unpack_tensors,
 )
 
-#: Collectives of one calibration, at most, for any number of observers: :func:`sync_statistics` takes one gather of
-#: objects and three reductions, and one more for each 256 MiB of Hessians; :func:`share_weights` one gather.
-#: (``torch.distributed.all_gather_object`` makes two of a gather: lengths, then contents. Lightning's ``reduce`` adds
-#: a barrier to a reduction.)
-MAX_COLLECTIVES = 5
 _REMEDY = "declare SUM, AVG, MIN or MAX of a tensor in _act_sync_dict."
 
 

@@ -70,7 +70,7 @@ def memory(value: torch.Tensor) -> Any:
 
 def run(loop: Any, *arguments: Any) -> Any:
     """Call a loop; while it is compiled, or read from the cache, a terminal says what takes so long."""
-    kind = loop, arguments[0].dtype
+    kind = loop, getattr(arguments[0], "bits", arguments[0]).dtype
     if kind in _ready:
         return loop(*arguments)
     with _compiling:

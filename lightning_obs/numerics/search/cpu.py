@@ -1,7 +1,7 @@
 """The search by compiled loops: how they are called, and what the definition decides after them.
 
-Rows of up to ``_ROW`` values are measured with all candidates in one visit, tile by tile, in several threads. The
-errors of a longer row are added up over its pieces, a few candidates at a time: its tensor has few scales, so the
+Rows of up to ``_ROW`` values are measured with all candidates in one visit, in several threads. The errors of a longer
+row are added up over its pieces, a few candidates at a time: its tensor has few scales, so the
 search often ends early.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from compressed_tensors.quantization.utils import should_generate_mx_scales
 
-from lightning_obs.numerics.candidates import candidate_ranges, shrink
+from lightning_obs.numerics.candidates import candidate_ranges, on_device, shrink, visited
 from lightning_obs.numerics.formats import format_of_dtype
 from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.search import definition
@@ -22,10 +22,10 @@ from lightning_obs.numerics.search.cpu_power import fit_power
 from lightning_obs.numerics.search.definition import GridSearch, Visited
 from lightning_obs.numerics.search.rows import Rows
 
-# Values of the longest row that is visited as a whole; of a tile.
-_ROW, _TILE = 1 << 16, 1 << 17
+# Values of the longest row that is visited as a whole; of a piece of a longer one.
+_ROW, _PIECE = 1 << 16, 1 << 17
 # Rows of which the best candidates are kept until the definition has decided among them.
-_SLAB = 1 << 15
+_SLAB = 1 << 17
 
 
 def can_search(rows: Rows, search: GridSearch) -> bool:
@@ -38,21 +38,36 @@ def can_search(rows: Rows, search: GridSearch) -> bool:
 
 
 def visit(rows: Rows, search: GridSearch) -> Visited:
-    """As :func:`.definition.visit` of all candidates; rows longer than ``_ROW`` end as the search by itself does."""
+    """As :func:`.definition.visit`; ``improved`` ends where the search does."""
     loops = _Loops(rows, search._replace(patience=None))
-    return loops.long_rows(search.limit) if rows.size > _ROW else loops.all_rows()
+    if rows.size > _ROW:
+        return loops.long_rows(search.limit)
+    found, maybe = loops.all_rows()
+    if search.limit is None and not search.is_part:
+        return found
+    improved, bits = found.improved, int(np.bitwise_or.reduce(maybe.numpy()))
+    unsure = ~improved & torch.tensor([bool(bits >> k % 31 & 1) for k in range(len(improved))])
+    ends = [visited(flags, search.limit) for flags in (improved, improved | unsure)]
+    if unsure.any() and (search.is_part or not torch.equal(*ends)):  # the definition decides for the rows in question
+        wanted = sum({1 << k % 31 for k in unsure.nonzero().flatten().tolist()})
+        for _, copied in rows.copies(maybe & wanted != 0):
+            improved = improved | definition.visit(copied, loops.search).improved
+    stop = int(visited(improved, search.limit).sum())
+    for late, copied in rows.copies(found.best >= stop):  # their candidate comes after the end, which excludes it
+        sooner = visit(copied, search._replace(factors=search.factors[:stop], patience=None, is_part=False))
+        found.low[late], found.high[late], found.best[late] = sooner.low, sooner.high, sooner.best
+    return found._replace(improved=improved[:stop])
 
 
 class _Loops:
     """The rows and a search, as the loops read them."""
 
     def __init__(self, rows: Rows, search: GridSearch) -> None:
-        from lightning_obs.numerics.search import cpu_format, cpu_kernel, cpu_tile
+        from lightning_obs.numerics.search import cpu_format, cpu_kernel
 
         self.kernel: Any = cpu_kernel
-        self.tile: Any = cpu_tile
         self.rows, self.search = rows, search
-        self.factors = torch.tensor(search.factors, dtype=torch.float64)
+        self.factors = on_device(tuple(search.factors), rows.device)
         form, distance = cpu_format.loop_format(search, rows.dtype)
         self.measure = cpu_kernel.Measure(form, fit_power(search.norm, distance, search.grid.usual_error))
         self.importance: torch.Tensor | None = None  # of each value; as the rows are numbered in their view
@@ -60,68 +75,64 @@ class _Loops:
             times = -(-rows.count // len(rows.importance))
             self.importance = rows.importance[None, :, None].expand(times, -1, rows.view.shape[2], -1)
 
-    def _tile(self, view: torch.Tensor, first: int = 0, count: int = 1) -> Any:
-        """Some rows of a view ``(A, B, N, G)`` as a tile."""
-        size = view.shape[2:].numel()
-        share = self.tile.lanes_of(size)
-        side = self.tile.LANES // share
-        tile = np.empty((-(-count // side), -(-size // share), self.tile.LANES), np.float32)
-        launch.run(self.tile.load, launch.memory(view), tuple(view.shape), view.stride(), first, count, tile)
-        return tile
+    def _source(self, view: torch.Tensor | None) -> Any:
+        """A view ``(A, B, N, G)`` as the loops read it; None: no values."""
+        if view is None:
+            return self.kernel.Source(np.empty(0, np.uint32), (0,) * 4, (0,) * 4)
+        return self.kernel.Source(launch.memory(view), tuple(view.shape), view.stride())
 
-    # ------------------------------------------------------------------ rows that a tile holds
+    # ------------------------------------------------------------------ rows that are visited as a whole
 
-    def all_rows(self) -> Visited:
+    def all_rows(self) -> tuple[Visited, torch.Tensor]:
+        """What all candidates find, and ``maybe`` of :class:`.cpu_kernel.Choices`."""
         rows, count = self.rows, len(self.factors)
         low, high = (torch.empty(rows.count, dtype=rows.dtype) for _ in range(2))
-        index = torch.zeros(rows.count, dtype=torch.int16)
-        side = self.tile.LANES // self.tile.lanes_of(rows.size)  # rows of a block: none is cut by a tile
-        step = max(side, _TILE // rows.size // side * side)
-        slab = max(step, _SLAB // step * step)
-        improved = unsure = torch.zeros(count, dtype=torch.int64)
-        for start in range(0, rows.count, slab):
-            part = slice(start, min(start + slab, rows.count))
-            ends, (best, rival), (sure, maybe) = self._search(part, step)
+        best, maybe = (torch.empty(rows.count, dtype=dtype) for dtype in (torch.int16, torch.int32))
+        improved = torch.zeros(count, dtype=torch.int64)
+        for start in range(0, rows.count, _SLAB):
+            part = slice(start, min(start + _SLAB, rows.count))
+            ends, (index, rival, maybe[part]), sure = self._search(part)
             low[part], high[part] = ends
-            settled = self._settle(start, low[part], high[part], best, rival)
-            index[part] = best
-            improved, unsure = improved + sure + settled, unsure + maybe
-        return Visited(low, high, index, improved > 0, (unsure > 0) & (improved == 0))
+            improved += sure + self._settle(start, low[part], high[part], index, rival)
+            best[part] = index
+        return Visited(low, high, best, improved > 0), maybe
 
-    def _search(self, part: slice, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The fields of :class:`.cpu_kernel.Choices` in pairs, of some rows, in tiles of ``step``."""
-        starts, count = range(part.start, part.stop, step), part.stop - part.start
-        ends, chosen = np.empty((2, count), np.float32), np.empty((2, count), np.int32)
-        flags = np.zeros((len(starts), 2, len(self.factors)), np.int64)
+    def _search(self, part: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The fields of :class:`.cpu_kernel.Choices` of some rows: of floats, of integers, of candidates."""
+        count = part.stop - part.start
+        side = self.kernel.LANES // self.kernel.lanes_of(self.rows.size)  # rows of a block: none is cut
+        step = max(1, 8 * _PIECE // self.rows.size // side) * side
+        starts = range(0, count, step)
+        ends, chosen = np.empty((2, count), np.float32), np.empty((3, count), np.int32)
+        improved = np.zeros((len(starts), len(self.factors)), np.int64)
         factors, expand = self.factors.numpy().astype(np.float32), np.float32(self.search.expand)
+        sources = self._source(self.rows.view), self._source(self.importance)
 
         def work(number: int) -> None:
-            here = slice(number * step, min((number + 1) * step, count))
-            which = starts[number], here.stop - here.start
-            tile = self._tile(self.rows.view, *which)
-            weights = tile[:0] if self.importance is None else self._tile(self.importance, *which)
-            found = self.kernel.Choices(*ends[:, here], *chosen[:, here], *flags[number])
-            launch.run(self.kernel.search, tile, weights, self.rows.size, factors, expand, self.measure, found)
+            here = slice(starts[number], starts[number] + step)
+            found = self.kernel.Choices(*ends[:, here], *chosen[:, here], improved[number])
+            launch.run(self.kernel.search, *sources, part.start + here.start, factors, expand, self.measure, found)
 
-        launch.in_threads(len(starts), work, count * self.rows.size * len(factors))
-        return torch.from_numpy(ends), torch.from_numpy(chosen).long(), torch.from_numpy(flags.sum(0))
+        launch.in_threads(len(starts), work, count * self.rows.size * len(self.factors))
+        return torch.from_numpy(ends), torch.from_numpy(chosen), torch.from_numpy(improved.sum(0))
 
     def _settle(
         self, start: int, low: torch.Tensor, high: torch.Tensor, best: torch.Tensor, rival: torch.Tensor
     ) -> torch.Tensor:
-        """Write the chosen range over the observed one; where the loops left it open, the definition decides."""
+        """Write chosen ranges over observed ones; count what improved rows that are left to the definition."""
         improved = torch.zeros(len(self.factors), dtype=torch.int64)
         for some, only in self.rows.copies(rival >= 0, start):
             pair = torch.stack([best[some], rival[some]]).sort(0).values  # the first of equals wins
             lows, highs = (shrink(end[some], self.factors[pair]) for end in (low, high))
             errors = definition.measure(only, slice(0, only.count), (lows, highs), self.search)
             best[some] = torch.where(errors[1] < errors[0], pair[1], pair[0])
-        low.copy_(shrink(low, self.factors[best]))
-        high.copy_(shrink(high, self.factors[best]))
+        chosen = self.factors[best]
+        low.copy_(shrink(low, chosen))
+        high.copy_(shrink(high, chosen))
         for some, only in self.rows.copies(rival == self.kernel.ALL, start):
             every = definition.visit(only, self.search)
-            low[some], high[some], best[some] = every.low, every.high, every.best
-            improved = improved + every.improved
+            low[some], high[some], best[some] = every.low, every.high, every.best.int()
+            improved += every.improved
         return improved
 
     # ------------------------------------------------------------------ longer rows
@@ -165,23 +176,22 @@ class _Loops:
                 idle = 0 if better else idle + 1
                 improved.append(better)
         at = torch.from_numpy(best).unsqueeze(0)
-        flags = torch.tensor(improved)
-        return Visited(lows.gather(0, at)[0], highs.gather(0, at)[0], at[0], flags, torch.zeros_like(flags))
+        return Visited(lows.gather(0, at)[0], highs.gather(0, at)[0], at[0], torch.tensor(improved))
 
     def _sum_errors(self, r: int, scale: Any, zeros: Any, unit: Any) -> Any:
         """Errors of candidates ``(c,)`` on row r in units of ``unit``, its sum of weighed squares and of weights."""
         high, wide = self.rows.view.shape[2:]
         # Some whole pieces, or a part of one that is long by itself.
-        across = max(1, _TILE // wide)
-        starts = [(n, g) for n in range(0, high, across) for g in range(0, wide, _TILE)]
+        across = max(1, _PIECE // wide)
+        starts = [(n, g) for n in range(0, high, across) for g in range(0, wide, _PIECE)]
         sums = np.zeros((len(starts), len(scale) + 2))
-        row = [view[divmod(r, view.shape[1])] for view in (self.rows.view, self.importance) if view is not None]
+        row = [None if x is None else x[divmod(r, x.shape[1])][None, None] for x in (self.rows.view, self.importance)]
 
         def work(number: int) -> None:
             n, g = starts[number]
-            tile, *weights = (self._tile(x[None, None, n : n + across, g : g + _TILE]) for x in row)
+            parts = (None if x is None else x[..., n : n + across, g : g + _PIECE] for x in row)
             candidates = scale, zeros, unit
-            launch.run(self.kernel.sum_errors, tile, *(weights or [tile[:0]]), *candidates, self.measure, sums[number])
+            launch.run(self.kernel.sum_errors, *map(self._source, parts), *candidates, self.measure, sums[number])
 
         launch.in_threads(len(starts), work, self.rows.size * len(scale))
         return sums.sum(0)

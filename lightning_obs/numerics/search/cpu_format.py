@@ -91,34 +91,38 @@ def near_integer(x: Any) -> Any:
     return (x + f32(12582912.0)) - f32(12582912.0)
 
 
-@jit()
+@jit(inline=True)
 def stored(x: Any, form: Format) -> Any:
     """Rounded to the dtype of the range; infinite beyond its largest number, which float16 reaches early."""
-    if not form.range[1]:
-        return x
     rounded = near(x, form.range[0], form.range[1])
-    return rounded if abs(rounded) <= form.range[2] else x * f32(np.inf)
+    rounded = rounded if abs(rounded) <= form.range[2] else x * f32(np.inf)
+    return rounded if form.range[1] else x
 
 
 @jit()
-def qparams(low: Any, high: Any, form: Format) -> Any:
-    """Scale and zero point as compressed-tensors computes them, rounding after every operation as it does."""
-    low, high = min(low, f32(0)), max(high, f32(0))
-    zero = f32(0)
-    if form.symmetric:
+def shrunk(ends: Any, factor: Any, form: Format, found: Any) -> None:
+    """Ends of ranges times a factor, as they are stored."""
+    for r in range(found.size):
+        found[r] = stored(ends[r] * factor, form)
+
+
+@jit()
+def qparams(lows: Any, highs: Any, form: Format, scales: Any, zeros: Any) -> None:
+    """Scales and zero points as compressed-tensors computes them, rounding after every operation as it does."""
+    for r in range(scales.size):  # without a call, and without products to fuse: it is vectorised
+        low, high, zero = min(lows[r], f32(0)), max(highs[r], f32(0)), f32(0)
         size = max(-low, high)
-        if form.mx_round:
+        if not form.symmetric:
+            scale = stored(stored(high - low, form) / form.divisor, form)
+            zero = near_integer(min(max(stored(form.low - stored(low / scale, form), form), form.low), form.high))
+        elif form.mx_round:
             power = i32(i32(f32(size).view(i32) + form.mx_round) & i32(0x7F800000))
             scale = i32(max(i32(power - form.mx_offset), i32(0))).view(f32)
             if form.range[1] and power.view(f32) > form.range[2]:  # the power of two is taken in the range's dtype
                 scale = f32(np.inf)
         else:
             scale = stored(size / form.divisor, form)
-            if form.signed and high > -low:
-                scale = -scale
-    else:
-        scale = stored(stored(high - low, form) / form.divisor, form)
-        zero = near_integer(min(max(stored(form.low - stored(low / scale, form), form), form.low), form.high))
-    if form.scale[1]:
-        scale = near(min(scale, form.scale[2]), form.scale[0], form.scale[1])
-    return (scale if scale != f32(0) else form.eps), zero
+            scale = -scale if form.signed and high > -low else scale
+        if form.scale[1]:
+            scale = near(min(scale, form.scale[2]), form.scale[0], form.scale[1])
+        scales[r], zeros[r] = scale if scale != f32(0) else form.eps, zero

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_obs.numerics.kernels.jit import jit
-from lightning_obs.numerics.search.cpu_format import Format, near, near_integer, qparams, stored
+from lightning_obs.numerics.search.cpu_format import Format, near, near_integer, qparams, shrunk
 from lightning_obs.numerics.search.cpu_power import Power
-from lightning_obs.numerics.search.cpu_tile import LANES, add_up, lanes, lanes_of, spread
+from lightning_obs.numerics.search.cpu_tile import LANES, Source, add_up, lanes, lanes_of, load, spread
 
 #: numbers that a lane of a long row adds up in float32
 STEPS = 32
@@ -74,8 +74,8 @@ class Choices(NamedTuple):
     high: Any
     index: Any  # the best candidate, (R,)
     rival: Any  # the one candidate that may be as good, -1 (none) or :data:`ALL`, (R,)
+    maybe: Any  # bit k % 31: candidate k may be better than all before, and that is not certain, (R,)
     improved: Any  # rows that are certainly better by it than by all before, (C,)
-    unsure: Any  # rows that may be, (C,)
 
 
 power_of = jit("contract")(Power.__call__)
@@ -144,40 +144,40 @@ def doubt(best: Any, unit: Any, size: Any, squares: Any, weight: Any, steps: int
     return off if fits else f32(-1)
 
 
-@jit("contract")
-def search(tile: Any, weights: Any, size: int, factors: Any, expand: Any, measure: Measure, found: Choices) -> None:
-    """Find the best candidate of every row of a tile, and whether that is certain.
+@jit()
+def search(
+    values: Source, weights: Source, first: int, factors: Any, expand: Any, measure: Measure, found: Choices
+) -> None:
+    """Find the best candidate of some rows, and whether that is certain.
 
     Args:
-        tile: from :func:`.cpu_tile.load`.
-        weights: of each value, the same; without blocks: all 1.
-        size: values of a row.
+        values: the rows.
+        weights: of each value, the same; empty: all 1.
+        first: number of the first row.
         factors: candidates, ``(C,)`` in float32.
         expand: factor on the observed range.
         measure: of the errors.
-        found: receives the result; as long as the tile has rows. Its counts are added to.
+        found: receives the result; as long as there are rows. Its counts are added to.
     """
-    side, form, searched_low, searched_high = LANES // lanes_of(size), measure.form, found.low, found.high
-    least, most, low, high = lanes(), lanes(), lanes(), lanes()
-    squares, weighed, unit, best, bound = lanes(), lanes(), lanes(), lanes(), lanes()
+    size, count = values.shape[2] * values.shape[3], found.low.size
+    side, steps = LANES // lanes_of(size), -(-size // lanes_of(size))
     candidate = Candidate(lanes(), lanes(), lanes(), lanes(), lanes(), lanes(), lanes())
-    errors, at = np.empty((factors.size, side), f32), np.zeros(LANES, i32)
-    for b in range(tile.shape[0]):
-        first, last = b * side, min(b * side + side, searched_low.size)
-        if first >= last:
-            break
-        block, weight = tile[b], weights[b] if weights.shape[0] else tile[b, :0]
-        rows = Rows(side, last - first, least, most, low, high, squares, weighed, unit, best, at, bound)
+    room = (lanes(), lanes(), lanes(), lanes(), lanes(), lanes(), lanes(), lanes(), np.zeros(LANES, i32), lanes())
+    errors = np.empty((factors.size, side), f32)
+    block, weight = np.empty((steps, LANES), f32), np.empty((steps if weights.bits.size else 0, LANES), f32)
+    for start in range(0, count, side):
+        rows = Rows(side, min(side, count - start), *room)
+        load(values, first + start, rows.count, block)
+        if weight.shape[0]:
+            load(weights, first + start, rows.count, weight)
         read(block, weight, size, rows)
-        for r in range(side):
-            low[r], high[r] = stored(least[r] * expand, form), stored(most[r] * expand, form)
-        for r in range(last - first):
-            searched_low[first + r], searched_high[first + r] = low[r], high[r]
+        shrunk(rows.least, expand, measure.form, rows.low)
+        shrunk(rows.most, expand, measure.form, rows.high)
         measure_all(block, weight, rows, factors, candidate, measure, errors)
-        choose(errors, rows, block.shape[0], measure, found, first)
+        choose(errors, rows, steps, measure, found, start)
 
 
-@jit("contract", inline=True)
+@jit("contract")
 def read(block: Any, weight: Any, size: int, rows: Rows) -> None:
     """Extremes and sums of the rows of a block, of ``size`` values each."""
     side, share = rows.side, LANES // rows.side
@@ -209,11 +209,14 @@ def read(block: Any, weight: Any, size: int, rows: Rows) -> None:
     add_up(weighed, side)
 
 
-@jit("contract", inline=True)
+@jit("contract")
 def measure_all(
     block: Any, weight: Any, rows: Rows, factors: Any, candidate: Candidate, measure: Measure, errors: Any
 ) -> None:
-    """Errors ``(C, rows)`` of all candidates; infinite where one cannot be the best, or equals the one before."""
+    """Errors ``(C, rows)`` of all candidates; infinite where one cannot be the best, or equals the one before.
+
+    Not inlined, because :func:`search` is compiled for each dtype of the values.
+    """
     inverse, ratio, zero, before, shift, total, distance = candidate
     side, best, at, steps, form = rows.side, rows.best, rows.index, block.shape[0], measure.form
     few = side <= 4
@@ -255,18 +258,20 @@ def measure_all(
 def take(candidate: Candidate, k: int, factors: Any, rows: Rows, form: Format) -> None:
     """Make ``candidate`` the one of number ``k``."""
     inverse, ratio, zero, unit, side = candidate.inverse, candidate.ratio, candidate.zero, rows.unit, rows.side
-    low, high, factor = rows.low, rows.high, factors[k]
+    low, high, factor = candidate.total[:side], candidate.distance[:side], factors[k]
+    shrunk(rows.low, factor, form, low)
+    shrunk(rows.high, factor, form, high)
+    qparams(low, high, form, ratio[:side], zero)
     for r in range(side):
-        scale, zero[r] = qparams(stored(low[r] * factor, form), stored(high[r] * factor, form), form)
-        inverse[r] = f32(1) / scale
-        if k == 0:
-            unit[r] = inverse[r]
-        ratio[r] = abs(scale * unit[r])
+        inverse[r] = f32(1) / ratio[r]
+    if k == 0:
+        unit[:side] = inverse[:side]
+        spread(unit, side)
+    for r in range(side):
+        ratio[r] = abs(ratio[r] * unit[r])
     spread(inverse, side)
     spread(ratio, side)
     spread(zero, side)
-    if k == 0:
-        spread(unit, side)
 
 
 @jit("contract", inline=True)
@@ -282,48 +287,46 @@ def clips_too_much(candidate: Candidate, rows: Rows, measure: Measure) -> bool:
     return hopeless
 
 
-@jit("contract", inline=True)
+@jit("contract")
 def choose(errors: Any, rows: Rows, steps: int, measure: Measure, found: Choices, first: int) -> None:
-    """Write down the best candidate of each row of a block, from row ``first`` of the tile on, and how certain it is.
-
-    Args:
-        errors: ``(C, rows)``.
-        rows, steps: of the block.
-        measure: of the errors.
-        found: receives the result.
-    """
+    """Write down the best candidate of each row of a block, from row ``first`` of the result on, and how certain it
+    is, by ``errors`` ``(C, rows)``."""
     candidates, count, best, at, bound = errors.shape[0], rows.count, rows.best, rows.index, rows.doubt
     least, most, squares, weight, unit = rows.least, rows.most, rows.squares, rows.weight, rows.unit
     index, rival = found.index[first : first + count], found.rival[first : first + count]
+    maybe = found.maybe[first : first + count]
     for r in range(count):
         bound[r] = doubt(best[r], unit[r], max(-least[r], most[r]), squares[r], weight[r], steps, measure)
-        index[r], rival[r] = at[r], -1 if bound[r] >= f32(0) else ALL
+        found.low[first + r], found.high[first + r] = rows.low[r], rows.high[r]
+        index[r], rival[r], maybe[r] = at[r], -1 if bound[r] >= f32(0) else ALL, 0
     for k in range(candidates):
         for r in range(count):
             if k != at[r] and errors[k, r] <= best[r] * (f32(1) + bound[r]) and bound[r] > f32(0):
                 rival[r] = k if rival[r] == -1 else ALL
     best[:] = np.inf
     for k in range(candidates):
-        sure = maybe = 0
+        sure, bit = 0, i32(1 << (k % 31))
         for r in range(count):
             error = errors[k, r] if bound[r] > f32(0) else f32(np.inf)
             # Where nothing can be lost, the first candidate is as good as any.
             if bound[r] == f32(0) and k == 0:
                 error = f32(0)
-            sure += error < best[r] * (f32(1) - bound[r])
-            maybe += error < best[r] * (f32(1) + bound[r])
+            certain = error < best[r] * (f32(1) - bound[r])
+            sure += certain
+            maybe[r] |= bit if not certain and error < best[r] * (f32(1) + bound[r]) else i32(0)
             best[r] = min(best[r], error)
         found.improved[k] += sure
-        found.unsure[k] += maybe - sure
 
 
 @jit("contract")
-def sum_errors(tile: Any, weights: Any, scales: Any, zeros: Any, unit: Any, measure: Measure, sums: Any) -> None:
+def sum_errors(
+    values: Source, weights: Source, scales: Any, zeros: Any, unit: Any, measure: Measure, sums: Any
+) -> None:
     """Errors of candidates on a piece of a long row, the sum of its weighed squares, and of its weights.
 
     Args:
-        tile: of one block, from :func:`.cpu_tile.load`.
-        weights: of each value, the same; without blocks: all 1.
+        values: the piece, as a single row.
+        weights: of each value, the same; empty: all 1.
         scales, zeros: of the candidates, ``(C,)``.
         unit: the scale in units of which errors are measured.
         measure: of the errors.
@@ -331,7 +334,12 @@ def sum_errors(tile: Any, weights: Any, scales: Any, zeros: Any, unit: Any, meas
     """
     inverse, ratio, zero, total = lanes(), lanes(), lanes(), lanes()
     candidate = Candidate(inverse, ratio, zero, inverse, zero, total, lanes())
-    block, weight = tile[0], weights[0] if weights.shape[0] else tile[0, :0]
+    size = values.shape[2] * values.shape[3]
+    steps = -(-size // lanes_of(size))
+    block, weight = np.empty((steps, LANES), f32), np.empty((steps if weights.bits.size else 0, LANES), f32)
+    load(values, 0, 1, block)
+    if weight.shape[0]:
+        load(weights, 0, 1, weight)
     for k in range(scales.size):
         inverse[:], ratio[:], zero[:] = f32(1) / scales[k], abs(scales[k] / unit), zeros[k]
         for s in range(0, block.shape[0], STEPS):

@@ -1,9 +1,7 @@
-"""A power of small numbers by one square root and a polynomial.
+"""The power of an error for the compiled loops.
 
-``d ** 2.4`` costs an exponential and a logarithm, and would be most of the time of a search for the least error.
-Written as ``d ** 2 * (c0 + c1 * s + ... + c8 * s ** 8)`` with ``s = sqrt(d)``, it is a handful of multiplications. The
-coefficients are fitted for the least largest error on ``[0, most]`` (Lawson's iteration of weighted least squares), and
-the error that is left, measured in float32, comes with them: who compares two sums knows when they are too close.
+An exponential and a logarithm would be most of the time of a search; one square root and a polynomial are a handful of
+multiplications. How far off they are is measured in float32: who compares two sums knows when they are too close.
 """
 
 from __future__ import annotations
@@ -18,14 +16,13 @@ _TERMS, _POINTS, _ITERATIONS = 9, 2000, 80
 
 
 class Power(NamedTuple):
-    """``(c0 + c1 * s + ... + c8 * s ** 8) * d * (square * d + linear)``, ``s = sqrt(d)``, for ``d ** norm``.
+    """``(c0 + c1 * s + ... + c8 * s ** 8) * d``, once more times d ``from_square``, ``s = sqrt(d)``, for ``d ** norm``.
 
-    On ``[0, most]`` it is off by no more than ``error * (d ** norm + usual)``. All are float32.
+    On ``[0, most]`` it is off by no more than ``error * (d ** norm + usual)``. All numbers are float32.
     """
 
     c: tuple[Any, ...]
-    square: Any
-    linear: Any
+    from_square: bool
     norm: Any
     error: Any
     usual: Any
@@ -35,12 +32,12 @@ class Power(NamedTuple):
         c, root, square = self.c, np.sqrt(d), d * d
         low = (c[3] * root + c[2]) * d + (c[1] * root + c[0])
         high = (c[7] * root + c[6]) * d + (c[5] * root + c[4])
-        return ((c[8] * square + high) * square + low) * (d * (self.square * d + self.linear))
+        return ((c[8] * square + high) * square + low) * (square if self.from_square else d)
 
 
 @functools.lru_cache(maxsize=64)
 def fit_power(norm: float, most: float, usual_error: float) -> Power:
-    """Fit ``d ** norm`` on ``[0, most]``.
+    """Fit ``d ** norm`` on ``[0, most]``: the least largest error, by an iteration of weighted least squares.
 
     Args:
         norm: the exponent, at least 1.
@@ -66,8 +63,7 @@ def fit_power(norm: float, most: float, usual_error: float) -> Power:
         weight = weight * (off / off.amax() + 1e-9)
         weight = weight / weight.mean()
     c = tuple(np.float32(one) for one in (fitted.squeeze(-1) / most**exponents).tolist())
-    base = (1.0, 0.0) if norm >= 2 else (0.0, 1.0)
-    power = Power(c, *(np.float32(one) for one in (*base, norm, 0.0, usual)))
+    power = Power(c, norm >= 2, *(np.float32(one) for one in (norm, 0.0, usual)))
     single = points.numpy().astype(np.float32)
     # Between the points it may be a little more than on them.
     off = np.abs(power(single) - single.astype(np.float64) ** norm) * allowed.numpy()

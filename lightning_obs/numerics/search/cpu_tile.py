@@ -1,13 +1,13 @@
 """Rows in lanes: how the compiled search lays out values, so that one loop serves rows of every length.
 
-A tile holds some rows (what one scale covers) as float32, cut into steps of ``LANES`` numbers. A row owns a power of
+A block holds some rows (what one scale covers) as float32, cut into steps of ``LANES`` numbers. A row owns a power of
 two of the lanes, as many as make about 16 steps of it: short rows lie side by side, a long one fills all lanes. So sums
 need no freedom to be reordered, and what a row adds up does not depend on others.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,25 +17,29 @@ LANES = 256
 f32 = np.float32
 
 
-@jit()
-def load(bits: Any, shape: Any, strides: Any, first: int, count: int, tile: Any) -> None:
-    """Copy rows into a tile ``(blocks, steps, LANES)``: value e of row r of a block is its number ``e * side + r``.
+class Source(NamedTuple):
+    """Where the values of rows are: a tensor ``(A, B, N, G)``, whose first two dimensions number them."""
 
-    Args:
-        bits: memory of a tensor ``(A, B, N, G)``, whose first two dimensions number the rows.
-        shape, strides: of the tensor.
-        first, count: which rows.
-        tile: to write to; what the rows do not fill becomes zero.
+    bits: Any  # its memory; empty: there are no values
+    shape: Any
+    strides: Any
+
+
+@jit()
+def load(source: Source, first: int, count: int, block: Any) -> None:
+    """Copy rows, from ``first`` on, into a block ``(steps, LANES)``: value e of its row r is number ``e * side + r``.
+
+    What the rows do not fill becomes zero.
     """
-    _, columns, pieces, size = shape
-    side, room = LANES // lanes_of(pieces * size), tile.shape[1] * LANES
-    flat = tile.reshape(-1)
-    if count % side or pieces * size * side != room:
+    bits, strides = source.bits, source.strides
+    _, columns, pieces, size = source.shape
+    side = LANES // lanes_of(pieces * size)
+    flat = block.reshape(-1)
+    if count < side or pieces * size * side < flat.size:
         flat[:] = f32(0)
-    for q in range(count):
-        row = first + q
+    for r in range(count):
+        row, to = first + r, r
         start = (row // columns) * strides[0] + (row % columns) * strides[1]
-        to = (q // side) * room + q % side
         for n in range(pieces):
             at = start + n * strides[2]
             # Slices are indexed from 0, or nothing is vectorised.

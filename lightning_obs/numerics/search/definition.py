@@ -57,18 +57,16 @@ class Visited(NamedTuple):
     """Rows (R) after the visited candidates (C).
 
     ``best`` is the best candidate of each row, ``low`` and ``high`` are the ends of its range, ``(R,)`` in the dtype of
-    the rows. ``improved``, ``(C,)``, tells which candidates were better for some row than all before; ``unsure`` tells
-    where the compiled loops leave that open.
+    the rows. ``improved``, ``(C,)``, tells which candidates were better for some row than all before.
     """
 
     low: torch.Tensor
     high: torch.Tensor
     best: torch.Tensor
     improved: torch.Tensor
-    unsure: torch.Tensor
 
 
-def visit(rows: Rows, search: GridSearch, tile: int = 0) -> Visited:
+def visit(rows: Rows, search: GridSearch) -> Visited:
     """Choose the best candidate of every row, of those before the search ends.
 
     Where no candidate has a finite error, a row keeps the expanded range.
@@ -76,13 +74,12 @@ def visit(rows: Rows, search: GridSearch, tile: int = 0) -> Visited:
     Args:
         rows: the values, and their importance.
         search: candidates and error.
-        tile: elements of a tile; 0 chooses for the device.
     """
     factors = on_device(tuple(search.factors), rows.device)
     ends = torch.stack(rows.observed_range()) * search.expand
     in_a_loop = rows.hessian is None and on_gpu.can_run(rows.view)
     of_row = 8 * len(factors) if in_a_loop else rows.size  # a loop keeps nothing of a row but its candidates' errors
-    step = max(1, (tile or tile_size(rows.device, _TILE)) // of_row)
+    step = max(1, tile_size(rows.device, _TILE) // of_row)
     if rows.hessian is not None:
         step = max(1, step // len(rows.hessian)) * len(rows.hessian)
     chosen, better = [], []
@@ -95,7 +92,7 @@ def visit(rows: Rows, search: GridSearch, tile: int = 0) -> Visited:
             each = rows.view, part, rows.importance, low, high, factors, search.grid, search.norm
             errors = _finite(on_gpu.errors_of_ranges(*each))
         else:
-            errors = measure(rows, part, candidate_ranges(low, high, factors), search, tile)
+            errors = measure(rows, part, candidate_ranges(low, high, factors), search)
         better.append(improves(errors).any(1))
         chosen.append((errors,) if ends_early else _least(errors))
     improved = better[0] if len(better) == 1 else torch.stack(better).any(0)
@@ -104,12 +101,12 @@ def visit(rows: Rows, search: GridSearch, tile: int = 0) -> Visited:
         chosen = [_least(errors.masked_fill_(after, torch.inf)) for errors, *_ in chosen]
     best, known = chosen[0] if len(chosen) == 1 else map(torch.cat, zip(*chosen, strict=True))
     low, high = torch.where(known, shrink(ends, factors[best]), ends)
-    return Visited(low, high, best, improved, torch.zeros_like(improved))
+    return Visited(low, high, best, improved)
 
 
-def measure(rows: Rows, part: slice, ranges: Range, search: GridSearch, tile: int = 0) -> torch.Tensor:
+def measure(rows: Rows, part: slice, ranges: Range, search: GridSearch) -> torch.Tensor:
     """Errors of ranges ``(C, r)`` on consecutive rows, ``(C, r)``; infinite where they are not finite in float32."""
-    tile = max(tile or tile_size(rows.device, _TILE), 0 if rows.hessian is None else rows.view.shape[3])
+    tile = max(tile_size(rows.device, _TILE), 0 if rows.hessian is None else rows.view.shape[3])
     scale, zero_point = search.grid.qparams(*ranges)
     total = torch.zeros(scale.shape, dtype=torch.float64 if rows.size > tile else torch.float32, device=scale.device)
     for values, importance in rows.pieces(part, tile):

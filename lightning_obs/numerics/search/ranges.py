@@ -21,10 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_obs.numerics.candidates import visited
 from lightning_obs.numerics.qparams import split_blocks
 from lightning_obs.numerics.search import cpu, definition
-from lightning_obs.numerics.search.definition import GridSearch, Visited
+from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.rows import Rows, rows_of_counts, rows_of_observed
 
 
@@ -72,24 +71,9 @@ def search_range(
     rows = rows_of_observed(observed, importance, hessian) if rows is None else rows
     shape = rows.view.shape[:2] if observed.ndim == 2 else observed.shape[1:-1]
     if search.factors:
-        low, high, _, improved, _ = _visit(rows, search)
+        visit = cpu.visit if cpu.can_search(rows, search) else definition.visit
+        low, high, _, improved = visit(rows, search)
     else:
         low, high = (end * search.expand for end in rows.observed_range())
         improved = torch.zeros(0, dtype=torch.bool)
     return Found(low.reshape(shape), high.reshape(shape), improved)
-
-
-def _visit(rows: Rows, search: GridSearch) -> Visited:
-    """:func:`.definition.visit`, by the compiled loops where they can do it and are certain where the search ends."""
-    if not cpu.can_search(rows, search):
-        return definition.visit(rows, search)
-    found = cpu.visit(rows, search)
-    if search.limit is None and not found.unsure.any():
-        return found
-    stop, latest = (int(visited(each, search.limit).sum()) for each in (found.improved, found.improved | found.unsure))
-    if found.unsure.any() and (search.is_part or latest != stop):
-        return definition.visit(rows, search)
-    for late, copied in rows.copies(found.best >= stop):  # their candidate comes after the end, which excludes it
-        sooner = cpu.visit(copied, search._replace(factors=search.factors[:stop], patience=None))
-        found.low[late], found.high[late] = sooner.low, sooner.high
-    return found._replace(improved=found.improved[:stop])

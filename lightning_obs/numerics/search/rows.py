@@ -85,12 +85,7 @@ class Rows:
 def rows_of_observed(
     observed: torch.Tensor, importance: torch.Tensor | None = None, hessian: torch.Tensor | None = None
 ) -> Rows:
-    """``(N, *Q, G)`` as rows, one per scale; a view unless Q cannot be flattened.
-
-    Args:
-        observed: the values.
-        importance, hessian: see :class:`Rows`.
-    """
+    """``(N, *Q, G)`` as :class:`Rows`, one per scale; a view unless Q cannot be flattened."""
     flat = observed.flatten(1, -2)
     if flat.shape[1] == 1 and flat.is_contiguous():  # one piece, not one per observation
         flat = flat.reshape(1, 1, -1) if importance is None and hessian is None else flat
