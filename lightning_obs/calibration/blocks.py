@@ -11,18 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from lightning_obs.calibration.hooks import Observation
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import call_on
 from lightning_obs.model.additions import set_attributes
-
-if TYPE_CHECKING:
-    from lightning_obs.calibration.session import CalibrationSession
 
 
 def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
@@ -66,7 +64,7 @@ class Relay:
     """
 
     def __init__(
-        self, session: CalibrationSession, blocks: Sequence[nn.Module], batches: Sequence[Any], device: torch.device
+        self, session: Observation, blocks: Sequence[nn.Module], batches: Sequence[Any], device: torch.device
     ) -> None:
         self.session, self.blocks, self.batches, self._device = session, blocks, batches, device
         self.outputs: list[Any] = [None] * len(batches)
