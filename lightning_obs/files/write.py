@@ -69,7 +69,15 @@ def require_free(folder: Path, overwrite: bool) -> None:
                 remedy="choose another folder, or set overwrite=True, which replaces a checkpoint (a callback's "
                 "export_overwrite=True; export.overwrite=true on the command line).",
             )
-        refuse_foreign(target, folder)
+        while True:
+            found = target.stat()
+            try:
+                refuse_foreign(target, folder)
+                return
+            except (CalibrationError, OSError):
+                now = target.stat()
+                if (found.st_ino, found.st_ctime_ns) == (now.st_ino, now.st_ctime_ns):
+                    raise  # otherwise another export has replaced it meanwhile
 
 
 @contextmanager
