@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import shutil
-import signal
-import sys
 from collections import Counter
 from contextlib import ExitStack
 
 import pytest
 import torch
 import transformers as t
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import (
@@ -27,10 +24,8 @@ from lightning_obs import (
     quantized,
 )
 from lightning_obs.files.tensors import TensorReader
-from lightning_obs.ranks.collectives import Collectives
 from tests.calibration.test_checkpoint_weights import IGNORE, quantization, sums, tiny_llama
 from tests.moe_models import W4A16_32, tiny_moe
-from tests.rank_processes import run_ranks
 
 GPTQ = {"ignore": IGNORE, "observers": {"weight": "hessian"}, "rounding": "gptq"}
 STATIC = {"ignore": IGNORE, "observers": {"input": "static_minmax"}}
@@ -159,6 +154,21 @@ def test_each_tensor_is_read_once_however_many_batches(count, tmp_path, monkeypa
     assert len(read) == 21 + len(rows)
 
 
+def test_all_that_was_in_the_folder_comes_out(tmp_path):
+    source, seen = tiny_llama(tmp_path / "llama"), []
+    extra = {f"mtp.layers.0.{name}.weight": torch.randn(8, 8).bfloat16() for name in ("up", "down")}
+    save_file({**load_file(source / "model.safetensors"), **extra}, source / "model.safetensors", {"format": "pt"})
+    (source / "LICENSE").write_text("mine")
+    runs = BlockRuns(progress=lambda *told: seen.append(told))
+    calibrate_layerwise(source, make_batches(), "FP8", tmp_path / "out", ignore=IGNORE, runs=runs)
+    reader = TensorReader(tmp_path / "out")
+    assert all(reader.read(name).equal(value) for name, value in extra.items())
+    assert seen[-1][1] == seen[-1][2] == sum(reader.meta(name).nbytes for name in reader)
+    reader.close()
+    assert (tmp_path / "out" / "LICENSE").read_text() == "mine"
+    assert [name for name in quantization(tmp_path / "out")["ignore"] if "mtp" in name] == [r"re:mtp($|\.)"]
+
+
 def test_padding_is_kept_out(tmp_path):
     source = tiny_llama(tmp_path / "llama")
     batches = make_batches()
@@ -211,114 +221,6 @@ def test_quantized_inputs_are_the_outputs_of_the_quantized_blocks_before(tmp_pat
 def test_an_unknown_kind_of_inputs_is_refused():
     with pytest.raises(CalibrationError, match=r"inputs\. Got 'int8', expected 'full_precision', 'quantized'"):
         BlockRuns(inputs="int8")
-
-
-# ---------------------------------------------------------------------- killed, and gone on with
-
-_CALLS = ("open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.truncate", "os.chmod")
-
-
-def calibrate_and_die(rank, source, out, at, ranks=1, inputs="full_precision"):
-    """Calibrate, and die at the ``at``-th call to the file system beside ``out``; how many there were."""
-    seen = [0]
-
-    def hook(event, args):
-        if event in _CALLS and any(str(out.parent) in str(each) for each in args) and seen[0] >= 0:
-            seen[0] += 1
-            if seen[0] == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    if rank == 0:
-        sys.addaudithook(hook)
-    batches = make_batches(4)[rank::ranks]
-    collectives = Collectives.of_group() if ranks > 1 else None
-    runs = BlockRuns(inputs=inputs)
-    result = calibrate_layerwise(source, batches, "FP8", out, **STATIC, collectives=collectives, runs=runs)
-    calls, seen[0] = seen[0], -1
-    return calls, result.measurements, result.input_ranges
-
-
-#: a process that is killed may have compiled the loops, and kept nothing of that
-LIMIT = 240
-
-
-def killed_and_gone_on_with(tmp_path, points, inputs="full_precision"):
-    source = tiny_llama(tmp_path / "llama")
-    calls, *expected = run_ranks(calibrate_and_die, 1, source, tmp_path / "whole" / "out", 0, 1, inputs, timeout=LIMIT)[
-        0
-    ]
-    for number, point in enumerate(points):
-        out = tmp_path / str(number) / "out"
-        with pytest.raises(RuntimeError, match="died"):
-            run_ranks(calibrate_and_die, 1, source, out, max(1, int(calls * point)), 1, inputs, timeout=LIMIT)
-        if out.exists():  # the last calls come after it was renamed
-            assert sums(out) == sums(tmp_path / "whole" / "out")
-            continue
-        result = calibrate_layerwise(source, make_batches(4), "FP8", out, **STATIC, runs=BlockRuns(inputs=inputs))
-        assert [result.measurements, result.input_ranges] == expected
-        require_same(out, tmp_path / "whole" / "out")
-        assert (out / "config.json").read_bytes() == (tmp_path / "whole" / "out" / "config.json").read_bytes()
-        assert [path.name for path in out.parent.iterdir()] == ["out"]
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_files(tmp_path):
-    killed_and_gone_on_with(tmp_path, [0.3, 0.8, 0.995])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("inputs", ["full_precision", "quantized"])
-def test_a_run_that_is_killed_anywhere_goes_on_to_the_same_files(inputs, tmp_path):
-    killed_and_gone_on_with(tmp_path, [random.random() for _ in range(20)], inputs)
-
-
-def test_a_run_that_goes_on_reads_only_what_is_not_finished(tmp_path, monkeypatch):
-    source, read = tiny_llama(tmp_path / "llama"), Counter()
-
-    def stop(name, done, total):
-        if name.startswith("model.layers.1."):
-            raise KeyboardInterrupt
-
-    runs = BlockRuns(progress=stop)
-    with pytest.raises(KeyboardInterrupt):
-        calibrate_layerwise(source, make_batches(), "FP8", tmp_path / "out", **STATIC, runs=runs)
-    original = TensorReader.read
-    monkeypatch.setattr(TensorReader, "read", lambda self, name, *a: (read.update([name]), original(self, name, *a))[1])
-    calibrate_layerwise(source, make_batches(), "FP8", tmp_path / "out", **STATIC)
-    assert not [name for name in read if name.startswith("model.layers.0.")]
-    assert sums(tmp_path / "out") == sums(in_memory(source, tmp_path / "memory", make_batches(), "FP8", **STATIC)[0])
-
-
-def test_other_data_or_options_than_those_of_the_killed_run_are_refused(tmp_path):
-    source = tiny_llama(tmp_path / "llama")
-
-    def stop(name, done, total):
-        if name.startswith("model.layers.1."):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        calibrate_layerwise(source, make_batches(), "FP8", tmp_path / "out", **STATIC, runs=BlockRuns(progress=stop))
-    for batches, scheme in ((make_batches(2), "FP8"), (make_batches(), "INT8_STATIC")):
-        with pytest.raises(CalibrationError, match=r"out.unfinished was begun with other arguments.*delete it"):
-            calibrate_layerwise(source, batches, scheme, tmp_path / "out", **STATIC)
-    assert not (tmp_path / "out").exists()
-
-
-# ---------------------------------------------------------------------- several ranks
-
-
-@pytest.mark.slow
-def test_ranks_with_their_own_data_write_the_files_of_one_also_when_they_were_killed(tmp_path):
-    source = tiny_llama(tmp_path / "llama")
-    expected, in_one = in_memory(source, tmp_path / "memory", make_batches(4), "FP8", **STATIC)
-    (calls, _, ranges), _ = run_ranks(calibrate_and_die, 2, source, tmp_path / "out", 0, 2)
-    require_same(tmp_path / "out", expected)
-    assert ranges == in_one.input_ranges
-    with pytest.raises(RuntimeError, match="died"):
-        run_ranks(calibrate_and_die, 2, source, tmp_path / "again", int(calls * 0.6), 2)
-    assert len(list((tmp_path / "again.unfinished").glob("state-1-*.pt"))) == 2
-    run_ranks(calibrate_and_die, 2, source, tmp_path / "again", 0, 2)
-    require_same(tmp_path / "again", expected)
 
 
 # ---------------------------------------------------------------------- refused
