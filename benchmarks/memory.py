@@ -191,7 +191,7 @@ ROWS = {
     "in memory FP8": Row(with_data(offload=False)),
     "offloaded FP8": Row(with_data(offload=True), limit=440),
     "sensitivity in memory": Row(with_sensitivity(offload=False)),
-    "sensitivity offloaded": Row(with_sensitivity(offload=True)),
+    "sensitivity offloaded": Row(with_sensitivity(offload=True), limit=1300),
     "layer by layer FP8": Row(layer_by_layer, limit=88 + 34 + 300),  # a block, its outputs, and 300
     "layer by layer GPTQ": Row(  # and its Hessians (of 3 inputs of 2048 channels, one of 5632), the last in float64
         partial(layer_by_layer, scheme="W4A16", rounding="gptq"), limit=88 + 34 + 300 + 177 + 254

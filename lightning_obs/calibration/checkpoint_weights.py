@@ -194,11 +194,11 @@ class Streaming:
 
     def run(self, partial: Path, max_shard_size: int | str, ranks: Collectives) -> None:
         """Write this rank's share of all items."""
-        units = [item for item in self.items() if not isinstance(item, str)]
-        sizes = [sum(self.source.meta(f"{name}.weight").numel() for name in names) for names in units]
+        items, meta = self.items(), self.source.meta
+        sizes = [sum(meta(f"{name}.weight").numel() for name in item) for item in items if isinstance(item, list)]
         owners = partition(sizes, ranks.size) + [number % ranks.size for number in range(len(self.copied))]
         with closing(TensorWriter(partial, self.layout, max_shard_size, tally=self.tally)) as writer:
-            for item, owner in zip(self.items(), owners, strict=True):
+            for item, owner in zip(items, owners, strict=True):
                 if owner == ranks.rank:
                     self.write(writer, item)
 

@@ -220,6 +220,7 @@ class _LayerByLayer:
             with on_all_ranks(session.collectives):
                 self._relay.run(index, keep=not as_quantized)
         part = part_of(session, self._parts[index])
+        part.progress = lambda *_: give_back_freed()  # after each weight: a Hessian's inverse leaves holes
         if part.plan.targets:
             found = vars(part.finalize())
             for name in _ADDED:

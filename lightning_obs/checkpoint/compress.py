@@ -371,8 +371,7 @@ class StoredTensors:
             return tensors
         from transformers.core_model_loading import revert_weight_conversion
 
-        found: _Tensors = revert_weight_conversion(self._model, dict(tensors))
-        return found
+        return dict(revert_weight_conversion(self._model, dict(tensors)))
 
 
 def _without_tied(model: Any, entries: _Tensors) -> _Tensors:
