@@ -277,7 +277,7 @@ def divergences(model: nn.Module, layer: str, texts: list[torch.Tensor]) -> list
 
 def cost(bench: Bench, repeats: int = 3) -> None:
     """CPU time of the estimate for one batch more, in forwards of that batch."""
-    candidates = {"W4A16": weights(4, group=64), "W8A16": weights(8), "W8A8": "W8A8"}
+    candidates = {"W4A16": weights(4, group=64), "W8A16": weights(8), "W8A8": "W8A8", "INT8_STATIC": "INT8_STATIC"}
     print("\n| candidates | forwards a batch |\n|---|---|")
     for count in range(1, len(candidates) + 1):
         chosen = dict(list(candidates.items())[:count])
