@@ -53,14 +53,14 @@ def main() -> None:
     except (HydraException, OmegaConfBaseException, CalibrationError) as error:
         if trace:
             raise
-        cause = error.__cause__  # Hydra wraps what the class that it instantiates raises
+        cause = error.__cause__  # Hydra wraps exceptions of the classes that it instantiates
         told = next((one for one in (cause, error) if isinstance(one, CalibrationError)), None)
         lines = [error, cause, _valid_options(error)] if told is None else [f"CalibrationError: {told}"]
         sys.exit("\n".join([*map(str, filter(None, lines)), "(HYDRA_FULL_ERROR=1 shows where it was raised)"]))
 
 
 def versions() -> str:
-    """Of the package and of what its results depend on, for a report of a fault."""
+    """Versions of the package and of the packages its results depend on, for bug reports."""
     names = ("torch", "lightning", "transformers", "compressed-tensors")
     others = ", ".join(f"{name} {version(name)}" for name in names)
     return f"lightning_obs {version('lightning-obs')} ({others})"

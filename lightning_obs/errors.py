@@ -1,6 +1,6 @@
-"""The one family of errors: what went wrong, where, what was given, what was expected, what to do.
+"""Errors and warnings of the package: the problem, where it is, the value given, the value expected, the remedy.
 
-A failure of one rank is sent to all (:func:`sendable`), and all raise it alike (:func:`require_no_failure`).
+A failure of one rank is sent to all ranks (:func:`sendable`), and all raise the same (:func:`require_no_failure`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class CalibrationError(ValueError):
     Args:
         what: the problem in one clause.
         where: module names (all are kept in :attr:`where`; the message shows the first few).
-        got: what was there.
-        expected: what would have been right.
-        remedy: what the user can do about it.
+        got: the value found.
+        expected: the values that are accepted.
+        remedy: how to solve it.
 
     Examples:
         >>> print(CalibrationError("columns are not divisible", where=["fc1"], got="10 columns",
@@ -97,7 +97,7 @@ def refuse_unknown(given: Iterable[str], known: Collection[str], what: str = "un
 
 
 def likely(name: str, known: Iterable[str]) -> str:
-    """What to add to a wrong name: the known one that is nearest to it, if one is near.
+    """A hint to append to a wrong name: the closest known name, or an empty string.
 
     >>> "unknown observer minmx" + likely("minmx", ["minmax", "mse"])
     'unknown observer minmx (did you mean `minmax`?)'
@@ -113,7 +113,7 @@ def key_text(key: tuple[str, str], rank: int | None = None, more: str = "") -> s
 
 
 def sendable(failure: Exception, key: tuple[str, str] | None = None) -> CalibrationError:
-    """A failure as an error that can be pickled, whatever it holds; ``key`` is the observer where it happened."""
+    """A failure as an error that can always be pickled; ``key`` is the observer where it happened."""
     where = [] if key is None else [key_text(key)]
     if isinstance(failure, CalibrationError):
         got, expected = (None if x is None else str(x) for x in (failure.got, failure.expected))

@@ -74,7 +74,7 @@ def write_checkpoint(job: Job, folder: Path, result: CalibrationResult) -> list[
 
 
 def closing_lines(folder: Path | str, engines: Mapping[str, Verdict]) -> list[str]:
-    """Which engines do not load the checkpoint (for transformers and vLLM: why), where it is, and what loads it."""
+    """The engines that refuse the checkpoint (for transformers and vLLM: why), its path, the engines that load it."""
     refused = {name: verdict.text for name, verdict in engines.items() if not verdict.loads}
     lines = [f"not loaded by {n}: {refused.pop(n)}" for n in (Transformers.name, VLLM.name) if n in refused]
     if refused:

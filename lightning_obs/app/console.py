@@ -1,4 +1,4 @@
-"""What a run prints while it goes on; rank 0 only."""
+"""Output of a run while it goes on; rank 0 only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def step(text: str) -> Iterator[None]:
-    """Show what is going on, with a bar that moves and the time it takes."""
+    """Show a step in progress, with a moving bar and the elapsed time."""
     columns = TextColumn("· {task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, disable=rank_zero_only.rank != 0) as progress:
         task = progress.add_task(text, total=None)

@@ -1,4 +1,4 @@
-"""Let the original and the quantized model continue the same texts, and see which of them falls into a loop.
+"""Let the original and the quantized model continue the same texts, and detect loops in the continuations.
 
 Perplexity is measured token by token on a given text. A quantized model can do well at that, and still fall into a loop
 after some dozens of tokens of its own.
@@ -30,7 +30,7 @@ def continuations(job: Job, as_quantized: bool) -> list[dict[str, Any]] | None:
     """Continue the first held-out texts greedily by ``generation_check`` tokens; None if that is 0.
 
     Returns:
-        For each text ``{"text": ..., "loop": ...}``: what the model wrote, up to its end or to where it is known to
+        For each text ``{"text": ..., "loop": ...}``: the model's continuation, up to its end or to where it is known to
         loop, and the loop's length in tokens, None if it does not loop.
 
     Raises:

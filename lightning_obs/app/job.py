@@ -47,7 +47,7 @@ _LOST = 1e-3
 
 @dataclass(frozen=True)
 class Quality:
-    """The one number by which a model is judged: what the module's ``test_step`` logs on held-out data."""
+    """The number by which a model is judged, logged by the module's ``test_step`` on held-out data."""
 
     name: str  # under which ``test_step`` logged it
     value: float  # over all held-out batches and ranks
@@ -106,7 +106,7 @@ class Job(Task):
         """Measure the quality of the model; None if ``evaluate`` is off.
 
         Args:
-            what: what the user is told is measured.
+            what: the name of the measured model for the user.
             as_quantized: False: measure the original, and keep its predictions to compare later ones with.
             again: measure this module instead, which a checkpoint was loaded into.
         """
@@ -125,7 +125,7 @@ class Job(Task):
         return found and replace(found, moved=comparison.reduced(collectives_of(self.evaluator)))
 
     def load_again(self, folder: Path) -> LightningModule:
-        """A new LightningModule with what was exported to ``folder``, loaded as a user loads it."""
+        """A new LightningModule with the checkpoint in ``folder``, loaded as a user loads it."""
         if is_transformers_model(self.model):
             as_saved = {"dtype": "auto"} if "dtype" in self.config.model else {}
             return _make_module(self.config, path=str(folder), **as_saved)
@@ -135,7 +135,7 @@ class Job(Task):
 
 
 def typed_words() -> list[str] | None:
-    """What follows ``python -m lightning_obs`` in the command of this run; None: it was composed in Python."""
+    """The arguments of ``python -m lightning_obs`` in the command of this run; None: it was composed in Python."""
     if not HydraConfig.initialized():
         return None
     hydra = HydraConfig.get()
@@ -188,7 +188,7 @@ def check_data(config: DictConfig) -> None:
 
 
 def make_data(config: DictConfig, module: LightningModule) -> LightningDataModule:
-    """The data that ``data`` describes; its constructor gets those values of ``module.for_data()`` that it takes."""
+    """The data that ``data`` describes; its constructor gets the values of ``module.for_data()`` that it takes."""
     offered: dict[str, Any] = {"tokenizer": getattr(module, "tokenizer", None)}
     if hasattr(module, "for_data"):
         offered = module.for_data()

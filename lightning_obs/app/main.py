@@ -1,4 +1,4 @@
-"""What ``python -m lightning_obs`` does with its composed config: the task checks, runs, returns a row to compare."""
+"""Run ``python -m lightning_obs`` with a composed config: the task checks, runs, returns a row to compare."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_obs.schemes.config import as_names
 
 
 def run(config: DictConfig) -> dict[str, Any]:
-    """Run the task of a composed config and return what a comparison shows of it."""
+    """Run the task of a composed config and return its row of a comparison."""
     _quiet_lightning()
     refuse_unread(task_node(config), [word for word in typed_words() or () if not word.startswith("--")])
     for name in as_names(config.imports):
@@ -37,7 +37,7 @@ def run(config: DictConfig) -> dict[str, Any]:
 
 
 def refuse_unread(task: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse typed keys that the task does not read: those that its ``ignores`` match, unless its ``reads`` do."""
+    """Refuse typed keys that the task does not read: keys that its ``ignores`` match, unless its ``reads`` do."""
     keys = [str(parsed.key_or_group) for parsed in OverridesParser.create().parse_overrides(list(overrides))]
     if "task._target_" in keys:  # another task than the one whose config this is
         return
@@ -54,7 +54,7 @@ def refuse_unread(task: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _quiet_lightning() -> None:
-    """Suppress what Lightning says about devices and workers."""
+    """Suppress Lightning's messages about devices and workers."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*deprecated")  # Lightning 2.6 on torch 2.13

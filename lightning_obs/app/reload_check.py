@@ -67,7 +67,7 @@ def align(model: Any) -> None:
 
 
 def first_tensor(output: Any) -> tuple[str, Any]:
-    """What to compare of a model's output, with its name: the logits, or else its first tensor."""
+    """The tensor of a model's output to compare, with its name: the logits, or else the first tensor."""
     if getattr(output, "logits", None) is not None:
         return "logits", output.logits
     if hasattr(output, "to_tuple"):

@@ -20,7 +20,7 @@ from typing_extensions import override
 class EndOnSigterm(Callback):
     """Part of every Trainer of a run, inside :func:`ended_by_sigterm`."""
 
-    #: those of this process's Trainers that launched ranks
+    #: Trainers of this process that launched ranks
     launchers: list[Any] = []  # noqa: RUF012
 
     @override

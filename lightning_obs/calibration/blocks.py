@@ -24,7 +24,7 @@ from lightning_obs.model.additions import set_attributes
 
 
 def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
-    """Name and list of the decoder's blocks: the one ``ModuleList`` of what transformers never splits over devices.
+    """Name and list of the decoder's blocks: the only ``ModuleList`` of modules that transformers never splits.
 
     Raises:
         CalibrationError: there is none, or more than one.
@@ -57,7 +57,7 @@ class _Done(BaseException):
 class Relay:
     """Runs the forward of ``session.model`` on all batches up to one of its blocks, while the session observes it.
 
-    What lies before the first block is observed in the first run, what lies between two blocks with the second.
+    Modules before the first block are observed in the first run, modules between two blocks with the second.
 
     Attributes:
         outputs: of the last block that was run, of each batch, on the CPU.
@@ -77,7 +77,7 @@ class Relay:
             stack.callback(set_attributes(block, forward=partial(self._call, index, block.forward)))
 
     def run(self, block: int, observe: bool = True, keep: bool = True) -> None:
-        """Run a block on all batches, on the outputs of the block before; past the last: what comes after them.
+        """Run a block on all batches, on the outputs of the block before; past the last: the modules after the blocks.
 
         Args:
             block: its number; its parameters are loaded.
@@ -94,7 +94,7 @@ class Relay:
             except (CalibrationError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                if block == 0:  # what is wrong with the batch is the caller's
+                if block == 0:  # a fault of the batch is the caller's
                     raise
                 raise self._refused(f"block {block} fails alone", error) from error
             if self._called != min(block + 1, len(self.blocks)):
@@ -131,5 +131,5 @@ class Relay:
 
 
 def _moved(tree: Any, device: torch.device) -> Any:
-    """Copies of all tensors on a device: a block may write to what it is given."""
+    """Copies of all tensors on a device: a block may write to its arguments."""
     return tree_map_only(torch.Tensor, lambda x: x.detach().to(device, copy=True), tree)

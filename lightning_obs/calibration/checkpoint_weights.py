@@ -72,18 +72,18 @@ def quantize_checkpoint(
         scheme: weight-only or dynamic activations.
         overwrite: replace the checkpoint in ``out``; files that no export wrote are never deleted.
         max_shard_size: bytes of one file of weights, or ``"5GB"``.
-        progress: called with the name of what was written, the bytes written so far, and those in all.
+        progress: called with the name of each tensor written, the bytes written so far, and the bytes in all.
         workers: how many processes share the work. They are started, so a script needs ``if __name__ == "__main__":``;
             each imports torch, and has one set of weights at a time. Or ``Collectives.of_group()``: the ranks that
             there are (torchrun), each of which must call this; progress is then of each one's share.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``ignore``, ``observers``...
 
     Returns:
-        What was done, without quantization parameters.
+        The result, without quantization parameters.
 
     Raises:
         CalibrationError: the scheme needs data or is wrong; ``folder`` is damaged, quantized already, or has other
-            tensors than its config says; ``out`` cannot be written, or has no room; what went wrong in any process.
+            tensors than its config says; ``out`` cannot be written, or has no room; the failure of any process.
     """
     started, out = time.perf_counter(), Path(out)
     ranks = workers if isinstance(workers, Collectives) else Collectives()
@@ -129,12 +129,12 @@ def _require_no_data(options: CalibrationOptions) -> None:
 
 
 class Streaming:
-    """From the files of a source to those of its quantized checkpoint.
+    """Converts the files of a source to the files of its quantized checkpoint.
 
     Attributes:
         taken: names of the modules that are stored otherwise than in the source: planned ones, and experts beside them.
-        copied: what is stored as it is: by its name in the source its new name, and that of the model's tensor.
-        unknown: names, in both, of what the model does not know.
+        copied: tensors stored as they are: by name in the source the new name, and the name in the model.
+        unknown: names, in both, of tensors that the model does not know.
         layout: a meta tensor of each stored tensor, by its name in the new files; ``tally`` counts their bytes.
     """
 
@@ -167,19 +167,19 @@ class Streaming:
     def of(
         cls, folder: str | os.PathLike[str], options: CalibrationOptions, progress: Progress | None = None
     ) -> Iterator[Streaming]:
-        """From a folder, whose files are open inside the ``with`` block."""
+        """Made from a folder, whose files are open inside the ``with`` block."""
         source = CheckpointSource(folder)
         with closing(source.reader), torch.inference_mode(False), torch.no_grad():
             yield cls(source, CalibrationSession(source.model, options), progress)
 
     def write_any_qparams(self, skipped: Container[str] = ()) -> None:
-        """Give all planned modules, but those that are left in full precision, qparams as they will have them."""
+        """Give all planned modules, except modules left in full precision, qparams of their later shapes."""
         for target in self.session.plan.targets:
             if target.name not in skipped:
                 write_qparams(target.module, target.scheme, any_qparams(target))
 
     def write_others(self, partial: Path, stored: Set[str]) -> None:
-        """Write all but weights, of which ``stored`` are the names: the source's other files, how it is quantized."""
+        """Write all but weights, whose names are ``stored``: the source's other files, the quantization config."""
         copy_others(self.source.folder, partial)
         write_quantization_config(self.source.model, partial, stored - self.unknown, self.unknown)
 
@@ -203,7 +203,7 @@ class Streaming:
                     self.write(writer, item)
 
     def items(self) -> list[list[str] | str]:
-        """What is written at once: modules that are observed together, and the names of tensors that are copied."""
+        """The items of work: sets of modules that are observed together, and names of copied tensors."""
         group_of = {name: group for group in self.session.plan.fused for name in group}
         return [*map(list, dict.fromkeys(tuple(group_of.get(name, [name])) for name in self.taken)), *self.copied]
 
@@ -226,7 +226,7 @@ class Streaming:
             writer.write(self.stored_name(f"{name}.{key}"), rows, first)
 
     def copy(self, writer: TensorWriter, name: str) -> None:
-        """Write what is copied: from memory if it is loaded as the files hold it, else from file to file."""
+        """Write copied tensors: from memory if loaded as the files hold them, else from file to file."""
         stored, known_as = self.copied[name]
         value, layout = self.source.meta(known_as) if known_as else None, self.layout[stored]
         if value is None or value.is_meta or (value.dtype, value.shape) != (layout.dtype, layout.shape):
@@ -240,7 +240,7 @@ _job_here: list[tuple[Streaming, TensorWriter]] = []
 
 
 def _run_in_processes(job: Streaming, setup: tuple[Any, ...], workers: int) -> None:
-    """Write all items in processes of their own. The first error is raised; what was not begun is then left."""
+    """Write all items in processes of their own. The first error is raised; items not yet begun are then left."""
     kinds = {type(one) for one in (*job.session.observers.values(), job.session.options.engine)}
     threads, modules = max(1, torch.get_num_threads() // workers), sorted({kind.__module__ for kind in kinds})
     with ProcessPoolExecutor(workers, get_context("spawn"), _begin_here, (*setup, threads, modules)) as pool:
@@ -278,7 +278,7 @@ def _write_here(item: list[str] | str) -> tuple[str, int]:
 
 
 def part_of(session: CalibrationSession, names: Collection[str]) -> CalibrationSession:
-    """The session of these modules alone, with what they have observed."""
+    """The session of these modules alone, with their statistics."""
     part, plan, kept = copy(session), session.plan, set(names)
     part.plan = replace(
         plan,
@@ -294,7 +294,7 @@ def part_of(session: CalibrationSession, names: Collection[str]) -> CalibrationS
 
 
 def forget(part: CalibrationSession) -> None:
-    """Remove what was observed of a part, and what calibration has put on its modules."""
+    """Remove the statistics of a part, and the qparams of its modules."""
     for module in part.model.modules():
         clear_qparams(module)
     for observer in (part.observers | part.fed).values():

@@ -1,4 +1,4 @@
-"""From what observers gathered to qparams on modules: reduce the ranks, observe the weights, compute, check, write.
+"""From observers' statistics to qparams on modules: reduce the ranks, observe the weights, compute, check, write.
 
 The ranks agree on what was observed, then each searches its share of the weights, then all get all ranges. A rank that
 fails goes on with the collectives, so that none is left waiting, and all raise alike.
@@ -96,7 +96,7 @@ def finalize(session: Observation, weights: bool, activations: bool) -> Calibrat
 
 
 def result_of(session: Observation, **found: Any) -> CalibrationResult:
-    """The result of a session: what it has planned, and what was ``found``."""
+    """The result of a session: the facts of its plan, and the ``found`` ones."""
     planned = {
         "scheme": session.label,
         "modules": [target.name for target in session.plan.targets],
@@ -217,13 +217,13 @@ def _bring_to_host(observers: Mapping[Key, Observer]) -> None:
         setattr(observer, name, value)
 
 
-# ---------------------------------------------------------------------- what no data reached
+# ---------------------------------------------------------------------- modules that no data reached
 
 
 def _activations(
     session: Observation, unreached: list[Key]
 ) -> tuple[dict[Key, Observer], dict[Key, QParamsDict], CalibrationError | None]:
-    """Stand-ins for observers that no data reached, the qparams of activations, and what went wrong on this rank.
+    """Stand-ins for observers that no data reached, the qparams of activations, and this rank's failure.
 
     The error is raised on all ranks before weights are searched. Modules without a stand-in are skipped.
     """
@@ -298,7 +298,7 @@ def _compute(session: Observation, observers: Mapping[Key, Observer], weights: b
 def _qparams_of(
     target: PlannedModule, computed: Mapping[Key, QParamsDict], weights: bool, activations: bool
 ) -> dict[str, torch.Tensor]:
-    """``{"weight_scale": ...}`` of one module: what was computed, and the rest as it is on the module."""
+    """``{"weight_scale": ...}`` of one module: the computed ones, and the rest as it is on the module."""
     found: dict[str, torch.Tensor] = {}
     for base_name, args in target.args.items():
         if not (weights if base_name == "weight" else activations):
@@ -317,7 +317,7 @@ def _qparams_of(
 def _check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]], signed: Collection[str]) -> None:
     """Raise a CalibrationError that names every scale, as stored, that is not finite and positive.
 
-    What is positive in float32 may be zero in float16. Scales named in ``signed`` may be negative.
+    A positive float32 may be zero in float16. Scales named in ``signed`` may be negative.
     """
     scales = {f"{n}.{key}": x for n, values in qparams.items() for key, x in values.items() if key.endswith("scale")}
     scales |= {key: scales[key].abs() for key in signed if key in scales}
@@ -348,7 +348,7 @@ def _check_heads(model: nn.Module, qparams: Mapping[str, Mapping[str, torch.Tens
     )
 
 
-# ---------------------------------------------------------------------- what a person reads
+# ---------------------------------------------------------------------- for the result
 
 
 def _observed_ranges(observers: Mapping[Key, Observer]) -> dict[str, tuple[float, float]]:

@@ -1,8 +1,8 @@
-"""Give observers what the modules of a plan read and write, while somebody runs the model.
+"""Give observers the inputs and outputs of a plan's modules while the model's owner runs it.
 
-A hook never changes what it sees. Padding is removed here: a masked token reaches no observer.
+A hook never changes a value. Padding is removed here: a masked token reaches no observer.
 
-Modules that read one tensor (q, k, v; gate, up) share what observers of one kind find in it, if it is the same object
+Modules that read one tensor (q, k, v; gate, up) share the statistics of observers of one kind, if it is the same object
 and was not changed in between. torch counts changes in place, except of inference tensors, which Lightning validates
 with. There only modules of a fused set share, within one batch: engines run them as one module, which reads one tensor.
 """
@@ -41,7 +41,7 @@ RANGE, HESSIAN = "input range", "weight by its inputs"
 
 @dataclass
 class Read:
-    """The tensor that was read last, the tokens of it that count, and what observers found in them."""
+    """The tensor that was read last, its tokens that count, and the statistics measured in them."""
 
     tensor: Callable[[], torch.Tensor | None] | None = None
     stamp: Hashable = None  # changes with the tensor
@@ -49,11 +49,11 @@ class Read:
     measured: dict[Hashable, Any] = field(default_factory=dict)  # by the observers' kind
 
     def forget(self) -> None:
-        """Forget the tensor and what was found in it."""
+        """Forget the tensor and its statistics."""
         vars(self).update(vars(Read()))
 
     def see(self, tensor: torch.Tensor, stamp: Hashable) -> None:
-        """Keep what was found in a tensor if it was read last and has not changed; else start anew."""
+        """Keep the statistics if the tensor was read last and has not changed; else begin with this tensor."""
         if self.tensor is None or self.tensor() is not tensor or self.stamp != stamp:
             vars(self).update(vars(Read(weakref.ref(tensor), stamp)))
 

@@ -1,4 +1,4 @@
-"""Calibrate a checkpoint layer by layer: one block of the decoder in memory at a time, whatever the number of batches.
+"""Calibrate a checkpoint layer by layer: one block of the decoder in memory at a time, for any number of batches.
 
 A block is loaded, run on all batches, calibrated, compressed to a file of its own, and freed; its outputs are the
 inputs of the next. A killed run goes on from these files and the outputs of the last block. All else is as in memory.
@@ -45,12 +45,12 @@ class BlockRuns:
     """How :func:`calibrate_layerwise` runs the blocks.
 
     Args:
-        inputs: what a block reads: ``"full_precision"``, the outputs of the blocks before as they are in the source, or
+        inputs: a block's inputs: ``"full_precision"``, the outputs of the blocks before as they are in the source, or
             ``"quantized"``, those of the quantized blocks, as the quantized model will compute them. It runs each block
             twice.
         token_mask: as of :class:`~lightning_obs.CalibrationSession`.
         device: where blocks are run, observed and compressed.
-        progress: called with the name of what was written, the bytes written so far, and those in all.
+        progress: called with the name of each tensor written, the bytes written so far, and the bytes in all.
     """
 
     inputs: Inputs = "full_precision"
@@ -84,7 +84,7 @@ def calibrate_layerwise(
 
     Args:
         folder: a checkpoint of transformers, in full precision: ``config.json`` and safetensors files.
-        batches: what the model is called with: keyword arguments each, or a tensor. This rank's own.
+        batches: arguments of the model's forward: keyword arguments each, or a tensor. This rank's own.
         scheme: any, weight-only ones included.
         out: written whole or not at all.
         overwrite: replace the checkpoint in ``out``; files that no export wrote are never deleted.
@@ -93,11 +93,11 @@ def calibrate_layerwise(
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``ignore``, ``observers``...
 
     Returns:
-        What was done, without quantization parameters.
+        The result, without quantization parameters.
 
     Raises:
         CalibrationError: as :func:`quantize_checkpoint` and :class:`~lightning_obs.CalibrationSession`; the blocks are
-            not found, or not called one after the other; what is unfinished was begun with other arguments.
+            not found, or not called one after the other; an unfinished run was begun with other arguments.
     """
     out = Path(out)
     chosen = CalibrationOptions.of(scheme, **options)
@@ -129,7 +129,7 @@ _ADDED = ("skipped", "fallback", "collectives", "input_ranges", "chosen_input_ra
 
 
 class _LayerByLayer:
-    """From the files of a source to those of its quantized checkpoint, block by block."""
+    """Converts the files of a source to the files of its quantized checkpoint, block by block."""
 
     def __init__(
         self,
@@ -156,14 +156,14 @@ class _LayerByLayer:
         asked = [options.config.model_dump_json(), options.beside_scheme, runs.inputs, runs.token_mask]
         here = [self._device.type, collectives.rank, collectives.size]
         stats = [((stat := (source.folder / name).stat()).st_size, stat.st_mtime_ns) for name in source.reader.files]
-        #: a checksum of all that decides what is written
+        #: a checksum of everything that the written files depend on
         self._asked = state_checksum([source.reader.files, stats, asked, here, batches])
         #: the file of each tensor that is written
         self._files = dict[str, str]()
         self.result = result_of(session, batches=len(batches) if session.needs_data else 0)
 
     def go_on_after(self, step: int) -> None:
-        """Take what an earlier run has finished, on all ranks."""
+        """Take over the finished blocks of an earlier run, on all ranks."""
         state = self.unfinished.load(step)
         if state["asked"] != self._asked:
             raise CalibrationError(
@@ -176,7 +176,7 @@ class _LayerByLayer:
         vars(self.result).update(state["result"])
 
     def run(self, stack: ExitStack) -> None:
-        """Finish every block that is not yet, then what lies outside."""
+        """Finish every unfinished block, then the modules outside of blocks."""
         needs_rest = any(name in self._parts[-1] for name, _ in self.session.fed)
         if self.session.needs_data:
             stack.callback(self.session.detach)
@@ -211,7 +211,7 @@ class _LayerByLayer:
         remove = keep_hook_out(module, module.register_forward_pre_hook(load, prepend=True))
 
     def _finish(self, index: int, needs_data: bool) -> None:
-        """Run a block that is loaded on all batches, observe its weights, write it and what it gives the next."""
+        """Run a loaded block on all batches, observe its weights, write it and the inputs of the next."""
         session, is_block = self.session, index < len(self._relay.blocks)
         here = set(self._parts[index])
         as_quantized = needs_data and is_block and self._runs.inputs == "quantized"

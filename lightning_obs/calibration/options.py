@@ -25,7 +25,7 @@ _Taker = TypeVar("_Taker", bound=Callable[..., Any])
 
 
 class OptionKeywords(TypedDict, total=False):
-    """The fields of :class:`CalibrationOptions` for type checkers and editors, of whatever takes ``**options``."""
+    """The fields of :class:`CalibrationOptions` for type checkers and editors, of callables with ``**options``."""
 
     targets: str | Sequence[str] | None
     ignore: str | Sequence[str]
@@ -47,8 +47,8 @@ class CalibrationOptions:
     Args:
         scheme: preset name (``"FP8"``, ``"INT8_STATIC"``, ``"W4A16"``...), dict, or ``QuantizationConfig``
             (:func:`~lightning_obs.schemes.config.resolve_config`). None with ``kv_cache``, for the cache alone.
-        targets: what to quantize where the scheme does not say (default: every Linear).
-        ignore: modules to leave alone: names, class names, ``re:`` patterns. Names are those inside the calibrated
+        targets: the modules to quantize where the scheme does not say (default: every Linear).
+        ignore: modules to leave alone: names, class names, ``re:`` patterns. Names are relative to the calibrated
             module: ``"lm_head"``, not ``"model.lm_head"``, where a LightningModule's ``model`` is of transformers. A
             Linear that shares the weight of an Embedding is left out unless a target names it.
         observers: observer per base name (weight, input, output; q, k, v):
@@ -58,7 +58,7 @@ class CalibrationOptions:
         kv_cache: quantize k and v of every attention module (transformers models): ``"FP8"`` (one scale per layer for
             k and one for v), ``"FP8_HEAD"`` (one per head), a dict or ``QuantizationArgs``. With ``scheme=None``
             nothing else is quantized.
-        on_missing: what to do when no data reached a module: ``"error"``; ``"warn"`` and leave it in full precision; or
+        on_missing: the action when no data reached a module: ``"error"``; ``"warn"`` and leave it in full precision; or
             ``"siblings"``, which quantizes an expert without tokens by its weights alone, its activations with the
             range of all other experts of the layer (and is an error for other modules).
         reload: the engine that will load the checkpoint: ``"default"`` (``from_pretrained``), ``"dequantize"``
@@ -66,10 +66,10 @@ class CalibrationOptions:
             ``"openvino"``, the name of an engine of your own, or ``"unchecked"``. A checkpoint that the engine would
             refuse is an error now. A warning says where an engine computes a scheme differently.
         engines: further engines that have to take the checkpoint, by their names in ``reload``: ``["vllm", "mlx"]``.
-            What one of them refuses is an error; the functions that choose schemes leave such candidates out.
+            A refusal by one of them is an error; the functions that choose schemes leave such candidates out.
         calibrate_all_experts: let every expert observe all tokens, not only those that the router sends it. Outputs
-            stay what they are. Off: an expert's range is that of the tokens it will get.
-        fused_sets: names of modules, under one parent, that your engine fuses, beside those in
+            do not change. Off: an expert's range is the range of the tokens it will get.
+        fused_sets: names of modules, under one parent, that your engine fuses, in addition to
             :data:`~lightning_obs.engines.engine.FUSED_SETS`: ``[["a_proj", "b_proj"]]``. They share global scales and
             must have one scheme. A name that the engine's sets hold too belongs to yours.
         join_fused_scales: let modules that vLLM fuses (q, k, v; gate, up; ``fused_sets``) share their scales per
@@ -78,7 +78,7 @@ class CalibrationOptions:
         rounding: ``"gptq"``: after the scales of weights, choose numbers that are not the nearest ones, so that the
             outputs change least (:func:`~lightning_obs.numerics.rounding.round_by_hessian`); or
             ``{"name": "gptq", "act_order": ..., "damping": ...}``. It needs data, and gathers the whole Hessian of each
-            module's inputs (4 bytes per pair of channels). The weights of the model stay what they are: a module gets
+            module's inputs (4 bytes per pair of channels). The weights of the model do not change: a module gets
             the numbers beside its scale. None: as the scheme says of each group, beside the hyperparameters of its
             observer (``{"name": "hessian", "rounding": "gptq"}``); else the nearest numbers.
 
@@ -87,7 +87,7 @@ class CalibrationOptions:
             together.
 
     Raises:
-        CalibrationError: whatever is wrong without a model: an unknown scheme, field, observer or choice.
+        CalibrationError: an unknown scheme, field, observer or choice; all that can be refused without a model.
 
     Examples:
         >>> CalibrationOptions("FP8", ignore="lm_head").label
@@ -150,12 +150,12 @@ class CalibrationOptions:
 
     @property
     def beside_scheme(self) -> dict[str, Any]:
-        """The fields that say nothing of what is quantized and how it is observed."""
+        """The fields that say neither which modules are quantized nor how they are observed."""
         names = ("on_missing", "reload", "engines", "calibrate_all_experts", "fused_sets", "join_fused_scales")
         return {name: getattr(self, name) for name in names}
 
     def with_config(self, config: QuantizationConfig) -> CalibrationOptions:
-        """These options with a config that says all that is quantized, and how; it keeps the kv cache of these."""
+        """These options with a complete config in place of scheme, targets, observers...; the kv cache stays."""
         config = config.model_copy(update={"kv_cache_scheme": config.kv_cache_scheme or self.config.kv_cache_scheme})
         return replace(self, scheme=config, targets=None, ignore=(), observers=None, kv_cache=None, rounding=None)
 
@@ -166,7 +166,7 @@ class CalibrationOptions:
 
 
 def takes_keywords_of(source: Callable[..., Any]) -> Callable[[_Taker], _Taker]:
-    """Show the keyword arguments of ``source``, with their defaults, in the signature of what takes ``**options``.
+    """Show the keyword arguments of ``source``, with their defaults, in the signature of a callable with ``**options``.
 
     ``help``, notebooks and LightningCLI read it there; type checkers and editors read the ``Unpack`` annotation.
     """

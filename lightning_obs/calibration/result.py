@@ -1,4 +1,4 @@
-"""What a calibration did, for a person and for a report."""
+"""The result of a calibration, for a person and for a report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COUNTED = ("modules", "observers", "batches", "collectives")
 
 @dataclass(repr=False)
 class CalibrationResult:
-    """What a calibration did.
+    """The result of a calibration.
 
     Attributes:
         scheme: short name of the scheme.
@@ -28,16 +28,16 @@ class CalibrationResult:
         qparams: ``{"layer.weight_scale": tensor, ...}`` on the CPU.
         input_ranges: smallest and largest input of each module that was observed, in the units of the activation.
         chosen_input_ranges: the range that each module's input scale was computed from, in the same units: an observer
-            may choose less than what it observed, or more.
+            may choose a smaller range than it observed, or a larger one.
         skipped: modules left in full precision because no data reached them (``on_missing="warn"``).
-        expert_tokens: how many tokens the router sent to each expert, by the name of what holds the experts. Without
+        expert_tokens: how many tokens the router sent to each expert, by the name of the experts' container. Without
             padding where there is a token mask, except in experts that are not of this package: which of the tokens
             they get are padding is not known, and they count.
-        fallback: modules of experts that no data reached, whose activations' ranges are those of their siblings
+        fallback: modules of experts that no data reached, whose activations have their siblings' ranges
             (``on_missing="siblings"``).
         fused: groups of modules that an engine takes quantized as a whole or not at all.
         tied: modules left in full precision because they share their weight with an embedding, by name its name.
-        engines: what each engine does with the checkpoint; empty for a model that is not of transformers.
+        engines: each engine's verdict on the checkpoint; empty for a model that is not of transformers.
         ranks: how many ranks took part.
         collectives: how many collectives made their statistics one.
     """
@@ -61,7 +61,7 @@ class CalibrationResult:
     collectives: int = 0
 
     def facts(self) -> dict[str, str]:
-        """What was done, by name, in the order of every report: closing summary, page, log, ``repr``."""
+        """The facts by name, in the order of every report: closing summary, page, log, ``repr``."""
         many = self.ranks > 1
         return {
             "scheme": self.scheme,

@@ -170,7 +170,7 @@ def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives
 
     A checkpoint holds one state for all ranks. Extremes and counts are reduced in it; statistics whose reduction
     depends on the order (moving averages, sums of floats, undeclared statistics) are kept rank by rank. The observers
-    do not change. Errors are those of :func:`dump_statistics` and of the sync.
+    do not change. Errors as of :func:`dump_statistics` and of the sync.
     """
     apart: dict[str, dict[str, Any]] = {}
     copies: dict[Key, Observer] = {}
@@ -205,7 +205,7 @@ def load_observation(observers: Mapping[Key, Observer], state: Mapping[str, Any]
 
 
 def _is_exact(observer: Observer) -> bool:
-    """Whether its statistics, reduced, have the same bits whatever the ranks and their order."""
+    """Whether its statistics, reduced, have the same bits for any ranks in any order."""
     declared = {statistic.name: statistic for statistic in observer.declared}
     return all(n in declared and declared[n].is_exact(value) for n, value in observer.get_statistics().items())
 

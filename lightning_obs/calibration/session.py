@@ -1,6 +1,6 @@
 """Calibrate any module while its owner runs it.
 
-A session attaches observers to the modules of a plan, feeds them through forward hooks, and turns what they saw into
+A session attaches observers to the modules of a plan, feeds them through forward hooks, and turns their statistics into
 quantization parameters. It runs nothing itself: the caller owns the data and runs the model. Nothing is written before
 everything was checked, and no hook outlives the session.
 """
@@ -72,12 +72,12 @@ class CalibrationSession(Observation):
 
     A scheme without static activations (weight-only, dynamic) needs no data: leave the block empty. After the block the
     quantization parameters are on the modules (``module.weight_scale``...), the forward is what it was,
-    ``session.result`` says what was done; see :func:`~lightning_obs.quantized` and
-    :func:`~lightning_obs.export_checkpoint` for what comes next.
+    ``session.result`` describes the calibration; see :func:`~lightning_obs.quantized` and
+    :func:`~lightning_obs.export_checkpoint` for the next steps.
 
     Args:
-        model: any module; target and ignore names are those of its ``named_modules``. Where FSDP1 shards it, the
-            outermost wrapper; names are those without wrappers.
+        model: any module; target and ignore names are names in its ``named_modules``. Where FSDP1 shards it, the
+            outermost wrapper; names have no wrappers in them.
         scheme: preset name, dict, ``QuantizationConfig``, or :class:`~lightning_obs.CalibrationOptions`.
         token_mask: name of the model's argument that is nonzero for tokens that count, ``(batch, tokens)``, usually
             ``"attention_mask"``; the others reach no observer. Or set it for each batch with :meth:`mask_tokens`.
@@ -134,7 +134,7 @@ class CalibrationSession(Observation):
         self.collectives = collectives or Collectives()
         self.read, self.skipped = Read(), set()
         self.result: CalibrationResult | None = None
-        #: what this session has put on the modules; another session of the model may have put its own there since
+        #: this session's qparams on the modules; another session of the model may have replaced them since
         self._own: Calibration = {}
         self._token_mask, self._counts_calls, self._padding_is_said = token_mask, True, False
         self._attached: ExitStack | None = None
@@ -249,8 +249,8 @@ class CalibrationSession(Observation):
         """Observe the weights as they are now, compute all qparams, check them, then write them to the modules.
 
         Args:
-            weights: off: the weights are not observed, their qparams stay what they are.
-            activations: off: data are not asked for, the qparams of activations stay what they are.
+            weights: off: the weights are not observed, their qparams do not change.
+            activations: off: no data are required, the qparams of activations do not change.
 
         Raises:
             CalibrationError: no data for a static scheme, an observer that no data reached, NaN or infinity in data or
@@ -275,7 +275,7 @@ class CalibrationSession(Observation):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Take what is on the modules after the ``with`` block for this session's; an error restores what was there."""
+        """Qparams on the modules after the ``with`` block are this session's; an error restores the earlier ones."""
         on_modules, before = calibration_of(self.model), (self._own, self.skipped, self.result)
         try:
             yield
@@ -287,7 +287,7 @@ class CalibrationSession(Observation):
 
     @property
     def qparams(self) -> dict[str, torch.Tensor]:
-        """What this session has written, ``{"layer.weight_scale": tensor}`` on the CPU."""
+        """The qparams that this session has written, ``{"layer.weight_scale": tensor}`` on the CPU."""
         own = {t.name: qparams_of(self._own, t.module) for t in self.plan.targets}
         named = {f"{name}.{key}": value for name, found in own.items() for key, value in found.items()}
         return dict(zip(named, to_host(list(named.values())), strict=True))
@@ -355,7 +355,7 @@ class CalibrationSession(Observation):
 
 
 def _second_observers(observers: Mapping[Key, Observer]) -> dict[Key, Observer]:
-    """Observers of what the first do not keep: an input's smallest and largest value, a weight's Hessian."""
+    """Observers of statistics that the first do not keep: an input's extremes, a weight's Hessian."""
     second: dict[Key, Observer] = {}
     for (name, base_name), observer in observers.items():
         if base_name == "input" and not observer.keeps_extremes:

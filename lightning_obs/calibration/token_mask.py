@@ -1,4 +1,4 @@
-"""Take padding, and samples that a sampler repeated, out of what a module reads or writes.
+"""Take padding, and samples that a sampler repeated, out of a module's inputs and outputs.
 
 Removing the wrong rows gives a wrong range, and nobody notices. So rows are removed only where one layout alone fits
 the shape: ``(batch, tokens, ...)`` with as many samples as tokens could be ``(tokens, batch, ...)``; a matrix of
@@ -18,7 +18,7 @@ from lightning_obs.errors import CalibrationError
 
 #: the name under which transformers' models and tokenizers mark padding
 PADDING = "attention_mask"
-#: What is known of a value. ``tokens``: nothing; ``heads``: an attention state ``(batch, heads, tokens, head_dim)``;
+#: The known layout of a value. ``tokens``: none; ``heads``: an attention state ``(batch, heads, tokens, head_dim)``;
 #: ``positions``: a convolution's ``(batch, positions, channels)``; ``flattened``: ``(batch * tokens, channels)``;
 #: ``routed``: it may hold some rows of several samples.
 Layout: TypeAlias = Literal["tokens", "heads", "positions", "flattened", "routed"]
@@ -34,7 +34,7 @@ class Watching:
 
 
 class TokenSelection:
-    """Selects the rows that count; remembers what earlier calls of each module have shown of the layout.
+    """Selects the rows that count; remembers the layout that earlier calls of each module have shown.
 
     Args:
         batch_first: the model's activations are known to be ``(batch, tokens, ...)``, or flattened in that order.
@@ -53,7 +53,7 @@ class TokenSelection:
                 ``(batch, channels)``, has no padding and is returned as it is.
             mask: ``(batch, tokens)``, nonzero for a token that counts; ``(batch,)`` for whole samples.
             name: of the module.
-            layout: what is known of ``value``.
+            layout: of ``value``, as far as it is known.
 
         Returns:
             ``(n, ...)``; of an attention state ``(1, heads, n, head_dim)``.

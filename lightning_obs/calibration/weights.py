@@ -73,7 +73,7 @@ class ShardedWeights:
         Args:
             keys: the same on every rank where nothing failed.
             owners: for each weight that is not in :attr:`rows` the rank that observes it.
-            failure: what went wrong before on this rank, perhaps on no other; it is raised on all.
+            failure: an earlier failure of this rank, perhaps of no other; it is raised on all.
             observe: makes an observer look at a weight.
 
         Returns:
@@ -135,7 +135,7 @@ class ShardedWeights:
     def _observe_gathered(
         self, keys: Collection[Key], owners: Mapping[Key, int], observe: Observe
     ) -> dict[Key, Exception | None]:
-        """Gather the weights, each for its owner, and let it observe those of ``keys``.
+        """Gather the weights, each for its owner, and let it observe the ones in ``keys``.
 
         They are gathered whatever the keys are, and errors of observing are returned: the other ranks go on gathering.
         One turn gathers a unit for each rank that is left with any; of FSDP2, a unit is one weight.
@@ -145,7 +145,7 @@ class ShardedWeights:
             units = [unit for unit in turn if unit is not None]
             mine: dict[Key, torch.Tensor] = {}
             for unit in units:
-                # A view into an FSDP1 unit would keep it; what FSDP2 gathers is nobody else's.
+                # A view into an FSDP1 unit would keep it; tensors that FSDP2 gathers are nobody else's.
                 copied = unit is not units[-1] and unit_of(self.modules[unit[0]]) is not None
                 with whole_unit(self.modules[unit[0]]):
                     for key in unit:

@@ -2,7 +2,7 @@
 
 The model's inputs are kept while the validation runs (the token ids of a language model take little memory). At its end
 :func:`~lightning_obs.choose_observers` scores the candidates on some of them, and a session with the chosen observers
-runs all of them again. Later validations calibrate with what was chosen.
+runs all of them again. Later validations calibrate with the chosen observers.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class AutoObservers:
     """The choice of one callback: before it, while inputs are kept, and after it.
 
     Attributes:
-        asked: the callback's options, without what is chosen.
-        candidates: by base name; None: those of our own that fit.
+        asked: the callback's options, without the chosen observers.
+        candidates: by base name; None: the default candidates that fit.
         options: these with the observers that were chosen; None before.
-        choice: what was scored; None before, and after a resume.
+        choice: the scores; None before, and after a resume.
     """
 
     def __init__(self, asked: CalibrationOptions, masked: bool, candidates: Candidates) -> None:
@@ -60,7 +60,7 @@ class AutoObservers:
         fitting_candidates(session.model, self.asked, self.candidates)
 
     def start(self, session: CalibrationSession) -> None:
-        """Keep what the model is called with, until :meth:`choose` or :meth:`stop`; nothing after the choice."""
+        """Keep the model's arguments, until :meth:`choose` or :meth:`stop`; nothing after the choice."""
         if self.options is not None:
             return
         self.require_possible(session)
@@ -124,7 +124,7 @@ class AutoObservers:
         return f"{self.asked.config.model_dump_json()} {self.candidates or ''}".rstrip()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` gave; the next validation chooses what it lacks, or chose for other options."""
+        """Load a :meth:`state_dict`; the next validation chooses where it has no choice, or one of other options."""
         text = state.get("chosen_config")
         same = text is not None and state.get("asked_config") == self._question
         self.options = self.asked.with_config(QuantizationConfig.model_validate_json(text)) if same else None
@@ -132,7 +132,7 @@ class AutoObservers:
 
 
 def given_candidates(observers: Any) -> tuple[Any, Candidates | None]:
-    """What a callback's ``observers`` say, and the lists to choose from: none of ``"auto"``; None: nothing is chosen.
+    """A callback's ``observers``, and the lists to choose from: empty for ``"auto"``; None: nothing is chosen.
 
     >>> given_candidates({"input": "minmax", "weight": ["memoryless_mse", "imatrix_mse"]})
     ({'input': 'minmax'}, {'weight': ['memoryless_mse', 'imatrix_mse']})

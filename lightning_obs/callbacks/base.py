@@ -1,4 +1,4 @@
-"""What the callbacks of this package share: the options, a session for the Trainer's module, its state, its end.
+"""The base of the package's callbacks: the options, a session for the Trainer's module, its state, its end.
 
 The quantization parameters travel in the callback's own state, not in the model's ``state_dict``, so checkpoints load
 strictly with or without the callback. Lightning loads callbacks before the model is on its device (under FSDP after
@@ -53,7 +53,7 @@ class SessionCallback(Results):
     Args:
         module: attribute path of the module to calibrate and export; ``""`` is the LightningModule itself. Default: the
             one transformers model that it holds (of several, the one nearest to it); without one its only child with
-            weights, if it has no ``forward`` itself; else the LightningModule. What was found is said at the start.
+            weights, if it has no ``forward`` itself; else the LightningModule. The choice is printed at the start.
         export_folder: write the checkpoint there when ``validate`` or ``fit`` has ended, as ``export(export_folder)``
             would; not in ``fast_dev_run``, nor after an error or Ctrl-C. A folder that is taken and a fit without
             validation are errors before the first batch.
@@ -96,7 +96,7 @@ class SessionCallback(Results):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot work in the end; keep an offloaded model where it is."""
+        """Refuse setups that would fail in the end; keep an offloaded model where it is."""
         super().setup(trainer, pl_module, stage)
         leave_in_place(trainer, pl_module)
 
@@ -130,7 +130,7 @@ class SessionCallback(Results):
         return CalibrationSession(model, self.options)
 
     def take_state(self, trainer: Trainer, session: CalibrationSession, state: dict[str, Any]) -> None:
-        """Write what a checkpoint holds to the modules of a new session."""
+        """Write a checkpoint's qparams to the modules of a new session."""
         session.load_state_dict(state)
 
     @override
@@ -144,7 +144,7 @@ class SessionCallback(Results):
         return self.state_of(self.session)
 
     def state_of(self, session: CalibrationSession) -> dict[str, Any]:
-        """The state of a session, and what this callback adds to it."""
+        """The state of a session, and this callback's additions."""
         raise NotImplementedError
 
     @override
@@ -202,7 +202,7 @@ class SessionCallback(Results):
             self.session.batches += 1
 
     def finish_calibration(self, session: CalibrationSession, pl_module: LightningModule) -> None:
-        """Compute and write the quantization parameters, and say what was done."""
+        """Compute and write the quantization parameters, and print the result."""
         reshard(pl_module)
         result = session.finalize()
         rank_zero_info(f"{result.scheme}: calibrated {result.line(', ')}")

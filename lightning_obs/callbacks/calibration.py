@@ -31,8 +31,8 @@ from lightning_obs.schemes.config import SchemeLike
 class CalibrationCallback(ObservedBatches):
     """Observe weights and activations during validation and write quantization parameters at the epoch's end.
 
-    Works in ``trainer.validate`` and in the validation of ``trainer.fit`` (each validation calibrates anew; the last
-    one stands). Outputs, metrics, ``state_dict`` and the forward of the model stay what they are. Afterwards:
+    Works in ``trainer.validate`` and in the validation of ``trainer.fit`` (each validation calibrates again; the last
+    one stands). Outputs, metrics, ``state_dict`` and the forward of the model do not change. Afterwards:
     ``callback.result``, ``callback.export(folder)``, ``quantized(model)``.
 
     Args:
@@ -52,7 +52,7 @@ class CalibrationCallback(ObservedBatches):
             :class:`~lightning_obs.CalibrationOptions`. ``observers="auto"`` chooses them in the first validation
             (:func:`~lightning_obs.choose_observers`; ``callback.choice`` has the scores);
             ``observers={"weight": ["imatrix_mse", {"name": "hessian", "rounding": "gptq"}]}`` chooses from your own
-            list. Both work on one device, for models with logits; what the model is called with is kept and run again.
+            list. Both work on one device, for models with logits; the model's arguments are kept and run again.
 
     Raises:
         CalibrationError: by the constructor for a wrong option; before the first batch for targets, shapes or devices;
@@ -86,7 +86,7 @@ class CalibrationCallback(ObservedBatches):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse, before the first batch, what cannot work in the end."""
+        """Refuse, before the first batch, setups that would fail in the end."""
         super().setup(trainer, pl_module, stage)
         if self.evaluate:
             require_batches(pl_module, "evaluate")
@@ -177,7 +177,7 @@ class CalibrationCallback(ObservedBatches):
 
     @override
     def take_state(self, trainer: Trainer, session: CalibrationSession, state: dict[str, Any]) -> None:
-        """Write what a checkpoint holds; one of other options is dropped where this run calibrates anew."""
+        """Write a checkpoint's qparams; qparams of other options are dropped where this run calibrates again."""
         changed, runs = changed_options(state, session.plan.config), trainer.state.fn
         if changed and (trainer.enable_validation if runs == TrainerFn.FITTING else runs == TrainerFn.VALIDATING):
             rank_zero_info(
@@ -212,7 +212,7 @@ class CalibrationCallback(ObservedBatches):
 
     @override
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Run the second pass of a test or a validation, and log what it logs."""
+        """Run the second pass of a test or a validation, and log its metrics."""
         if self._second_pass is not None:
             for name, (value, in_bar) in self._second_pass.run(self._calibrated_session()).items():
                 pl_module.log(name, value, prog_bar=in_bar, add_dataloader_idx=False)

@@ -1,4 +1,4 @@
-"""Copies of what user code holds, and batches kept on the CPU.
+"""Copies of the state of user code, and batches kept on the CPU.
 
 ``copy.deepcopy`` copies a teacher's weights with the list that holds it, and gives up on an object for the one lock in
 it. Here modules and parameters are shared, and of an object only the parts that cannot be copied.
@@ -43,7 +43,7 @@ class Copier:
         found: told of every module that is met; it is shared.
 
     Attributes:
-        size: of what was copied [bytes], about.
+        size: of the copies [bytes], about.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Copier:
 
 
 def _is_shared(kind: type) -> bool:
-    # The end of a copy would run __del__, and close or remove what the original still uses.
+    # The end of a copy would run __del__, and close or remove resources that the original still uses.
     return hasattr(kind, "__del__") or any(base.__module__.partition(".")[0] in _SHARED for base in kind.__mro__)
 
 
@@ -110,7 +110,7 @@ class KeptBatches:
     """The first ``wanted`` batches of many, on the CPU, as far as they fit in ``limit`` bytes.
 
     Attributes:
-        seen: how many were offered, of those that are wanted.
+        seen: how many of the wanted batches were offered.
     """
 
     def __init__(self, limit: float = KEPT_BYTES, wanted: float = float("inf")) -> None:

@@ -1,11 +1,11 @@
 """Which batches of a validation are observed, and how one that was killed goes on.
 
 Lightning cannot resume a validation: its loop begins at batch 0, and no hook can skip a step. But the loop has made its
-iterator over the loaders when the hooks of the start are called. What is taken from it there is never run, and the loop
-goes on with the next batch, by its own number. The batches taken are held against checksums of those that were
+iterator over the loaders when the hooks of the start are called. Batches taken from it are never run, and the loop
+goes on with the next batch, by its own number. The batches taken are compared with checksums of the batches that were
 observed, so other data are noticed, and a loader that shuffles in another order.
 
-Each rank writes files of what it has seen itself, and waits for nobody: ranks may have different numbers of batches, so
+Each rank writes files of its own statistics, and waits for nobody: ranks may have different numbers of batches, so
 they may be killed at different batches. Each keeps its last two saves (the first is made at the start), and all resume
 from the last one that all have. Ranks that wait for each other in each step (FSDP, ``sync_dist``) are at most one batch
 apart, so there is one. Ranks without a common save do not wait for each other, and each resumes from its own last.
@@ -60,11 +60,11 @@ class BatchKeywords(SessionKeywords, total=False):
 
 
 class ObservedBatches(SessionCallback):
-    """A callback that observes batches of a validation, and may save what it has seen while the validation runs.
+    """A callback that observes batches of a validation, and may save its statistics while the validation runs.
 
     Args:
         max_batches: observe at most this many batches of a validation, on each rank; None: all.
-        dataloaders: which of several validation loaders are observed, by number, or by key where they are a dict;
+        dataloaders: the observed ones of several validation loaders, by number, or by key where they are a dict;
             None: all.
         save_every: in ``trainer.validate``, save the statistics to ``save_to`` after every so many batches. If the
             process is killed, the same ``validate`` resumes after the last save, with the qparams of an uninterrupted
@@ -75,7 +75,7 @@ class ObservedBatches(SessionCallback):
             :class:`~lightning_obs.CalibrationOptions`.
 
     Raises:
-        CalibrationError: before the first batch, on all ranks alike: what is in ``save_to`` is damaged, or of another
+        CalibrationError: before the first batch, on all ranks alike: a save in ``save_to`` is damaged, or of another
             scheme, other observers, weights or data, or another number of ranks.
     """
 
@@ -170,7 +170,7 @@ class ObservedBatches(SessionCallback):
 
 
 class _Save:
-    """What this rank has seen of a validation, in files of its own.
+    """This rank's statistics of a validation, in files of its own.
 
     Attributes:
         done: how many batches the validation has run, or skipped, on this rank.
@@ -213,11 +213,11 @@ class _Save:
                 if number > start:
                     self._path(number).unlink()
             if not start:
-                self.write()  # so what cannot be saved, or not there, is an error before the first batch
+                self.write()  # so statistics or a folder that cannot be saved are an error before the first batch
         return start
 
     def write(self) -> None:
-        """Save what was seen; of the earlier saves, the last one stays."""
+        """Save the statistics; of the earlier saves, the last one stays."""
         session = self._session
         state = {"config": session.plan.config.model_dump_json(), "run": self._run}
         state |= {"batches": self._batches[: self.done], "statistics": dump_statistics(session.fed)}
@@ -268,14 +268,14 @@ class _Save:
                 )
 
     def _watched(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """What the loop fetches; the checksum of each batch is kept."""
+        """The loop's batches; the checksum of each is kept."""
         for found in iter(partial(next, fetched), None):  # iter(fetched) would begin at the first batch again
             self._batches.append(_checksum(found[0]))
             yield found
 
 
 def _checksum(batch: Any) -> int:
-    """Of the tensors, strings and numbers in a batch of dicts, lists, tuples and dataclasses."""
+    """A checksum of the tensors, strings and numbers in a batch of dicts, lists, tuples and dataclasses."""
     found: list[Any] = []
     apply_to_collection(batch, (torch.Tensor, str, int, float), found.append)
     return state_checksum(found)

@@ -1,6 +1,6 @@
 """Fine-tune through fake quantization, so that the checkpoint gives the numbers that validation saw.
 
-Which ranges are in force meanwhile is said in :mod:`.quantized_fit`; here is what is trained, and by which loss.
+:mod:`.quantized_fit` decides which ranges are in force meanwhile; here are the trained parameters and the loss.
 
 A callback has no say in the loss: ``on_before_backward`` gets it and cannot replace it, and a second ``backward`` there
 would count twice under gradient accumulation and miss the loss scale. So ``training_step`` is wrapped while fit runs.
@@ -38,10 +38,10 @@ _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 class QuantizationAwareTraining(QuantizedFit):
     """Train through fake quantization in ``trainer.fit``; validate, test and predict through it too.
 
-    Weights are quantized from the first step on, and their ranges are observed anew at every validation. Activations
+    Weights are quantized from the first step on, and their ranges are observed again at every validation. Activations
     pass unquantized until their ranges are known: from an earlier ``trainer.validate`` with this callback, from a
     checkpoint, from the sanity check (``sanity_check=True``), or from the first ``calibration_batches`` training
-    batches. Afterwards ``callback.export(folder)`` writes what the last validation saw.
+    batches. Afterwards ``callback.export(folder)`` writes the model of the last validation.
 
     A ``trainer.validate`` before any of that calibrates as :class:`CalibrationCallback` does; later it measures the
     quantized model, and its data change no activation range.
@@ -118,7 +118,7 @@ class QuantizationAwareTraining(QuantizedFit):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what cannot work before any training; hand learned scales to the optimizer, wrap the loss."""
+        """Refuse setups that cannot train; hand learned scales to the optimizer, wrap the loss."""
         self.require_precision(trainer)
         session = self.prepare(trainer, pl_module)
         refuse(
@@ -171,7 +171,7 @@ class QuantizationAwareTraining(QuantizedFit):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Average the gradients of learned scales over ranks; DDP knows only the module's own parameters.
 
-        Not later: what a loss scale made infinite on one rank has to be seen on all before they step or do not.
+        Not later: a gradient that a loss scale made infinite on one rank must be seen on all before they step.
         """
         if self._training is None or self._training.learned is None or trainer.world_size == 1:
             return

@@ -44,7 +44,7 @@ class QuantizedFit(SessionCallback):
     """Runs the model through fake quantization in fit, validation, test and prediction, and observes it when asked.
 
     Args:
-        quantize: what training sees quantized: ``"all"``, ``"weights"`` or ``"activations"``. Validation and export
+        quantize: tensors quantized in training: ``"all"``, ``"weights"`` or ``"activations"``. Validation and export
             always quantize all that the scheme says.
         observe: which data refresh the ranges of activations: ``"train"``, the ``calibration_batches`` training batches
             that follow a validation; ``"val"``, every validation of fit, for the training after it; ``"none"``, nothing
@@ -53,7 +53,7 @@ class QuantizedFit(SessionCallback):
             nothing is observed in training.
         start_epoch: nothing is quantized or observed before this epoch...
         start_step: ...and this many optimizer steps.
-        freeze_after: from this epoch on the ranges of activations stay what they are; None: never.
+        freeze_after: from this epoch on the ranges of activations do not change; None: never.
         **options: of :class:`~lightning_obs.callbacks.base.SessionCallback`.
     """
 
@@ -115,13 +115,13 @@ class QuantizedFit(SessionCallback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take a checkpoint that Lightning loads after ``on_fit_start``; see what has been validated before."""
+        """Take a checkpoint that Lightning loads after ``on_fit_start``; count earlier validations."""
         super().on_train_start(trainer, pl_module)
         self._validated = _validation_batches(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Put in force what the last validation found; observe this batch if ranges are due."""
+        """Put the ranges of the last validation in force; observe this batch if ranges are due."""
         if not self._has_started(trainer):
             return
         training = self._running(trainer, pl_module)
@@ -165,13 +165,13 @@ class QuantizedFit(SessionCallback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before the first batch, and after every other callback's start: weights anew, everything quantized."""
+        """Before the first batch, and after every other callback's start: observe weights, quantize everything."""
         self._begin_validation(trainer, pl_module)
         super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep what was observed until training goes on; the very first ranges are in force at once."""
+        """Keep the statistics until training goes on; the very first ranges are in force at once."""
         self._begin_validation(trainer, pl_module)  # other ranks may have batches, and their weights' ranges are shared
         training = self._training
         if training is not None and training.session.is_attached:

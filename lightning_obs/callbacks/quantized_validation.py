@@ -43,7 +43,7 @@ from lightning_obs.model.qparams import CALIBRATED, CHECKSUMS
 from lightning_obs.model.wrappers import inside
 from lightning_obs.report.predictions import KEPT_BYTES, Moved, Predictions
 
-#: what ``nn.Module`` keeps itself, and calibration: its modules in attention are there before the first batch
+#: attributes of ``nn.Module`` itself, and of calibration: its modules in attention are there before the first batch
 _LEFT_ALONE = {*vars(nn.Module()), *CALIBRATED, IMPL_ATTR, KV_CACHE_ATTR}
 
 
@@ -122,7 +122,7 @@ class QuantizedValidation:
         return {quantized_name(name): (value, name in connector.in_bar) for name, value in connector.found.items()}
 
     def _agree(self, session: CalibrationSession) -> None:
-        """Ranks run as many batches as the one that has kept the fewest; say what share that is."""
+        """Ranks run as many batches as the one that has kept the fewest; print their share."""
         kept = torch.tensor([len(batches) for batches in self._kept], device=session.collectives.device)
         lengths = session.collectives.reduce(kept, "min").tolist()
         for batches, length in zip(self._kept, lengths, strict=True):
@@ -157,7 +157,7 @@ class _Loop(_EvaluationLoop):
         self._max_batches = [len(batches) for batches in kept]
         self._data_fetcher: Any = _Replay(kept, predictions)
         places = ((trainer.fit_loop.epoch_loop, "val_loop"), (trainer, "validate_loop"), (trainer, "test_loop"))
-        #: the attribute of which object Lightning finds its loop in
+        #: the object and attribute in which Lightning finds its loop
         self.place: tuple[Any, str] = next(place for place in places if getattr(*place) is outer)
         self.step = "test_step" if trainer.testing else "validation_step"
         self._random = _collect_rng_states()
@@ -178,7 +178,7 @@ class _Loop(_EvaluationLoop):
 
 
 class _Replay:
-    """What the loop fetches its batches from."""
+    """The loop's source of batches."""
 
     def __init__(self, kept: list[KeptBatches], predictions: Predictions) -> None:
         self._kept, self._predictions = kept, predictions
@@ -197,7 +197,7 @@ class _Replay:
 
 
 class _Connector(_LoggerConnector):
-    """Collects what is logged for a whole epoch; nothing reaches loggers, the progress bar or callbacks."""
+    """Collects metrics that are logged for a whole epoch; nothing reaches loggers, the progress bar or callbacks."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
@@ -206,7 +206,7 @@ class _Connector(_LoggerConnector):
 
     @override
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Not to the loggers: the names are those of the first pass."""
+        """Not to the loggers: the names are the first pass's."""
 
     @override
     def update_eval_epoch_metrics(self) -> Any:
@@ -231,7 +231,7 @@ def quantized_name(name: str) -> str:
 
 
 class _State:
-    """Copies of what a LightningModule, its submodules and the modules in its attributes hold now, but weights."""
+    """Copies of the state, except weights, of a LightningModule, its submodules and the modules in its attributes."""
 
     def __init__(self, root: nn.Module) -> None:
         #: a dict that holds state, copies of its values, and the names in it that stay as they are
@@ -262,7 +262,7 @@ class _State:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the modules hold the copies inside the ``with`` block, and what they had afterwards."""
+        """Let the modules hold the copies inside the ``with`` block, and their own state afterwards."""
         before = [(held, dict(held)) for held, _, _ in self._places]
         try:
             for held, copies, left in self._places:

@@ -1,4 +1,4 @@
-"""What a calibration gives out: a checkpoint, layer errors, a report, numbers for the user's own loggers.
+"""The outputs of a calibration: a checkpoint, layer errors, a report, numbers for the user's own loggers.
 
 The checkpoint of ``export_folder`` is written in ``teardown``: weight averaging has put its weights in, the last
 validation of a fit is over, and after an error or Ctrl-C Lightning does not call it. ``callback.export(folder)`` after
@@ -40,7 +40,7 @@ from lightning_obs.report.predictions import Moved
 
 
 class Results(Callback):
-    """What a callback's session found, for users, loggers and the page; a subclass makes the session."""
+    """The results of a callback's session, for users, loggers and the page; a subclass makes the session."""
 
     #: of the scheme that was asked for: it names the state in checkpoints
     label: str
@@ -53,20 +53,20 @@ class Results(Callback):
         self.export_folder = None if export_folder is None else Path(export_folder)
         #: replace a checkpoint that is in it; after the first run also the one that was written
         self.export_overwrite = export_overwrite
-        self.tells_loggers = log  # `log` itself is what Lightning gives every callback
+        self.tells_loggers = log  # Lightning gives every callback a `log`
         #: scales of this run, calibration by calibration
         self.drift = ScaleDrift()
         self.session: CalibrationSession | None = None
-        #: what was scored where observers are chosen by measurement; None: nothing, or by an earlier run
+        #: the scores where observers are chosen by measurement; None: not chosen, or by an earlier run
         self.choice: ObserverChoice | None = None
         #: how far the last validation's quantized predictions are from the unquantized ones; None: not measured
         self.moved: Moved | None = None
-        #: what each validation has logged, with its ``step``; read by the host when it is shown
+        #: the metrics that each validation has logged, with their ``step``; read by the host when they are shown
         self._logged: list[dict[str, Any]] = []
 
     @property
     def result(self) -> CalibrationResult | None:
-        """What the last calibration did; None before it."""
+        """The result of the last calibration; None before it."""
         return self.session.result if self.session is not None else None
 
     def export(
@@ -119,12 +119,12 @@ class Results(Callback):
         batches: Iterable[Mapping[str, Any] | torch.Tensor] | None = None,
         counts: dict[str, Support] | None = None,
     ) -> list[LayerError]:
-        """What each layer loses, the worst first.
+        """The error of each layer, the worst first.
 
         On several ranks every rank must call this.
 
         Args:
-            batches: what the calibrated module is called with, as keyword arguments or one tensor: it is run on them,
+            batches: arguments of the calibrated module, as keyword arguments or one tensor: it is run on them,
                 and the outputs of its layers compared. A few hundred tokens are enough. None: nothing is run. Then
                 there are the weights, and inputs that an observer counted (``histogram``, ``percentile``).
             counts: filled with how often each input value was seen, by module name; of the calibration where its
@@ -156,7 +156,7 @@ class Results(Callback):
         Args:
             folder: made if it is not there; rank 0 writes.
             batches: as for :meth:`layer_errors`.
-            **parts: what else the page shows, such as ``metrics={"val_loss": (before, after)}``
+            **parts: further facts for the page, such as ``metrics={"val_loss": (before, after)}``
                 (:class:`~lightning_obs.report.facts.Report`).
 
         Returns:
@@ -173,7 +173,7 @@ class Results(Callback):
         return write_report(folder, self.facts(**{**known, **parts}))
 
     def facts(self, **parts: Any) -> Report:
-        """What is known of the last calibration; ``parts`` are added to it, or take its place."""
+        """The facts of the last calibration; ``parts`` are added, or replace facts of their names."""
         known = known_facts(self._calibrated_session()) | {"title": self.label, "checkpoint": self.export_folder}
         known |= {"drift": self.drift, "moved": self.moved, "curves": self.curves, "metrics": self.metrics}
         known["scores"] = () if self.choice is None else self.choice.scores
@@ -181,18 +181,18 @@ class Results(Callback):
 
     @property
     def curves(self) -> list[dict[str, float]]:
-        """What each validation has logged, with its ``step``."""
+        """The metrics that each validation has logged, with their ``step``."""
         return [{name: float(value) for name, value in logged.items()} for logged in self._logged]
 
     @property
     def metrics(self) -> dict[str, tuple[float | None, float | None]]:
-        """What the last validation logged and its quantized twin (``evaluate=True``), by name."""
+        """The metrics of the last validation and of its second, quantized pass (``evaluate=True``), by name."""
         last = next(iter(self.curves[-1:]), {})
         return {name: (value, last[twin]) for name, value in last.items() if (twin := quantized_name(name)) in last}
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep what the validation has logged, for the page; the callback's own numbers are on it already."""
+        """Keep the validation's logged metrics for the page; the callback's own numbers are on it already."""
         logged = {name: v.detach() for name, v in trainer.callback_metrics.items() if not name.startswith("quant/")}
         if logged and not trainer.sanity_checking:
             self._logged.append({"step": trainer.global_step, **logged})
@@ -213,7 +213,7 @@ class Results(Callback):
         prefix = self.prefix(trainer)
         errors = self.layer_errors() if errors is None else errors
         for name, value in (aggregates(session.result, errors) | self.drift.numbers()).items():
-            # The ranks have merged what they saw: the values are equal, except how long each took.
+            # The ranks have reduced their statistics: the values are equal, except each rank's time.
             pl_module.log(f"{prefix}/{name}", torch.tensor(value), sync_dist=name == "seconds")
         if trainer.is_global_zero:
             chosen: dict[str, dict[str, Any]] = {}
@@ -224,7 +224,7 @@ class Results(Callback):
                 _log_table(logger, prefix, rows, trainer.global_step)
 
     def prefix(self, trainer: Trainer) -> str:
-        """Of the names that are logged, by which two callbacks tell theirs apart."""
+        """The prefix of logged names; it has the scheme in it where there are two callbacks."""
         alone = sum(isinstance(callback, Results) for callback in trainer.callbacks) == 1
         return "quant" if alone else f"quant/{self.label}"
 

@@ -1,4 +1,4 @@
-"""What a Trainer's strategy says about the other ranks, and where it puts the model."""
+"""A Trainer's strategy: how ranks communicate, and where the model lies."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def collectives_of(trainer: Trainer) -> Collectives:
 
 
 def leave_in_place(trainer: Trainer, pl_module: LightningModule) -> None:
-    """Keep the Trainer from moving what accelerate or compressed-tensors has dispatched.
+    """Keep the Trainer from moving modules that accelerate or compressed-tensors has dispatched.
 
     It moves the model to its device before the run, and to the CPU when it tears down the strategy, its last act.
     """
@@ -81,7 +81,7 @@ def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
     """Refuse statistics that cannot be reduced exactly where several ranks see the same data, or parts of its features.
 
     Under tensor parallelism, a smallest or largest value over all ranks is that of the whole tensor, however ranks
-    share it. A sum counts what ranks share more than once, and what they split only if it is a sum over features too.
+    share it. A sum counts shared data more than once, and split features only if it sums over features too.
     """
     strategy = trainer.strategy
     mesh = strategy.device_mesh if isinstance(strategy, ModelParallelStrategy) and trainer.world_size > 1 else None

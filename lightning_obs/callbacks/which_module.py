@@ -1,4 +1,4 @@
-"""Which module inside a LightningModule is calibrated, and what that leaves out."""
+"""Which module inside a LightningModule is calibrated, and the parameters left out."""
 
 from __future__ import annotations
 

@@ -89,10 +89,10 @@ def store(model: nn.Module, layout: Container[str], put: Put | None) -> Exceptio
             weights are sharded, every rank must call this.
 
     Returns:
-        What went wrong on this rank, if anything did; the others were not left waiting.
+        The failure of this rank, if any; the other ranks were not left waiting.
 
     Raises:
-        CalibrationError: on every rank alike, what went wrong where one compressed its rows.
+        CalibrationError: on every rank alike, the failure of a rank that compressed its rows.
     """
     state, keys_of, prefixes = _state(model), dict[nn.Module, list[str]](), dict[nn.Module, list[str]]()
     for prefix, module, keys in list(_own(model, state)):  # a module used under two names has its entries under both
@@ -126,7 +126,7 @@ def store(model: nn.Module, layout: Container[str], put: Put | None) -> Exceptio
 
 
 def module_entries(module: nn.Module) -> Iterable[Entry]:
-    """One module's entries in a checkpoint, those of a compressed weight in blocks of rows."""
+    """One module's entries in a checkpoint; a compressed weight's in blocks of rows."""
     return _entries(module, next(_own(module, _state(module)))[2], "")
 
 
@@ -140,7 +140,7 @@ def _state(model: nn.Module) -> _Tensors:
 
 
 def _own(model: nn.Module, state: Container[str]) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Every module under all of its names: the prefix of its entries, and which of its own tensors are in ``state``."""
+    """Every module under all of its names: the prefix of its entries, and its own tensors that are in ``state``."""
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
         yield prefix, module, [key for key in (*module._parameters, *module._buffers) if prefix + key in state]
@@ -207,14 +207,14 @@ def _compress(own: _Tensors, scheme: QuantizationScheme) -> _Tensors:
             entries = _with_codes(entries, codes, scheme)
         else:
             if rounded is None and weight.device.type not in ("cpu", "meta"):
-                # There compressed-tensors divides in float32, which rounds to itself what its fake_quantize gave.
+                # There compressed-tensors divides in float32, which gives the levels of its fake_quantize again.
                 weight = fake_quantize(weight, scale, zero_point, args, global_scale=global_scale).float()
             entries = compressor_of(scheme).compress(entries | {"weight": weight}, scheme)
     return {key: value.contiguous() for key, value in entries.items() if value is not None}
 
 
 def _with_codes(entries: _Tensors, codes: torch.Tensor, scheme: QuantizationScheme) -> _Tensors:
-    """What compressed-tensors' compressor gives, which rounds to fp4 by masks and packs by scattering bits."""
+    """The result of compressed-tensors' compressor, which rounds to fp4 by masks and packs by scattering bits."""
     args, compressor = scheme.weights, compressor_of(scheme)
     assert args is not None
     del entries["weight"]
@@ -319,7 +319,7 @@ def gather_rows(entry: torch.Tensor) -> torch.Tensor:
 
 
 def _sharded(rows: torch.Tensor, weight: DTensor, height: int) -> DTensor:
-    """One rank's rows as a part of what all ranks have."""
+    """One rank's rows as a part of all ranks' rows."""
     shape = torch.Size((-(-len(weight) // height), *rows.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     mesh, placements = weight.device_mesh, weight.placements
@@ -332,11 +332,11 @@ def _sharded(rows: torch.Tensor, weight: DTensor, height: int) -> DTensor:
 class StoredTensors:
     """The tensors of a model's checkpoint, by their names in the state dict and in the files.
 
-    A plain module's names are those of its state dict. transformers stores a tied weight once, and takes back the
+    A plain module's names are its state dict's. transformers stores a tied weight once, and takes back the
     conversions with which it loads an architecture: most of them rename, some stack or split tensors.
 
     Attributes:
-        entries: what is stored, as meta tensors by their names in the state dict.
+        entries: stored tensors, as meta tensors by their names in the state dict.
         files: the same by their names in the files, converted.
         renamed: the name in the files of each entry that is stored as it is; the others are converted.
     """

@@ -58,9 +58,9 @@ def export_checkpoint(
             (:func:`~lightning_obs.load_checkpoint` does). It can go on training: nothing of it is changed.
         folder: written whole or not at all.
         tokenizer: saved beside the model (anything with ``save_pretrained``).
-        overwrite: replace the checkpoint in ``folder``. What no export wrote is never deleted.
+        overwrite: replace the checkpoint in ``folder``. Files that no export wrote are never deleted.
         max_shard_size: bytes of one file of weights, or ``"5GB"``, as in transformers.
-        progress: called with the name of what was written, the bytes written so far, and those in all.
+        progress: called with the name of each tensor written, the bytes written so far, and the bytes in all.
 
     It takes some tens of MB beside the model. Adapters of LoRA are merged into what is written; the model keeps them.
     If weights are sharded over ranks, every rank must call this, and rank 0 writes, names without wrappers of FSDP1.
@@ -173,13 +173,13 @@ def _write(model: nn.Module, writer: TensorWriter | None, stored: StoredTensors,
 def write_quantization_config(
     model: nn.Module, folder: Path, tensors: Set[str], unknown: Set[str] = frozenset()
 ) -> None:
-    """Add to ``config.json`` what is quantized, and how.
+    """Add the quantization config to ``config.json``.
 
     Args:
         model: calibrated.
         folder: of the checkpoint.
-        tensors: names in its files, of what the model holds.
-        unknown: of what it does not know, which is in full precision.
+        tensors: names, in its files, of the model's tensors.
+        unknown: names of tensors that the model does not know, which are in full precision.
     """
     queries = [module for _, module in calibrated_modules(model) if "q" in quantized_states(module)]
     with marked_as_hooked(model, queries) if queries else nullcontext():
@@ -197,7 +197,7 @@ def write_quantization_config(
 def _towers(ignored: Iterable[str], quantized: Iterable[str]) -> list[str]:
     """The names in ``ignored``, with one pattern for all that are of a part of the model without quantized modules.
 
-    Such a part is a vision tower or a projector. What stands in a layer with a number is named.
+    Such a part is a vision tower or a projector. Modules inside a numbered layer are named.
     """
     inner, found = {prefix for name in quantized for prefix in _prefixes(name)}, dict[str, list[str]]()
     for name in ignored:
@@ -261,7 +261,7 @@ def _name_modules(config: QuantizationConfig, model: nn.Module, tensors: Set[str
 
 
 def _save_without_tensors(model: Any, folder: Path) -> None:
-    """What transformers saves beside the tensors: configs, and the model's code if that is not its own."""
+    """Files that transformers saves beside the tensors: configs, and the model's code if it is custom."""
     from transformers.utils import logging
 
     # A model that was itself loaded through a quantizer would save that one's config, one with adapters only these, and

@@ -1,6 +1,6 @@
 """Load a checkpoint of :func:`~lightning_obs.export_checkpoint` back into a plain module.
 
-transformers loads its own models; this is for every other module, and for what transformers does not know quantized
+transformers loads its own models; this is for every other module, and for kinds that transformers cannot load quantized
 (convolutions, its own Conv1D).
 """
 
@@ -39,13 +39,13 @@ _Tensors = dict[str, torch.Tensor]
 def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     """Load a checkpoint of :func:`export_checkpoint` into a module of the same architecture.
 
-    The weights become the dequantized ones, and the forward quantizes activations, so outputs equal those of the
+    The weights become the dequantized ones, and the forward quantizes activations, so outputs equal the
     calibrated model under :func:`~lightning_obs.quantized`, also in copies. Quantized weights cannot be
     trained: a gradient for one is a CalibrationError. For transformers models use ``from_pretrained``.
 
     Args:
         model: a freshly built, unquantized module; changed in place.
-        folder: what ``export_checkpoint`` wrote.
+        folder: written by ``export_checkpoint``.
 
     Returns:
         ``model``.
@@ -72,7 +72,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
         qparams = {target.name: _decompress(target, state) for target in targets}
     state |= {name: state[other] for name, other in stored_as.items()}
     _refuse_misfits([m for target in targets for m in find_misfits(target, qparams[target.name])], folder)
-    refuse_damage(folder)  # last: what comes before says more
+    refuse_damage(folder)  # last: earlier errors say more
     with torch.inference_mode(False), torch.no_grad():
         model.load_state_dict(state)
         for target in targets:

@@ -77,7 +77,7 @@ class CheckpointSource:
             found = {name: self._find(name, stacks) for name in names.entries}
             self.sources = {name: source for name, source in found.items() if source is not None}
             self._require_fit(folder, [name for name, source in found.items() if source is None])
-            #: of each tensor that the files hold its name, tied ones alike; and what is loaded of them now
+            #: the name of each tensor in the files, tied ones alike; and the tensors that are loaded now
             self._names = {id(self.meta(name)): name for name in self.sources}
             self._loaded: dict[int, torch.Tensor] = {}
             stack.pop_all()
@@ -128,7 +128,7 @@ class CheckpointSource:
 
     @contextmanager
     def loaded(self, names: Iterable[str], device: torch.device | None = None) -> Iterator[None]:
-        """Let modules have their parameters and buffers inside the ``with`` block; what is tied is read once."""
+        """Let modules have their parameters and buffers inside the ``with`` block; tied tensors are read once."""
         before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         try:
             for name in names:
@@ -149,7 +149,7 @@ class CheckpointSource:
                 self._loaded.pop(id(meta), None)
 
     def look_up(self, embedding: str) -> None:
-        """Let an embedding have, from now on, those rows of its weight that are looked up, on the CPU."""
+        """Let an embedding have, from now on, the rows of its weight that are looked up, on the CPU."""
         name = f"{embedding}.weight"
         weight = self.meta(name).detach().as_subclass(_LookedUp)
         weight.origin, weight.read = self.meta(name), partial(self.reader.read, self.sources[name].name)
@@ -171,7 +171,7 @@ class CheckpointSource:
 
 
 class _LookedUp(torch.Tensor):
-    """A weight on the meta device, and those of its rows that an embedding has looked up; each is read once."""
+    """A weight on the meta device, and its rows that an embedding has looked up; each row is read once."""
 
     origin: torch.Tensor  # by whose id it is known
     places: torch.Tensor
@@ -188,7 +188,7 @@ class _LookedUp(torch.Tensor):
         if len(new):
             weight.places[new] = torch.arange(len(new)) + len(weight.rows)
             weight.rows = torch.cat([weight.rows, *(weight.read(row).to(weight.dtype) for row in new.tolist())])
-        options = {**kwargs, "padding_idx": None}  # of which gradients ask
+        options = {**kwargs, "padding_idx": None}  # gradients ask for them
         return F.embedding(weight.places[tokens.cpu()], weight.rows, **options).to(tokens.device)
 
 

@@ -1,13 +1,13 @@
 """Measure how much each layer's quantization changes the model's predictions, for every candidate scheme at once.
 
-What counts is the Kullback-Leibler divergence of the next-token distributions from the unquantized model's, with one
+The measure is the Kullback-Leibler divergence of the next-token distributions from the unquantized model's, with one
 layer quantized. Measuring it takes a forward pass per layer and scheme. Its second-order term takes one forward and one
 backward pass for all of them: a layer whose output changes by ``d`` changes the logits by ``J d``, and
 
     KL = 1/2 d^T J^T F J d = 1/2 E[(v^T J d)^2],   F = diag(p) - p p^T,   v = sqrt(p) r - p (sqrt(p)^T r),
 
 where ``p`` is what the model predicts and ``r`` are random signs: ``v`` has covariance F, as the gradient of the
-log-probability of a drawn label has, with less variance. ``v^T J`` is what backward leaves at the layer's output. No
+log-probability of a drawn label has, with less variance. ``v^T J`` is the gradient at the layer's output. No
 label of the text is used: a layer can lower the loss on a text by chance, but it cannot lower the divergence.
 
 The signs of two positions are independent, so the square of the sum over a sequence is unbiased whether errors of
@@ -47,7 +47,7 @@ BLOCK = 16
 Twins: TypeAlias = dict[str, dict[str, nn.Module]]
 #: by scheme and modules, their loss together
 Losses: TypeAlias = dict[tuple[str, tuple[str, ...]], float]
-#: by scheme and module name, for each call of a batch, what each position adds to the logits' probe
+#: by scheme and module name, for each call of a batch, each position's share of the logits' probe
 _Changes: TypeAlias = dict[tuple[str, str], list[torch.Tensor]]
 
 
@@ -72,7 +72,7 @@ def divergences(
             offloaded = [module for module in model.modules() if is_offloaded(module) and holds_parameters(module)]
             trained = [(m, n) for m in model.modules() for n, p in m.named_parameters("", False) if p.requires_grad]
             model.requires_grad_(False)
-        # By name: accelerate replaces what it offloads at each call.
+        # By name: accelerate replaces offloaded tensors at each call.
         stack.callback(at_rest()(lambda: [getattr(module, name).requires_grad_(True) for module, name in trained]))
         for owner in {brought_in_by(module) for module in offloaded}:
             # Autograd would keep the weights of all modules; so each runs again when backward reaches it.
@@ -139,7 +139,7 @@ def _tap(name: str, twins: Mapping[str, nn.Module], changes: _Changes) -> Callab
 
 def _square(members: list[list[torch.Tensor]]) -> torch.Tensor:
     """The squares of sums over :data:`BLOCK` neighbouring positions of a sequence, of all calls of some modules."""
-    if len({tuple(call.shape for call in calls) for calls in members}) == 1:  # fused: what they do to a token adds up
+    if len({tuple(call.shape for call in calls) for calls in members}) == 1:  # fused: their changes of a token add up
         members = [[torch.stack(calls).sum(0) for calls in zip(*members, strict=True)]]
     total = torch.zeros((), dtype=torch.float64)
     for changes in chain.from_iterable(members):

@@ -3,7 +3,7 @@
 Estimated losses of layers (:mod:`.sensitivity`) add up, as second-order effects of small independent errors do. With
 one binary variable for each group of modules and each scheme, the best choice within a linear budget is a
 multiple-choice knapsack, which HiGHS solves (``scipy.optimize.milp``). Modules that engines fuse are one group, so they
-have one scheme. Sizes are those of the checkpoint, scales included.
+have one scheme. Sizes are bytes in the checkpoint, scales included.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MixedPlan:
         loss: the sum of the groups' estimated losses, in the units of :attr:`Sensitivity.method`.
         size: bytes of the modules' weights and scales in a checkpoint.
         weights: how many weights that are.
-        config: what :class:`~lightning_obs.CalibrationCallback`, the command line and the export take: a group for each
+        config: for :class:`~lightning_obs.CalibrationCallback`, the command line and the export: a group for each
             scheme that was chosen. None if nothing is quantized.
     """
 
@@ -104,8 +104,8 @@ def mixed_precision(
         A config with one group for each scheme that was chosen; modules without one are in its ``ignore``.
 
     Raises:
-        CalibrationError: a budget below what the smallest candidates need, or one that cannot be read; all modules are
-            best left in full precision; whatever :func:`~lightning_obs.sensitivity` raises.
+        CalibrationError: a budget below the size of the smallest candidates, or an unreadable budget; all modules are
+            best left in full precision; errors of :func:`~lightning_obs.sensitivity`.
 
     Examples:
         >>> import torch
@@ -236,9 +236,9 @@ def _solve(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]
 
 @contextmanager
 def _silent_solver() -> Iterator[None]:
-    """Keep off the terminal what HiGHS prints from C++ regardless of its options (``transformNewIntegerFeas...``)."""
+    """Keep HiGHS's prints from C++, which ignore its options (``transformNewIntegerFeas...``), off the terminal."""
     libc = ctypes.CDLL(None)
-    libc.fflush(None)  # what the process printed before is not ours to drop
+    libc.fflush(None)  # earlier output of the process is not ours to drop
     terminal, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 1)
@@ -255,7 +255,7 @@ def config_of(
 ) -> QuantizationConfig | None:
     """A config with a group for each label and scheme that ``modules`` have; None if none of them has a scheme.
 
-    A module whose scheme is None stays in full precision, as does what ``ignore`` matches.
+    Modules whose scheme is None, or that ``ignore`` matches, stay in full precision.
     """
     groups: dict[tuple[str, str], QuantizationScheme] = {}
     for module, (name, scheme) in modules.items():

@@ -1,4 +1,4 @@
-"""Choose the observer of each tensor by what it costs the model's predictions on batches that it did not observe.
+"""Choose the observer of each tensor by the loss of the model's predictions on batches that it did not observe.
 
 An observer is a candidate like any other: the same scheme with another range. So the score is that of
 :mod:`.sensitivity`: the change of a layer's output, weighted by what it does to the predictions. Some batches are
@@ -57,7 +57,7 @@ _FIELDS = {"input": "input_activations", "weight": "weights"}
 
 @dataclass(frozen=True)
 class ObserverChoice:
-    """Which observer each tensor got, and what it gained.
+    """The observer that each tensor got, and its gain.
 
     Attributes:
         config: the scheme with these observers: a group for each combination that was chosen.
@@ -73,7 +73,7 @@ class ObserverChoice:
 
     @property
     def counts(self) -> dict[str, Counter[str]]:
-        """By base name and candidate, how many tensors got it."""
+        """The number of tensors that got each candidate, by base name."""
         chosen = self.observers.values()
         return {base: Counter(_label(of[base]) for of in chosen if base in of) for base in self.losses}
 

@@ -48,7 +48,7 @@ FULL_PRECISION = "none"
 
 @dataclass(frozen=True)
 class Group:
-    """Modules that get one scheme together: what an engine fuses, the experts of a layer, or one module.
+    """Modules that get one scheme together: a fused set, the experts of a layer, or one module.
 
     Attributes:
         names: of the modules.
@@ -65,13 +65,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What each candidate scheme costs in each layer.
+    """The loss of each candidate scheme in each layer.
 
     Attributes:
         groups: modules that choose together, in the model's order.
         layers: by scheme, the loss of each module alone.
-        schemes: by name, what it does to each module.
-        ignore: what all candidates left out, as it was given, and tied heads.
+        schemes: by name, the scheme of each module.
+        ignore: as given, left out by all candidates; and tied heads.
         method: ``"divergence"``: losses are estimated KL divergences of the model's predictions, in nats per token;
             ``"weight error"``: relative squared errors of the weights, which no data was needed for and which say
             little about the model.
@@ -113,7 +113,7 @@ def sensitivity(
     seed: int = 0,
     **options: Unpack[OptionKeywords],
 ) -> Sensitivity:
-    """Estimate what quantizing each layer alone does to the model's predictions, for every candidate scheme.
+    """Estimate how quantizing each layer alone changes the model's predictions, for every candidate scheme.
 
     The model runs unquantized, in evaluation mode; afterwards it is as it was. Scales are a CalibrationSession's.
 
@@ -205,7 +205,7 @@ def _refusal(engine: Engine, session: CalibrationSession, targets: list[PlannedM
 
 
 def candidate_options(candidate: Candidate, **options: Any) -> CalibrationOptions:
-    """The options of one candidate: its own before those of all candidates."""
+    """The options of one candidate: its own take precedence over the options of all candidates."""
     if not isinstance(candidate, Mapping) or "scheme" not in candidate:
         return CalibrationOptions.of(candidate, **options)
     observers = {**(options.get("observers") or {}), **(candidate.get("observers") or {})}
@@ -271,7 +271,7 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _groups(model: nn.Module, sessions: Mapping[str, CalibrationSession]) -> list[tuple[str, ...]]:
-    """The modules that any candidate quantizes, grouped by what must have one scheme, in the model's order."""
+    """The modules that any candidate quantizes, in sets that must have one scheme, in the model's order."""
     together: dict[str, set[str]] = {t.name: {t.name} for s in sessions.values() for t in s.plan.targets}
     for session in sessions.values():
         for fused in session.result.fused if session.result else ():
@@ -283,7 +283,7 @@ def _groups(model: nn.Module, sessions: Mapping[str, CalibrationSession]) -> lis
 
 @torch.no_grad()
 def _weight_errors(model: nn.Module, twins: Twins, groups: Iterable[tuple[str, ...]]) -> Losses:
-    """By scheme and modules, the sum of squared relative errors of their weights."""
+    """The sum of squared relative errors of weights, by scheme and modules."""
     alone: dict[tuple[str, str], float] = {}
     for name, of_module in twins.items():
         with weights_shared(model.get_submodule(name), of_module.values()):

@@ -1,4 +1,4 @@
-"""Inference engines, each an object that says what it takes of a checkpoint before the checkpoint is written.
+"""Inference engines, each an object that judges a checkpoint before the checkpoint is written.
 
 Importing this package registers the built-in engines. Start reading in ``engine.py``, which holds the questions; each
 further file is an engine's answers.

@@ -128,7 +128,7 @@ class Engine:
 
 
 _E = TypeVar("_E", bound=Engine)
-#: every engine but the base class, by what ``reload`` calls it
+#: every engine but the base class, by its name in ``reload``
 ENGINES: dict[str, Engine] = {}
 
 

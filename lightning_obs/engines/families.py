@@ -1,4 +1,4 @@
-"""Engines of language models that load schemes by family: a table says which, and on what hardware.
+"""Engines of language models that load schemes by family: a table of families and hardware.
 
 An engine of this kind is a table of :class:`Family` and the rules that concern several modules at once. A scheme
 belongs to the first family that it fits; one that fits none is refused.

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter reads of a compressed-tensors checkpoint.
+"""The part of compressed-tensors checkpoints that llama.cpp's converter reads.
 
 Read from commit 0c1e57098, which llama-cpp-python 0.3.36 ships (``conversion/base.py``: ``dequant_model``,
 ``_generate_nvfp4_tensors``); checkpoints were converted with it (docs/engines.md). It dequantizes all but NVFP4, which

@@ -1,4 +1,4 @@
-"""What MLX (mlx-lm) reads of a compressed-tensors checkpoint.
+"""The part of compressed-tensors checkpoints that MLX (mlx-lm) reads.
 
 Read from mlx-lm 0.32.2 (``utils.py``: ``_compressed_tensors_quantization``, ``load_model``; each model's ``sanitize``)
 and held against MLX's build for CPUs by ``make engines`` (docs/engines.md). The loader knows formats of packed 4-bit

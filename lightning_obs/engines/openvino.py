@@ -1,4 +1,4 @@
-"""What OpenVINO reads of a compressed-tensors checkpoint.
+"""The part of compressed-tensors checkpoints that OpenVINO reads.
 
 Read from OpenVINO 2026.4.1 (``frontend/pytorch/compressed_tensors.py``, there since 2026.3), which turns modules that
 are still packed into int4 constants; held against its CPU plugin by ``make engines`` (docs/engines.md). Whoever loads

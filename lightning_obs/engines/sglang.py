@@ -1,4 +1,4 @@
-"""What SGLang loads of a compressed-tensors checkpoint, and the hardware that then runs it.
+"""The compressed-tensors schemes that SGLang loads, and the hardware that runs them.
 
 Read from SGLang 0.5.23 (``layers/quantization/compressed_tensors/``: ``compressed_tensors.py``, ``utils.py``,
 ``schemes/``; Marlin's list of groups in ``marlin_utils.py``) and held against its Linear layers by ``make engines``
@@ -59,7 +59,7 @@ class SGLang(VLLM):
 
     @override
     def remarks(self, planned: PlannedCheckpoint, chosen: bool) -> Iterator[str]:
-        """Only where the checkpoint is for SGLang: what concerns both, vLLM says."""
+        """Only where the checkpoint is for SGLang: vLLM's remarks cover both."""
         return super().remarks(planned, chosen) if chosen else iter(())
 
     @override

@@ -1,4 +1,4 @@
-"""What vLLM loads of a compressed-tensors checkpoint, and the hardware that then runs it.
+"""The compressed-tensors schemes that vLLM loads, and the hardware that runs them.
 
 Read from vLLM 0.32.0 (``compressed_tensors.py``, ``compressed_tensors_moe.py``, the lists of kernels in
 ``kernels/linear``) and held against that release by ``make engines`` (docs/engines.md). vLLM takes the first family
@@ -121,7 +121,7 @@ class VLLM(FamilyEngine):
         return module is not getattr(model, "get_output_embeddings", lambda: None)()
 
     def _wrong_choices(self, planned: PlannedCheckpoint) -> Iterator[CalibrationError]:
-        """What vLLM refuses for the way modules were chosen, and kv caches for their format; not for their scheme."""
+        """Refusals that depend on the choice of modules or on the format of the kv cache, not on the scheme."""
         model, names = planned.model, {target.name for target in planned.targets}
         caches = {
             target.name: describe(args)
@@ -157,7 +157,7 @@ class VLLM(FamilyEngine):
 
 
 def _split_sets(planned: PlannedCheckpoint, fused_sets: FusedSets) -> list[str]:
-    """Fused sets of which only some modules will be quantized: ``"q_proj/k_proj/v_proj in layers.0.self_attn"``."""
+    """Fused sets that would be quantized in part: ``"q_proj/k_proj/v_proj in layers.0.self_attn"``."""
     names, kinds = {t.name for t in planned.targets}, {type(t.module) for t in planned.targets}
     return [
         f"{'/'.join(n.rpartition('.')[2] for n in fused)} in {fused[0].rpartition('.')[0]}"

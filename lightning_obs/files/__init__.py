@@ -1,4 +1,4 @@
-"""What is written appears under its name whole or not at all; what is read and damaged is named.
+"""Files appear under their name whole or not at all; damaged input is named.
 
 It imports ``errors.py`` alone. Start reading in ``write.py``.
 """

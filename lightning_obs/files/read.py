@@ -1,4 +1,4 @@
-"""The one reader of JSON that a user hands over: whatever is wrong with the file is an error that names it."""
+"""The reader of JSON files from users: any fault of the file is an error that names it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def naming(path: str | os.PathLike[str], *, expected: str | None = None, remedy: str | None = None) -> Iterator[None]:
-    """Turn whatever a reader raises over a damaged file into a :class:`CalibrationError` that names the file."""
+    """Turn any exception of a reader of a damaged file into a :class:`CalibrationError` that names the file."""
     try:
         yield
     except CalibrationError:

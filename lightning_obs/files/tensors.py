@@ -1,4 +1,4 @@
-"""Safetensors files by position: what a header says is known before, and each tensor is read and written by itself.
+"""Safetensors files by position: the header is known first, and each tensor is read and written by itself.
 
 safetensors writes a file from all of its tensors at once, and maps a whole file to read it. Here tensors, or rows of
 them, are written to their places in any order, and one tensor, or an item of it, is read: nothing else is held.
@@ -86,7 +86,7 @@ class TensorWriter(_Tensors):
         layout: a meta tensor for each name, in the order in which they are dealt to files.
         max_shard_size: bytes of one file, or ``"5GB"``; a larger tensor has a file of its own.
         file: the name of the file, where there is one.
-        tally: counts what is written, here and elsewhere.
+        tally: counts the bytes written, here and elsewhere.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor, which must outlive it. (FSDP1 cannot free what was once given to numpy.)"""
+    """The memory of a contiguous tensor, which must outlive it. (FSDP1 cannot free memory once given to numpy.)"""
     size = tensor.numel() * tensor.itemsize
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 

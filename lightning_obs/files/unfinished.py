@@ -1,4 +1,4 @@
-"""What a long run has finished, in a folder beside the name of what it makes, so that a killed run goes on there.
+"""The finished steps of a long run, in a folder beside its output, so that a killed run continues after them.
 
     <name>.unfinished/
         lock                    held by the writer as long as it lives
@@ -49,7 +49,7 @@ class Unfinished:
 
     @property
     def steps(self) -> set[int]:
-        """The steps of which this rank's state is there."""
+        """The steps that this rank has a state of."""
         found = (re.fullmatch(rf"state-(\d+)-{self.rank}\.pt", path.name) for path in self.folder.glob("*"))
         return {int(match[1]) for match in found if match}
 
@@ -74,7 +74,7 @@ class Unfinished:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Let others write there. What has no finished step is deleted."""
+        """Let others write there. A folder without a finished step is deleted."""
         if self.rank == 0 and not self.steps:
             self.remove()
         os.close(self._lock)

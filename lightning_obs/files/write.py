@@ -1,19 +1,19 @@
 """Files and folders that take their name when they are complete: the old or the new is under it, whole, at any time.
 
-What is being written lies in a hidden folder beside the name:
+Files are written into a hidden folder beside the name:
 
     .lightning_obs.<random>.partial/
         lock            held by the writer as long as it lives
         writing/<name>  incomplete
-        whole/<name>    complete; after an exchange, what was under the name before
+        whole/<name>    complete; after an exchange, the folder that had the name before
         old/<name>      taken from under the name, where the file system cannot exchange
 
-A folder lists its own files and their checksums (``lightning_obs.json``). So what is missing or damaged is named, and
-what no export wrote is never deleted.
+A folder lists its own files and their checksums (``lightning_obs.json``). So missing and damaged files are named, and
+files that no export wrote are never deleted.
 
 A file replaces another by one rename. A folder needs an exchange (Linux' ``renameat2``); where there is none it takes
 two renames, and a kill between them leaves nothing under the name. Whoever writes beside it next, or loads it, puts
-back what dead writers took and removes what they left.
+back folders that dead writers took and removes their leftovers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from safetensors import SafetensorError
 from lightning_obs.errors import CalibrationError, refuse, warn
 from lightning_obs.files.read import naming, read_json
 
-#: what the folder holds: ``{"files": {relative path: CRC-32 of the file, null of a folder}}``
+#: contents of the folder: ``{"files": {relative path: CRC-32 of the file, null of a folder}}``
 CONTENTS_FILE = "lightning_obs.json"
 _DAMAGED = "copy or export the checkpoint again."
 _PREFIX, _SUFFIX = ".lightning_obs.", ".partial"
@@ -88,7 +88,7 @@ def whole_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
         CalibrationError: see :func:`require_free`; nothing can be written there, or the disk is full. What was under
             the name is there as before.
     """
-    with _writing(folder) as target:  # a symlink stays, what it points to is replaced
+    with _writing(folder) as target:  # a symlink stays, its target is replaced
         target.parent.mkdir(parents=True, exist_ok=True)
         require_free(folder, overwrite)
         with closing(Staging(target)) as staging:
@@ -126,7 +126,7 @@ def whole_file(file: str | os.PathLike[str], overwrite: bool = True) -> Iterator
 
 
 def write_text(file: str | os.PathLike[str], text: str) -> None:
-    """Write text as UTF-8, whole or not at all; what UTF-8 cannot hold (lone surrogates) is escaped."""
+    """Write text as UTF-8, whole or not at all; characters outside of UTF-8 (lone surrogates) are escaped."""
     with whole_file(file) as partial:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
@@ -139,7 +139,7 @@ def require_room(partial: Path, size: int) -> None:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[Path]:
-    """The path without symlinks; what the system refuses as an error that names the path."""
+    """The path without symlinks; an error of the system names the path."""
     try:
         if "\0" in str(path):
             raise OSError(errno.EINVAL, "a path cannot hold a NUL")
@@ -152,7 +152,7 @@ def _writing(path: Path) -> Iterator[Path]:
         ) from error
 
 
-# ---------------------------------------------------------------------- what a folder was written with
+# ---------------------------------------------------------------------- the list of a folder's files
 
 
 def write_contents(folder: Path) -> None:
@@ -162,7 +162,7 @@ def write_contents(folder: Path) -> None:
 
 
 def refuse_damage(folder: Path) -> None:
-    """Refuse a folder in which a file is missing or has other bytes than were written, if it says what they were."""
+    """Refuse a folder in which a listed file is missing or has other bytes than were written."""
     if not (folder / CONTENTS_FILE).exists():
         return
     written = _contents(folder)
@@ -180,7 +180,7 @@ def refuse_damage(folder: Path) -> None:
 
 
 def foreign(folder: Path) -> list[str]:
-    """What lies in ``folder`` and is not, byte for byte, what was written there."""
+    """Files in ``folder`` that are not, byte for byte, the files that were written there."""
     try:
         own = _contents(folder)
     except CalibrationError:
@@ -192,7 +192,7 @@ def foreign(folder: Path) -> list[str]:
 
 
 def refuse_foreign(folder: Path, name: Path | None = None) -> None:
-    """Refuse to replace a folder that holds what no export wrote; ``name``: its own, where it lies elsewhere now."""
+    """Refuse to replace a folder with files that no export wrote; ``name``: its own, where it lies elsewhere now."""
     refuse(
         foreign(folder),
         f"{name or folder} holds what no export wrote, and overwrite=True would delete it",
@@ -223,7 +223,7 @@ def _checksum(path: Path) -> int | None:
 
 
 class Staging:
-    """A hidden folder beside ``target`` (with no symlink in its path), where ``partial`` is what to write to."""
+    """A hidden folder beside ``target`` (with no symlink in its path); ``partial`` inside it is written to."""
 
     def __init__(self, target: Path) -> None:
         settle_dead(target.parent)
@@ -233,10 +233,10 @@ class Staging:
         self.partial = self._folder / "writing" / target.name
 
     def close(self) -> None:
-        """Remove what is left; put back what was taken, where an interrupt came between two renames."""
+        """Remove leftovers; put back a folder that was taken, where an interrupt came between two renames."""
         try:
             _settle(self._folder)
-        except KeyboardInterrupt:  # it may have come while what was replaced was deleted
+        except KeyboardInterrupt:  # it may have come while the replaced folder was deleted
             _settle(self._folder)
             raise
         finally:
@@ -247,7 +247,7 @@ class Staging:
         self._finish([self.partial])
         if not overwrite:
             try:
-                os.link(self.partial, self.target)  # a rename would replace what is there
+                os.link(self.partial, self.target)  # a rename would replace an existing folder
                 return
             except OSError:  # perhaps of a file system without hard links
                 if os.path.lexists(self.target):
@@ -255,7 +255,7 @@ class Staging:
         os.replace(self.partial, self.target)
 
     def replace_folder(self, overwrite: bool) -> None:
-        """Give the folder its name, unless this would delete what no export wrote."""
+        """Give the folder its name, unless this would delete files that no export wrote."""
         self._finish(path for path in self.partial.rglob("*") if path.is_file())
         os.rename(self._folder / "writing", self._folder / "whole")
         new = self._folder / "whole" / self.target.name
@@ -289,7 +289,7 @@ class Staging:
 
 
 def settle_dead(parent: Path) -> None:
-    """Put back what killed writers took from under names in ``parent``, and remove what else they left."""
+    """Put back folders that killed writers took from their names in ``parent``, and remove their other leftovers."""
     try:
         left = [path for path in parent.iterdir() if path.name.startswith(_PREFIX) and path.name.endswith(_SUFFIX)]
     except OSError:  # whoever writes there says why

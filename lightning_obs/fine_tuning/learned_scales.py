@@ -7,7 +7,7 @@ optimizer's state is restored by position), and travel in the callback's state.
 
 Where scales are trained alone, weights in NVFP4 keep the numbers that calibration gave them, the nearest or a
 rounding's (``weight_rounded``), and the scale has an exact gradient: a float8 scale moves by 6 to 12 % at a time, far
-for the straight-through gradient of a weight that is rounded anew. Integers, whose scales are not rounded, are rounded
+for the straight-through gradient of a weight that is rounded again. Integers, whose scales are not rounded, are rounded
 anew.
 """
 
@@ -165,7 +165,7 @@ class LearnedScales:
 
 
 class _Scale:
-    """A scale that is learned; ``calibrated`` is what it starts from, once it is known."""
+    """A learned scale; ``calibrated`` is its start, once it is known."""
 
     def __init__(self, target: PlannedModule, base_name: str, shape: tuple[int, ...]) -> None:
         self.target, self.base_name = target, base_name

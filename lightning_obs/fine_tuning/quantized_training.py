@@ -9,7 +9,7 @@ saved and taken up again.
      +-----------------------------+     +-----> GATHERED ---> TRAINING
 
 The phase between two hooks is one value, which checkpoints hold. A transition records what happened; nothing here
-foresees what Lightning will do next. Lightning validates and tests under inference mode: nothing that training needs
+foresees Lightning's next step. Lightning validates and tests under inference mode: nothing that training needs
 may be born in it.
 """
 
@@ -42,7 +42,7 @@ class Phase(Enum):
     OBSERVING = "observing"
     #: the ranges in force stay
     TRAINING = "training"
-    #: a validation has ended: weights are observed anew before the next batch, which may be observed itself
+    #: a validation has ended: weights are observed again before the next batch, which may be observed itself
     VALIDATED = "validated"
     #: a validation was observed: its ranges are in force from the next batch on
     GATHERED = "gathered"
@@ -53,16 +53,16 @@ class QuantizedTraining:
 
     Args:
         session: of the model.
-        train: what an optimizer trains: ``"weights"``; ``"scales"``, those that can be (``learned``); ``"all"``, both.
+        train: the optimizer's parameters: ``"weights"``; ``"scales"``, where they can be ``learned``; ``"all"``, both.
     """
 
     def __init__(self, session: CalibrationSession, train: str = "weights") -> None:
         self.session = session
-        #: what is quantized now
+        #: the tensors that are quantized now
         self.switch = Switch()
         self.learned = None if train == "weights" else LearnedScales(session.plan, alone=train == "scales")
         self.phase = Phase.NEW
-        #: a validation runs through what would be exported at this moment
+        #: a validation runs the model that an export would write at this moment
         self.validating = False
         self._forwards: ExitStack | None = None  # gives every module its own forward back; None while none is replaced
         # A resumed run may stand between two observations: weights are newer than their ranges, and stay so.
@@ -75,7 +75,7 @@ class QuantizedTraining:
         """Let the modules run quantized, with ranges for their weights; nothing happens if they do already.
 
         Args:
-            around: what holds the model, and perhaps its torch.compile'd wrapper.
+            around: the holder of the model, and perhaps of its torch.compile'd wrapper.
         """
         if self._forwards is not None:
             return
@@ -152,7 +152,7 @@ class QuantizedTraining:
     # ------------------------------------------------------------------ transitions
 
     def begin_training_batch(self) -> bool:
-        """Put in force what the last validation found.
+        """Put the ranges of the last validation in force.
 
         Returns:
             Whether ranges of activations are due: nothing was observed yet, or a validation has ended.
@@ -189,9 +189,9 @@ class QuantizedTraining:
         return True
 
     def begin_validation(self) -> bool:
-        """Run through what would be exported now; False if this validation does already.
+        """Run the model that an export would write now; False if this validation does already.
 
-        Weights are observed anew. An observation of training batches ends: its ranges are those of the batches so far.
+        Weights are observed again. An observation of training batches ends with the ranges of the batches so far.
         """
         if self.validating:
             return False
@@ -204,7 +204,7 @@ class QuantizedTraining:
         return True
 
     def gather(self) -> None:
-        """Stop observing a validation, and keep what was seen until the next training batch."""
+        """Stop observing a validation, and keep its statistics until the next training batch."""
         self.session.detach()
         self.phase = Phase.GATHERED
 
@@ -215,7 +215,7 @@ class QuantizedTraining:
             self.phase = Phase.VALIDATED
 
     def give_up(self) -> None:
-        """Stop observing, and forget what was seen."""
+        """Stop observing, and forget the statistics."""
         self.session.detach()
         self.phase = Phase.NEW
 
@@ -232,7 +232,7 @@ class QuantizedTraining:
         session = self.session
         excused = session.skipped | set(session.result.fallback if session.result is not None else ())
         wanting = {name: o.lacks_inputs for (name, _), o in self._of_inputs.items()}
-        # What was seen differs from rank to rank until it is merged.
+        # Statistics differ from rank to rank until they are reduced.
         unfinished = self.phase in (Phase.OBSERVING, Phase.GATHERED) or not self.is_quantized
         lacking = bool(wanting) and (unfinished or any(wanting[name] for name in wanting.keys() - excused))
         unknown = any(get_scheme(target.module) is None for target in session.plan.targets)
@@ -251,7 +251,7 @@ class QuantizedTraining:
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
-        """What the session's own state does not hold: learned scales, and an observation that is not complete.
+        """The state beside the session's own: learned scales, and an incomplete observation.
 
         On several ranks every rank must call this, as Lightning does: they have seen different data.
         """
@@ -259,7 +259,7 @@ class QuantizedTraining:
         state: dict[str, Any] = {"phase": self.phase.value, "batches": session.batches}
         if self.phase in (Phase.OBSERVING, Phase.GATHERED):
             state["observed"] = dump_observation(session.fed, session.collectives)
-        elif not self._weights_stay:  # what a weight's next observation needs, the same on all ranks
+        elif not self._weights_stay:  # for a weight's next observation, the same on all ranks
             state["statistics"] = dump_statistics(self._of_inputs)
         return state if self.learned is None else {**state, "learned": self.learned.state_dict()}
 

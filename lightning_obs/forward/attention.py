@@ -41,7 +41,7 @@ _ENABLED, _BEFORE = "quantization_enabled", "quantization_was_enabled"
 def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[str]]) -> Iterator[None]:
     """Let states be observed (:func:`register_state_hook`) or changed (:func:`register_state_change`) inside the block.
 
-    ``modules`` of the transformers model, and which of q, k, v is wanted of each. compressed-tensors quantizes none of
+    ``modules`` of the transformers model, and the states (q, k, v) wanted of each. compressed-tensors quantizes none of
     them meanwhile.
 
     Raises:
@@ -63,7 +63,7 @@ def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[st
 def register_state_hook(module: nn.Module, base_name: str, hook: Callable[[torch.Tensor], None]) -> Callable[[], None]:
     """Call ``hook`` with q, k (both after rotary embedding) or v, ``(batch, heads, tokens, head_dim)``, unquantized.
 
-    The module is inside :func:`hooked_attention`. Returns what removes the hook.
+    The module is inside :func:`hooked_attention`. Returns a function that removes the hook.
     """
     handle = _REGISTER[base_name](module, lambda _, value: hook(value))
     hooks = handle.hooks_dict_ref()
@@ -77,7 +77,7 @@ def register_state_change(
 ) -> Callable[[], None]:
     """Let ``change`` replace q, k or v where it is read, after every :func:`register_state_hook` has seen it.
 
-    It is not called if the module's quantization was switched off before. Returns what removes the hook.
+    It is not called if the module's quantization was switched off before. Returns a function that removes the hook.
     """
 
     def replace(_: nn.Module, value: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ def find_owner(root: nn.Module, module: nn.Module) -> nn.Module:
 
 # ---------------------------------------------------------------------- entered by the first, left by the last
 
-#: around attention modules those of the cache and of the attention function; around models, what they call for it
+#: blocks around attention modules (cache, attention function) and around models (the attention that they call)
 _hooks, _functions = {KV_CACHE_ATTR: SharedBlocks(), IMPL_ATTR: SharedBlocks()}, SharedBlocks()
 
 

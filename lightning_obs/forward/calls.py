@@ -48,7 +48,7 @@ def logits_of(output: Any) -> torch.Tensor:
 
 
 def named_logits(output: Any) -> Any:
-    """What an output has by the name of ``logits``; None where it has nothing."""
+    """The output's ``logits``; None where it has none."""
     found = getattr(output, "logits", None)
     return output.get("logits") if found is None and isinstance(output, Mapping) else found
 

@@ -128,7 +128,7 @@ def _claimed(model: nn.Module) -> Iterator[None]:
 
 
 def quantize_forward(module: nn.Module, *, writer: Writer | None = None) -> Callable[[], None]:
-    """Let a calibrated module, but no copy of it, run quantized, and return what undoes it.
+    """Let a calibrated module, but no copy of it, run quantized, and return a function that undoes it.
 
     A ``writer`` quantizes and dequantizes by operations of its own, also a weight that is on the grid already.
     """
@@ -148,7 +148,7 @@ def quantize_for_good(module: nn.Module, *, trainable: bool) -> None:
 
 
 def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool = False) -> Callable[[], None]:
-    """Let a module train through fake quantization, as soon as it has parameters, and return what undoes it.
+    """Let a module train through fake quantization, as soon as it has qparams, and return a function that undoes it.
 
     ``switch`` turns weights and activations on and off, at any time. An ``output`` that the scheme quantizes too is
     quantized by a forward hook, so that an observer's hook can see it before.
@@ -158,7 +158,7 @@ def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool
         stack.callback(set_attributes(module, **_quantized_attributes(module, switch, output_by_hook=output)))
         adapters = adapters_of(module)
         if adapters is not None:
-            # Hooks of the base layer see what they would see after merging: the adapters' sum is a part of its weight.
+            # Hooks of the base layer see the merged layer: the adapters' sum is a part of its weight.
             stack.callback(set_attributes(adapters, forward=module.__call__))
         if output:
             hook = module.register_forward_hook(lambda module, args, output: _quantize_output(module, output))

@@ -22,7 +22,7 @@ from lightning_obs.numerics.fake_quantize import dequantize, fake_quantize_dynam
 from lightning_obs.numerics.fake_quantize import fake_quantize as fake_quantize_with
 from lightning_obs.numerics.qparams import ATTENTION
 
-#: ``(value, base name)`` to what a module computes with; a weight comes and goes in its own shape
+#: ``(value, base name)`` to the value that a module computes with; a weight keeps its own shape
 Writer: TypeAlias = Callable[[torch.Tensor, str], torch.Tensor]
 
 #: the attribute of a module that holds its :class:`Quantization`
@@ -33,7 +33,7 @@ _ON_THE_GRID = (QuantizationStatus.COMPRESSED, QuantizationStatus.DECOMPRESSED)
 
 @dataclass
 class Switch:
-    """What is quantized now; one for all modules of a model."""
+    """The tensors that are quantized now; one switch for all modules of a model."""
 
     weights: bool = True
     activations: bool = True

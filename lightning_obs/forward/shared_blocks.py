@@ -1,4 +1,4 @@
-"""Blocks that several callers share: the first to come enters one, the last to go leaves it, in whatever order they go.
+"""Blocks that several callers share: the first caller enters one, the last to leave exits it, in any order.
 
 torch has one compile stance for the whole process, an attention module one set of compressed-tensors' hooks. Of two
 blocks around either that do not end in reverse order (a session that is detached inside ``quantized``), the last to end
@@ -21,7 +21,7 @@ class SharedBlocks:
     """Blocks of one kind, one for each thing that it is around. They may be shared by threads."""
 
     def __init__(self) -> None:
-        #: what a block is around -> (how many are in it, what the last one to leave closes)
+        #: the object that a block is around -> (number of callers inside, the stack that the last of them closes)
         self.open: WeakKeyDictionary[nn.Module | ModuleType, tuple[int, ExitStack]] = WeakKeyDictionary()
         self._counting = RLock()  # the garbage collector may leave one while another is entered
 

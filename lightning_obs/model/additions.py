@@ -1,4 +1,4 @@
-"""What this package puts on a user's modules for a while (hooks, forwards, switches), and copies of them without it.
+"""Temporary additions to a user's modules (hooks, forwards, switches), and copies of modules without them.
 
 A model may be copied or pickled at any moment: for weight averaging, as a teacher, by a logger. nn.Module copies its
 whole ``__dict__``, hooks included, and the hooks of a copy would go on feeding the original's observers.
@@ -35,7 +35,7 @@ def add(module: nn.Module, take_out: TakeOut, undo: Callable[[], None] | None = 
 
 
 def keep_hook_out(module: nn.Module, handle: RemovableHandle) -> Callable[[], None]:
-    """Keep a hook of ``module`` out of its copies; returns what removes the hook."""
+    """Keep a hook of ``module`` out of its copies; returns a function that removes the hook."""
 
     def take_out(own: dict[str, Any]) -> None:
         for name in _TABLES:
@@ -46,13 +46,13 @@ def keep_hook_out(module: nn.Module, handle: RemovableHandle) -> Callable[[], No
 
 
 def set_attributes(module: nn.Module, **attributes: Any) -> Callable[[], None]:
-    """Set attributes of the instance, and return what restores those that were there."""
+    """Set attributes of the instance, and return a function that restores their earlier values."""
     mine = _Attributes(vars(module), attributes)
     return _of(module).add(mine, partial(mine.undo, vars(module)))
 
 
 class _Attributes:
-    """Attributes that were set, and what was there before."""
+    """Attributes that were set, and their earlier values."""
 
     def __init__(self, own: dict[str, Any], values: dict[str, Any]) -> None:
         self.names = values.keys()
@@ -65,7 +65,7 @@ class _Attributes:
         own.update(self.before)
 
     def undo(self, own: dict[str, Any], later: list[TakeOut]) -> None:
-        """Restore what was there; an attribute that was set again since is restored by the next who set it."""
+        """Restore the earlier values; an attribute that was set again since is restored by its last setter."""
         for name in self.names:
             heirs = (other.before for other in later if isinstance(other, _Attributes) and name in other.names)
             held = next(heirs, own)
@@ -95,7 +95,7 @@ class _Additions:
         return remove
 
     def copied_by(self, name: str, argument: Any) -> Any:
-        """What the class's ``__reduce_ex__`` or ``__deepcopy__`` gives of the module without additions."""
+        """The result of the class's ``__reduce_ex__`` or ``__deepcopy__`` for the module without additions."""
         everything = vars(self.module)
         own = everything | {table: copy(everything[table]) for table in _TABLES}
         for take_out in reversed(self.all):

@@ -1,6 +1,6 @@
 """Whether a model is as it was calibrated, by checksums of its parameters on their modules.
 
-A module keeps those of its own parameters and buffers, so they survive whatever renames or replaces modules around it.
+A module keeps the checksums of its own parameters and buffers: they survive renaming and wrapping of modules around it.
 
 A tensor's bytes are words of 32 bits, in tiles of 2**17. With pseudorandom odd multipliers of 64 bits, ``a`` for each
 tile and ``b`` for each place in a tile, the checksum is ``sum a * b * word`` modulo 2**64. A sum needs no order of its
@@ -135,7 +135,7 @@ def _checksums_of(model: nn.Module) -> list[tuple[tuple[nn.Module, str], int]]:
 
 @at_rest()
 def changed_since(model: nn.Module) -> list[str]:
-    """Names of parameters and buffers that are not what they were when ``model`` was calibrated.
+    """Names of parameters and buffers that have changed since ``model`` was calibrated.
 
     Where parameters are sharded, all ranks must call this.
     """
@@ -153,7 +153,7 @@ def changed_since(model: nn.Module) -> list[str]:
 
 
 def _held(module: nn.Module) -> Iterator[str]:
-    """What a checkpoint holds of a module by itself. Buffers of integers count steps, which changes no output."""
+    """The module's own parameters and buffers in a checkpoint; without integer buffers, which count steps."""
     offloaded = is_dispatched(module) and is_offloaded(module)
     for name, parameter in module.named_parameters(recurse=False):
         if (offloaded or not parameter.is_meta) and not is_lazy(parameter):

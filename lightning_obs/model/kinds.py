@@ -1,4 +1,4 @@
-"""What a module is: how it holds its weight and reads its data; a transformers model; attention with a cache.
+"""Kinds of modules: how they hold their weight and read their data; transformers models; attention with a cache.
 
 A kind of module is a row of :data:`KINDS`. A new kind is a new row, and nothing else.
 """
@@ -106,7 +106,7 @@ def _positions_of(module: nn.Module) -> int:
 
 
 def is_transformers_model(module: object) -> bool:
-    """Whether transformers can save and load it (by what it has; transformers is not imported)."""
+    """Whether transformers can save and load it (judged by its attributes; transformers is not imported)."""
     return hasattr(module, "save_pretrained") and hasattr(module, "config")
 
 

@@ -6,7 +6,7 @@ compressed-tensors puts a cache in the place of ``_parameters`` and ``_buffers``
 Here both are the same: a module is :data:`at_rest`, where metadata cost nothing, or :func:`brought_in` for the length
 of a block, on the device on which it computes (:func:`execution_device`).
 
-What is dispatched is not moved by anybody else: Lightning's ``model.to(device)`` and its ``model.cpu()`` at the end
+Dispatched modules are not moved by anybody else: Lightning's ``model.to(device)`` and its ``model.cpu()`` at the end
 leave it where it is (:func:`stay_put`).
 """
 
@@ -26,7 +26,7 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.model.additions import set_attributes
 from lightning_obs.model.kinds import OWNER, is_dispatched
 
-#: the attribute of a module that holds those of its parameters that are another module's too, by name
+#: the attribute of a module that holds the parameters it shares with another module, by name
 _TIED = "tied_to"
 
 _Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -93,7 +93,7 @@ def brought_in(module: nn.Module) -> Iterator[None]:
 
 
 def source_of(module: nn.Module, name: str) -> Hashable:
-    """What is equal for two parameters of dispatched modules that are one (tied), :data:`at_rest`.
+    """An identity that tied parameters of dispatched modules share, :data:`at_rest`.
 
     accelerate makes a new parameter at each call, so its source is asked: memory, or a tensor of a file. Files that it
     wrote itself hold every tied weight once more; there the model's own word is taken (:func:`register_offload`).
@@ -145,11 +145,11 @@ def _own(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
     return chain(module.parameters(recurse), module.buffers(recurse))
 
 
-# ---------------------------------------------------------------------- what stays where it is
+# ---------------------------------------------------------------------- dispatched modules are not moved
 
 
 def stay_put(root: nn.Module) -> Callable[[], None]:
-    """Let ``root.to``, ``cpu``, ``cuda``, ``half``... leave alone what is dispatched in it; returns what undoes it.
+    """Let ``root.to``, ``cpu``, ``cuda``, ``half``... skip dispatched submodules; returns a function that undoes it.
 
     Another dtype is a CalibrationError, which says so of the first module.
     """

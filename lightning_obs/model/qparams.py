@@ -6,7 +6,7 @@ nor buffers, on purpose: ``state_dict`` and strict loading, DDP's buffer broadca
 weight averaging and ``model.to(torch.bfloat16)`` (which would round global scales) never see them. compressed-tensors'
 forward reads them by ``getattr``, so it does not mind.
 
-The forward of the model stays what it was until :func:`~lightning_obs.quantized` is entered.
+The forward of the model does not change until :func:`~lightning_obs.quantized` is entered.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ARGS = {"weight": "weights", "input": "input_activations", "output": "output_ac
 ROUNDED = "weight_rounded"
 _QPARAMS = (*(f"{base}_{suffix}" for base in (*_ARGS, *ATTENTION) for suffix in SUFFIXES), ROUNDED)
 _SCHEME = ("quantization_scheme", "quantization_status", "quantization_enabled")
-#: names of what calibration puts on a module: plain attributes, or buffers
+#: names that calibration sets on a module: plain attributes, or buffers
 CALIBRATED = (*_QPARAMS, *_SCHEME)
 
 #: what calibration has put on each module of a model, by name
@@ -49,7 +49,7 @@ Calibration: TypeAlias = dict[nn.Module, dict[str, Any]]
 
 
 def scheme_args(scheme: QuantizationScheme) -> Iterator[tuple[str, QuantizationArgs]]:
-    """What a scheme quantizes: ``(base name, args)`` of weight, input, output."""
+    """The tensors that a scheme quantizes: ``(base name, args)`` of weight, input, output."""
     for base_name, field in _ARGS.items():
         args = getattr(scheme, field)
         if args is not None:
@@ -57,7 +57,7 @@ def scheme_args(scheme: QuantizationScheme) -> Iterator[tuple[str, QuantizationA
 
 
 def args_of(module: nn.Module, base_name: str) -> QuantizationArgs | None:
-    """What a calibrated module's scheme says of one of its tensors; ``input_activations`` stands for attention's."""
+    """The args that a calibrated module's scheme has for one of its tensors; ``input_activations`` for attention's."""
     scheme = get_scheme(module)
     return None if scheme is None else getattr(scheme, _ARGS.get(base_name, "input_activations"))
 
@@ -106,7 +106,7 @@ def write_qparams(module: nn.Module, scheme: QuantizationScheme, qparams: dict[s
     _clear(module)
     for name, value in qparams.items():
         setattr(module, name, value)
-    # compressed-tensors knows no convolutions; their weights are stored as those of a Linear are.
+    # compressed-tensors knows no convolutions; their weights are stored like a Linear's.
     kind = kind_of(module).stored_as or (type(module) if is_cached_attention_module(module) else nn.Linear)
     scheme.format = storage_format(kind, scheme)
     module.quantization_scheme = scheme
@@ -173,12 +173,12 @@ def _device_of_qparams(module: nn.Module) -> torch.device | None:
 
 
 def _own_names(module: nn.Module) -> set[str]:
-    """What a module has by itself. To ask it for each name by ``getattr`` costs more, the more of them it lacks."""
+    """The module's own attributes and buffers. ``getattr`` would be slow for names that the module lacks."""
     return {*vars(module), *module._parameters, *module._buffers}
 
 
 def clear_qparams(module: nn.Module) -> None:
-    """Remove whatever calibration has put on a module."""
+    """Remove everything that calibration has set on a module."""
     _clear(module)
     vars(module).pop(CHECKSUMS, None)
 
@@ -193,7 +193,7 @@ def _clear(module: nn.Module) -> None:
 
 
 def calibration_of(model: nn.Module, only: Collection[nn.Module] | None = None) -> Calibration:
-    """What is on the modules of ``model`` now, for :func:`put_back`; nothing is copied.
+    """The calibration that the modules of ``model`` hold now, for :func:`put_back`; nothing is copied.
 
     Qparams are kept of ``only`` these modules; by default of all.
     """
@@ -211,7 +211,7 @@ def qparams_of(calibration: Calibration, module: nn.Module) -> dict[str, torch.T
 
 
 def put_back(calibration: Calibration) -> None:
-    """Let modules have what they had, and nothing else, when :func:`calibration_of` was called."""
+    """Restore the calibration that modules had when :func:`calibration_of` was called."""
     for module, before in calibration.items():
         for name in (*CALIBRATED, CHECKSUMS):
             module._buffers.pop(name, None)

@@ -29,7 +29,7 @@ from lightning_obs.model.offload import at_rest, brought_in, brought_in_by, sour
 from lightning_obs.model.wrappers import ADAPTERS, inside
 from lightning_obs.ranks.collectives import all_ranks_answer
 
-#: the attribute of a module that holds the places of those of its parameters that FSDP1 shards, by name
+#: the attribute of a module that holds the places of its parameters that FSDP1 shards, by name
 _FLAT = "flat_places"
 
 # ---------------------------------------------------------------------- metadata and data of a weight
@@ -100,12 +100,12 @@ def in_shards(module: nn.Module) -> bool:
 
 
 def onloaded(module: nn.Module) -> AbstractContextManager[None]:
-    """A block in which the module's own tensors are there, if they are offloaded; of what is sharded, this rank's."""
+    """A block in which the module's offloaded tensors are in memory; of sharded tensors, this rank's part."""
     return brought_in(module) if is_dispatched(module) else nullcontext()
 
 
 def identity(module: nn.Module, name: str = "weight") -> Hashable:
-    """What is equal for two parameters that are one (tied), also where each module that is offloaded makes its own."""
+    """An identity that tied parameters share, also where each offloaded module makes a tensor of its own."""
     return source_of(module, name) if is_dispatched(module) else id(getattr(module, name))
 
 
@@ -121,7 +121,7 @@ def identities(model: nn.Module) -> dict[str, Hashable]:
 
 @at_rest()
 def model_bytes(model: nn.Module) -> int:
-    """What parameters and buffers take, tied ones once."""
+    """Bytes of parameters and buffers; tied tensors count once."""
     own = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
     return sum({one: own[name].nbytes for name, one in identities(model).items()}.values())
 
@@ -136,7 +136,7 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what FSDP2 gathered for a forward (it leaves the outermost module whole, in the compute dtype)."""
+    """Free the parameters that FSDP2 gathered for a forward (it leaves the outermost module whole)."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -265,7 +265,7 @@ def unit_of(module: nn.Module) -> FullyShardedDataParallel | None:
 
 @contextmanager
 def whole_unit(module: nn.Module) -> Iterator[None]:
-    """Make the module's parameters whole inside the ``with`` block: its unit of FSDP1, or what is offloaded.
+    """Make the module's parameters whole inside the ``with`` block: its unit of FSDP1, or its offloaded tensors.
 
     Every rank must enter it.
     """

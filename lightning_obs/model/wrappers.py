@@ -1,6 +1,6 @@
 """Modules that stand around another one and run it: wrappers, and LoRA layers of peft.
 
-Wrappers are those of Fabric, DDP, FSDP1, torch.compile, activation checkpointing, and peft's around a module that it
+Wrappers come from Fabric, DDP, FSDP1, torch.compile, activation checkpointing, and peft's around a module that it
 trains whole (``modules_to_save``), which runs its copy of the module. They stand in names
 (``layers.0._fsdp_wrapped_module.fc1``), so targets would not match and a checkpoint could not be loaded. Whoever reads
 names, or wants a ``state_dict`` that gathers nothing, does it :func:`without_wrappers`.
@@ -46,7 +46,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def without_wrappers(model: nn.Module) -> AbstractContextManager[None]:
-    """Take all wrappers out of ``model`` inside the ``with`` block, so that names are those of the model without them.
+    """Take all wrappers out of ``model`` inside the ``with`` block, so that module names have no wrappers in them.
 
     The model must not run meanwhile.
     """

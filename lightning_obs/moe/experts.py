@@ -5,7 +5,7 @@ to quantize. :func:`linearize_experts` replaces every stack by one Linear per ex
 the hub's checkpoints, which vLLM reads too: ``experts.0.gate_proj``, ``up_proj``, ``down_proj`` (``w1``, ``w3``, ``w2``
 in Mixtral's family). It is the user's call, because the ``state_dict`` has other keys afterwards.
 
-The price: experts run one after the other, as in transformers' ``eager`` implementation, whatever implementation the
+The price: experts run one after the other, as in transformers' ``eager`` implementation, no matter which one the
 model's config asks for.
 """
 
@@ -87,7 +87,7 @@ class LinearExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Send every token to its experts and add up what they give, in the order of transformers' eager experts.
+        """Send every token to its experts and add up their outputs, in the order of transformers' eager experts.
 
         Args:
             hidden_states: ``(tokens, hidden)``.
@@ -181,7 +181,7 @@ def hub_names(module: nn.Module) -> dict[str, str]:
 
 
 def expert_containers(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The experts of every layer, by the name of what holds them.
+    """The experts of every layer, by the name of the module that holds them.
 
     That is a :class:`LinearExperts`, or a ``ModuleList`` called ``experts`` (as in models whose code comes with the
     checkpoint).
@@ -306,7 +306,7 @@ def _require_same(name: str, module: nn.Module, experts: LinearExperts) -> None:
         return
     width = next(m for m in experts.modules() if isinstance(m, nn.Linear)).in_features
     with torch.inference_mode(False), torch.no_grad():
-        # Not random: the caller's random numbers stay what they would have been.
+        # Not random: the caller's random number generator is not advanced.
         tokens = torch.linspace(0, 97, 8 * width, dtype=torch.float64).sin().view(8, width).to(weight)
         index = torch.arange(16, device=weight.device).view(8, 2) % experts.num_experts
         share = torch.full((8, 2), 0.5, dtype=weight.dtype, device=weight.device)

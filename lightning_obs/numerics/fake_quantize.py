@@ -5,13 +5,13 @@ gives. (Formats of which torch has no dtype are computed here, to the same bits:
 passes, and elsewhere than on a CPU the host waits for each.) It would cut the graph, so the gradient is put beside it:
 
 * **value**: straight-through where the value lies on the grid, zero where it was clipped. The grid ends half a step
-  beyond its last level, for what lies there still rounds to that level: compressed-tensors maps the absmax of a
+  beyond its last level, as values there still round to that level: compressed-tensors maps the absmax of a
   symmetric int range to ``qmax + 0.5``, and a power-of-two scale (MX) maps it up to half a step above the end. To that
-  comes what rounding in the value's or the scale's dtype can add; in bfloat16 that is two steps of int8.
+  comes the rounding error of the value's or the scale's dtype; in bfloat16, two steps of int8.
 * **scale**, if it requires a gradient: learned step size (LSQ). ``ds = round(v) - v`` on the grid, the clipped level
   outside, in units of a step from the zero point; both are ``(quantized - value) / scale`` and ``quantized / scale``.
 
-What the backward keeps is one byte per value (inside or not); for a learned scale also value and result, which the
+The backward keeps one byte per value (inside or not); for a learned scale also value and result, which the
 parameter and the next matmul keep alive anyway. A dynamic range clips nothing, so it keeps nothing.
 
 The clip test compares the value with ``(bound - zero_point) * scale``, not ``value / scale + zero_point`` with the
@@ -60,7 +60,7 @@ def fake_quantize(
             count into N, as in the paper.
 
     Returns:
-        What compressed-tensors returns, its dtype included. An empty value is returned as it is. Under a learned scale
+        The result of compressed-tensors, its dtype included. An empty value is returned as it is. Under a learned scale
         the result is kept for the backward, so an operation in place may not follow.
 
     Raises:
@@ -107,7 +107,7 @@ def fake_quantize_dynamic(
         global_scale: ``(1,)``, only for tensor_group.
 
     Returns:
-        What compressed-tensors returns. The gradient passes everywhere: the largest value is the range's end, and
+        The result of compressed-tensors. The gradient passes everywhere: the largest value is the range's end, and
         lies beyond the grid only as far as the scale was rounded. Under a global scale it is clipped where the local
         scale had to be.
 
@@ -133,7 +133,7 @@ def learned_scale(
 ) -> torch.Tensor:
     """A scale that can be learned and keeps its sign: ``calibrated * exp(log_factor)``.
 
-    The paper learns the scale itself. Under Adam, whose steps are about the learning rate whatever the gradient is,
+    The paper learns the scale itself. Under Adam, whose steps are about the learning rate for any gradient,
     that moves a scale of 0.002 by half at a learning rate of 0.001, and nothing keeps its sign. Here
     the same step changes any scale by 0.1 %. ``log_factor`` starts at zero, where the result is exactly the calibrated
     scale, and weight decay pulls back to that rather than to zero.
@@ -319,7 +319,7 @@ def dequantize(
 
 
 class _Dequantized(torch.autograd.Function):
-    """``(levels - zero_point) * step``. What the backward keeps of a weight is its levels, a byte each."""
+    """``(levels - zero_point) * step``. Of a weight, the backward keeps its levels, a byte each."""
 
     @staticmethod
     def forward(

@@ -43,11 +43,11 @@ class NumberFormat(NamedTuple):
 
     @property
     def last_step(self) -> float:
-        """From the largest number to the one before it."""
+        """The step from the second largest to the largest number."""
         return 2.0 ** (math.floor(math.log2(self.last)) - self.mantissa)
 
 
-#: every floating format that is known here; QuantizationArgs name those of values by their bits
+#: all floating formats; QuantizationArgs name formats of values by their bits
 FORMATS = {
     "float4_e2m1fn": NumberFormat(4, 1, 0, 6.0, codes=torch.float8_e4m3fn),
     "float6_e2m3fn": NumberFormat(6, 3, 0, 7.5, codes=torch.float8_e4m3fn, mx_mantissa=3),
@@ -87,7 +87,7 @@ def format_of_dtype(dtype: torch.dtype | None) -> NumberFormat | None:
 class NumberGrid(NamedTuple):
     """The numbers of a format, in units of the scale; the zero point is not subtracted.
 
-    ``low`` and ``high`` are the smallest and the largest; ``number`` tells where those between them lie (None: they are
+    ``low`` and ``high`` are the smallest and the largest; ``number`` tells where the others lie (None: they are
     the integers). ``args`` tell how a range becomes a scale, ``signed`` whether that may be negative
     (:func:`~lightning_obs.numerics.qparams.signed_scale`), ``global_scale`` how that of a tensor_group is rounded.
 
@@ -167,7 +167,7 @@ class NumberGrid(NamedTuple):
     def error(
         self, value: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What quantizing and dequantizing a float32 tensor adds to it; scale and zero point broadcast against it."""
+        """The error of quantizing and dequantizing a float32 tensor; scale and zero point broadcast against it."""
         levels = self.round(value / scale if zero_point is None else (value / scale).add_(zero_point))
         levels = levels if zero_point is None else levels.sub_(zero_point)
         return torch.mul(levels, scale, out=levels if out is None else out).sub_(value)

@@ -42,7 +42,7 @@ _NAN_FROM = 0x7F81  # patterns above infinity, of either sign
 class Histogram(NamedTuple):
     """Counts and exact range of a tensor with Q scales.
 
-    ``counts`` is ``(Q, 65536)`` in int64; ``low`` and ``high`` are ``(Q,)`` in the dtype of what was counted.
+    ``counts`` is ``(Q, 65536)`` in int64; ``low`` and ``high`` are ``(Q,)`` in the dtype of the counted values.
     """
 
     counts: torch.Tensor
@@ -164,16 +164,16 @@ def candidate_divergences(
 ) -> torch.Tensor:
     """Kullback-Leibler divergence of the quantized distribution from the observed one, ``(C,)`` in float64.
 
-    For each candidate, P is what was counted inside the range, with what lies outside added to its outermost bins. Q
-    is what was counted inside, summed over the bins that quantize to one level and spread over them again, evenly over
+    For each candidate, P holds the counts inside the range, with the counts outside added to its outermost bins. Q
+    holds the counts inside, summed over the bins that quantize to one level and spread over them again, evenly over
     the values that the occupied bins cover. ``sum P log(P / Q) - P + Q``, in shares of all that was counted; infinite
     if nothing lies inside.
 
     Migacz normalises Q. For a small share s that is clipped, that differs by s ** 2 / 2. But a range with one occupied
-    bin inside has P = Q = 1 then, whatever it clips: data away from zero lost everything. Here Q keeps its mass.
+    bin inside has P = Q = 1 then, even if it clips all else: data away from zero lost everything. Here Q keeps mass.
 
     Migacz's bins are linear, so evenly over values is there evenly over bins. The bins here are not, so their width is
-    the measure. The levels are those of ``args``: asymmetric and floating formats are served too. Exact zeros, which
+    the measure. The levels follow from ``args``: asymmetric and floating formats are served too. Exact zeros, which
     every range quantizes without error, are left out: a spike of them (ReLU) would reward the narrowest range.
 
     Reference:
@@ -192,7 +192,7 @@ def candidate_divergences(
     parts = (each.float()[:, None].split(max(1, _CELLS // len(values))) for each in columns)
     for scale, zero_point, low, high in zip(*parts, strict=True):
         quantized = grid.round((values / scale).add_(zero_point))
-        if args.symmetric:  # what the format covers, not only what was seen
+        if args.symmetric:  # the format's range, not only the observed one
             high = torch.maximum(-low, high)
             low = -high
         inside = (values >= low) & (values <= high)
@@ -249,7 +249,7 @@ def _count_plainly(observed: torch.Tensor) -> Histogram:
 def count_sorted(patterns: torch.Tensor) -> torch.Tensor:
     """How often each of the 65536 patterns occurs, ``(65536,)`` in int64, in the order of their bits.
 
-    By sorting: on a GPU additions to one place wait for each other, and half of what a ReLU leaves is one value.
+    By sorting: on a GPU additions to one place wait for each other, and half of a ReLU's output is one value.
     """
     ordered = patterns.view(torch.int16).reshape(-1).sort().values
     every = torch.arange(-BINS // 2, BINS // 2, dtype=torch.int16, device=patterns.device)

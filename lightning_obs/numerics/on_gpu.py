@@ -27,7 +27,7 @@ def can_run(value: torch.Tensor) -> bool:
 
 @functools.cache
 def _available(device: torch.device) -> bool:
-    """Whether the loops compile for a device and find there what torch's operations find; a warning says if not."""
+    """Whether the loops compile for a device and agree with torch's operations there; else a warning says so."""
     try:
         difference = _difference(device)
     except Exception as error:  # no Triton, no compiler, a device that it does not know: each raises its own
@@ -130,7 +130,7 @@ def round_panel(
     """Levels of the columns of a panel, each rounded after it took up the errors of the columns before it.
 
     Args:
-        left: ``(P, R)`` in float32: P columns of the weight, less what all earlier panels left.
+        left: ``(P, R)`` in float32: P columns of the weight, less the corrections of all earlier panels.
         step: the scale of each value, ``(P, R)``.
         zero: the zero point of each value, ``(P, R)``.
         factor: ``(P, P)``, a block on the diagonal of the inverse Hessian's upper Cholesky factor.

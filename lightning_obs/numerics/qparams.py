@@ -187,9 +187,9 @@ class _Filled(TorchFunctionMode):
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Products of float32 matrices in float32, whatever ``torch.set_float32_matmul_precision`` says.
+    """Products of float32 matrices in float32, for any ``torch.set_float32_matmul_precision``.
 
-    TF32 has ten bits. Sums of ``x x^T`` lose by that what tells them from singular ones.
+    TF32 has ten bits, in which sums of ``x x^T`` may become singular.
     """
     settings: list[tuple[Any, str, Any]]
     settings = [(each, "fp32_precision", "ieee") for each in _PRODUCTS if hasattr(each, "fp32_precision")]

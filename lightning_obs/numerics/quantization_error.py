@@ -1,4 +1,4 @@
-"""What rounding to a grid does to a tensor: the sums from which error metrics are computed.
+"""The error of rounding a tensor to a grid: the sums from which error metrics are computed.
 
 All of them are sums, extremes or counts, so that batches and ranks are merged by addition. A tensor is visited once, in
 tiles that fit the cache, and its quantized form is never kept.

@@ -97,7 +97,7 @@ def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
     del hessian  # the caller's may be a temporary
     diagonal = damped.diagonal()
     mean = diagonal.mean()
-    # no input: apart from all others, whatever it is
+    # no input: apart from all others
     diagonal.copy_(torch.where(diagonal == 0, torch.where(mean > 0, mean, 1.0), diagonal))
     diagonal += damping * mean
     failed = torch.empty(2, dtype=torch.int32, device=damped.device)

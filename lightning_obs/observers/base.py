@@ -1,4 +1,4 @@
-"""What an observer is: a class with one method to write.
+"""The base class of observers: a subclass writes one method.
 
 Phase 1: ``observer(value)`` flattens the value and hands it to ``update_statistics_from_observed``.
 Phase 2: ``observer.get_qparams()`` turns the statistics into scale, zero point and global scale.
@@ -40,7 +40,7 @@ from lightning_obs.observers.statistic import Statistics
 __all__ = ["Key", "MinMaxTuple", "Observer", "QParamsDict"]
 
 MinMaxTuple: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-#: module name, base name: which observer of a model it is
+#: module name and base name: the place of an observer in a model
 Key: TypeAlias = tuple[str, str]
 
 
@@ -53,13 +53,13 @@ class Observer(Statistics, Registry):
     ``statistics`` and write ``measure``.
 
     Args:
-        base_name: what is observed: weight, input, output, q, k or v.
+        base_name: the observed tensor: weight, input, output, q, k or v.
         args: number format, strategy and ``observer_kwargs``; copied, never changed.
         **observer_kwargs: hyperparameters; they take precedence over ``args.observer_kwargs``.
 
     Raises:
         CalibrationError: an unknown base name; a hyperparameter that the class does not declare in
-            ``hyperparameters`` (a class that declares none takes what it is given).
+            ``hyperparameters`` (a class that declares none takes any).
 
     Examples:
         >>> args = QuantizationArgs(num_bits=8)
@@ -81,10 +81,10 @@ class Observer(Statistics, Registry):
     #: :func:`~lightning_obs.numerics.qparams.signed_scale`
     signed: bool = False
 
-    #: whether a per-tensor range is widened to cover those of the whole fused set, see :meth:`fuse`
+    #: whether a per-tensor range is widened to cover the ranges of the whole fused set, see :meth:`fuse`
     _joins_ranges: bool = False
 
-    #: whether the global scale of its fused set is a power of two: group scales are then rounded alike whatever it is
+    #: whether the global scale of its fused set is a power of two: any of these rounds group scales alike
     _rounds_global_scale: ClassVar[bool] = False
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
@@ -154,7 +154,7 @@ class Observer(Statistics, Registry):
         )
 
     def combine(self, measured: Sequence[torch.Tensor]) -> None:
-        """Combine the statistics of one tensor with those of the tensors before, as they are declared."""
+        """Combine the statistics of one tensor with the statistics so far, as declared."""
         self._combine(measured, of_inputs=False)
 
     def measure_inputs(self, value: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -166,7 +166,7 @@ class Observer(Statistics, Registry):
 
         Args:
             value: the tensor.
-            measured: by kind, what was measured in ``value`` so far; added to.
+            measured: by kind, the statistics measured in ``value`` so far; added to.
         """
         cls = type(self)
         if cls.update_statistics_from_observed is not Observer.update_statistics_from_observed or not value.numel():
@@ -181,7 +181,7 @@ class Observer(Statistics, Registry):
         """Take in an input ``(..., C)`` of the module whose weight is observed; called if ``needs_inputs``.
 
         Args:
-            value: what the module reads. An empty one changes nothing.
+            value: the module's input. An empty one changes nothing.
             measured: see :meth:`observe_shared`. Observers that have seen the same inputs share their statistics: one
                 Hessian is added up and kept for all of them.
         """
@@ -251,7 +251,7 @@ class Observer(Statistics, Registry):
         """Compute scale, zero point and global scale. Changes nothing: a second call returns the same.
 
         Raises:
-            CalibrationError: nothing was observed, or what was observed holds NaN or infinity.
+            CalibrationError: nothing was observed, or the observed values hold NaN or infinity.
         """
         self._require_statistics()
         bad = None if self.is_finite else self.nonfinite_statistics()
@@ -295,7 +295,7 @@ class Observer(Statistics, Registry):
         return self.keeps_extremes and {statistic.reduction for statistic in self.declared} <= {"min", "max"}
 
     def agree(self, parts: Sequence[Any]) -> bool:
-        """Let the observers of :meth:`for_rows`, of all rows, settle what only the whole weight decides.
+        """Let the observers of :meth:`for_rows`, of all rows, settle decisions that take the whole weight.
 
         Returns whether they have to observe their rows once more.
         """

@@ -89,7 +89,7 @@ class LocalHessianObserver(ByInputsObserver):
 
     @override
     def _grid(self, observed: torch.Tensor) -> NumberGrid:
-        """With scales of a tensor_group rounded as they will be stored, whatever power of two the global scale is."""
+        """With scales of a tensor_group rounded as they will be stored, for a global scale of any power of two."""
         widest = observed.abs().amax().float().reshape(1) * self.widest
         global_scale = compute_global_scale([(-widest, widest)], self.args)
         return NumberGrid.of(self.args, self.signed, None if global_scale is None else power_of_two(global_scale))
@@ -99,7 +99,7 @@ class LocalHessianObserver(ByInputsObserver):
         return channel_products(value, self._width(value.shape[-1]))
 
     def _width(self, channels: int) -> int:
-        """Columns of a part: they divide those that a scale covers, unless that are all."""
+        """Columns of a part: they divide the columns of a scale, unless a scale covers all columns."""
         if self.args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
             return min(channels, _WIDEST)
         width = covered_by_scale(self.args, (1, channels))[1]

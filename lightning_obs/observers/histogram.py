@@ -1,7 +1,7 @@
 """Observers that count every value and choose the range at the end, from all of the data.
 
-Two batches or two ranks are merged by adding integers, so the range has the same bits whatever the batches, their order
-and the ranks. How values are counted, and what that loses: :mod:`lightning_obs.numerics.histogram`.
+Batches and ranks are combined by adding integers, so the range has the same bits for any batches, any order of them
+and any ranks. How values are counted, and how exactly: :mod:`lightning_obs.numerics.histogram`.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class MemorylessMinMaxObserver(Observer):
 
 @Observer.register("static_minmax")
 class StaticMinMaxObserver(MemorylessMinMaxObserver):
-    """The range of everything observed: exact, whatever the batches, their order and the ranks."""
+    """The range of everything observed: exact for any batches, any order of them and any ranks."""
 
     statistics: ClassVar[tuple[Statistic, ...]] = (
         Statistic("min_vals", "min", rows="min"),

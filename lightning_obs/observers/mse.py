@@ -36,7 +36,7 @@ class MemorylessMSEObserver(Observer):
         grid (int): steps per unit of p.
         norm (float): exponent of the error; 2 is the squared error, and a larger one penalizes large errors more.
         expand (float): factor on the range before the search, at least 1.
-        signed (bool): as of ``memoryless_minmax``. Candidates begin where those of positive scales do, at
+        signed (bool): as of ``memoryless_minmax``. Candidates begin where candidates of positive scales do, at
             ``2 ** bits / (2 ** bits - 1)`` times the range.
 
     Raises:
@@ -50,7 +50,7 @@ class MemorylessMSEObserver(Observer):
     statistics: ClassVar[tuple[Statistic, ...]] = (
         Statistic("min_vals", "keep", rows="apart"),
         Statistic("max_vals", "keep", rows="apart"),
-        Statistic("improved", "keep"),  # (candidates,), bool: those that improved a scale of this part of a weight
+        Statistic("improved", "keep"),  # (candidates,), bool: which improved a scale of this part of a weight
     )
     hyperparameters: ClassVar[dict[str, Any] | None] = {
         "maxshrink": 0.20,

@@ -10,7 +10,7 @@ from lightning_obs.errors import CalibrationError, likely, warn
 
 
 class Registry(RegistryMixin):
-    """What the base class of all observers inherits; names are registered under that one class."""
+    """The registry that the base class of all observers inherits; names are registered under that one class."""
 
     _replaced: ClassVar[dict[str, type]] = {}
 

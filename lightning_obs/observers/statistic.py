@@ -1,10 +1,10 @@
 """A statistic is declared once: its name, and how two of them become one.
 
 From the declaration follow, and are written nowhere else: how batches are combined, how ranks are reduced, what
-``reset`` forgets, what is looked at for NaN, what a checkpoint holds, and how the rows of a weight come together.
+``reset`` forgets, the values checked for NaN, the saved state, and how the rows of a weight come together.
 
 A statistic that was not observed yet has no attribute, which stands for its identity: combining and reducing omit it.
-Its shape and dtype are those of the first tensor observed, so ranks agree on them (:mod:`lightning_obs.ranks`).
+Its shape and dtype follow from the first tensor observed, so ranks agree on them (:mod:`lightning_obs.ranks`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_obs.errors import refuse
 #: elements of a tensor that is copied beside others
 _SMALL = 2**16
 _OPS = {"sum": "SUM", "mean": "AVG", "min": "MIN", "max": "MAX"}
-#: what a subclass writes to observe differently from its parent
+#: methods that a subclass writes to observe differently from its parent
 _PHASE_1 = {
     "forward",
     "update_statistics_from_observed",
@@ -61,7 +61,7 @@ class Statistic(NamedTuple):
         return torch.minimum(old, new) if self.reduction == "min" else torch.maximum(old, new)
 
     def join(self, parts: Sequence[tuple[int, torch.Tensor]], height: int | None) -> torch.Tensor:
-        """The statistic of a whole weight from those of its parts: rows below rows, reduced where parts share a scale.
+        """The statistic of a whole weight from its parts': rows below rows, reduced where parts share a scale.
 
         Args:
             parts: first row and statistic ``(*Q,)`` of each part; the weight's rows, none left out.
@@ -81,7 +81,7 @@ class Statistic(NamedTuple):
         return joined
 
     def is_exact(self, value: Any) -> bool:
-        """Whether the reduction has the same bits whoever adds ``value`` to the others, in whatever order."""
+        """Whether reducing ``value`` with the others gives the same bits in any order."""
         counts = isinstance(value, torch.Tensor) and not value.is_floating_point()
         return self.reduction in ("min", "max") or (self.reduction == "sum" and counts)
 
@@ -109,13 +109,13 @@ class Statistics:
     base_name: str
 
     #: all statistics of the class, in the order in which ``measure`` returns them. Empty: not declared, or only in part
-    #: by ``_act_sync_dict``; then whatever observing changes is a statistic, too
+    #: by ``_act_sync_dict``; then every attribute that observing changes is a statistic, too
     statistics: ClassVar[tuple[Statistic, ...]] = ()
 
     #: the same as the ecosystem's guide writes it: statistic -> reduction over ranks
     _act_sync_dict: ClassVar[dict[str, Any]] = {}
 
-    #: a weight's observer that also wants what the module reads: whoever attaches it calls ``observe_inputs``
+    #: a weight's observer that also wants the module's inputs: its owner calls ``observe_inputs``
     needs_inputs: ClassVar[bool] = False
 
     #: whether ``min_vals`` and ``max_vals`` are the smallest and the largest values of everything observed
@@ -131,7 +131,7 @@ class Statistics:
     is_finite: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A class that observes differently from its parent, and does not declare what it sets, declares nothing."""
+        """A class that observes differently from its parent, and does not declare its statistics, declares nothing."""
         super().__init_subclass__(**kwargs)
         own = vars(cls)
         if "statistics" in own:
@@ -189,7 +189,7 @@ class Statistics:
         self.__dict__ |= {**statistics, "is_finite": False}
 
     def reset(self, keep: Collection[str] = ()) -> None:
-        """Forget everything observed, except the statistics named in ``keep``: what is left is as constructed."""
+        """Forget everything observed, except the statistics named in ``keep``: all else is as constructed."""
         kept = {name: value for name, value in vars(self).items() if name in (*self._settings, *keep)}
         with torch.inference_mode(False):
             self.__dict__ = vars(self._new()) | kept
@@ -206,7 +206,7 @@ class Statistics:
         return all(hasattr(self, name) for name in observed[:1] or ("min_vals", "max_vals"))
 
     def nonfinite_statistics(self) -> str | None:
-        """Say how many values of which statistic are NaN or infinite; None if all are finite."""
+        """The number of NaN or infinite values of each statistic, as text; None if all are finite."""
         statistics = self.get_statistics()
         if all_finite(statistics.values()):
             return None
@@ -246,7 +246,7 @@ def all_finite(values: Iterable[Any]) -> bool:
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies on the CPU; one transfer for each device, whatever the shapes and dtypes."""
+    """Copies on the CPU; one transfer for each device, for any shapes and dtypes."""
     found = [x if x.device.type != "cpu" else x.detach().clone() for x in tensors]
     for device in {x.device for x in found if x.device.type != "cpu"}:
         places = [place for place, x in enumerate(tensors) if x.device == device]

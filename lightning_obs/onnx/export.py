@@ -6,7 +6,7 @@ convolution or matrix product and compute with integers where they can.
 
 Batch norms that read a convolution are folded away afterwards, for engines find no integer convolution where a batch
 norm stands between it and the next ``QuantizeLinear``. The integers stay what they are: the factor of each channel goes
-to the weight's scale, so nothing is rounded anew. (A negative factor makes a negative scale.)
+to the weight's scale, so nothing is rounded again. (A negative factor makes a negative scale.)
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def export_onnx(
     Args:
         model: in evaluation mode, in float32. It is not changed.
         file: written whole or not at all.
-        example: what the model is traced with: one tensor, positional arguments, or keyword arguments.
+        example: inputs to trace the model with: one tensor, positional arguments, or keyword arguments.
         dynamic_shapes: which dimensions may vary, as :func:`torch.export.export` takes it; none by default. A batch of
             any size: ``({0: torch.export.Dim.DYNAMIC},)``.
         overwrite: replace ``file``.

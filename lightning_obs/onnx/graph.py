@@ -1,4 +1,4 @@
-"""What is changed in an ONNX graph after torch's exporter has written it: batch norms, 4-bit integers, leftovers."""
+"""Changes of an ONNX graph after torch's exporter has written it: batch norms, 4-bit integers, leftovers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedNod
 
 
 def finish(model: Any, names: Collection[str]) -> None:
-    """Fold batch norms, store narrow integers in 4 bits, drop what nothing reads and the exporter's notes.
+    """Fold batch norms, store narrow integers in 4 bits, drop unused nodes and the exporter's notes.
 
     Args:
         model: an ``onnx_ir`` model, changed in place.

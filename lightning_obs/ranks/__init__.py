@@ -1,4 +1,4 @@
-"""Reduce statistics over ranks, in a number of collectives that does not depend on what a rank saw.
+"""Reduce statistics over ranks, in a number of collectives that does not depend on a rank's data.
 
 It may import ``observers`` and all below. Start reading in ``sync.py``.
 """

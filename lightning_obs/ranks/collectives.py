@@ -48,7 +48,7 @@ class Collectives:
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Collectives:
-        """Those of ``torch.distributed``, over the ranks of a process group; by default over all."""
+        """The collectives of ``torch.distributed``, over the ranks of a process group; by default over all."""
         if device is None:
             on_host = "gloo" in dist.get_backend(group)
             device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())

@@ -28,7 +28,7 @@ from lightning_obs.errors import CalibrationError, key_text
 from lightning_obs.observers import Key, Observer
 from lightning_obs.ranks.collectives import Collectives
 
-#: what a dtype is widened to, without loss, before it is compared or ordered
+#: the dtype that a dtype is widened to, without loss, before it is compared or ordered
 WIDE: dict[torch.dtype, torch.dtype] = {
     torch.float64: torch.float64,
     torch.int64: torch.int64,
@@ -43,7 +43,7 @@ BUCKET_BYTES = 2**28  # of sums of floats that are reduced at a time
 
 
 class Form(NamedTuple):
-    """What ranks have to agree on before they reduce a statistic. ``reduction``: sum, mean, min or max."""
+    """Facts that ranks have to agree on before they reduce a statistic. ``reduction``: sum, mean, min or max."""
 
     name: str
     reduction: str
@@ -68,10 +68,10 @@ class Agreed(NamedTuple):
     form: Form
     keys: list[Key]  # the observers, in the same order on every rank
     ranks: list[int]  # that hold it; the others send its identity
-    blocks: Sequence[torch.Tensor | None]  # of each observer those that are not empty; None: empty ones are sent too
+    blocks: Sequence[torch.Tensor | None]  # each observer's blocks that are not empty; None: empty ones are sent too
 
 
-#: a statistic of many observers, and what this rank has of it: all of them, or None
+#: a statistic of many observers, and this rank's values of it: of all of them, or None
 _Part: TypeAlias = tuple[Agreed, list[torch.Tensor] | None]
 
 
@@ -115,7 +115,7 @@ def _reduced(
 
 
 def _cut(statistics: Iterable[Agreed]) -> Iterator[list[Agreed]]:
-    """The same in buckets of at most ``BUCKET_BYTES``; a larger observer's alone."""
+    """Statistics in buckets of at most ``BUCKET_BYTES``; a larger observer's alone."""
     bucket: list[Agreed] = []
     left = BUCKET_BYTES
     for one in statistics:
@@ -184,7 +184,7 @@ def _apart(values: torch.Tensor, one: Agreed) -> Sequence[torch.Tensor]:
 
 
 def occupied_blocks(values: list[torch.Tensor]) -> list[bytes]:
-    """For each tensor, which of its blocks of 128 have an element other than 0: a bit each, the lowest first."""
+    """For each tensor, whether each block of 128 has an element other than 0: a bit each, the lowest first."""
     if not values:
         return []
     # One copy to the host for all of them.
@@ -232,7 +232,7 @@ def _read_sum(form: Form, key: Key, blocks: torch.Tensor | None, sums: torch.Ten
     return narrow.view(form.shape)
 
 
-# ---------------------------------------------------------------------- what has no reduction
+# ---------------------------------------------------------------------- statistics without a reduction
 
 
 class _Name(str):

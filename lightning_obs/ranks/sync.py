@@ -1,17 +1,17 @@
 """Reduce statistics over ranks.
 
-Ranks see different batches and must write identical scales. What is hard: a collective that one rank does not enter
-hangs the others, so nothing that a rank saw, lacks or failed at may decide which collectives come next.
+Ranks see different batches and must write identical scales. The difficulty: a collective that one rank does not enter
+hangs the others, so no data, gap or failure of a single rank may decide which collectives come next.
 
-Method: each rank describes what it holds. From all descriptions, which every rank has, each derives the same list of
+Method: each rank describes its statistics. From all descriptions, which every rank has, each derives the same list of
 reductions, in one order, or the same error. Then one bucket for each kind of reduction: all extremes in one minimum of
 integers, all sums of integers in one, all sums and means of floats in one (:mod:`~lightning_obs.ranks.reduction`). A
 rank that lacks a statistic sends the reduction's identity; a mean is a sum and the number of ranks that have it.
 Statistics are found by name, never by position: an expert's cannot end up in another's.
 
-Extremes and sums of integers have the same bits whatever the ranks. Sums and means of floats are added in float64, in
+Extremes and sums of integers have the same bits for any ranks. Sums and means of floats are added in float64, in
 the order of the backend; every rank gets the same bits. A statistic without a reduction (the range of the last tensor,
-whatever a class does not declare) is taken from the lowest rank that has it, and is sent with the agreement. Statistics
+undeclared attributes) is taken from the lowest rank that has it, and is sent with the agreement. Statistics
 that only one rank holds (its experts') are not reduced. Global scales of fused sets (q, k, v) are computed from ranges,
 which are the same on every rank by then.
 """
@@ -46,9 +46,9 @@ _REMEDY = "declare SUM, AVG, MIN or MAX of a tensor in _act_sync_dict."
 
 @dataclass(frozen=True)
 class Synced:
-    """What the ranks agreed on; the same on every rank."""
+    """The agreement of the ranks; the same on every rank."""
 
-    unreached: list[Key]  # observers, of any rank, of which no rank has statistics; ordered
+    unreached: list[Key]  # observers without statistics on every rank; ordered
     owners: dict[Key, int]  # for each weight the rank that searches its range, see :func:`partition`
     collectives: int  # how many this took
     notes: list[Any]  # of each rank, see :func:`sync_statistics`
@@ -67,10 +67,10 @@ def sync_statistics(
     An observer that saw nothing on this rank has statistics afterwards too; ``reset`` forgets them.
 
     Args:
-        observers: what this rank holds, by module name and base name; other ranks may hold others.
+        observers: this rank's, by module name and base name; other ranks may hold others.
         collectives: how to talk to the other ranks.
         weights: number of elements of each weight that this rank holds, to share out the search for their ranges.
-        failure: what went wrong on this rank before, to be raised on all.
+        failure: an earlier failure of this rank, to be raised on all.
         note: something small to send to all ranks.
 
     Raises:
@@ -174,7 +174,7 @@ def _sync(
 
 @dataclass
 class _Description:
-    """What one rank sends: a few hundred bytes, some ten for each observer, and the statistics without a reduction."""
+    """The message of one rank: a few hundred bytes, some ten for each observer, and statistics without a reduction."""
 
     failure: CalibrationError | None = None
     weights: dict[Key, int] = field(default_factory=dict)  # elements of those that it holds
@@ -183,14 +183,14 @@ class _Description:
     unreached: set[Key] = field(default_factory=set)  # observers that no data reached
     kept: dict[Key, dict[str, Any]] = field(default_factory=dict)  # statistics without a reduction, but their tensors
     packed: bytes = b""  # these tensors
-    not_finite: dict[Key, str] = field(default_factory=dict)  # what is NaN or infinite
+    not_finite: dict[Key, str] = field(default_factory=dict)  # statistics with NaN or infinity
     occupied: dict[tuple[Key, str], bytes] = field(default_factory=dict)  # blocks of a sum of integers
 
 
 def _describe(
     mine: _Description, observers: Mapping[Key, Observer], counted: set[Key], reduced: bool, alone: bool
 ) -> None:
-    """Fill in what this rank holds, and the statistics of ``counted``, to be ``reduced`` as declared or kept as is.
+    """Fill in this rank's observers, and the statistics of ``counted``, to be ``reduced`` as declared or kept as is.
 
     An error is a declared reduction that cannot be made, or a statistic that cannot be sent.
     """
@@ -256,7 +256,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or (isinstance(value, plain) and not isinstance(value, DTensor))
 
 
-# ---------------------------------------------------------------------- what follows, the same on every rank
+# ---------------------------------------------------------------------- conclusions, the same on every rank
 
 
 def _require_finite(every: Sequence[_Description]) -> None:
@@ -273,12 +273,12 @@ def _require_finite(every: Sequence[_Description]) -> None:
 
 
 def _agree(every: Sequence[_Description]) -> list[Agreed]:
-    """The statistics to reduce, in the same order on every rank. What only one rank holds is not among them.
+    """The statistics to reduce, in the same order on every rank. A statistic of only one rank is not among them.
 
     Raises:
         CalibrationError: ranks differ in shape, dtype or reduction.
     """
-    alike: dict[tuple[tuple[Form, ...] | None, ...], list[Key]] = {}  # by what each rank has; most observers are alike
+    alike: dict[tuple[tuple[Form, ...] | None, ...], list[Key]] = {}  # by the ranks' forms; most observers are alike
     for key in dict.fromkeys(chain.from_iterable(d.held for d in every)):
         alike.setdefault(tuple([d.held.get(key) for d in every]), []).append(key)
     agreed: list[Agreed] = []
@@ -321,7 +321,7 @@ def _reduce_into(observers: Mapping[Key, Observer], every: Sequence[_Description
         for key, statistics in reduced.items():
             observers[key].load_statistics(statistics)
     known: set[Key] = set()
-    for rank, description in enumerate(every):  # the lowest rank gives what has no reduction
+    for rank, description in enumerate(every):  # the lowest rank gives statistics without a reduction
         lowest = {key: nest for key, nest in description.kept.items() if key in observers and key not in known}
         known |= lowest.keys()
         if lowest and rank != collectives.rank:

@@ -41,7 +41,7 @@ class ScaleDrift:
     _first: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add(self, step: int, qparams: Mapping[str, torch.Tensor]) -> None:
-        """Add the scales of ``{"layer.weight_scale": tensor}`` at a step; those that changed their shape start anew."""
+        """Add the scales of ``{"layer.weight_scale": tensor}`` at a step; scales of another shape start again."""
         self.steps.append(step)
         for name, scale in qparams.items():
             if not name.endswith("_scale") or name.endswith("_global_scale"):
@@ -86,7 +86,7 @@ class LayerFacts:
 
 @dataclass
 class Report:
-    """Everything known of a run. Whatever is left out is not shown.
+    """The facts of a run. Facts that are left out are not shown.
 
     Attributes:
         title: of the page.
@@ -97,10 +97,10 @@ class Report:
         curves: metrics over the steps of a fit, ``{"step": 100, "val_loss": 2.1, "val_loss_quantized": 2.3}``.
         moved: how far the predictions are from the original's.
         was_trained: after calibration, so that predictions were meant to move.
-        sizes: bytes before and after; by default those of ``kinds``.
-        checkpoint: folder of what was exported; None: nothing was.
+        sizes: bytes before and after; by default the sums of ``kinds``.
+        checkpoint: the exported folder; None: nothing was exported.
         config: the scheme that was calibrated.
-        layers: what is known of each layer without data.
+        layers: facts of each layer that need no data.
         kinds: bytes before and after, by kind of tensor.
         counts: how often each input value was seen, by module name.
         drift: how scales have moved.
@@ -112,7 +112,7 @@ class Report:
         scores: of observers that were tried, ``{"of", "observer", "loss", "tensors"}``.
         runs: other runs beside this one, as :func:`~lightning_obs.report.summary.comparison_table` takes them.
         lines: further lines of the summary.
-        words: what follows ``python -m lightning_obs`` in the run's command; None: it was not made by one.
+        words: the arguments of ``python -m lightning_obs`` in the run's command; None: it has no command.
         extra: further keys of ``report.json``.
     """
 
@@ -149,7 +149,7 @@ class Report:
 
     @property
     def lost(self) -> str:
-        """What layers are compared by: the loss that a plan has estimated, else the noise of their outputs."""
+        """The measure that layers are compared by: the loss that a plan estimated, else the noise of their outputs."""
         return "estimated loss" if self.losses else "noise"
 
     @property
@@ -166,7 +166,7 @@ class Report:
 
 
 def facts(report: Report, arrow: str = "->") -> dict[str, str]:
-    """What was done and how well, by name, in the order of a report; the arrow stands between before and after."""
+    """The run's results by name, in the order of a report; the arrow stands between before and after."""
     found = {} if report.result is None else report.result.facts()
     for name, (before, after) in report.metrics.items():
         if before is not None and after is not None:
@@ -190,7 +190,7 @@ def _expert_line(tokens: Mapping[str, Sequence[int]]) -> str:
 
 
 def aggregates(result: CalibrationResult | None, errors: Sequence[LayerError]) -> dict[str, float]:
-    """What a logger plots over time: the least and the median SQNR [dB], the largest clipped share [%] of an input,
+    """Numbers for a logger to plot over time: least and median SQNR [dB], the largest clipped share [%] of an input,
     tokens of the least and of the median expert, and how long calibration took [s].
 
     >>> from lightning_obs.report.metrics import TensorError

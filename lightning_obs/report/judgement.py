@@ -37,7 +37,7 @@ KEPT = (0.99, 0.95)
 #: parts of the added loss that remedies took away: docs/choosing.md, README.md (two), docs/finetuning.md
 OBSERVERS_BRING, ZERO_POINT_BRINGS, HESSIAN_BRINGS, TUNING_BRINGS = 0.66, 0.57, 0.72, 0.83
 _MEASURED = "measured for the docs, static INT8 of SmolLM2-135M-Instruct: perplexity"
-#: what gives each token a scale, of schemes with one for all inputs
+#: schemes with a scale for each token, in place of schemes with one scale for all inputs
 _BY_TOKEN = {
     "int8 channel weights, int8 tensor inputs": "W8A8",
     "int8 channel weights, asymmetric int8 tensor inputs": "W8A8",
@@ -67,7 +67,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a person needs first."""
+    """The judgement that a reader needs first."""
 
     grade: Grade  # of the run: its worst sign's
     headline: str  # the grade in a sentence
@@ -77,7 +77,7 @@ class Judgement:
 
 
 class LayerLoss(NamedTuple):
-    """What one layer loses: noise or estimated loss, and the shares of its noise (0 to 1) in weight and input."""
+    """The loss of one layer: noise or estimated loss, and the shares of its noise (0 to 1) in weight and input."""
 
     name: str
     loss: float
@@ -97,13 +97,13 @@ def judge(report: Report, folder: str | Path = ".") -> Judgement:
 
 
 def layer_losses(report: Report) -> list[LayerLoss]:
-    """What each layer loses, the largest first: noise, or the loss that a plan has estimated."""
+    """The loss of each layer, the largest first: noise, or the loss that a plan has estimated."""
     found = []
     for error in report.errors:
         whole = _share_of(error.sqnr)
         weight, read = (0.0 if part is None else _share_of(part.sqnr) for part in (error.weight, error.input))
         layer = report.layers.get(error.name)
-        if error.input is None or error.input.sqnr is None:  # dynamic: what the weight does not explain
+        if error.input is None or error.input.sqnr is None:  # dynamic: the rest, beside the weight's
             is_plain = layer is not None and layer.input_width is None
             read = 0.0 if is_plain else max(0.0, whole - weight)
         loss = report.losses.get(error.name, whole)
@@ -216,7 +216,7 @@ def _stretched(report: Report, most: Sequence[LayerLoss]) -> str:
     )
 
 
-# ---------------------------------------------------------------------- what to do
+# ---------------------------------------------------------------------- next steps
 
 
 def command(words: Sequence[str], *changes: str, drop: Sequence[str] = (), name: str = "next") -> str:
@@ -241,7 +241,7 @@ def command(words: Sequence[str], *changes: str, drop: Sequence[str] = (), name:
 
 
 class _Remedies:
-    """What could be done about a run that loses."""
+    """Remedies for a run that loses."""
 
     def __init__(self, report: Report, folder: Path, losses: Sequence[LayerLoss]) -> None:
         self.report, self.losses = report, losses
@@ -268,7 +268,7 @@ class _Remedies:
         return Step(key, what, why, line, python, share)
 
     def of_use(self) -> Iterator[Step]:
-        """What to do with a good run: serve its checkpoint, load it; where there is none, write one."""
+        """Next steps after a good run: serve its checkpoint, load it; where there is none, write one."""
         report = self.report
         if report.result is None:
             return
@@ -311,7 +311,7 @@ class _Remedies:
             yield self.step("without", what, why, held, python, f"ignore_from={_value(self.file)}")
 
     def of_inputs(self) -> Iterator[Step]:
-        """What inputs with few values far out need: a scale for each token, or a better range."""
+        """Remedies for inputs with a few outliers: a scale for each token, or a better range."""
         config, share = self.report.config, self.inputs
         found = {describe_scheme(group) for group in ({} if config is None else config.config_groups).values()}
         scheme = found.pop() if len(found) == 1 else ""
@@ -333,7 +333,7 @@ class _Remedies:
             yield self.step("asym", what, why, share, python, "scheme=int8_static_asym", drop="observer")
 
     def of_weights(self) -> Iterator[Step]:
-        """What weights of few bits need: better integers."""
+        """Remedies for weights of few bits: better integers."""
         config = self.report.config
         groups = [] if config is None else [group.weights for group in config.config_groups.values()]
         small = groups and all(args is not None and args.type == "int" and args.num_bits < 8 for args in groups)
@@ -352,7 +352,7 @@ class _Remedies:
         is_language = not any(word.startswith(("model=", "data=", "kv_cache=")) for word in report.words or ())
         if report.was_trained or not is_language:
             return
-        if report.choices or report.scores:  # with what the run has chosen, as it has written it
+        if report.choices or report.scores:  # with the run's choice, as the run has written it
             folder = Path(self.file).parent / "configs"
             words += [f"--config-dir={folder}", f"scheme={'plan' if report.choices else 'observers'}"]
         why = f"{_MEASURED} 42.6 to 22.3 (full precision 19.6) in 5 minutes"
@@ -360,7 +360,7 @@ class _Remedies:
         yield self.step("tuned", "Fine-tune it", why, TUNING_BRINGS, python, *words, drop="task budget")
 
     def loss_at(self, bits: float) -> float:
-        """What the frontier expects at a size, as a share of the chosen plan's loss."""
+        """The loss that the frontier expects at a size, as a share of the chosen plan's loss."""
         points: list[Mapping[str, Any]] = [one for one in self.report.frontier if math.isfinite(one["loss"])]
         chosen = next(one["loss"] for one in points if one.get("mark") == "chosen")
         reachable = [one["loss"] for one in points if one["bits_per_weight"] <= bits and one.get("mark") != "measured"]

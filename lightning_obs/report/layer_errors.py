@@ -40,12 +40,12 @@ from lightning_obs.report.metrics import LayerSums, TensorError
 
 @dataclass(frozen=True)
 class LayerError:
-    """What quantization does to one layer, alone, on unquantized inputs.
+    """The effect of quantizing one layer, alone, on unquantized inputs.
 
     Attributes:
         name: module name.
         weight, input, output: each tensor by itself, where it is known.
-        feeds: the layers that are the first to read what this one has computed; empty where no data were run.
+        feeds: the layers that are the first to read this layer's output; empty where no data were run.
     """
 
     name: str
@@ -63,7 +63,7 @@ class LayerError:
 
     @property
     def clipped(self) -> float | None:
-        """Share of the input values outside what the input scale can represent [%]; None for dynamic inputs."""
+        """Share of the input values outside the range of the input scale [%]; None for dynamic inputs."""
         return None if self.input is None else self.input.clipped
 
 
@@ -102,10 +102,10 @@ def measure_layer_errors(
 
 
 class _Feeds(TorchFunctionMode):
-    """The layers that are the first to read what a layer has computed: ``of``, by its name.
+    """The layers that are the first to read a layer's output: ``of``, by its name.
 
     A tensor stems from the layers that the arguments of its function stem from, so what passes attention, a norm or an
-    addition is followed; what a function computes that is not torch's own is lost. The first are all that read one
+    addition is followed; results of functions that are not torch's are lost. The first are all that read one
     tensor: q, k and v.
     """
 
@@ -134,7 +134,7 @@ class _Feeds(TorchFunctionMode):
 def known_layer_errors(
     model: nn.Module, counts: Mapping[str, Support], collectives: Collectives | None = None
 ) -> list[LayerError]:
-    """What is known of every calibrated layer without running the model, worst first.
+    """The errors of every calibrated layer that are known without running the model, worst first.
 
     Args:
         model: a calibrated model.
@@ -208,7 +208,7 @@ def _probe(
         grid = _grid_of(module, "input")
         if grid is None:
             error = only_range(value)
-        else:  # of groups, the last dimension is what compressed-tensors groups
+        else:  # groups of compressed-tensors lie in the last dimension
             value = tokens_of(module, value) if grid[0].numel() == 1 else value
             error = grid_error(value, *grid, "input", by_token=True)
         inputs.update(name, error)
@@ -220,7 +220,7 @@ def _probe(
 
 
 def _joined(layers: Iterable[str], *tensors: Mapping[str, TensorError]) -> list[LayerError]:
-    """The errors of layers from those of weights, inputs and outputs, the worst first."""
+    """The errors of layers from the errors of weights, inputs and outputs, the worst first."""
     weights, inputs, outputs = tensors
     found = [LayerError(name, weights.get(name), inputs.get(name), outputs.get(name)) for name in layers]
     return sorted(found, key=lambda error: math.inf if math.isnan(error.sqnr) else error.sqnr)

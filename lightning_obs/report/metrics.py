@@ -24,7 +24,7 @@ _MOST = 4096
 
 @dataclass(frozen=True)
 class TensorError:
-    """What rounding does to one tensor: :data:`NUMBERS`, its smallest and its largest value. None: not known."""
+    """The effect of rounding on one tensor: :data:`NUMBERS`, its smallest and its largest value. None: not known."""
 
     sqnr: float | None = None
     mse: float | None = None
@@ -100,7 +100,7 @@ class LayerSums:
         return {name: number(self) for name, number in NUMBERS.items()} | found
 
     def errors(self) -> dict[str, TensorError]:
-        """The numbers of each layer of which anything was seen, by name."""
+        """The numbers of each layer that ran, by name."""
         computed = {key: values.tolist() for key, values in self.compute().items()}
         seen = (self.low.isfinite() | (self.of("values") > 0)).tolist()
         known = ({key: v[at] for key, v in computed.items() if not math.isnan(v[at])} for at in range(len(seen)))
@@ -123,14 +123,14 @@ def mean_squared_error(layers: LayerSums) -> torch.Tensor:
 def cosine(layers: LayerSums) -> torch.Tensor:
     """Cosine similarity of a tensor and its quantized form, as vectors of all their values.
 
-    The quantized form is x + e, so its sums follow from those of x and e.
+    The quantized form is x + e, so its sums follow from the sums of x and e.
     """
     signal, noise, cross = (layers.of(name) for name in ("signal", "noise", "cross"))
     return (signal + cross) / (signal * (signal + 2 * cross + noise)).sqrt()
 
 
 def clipped_share(layers: LayerSums) -> torch.Tensor:
-    """Share of the values that lie outside of what their scale can represent, by more than half a step [%]."""
+    """Share of the values that lie outside the range of their scale, by more than half a step [%]."""
     return 100 * layers.of("clipped") / layers.of("values")
 
 

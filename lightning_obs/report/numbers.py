@@ -19,7 +19,7 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def quality_of(row: Mapping[str, Any]) -> tuple[str | None, float | None, float | None]:
-    """The metric in the row of a run by which it is judged: its name, before, after; None for what is not known.
+    """The metric in a run's row by which it is judged: its name, before, after; None where not known.
 
     >>> quality_of({"run": "a", "metric": "perplexity", "perplexity": [14.8, 15.2]})
     ('perplexity', 14.8, 15.2)
@@ -30,7 +30,7 @@ def quality_of(row: Mapping[str, Any]) -> tuple[str | None, float | None, float 
 
 
 def moved_texts(row: Mapping[str, Any]) -> dict[str, str]:
-    """How far a run's predictions are from the original's, by title; of what the run's row has.
+    """How far a run's predictions are from the original's, by title, as far as the run's row has them.
 
     >>> moved_texts({"run": "a", "divergence": 0.03125, "agreement": 0.93})
     {'KL [nats]': '0.03125', 'same top-1 [%]': '93.00'}

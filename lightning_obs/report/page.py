@@ -1,4 +1,4 @@
-"""One page that says what was done, how well, and which layer loses what: a single file, no network.
+"""One page with the run's results and the loss of each layer: a single file, no network.
 
 The judgement and its next steps are HTML. Pictures and table are drawn from the page's JSON when it is opened, rows a
 screenful at a time, a layer's own view when it is opened: 5,000 layers are as quick as 50. The same data are written
@@ -29,7 +29,7 @@ from lightning_obs.schemes.config import as_names
 
 BINS = 64
 _TEMPLATES = Path(__file__).parent / "templates"
-#: facts that the closing summary alone shows, and those with another name on the page
+#: facts that the closing summary alone shows, and facts with another name on the page
 _LEFT_OUT = ("modules", "observers", "collectives")
 _LABELS = {"batches": "calibration batches", "calibration": "calibration time"}
 

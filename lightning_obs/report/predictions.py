@@ -32,7 +32,7 @@ _LEAST = -1e4
 
 @dataclass(frozen=True)
 class Moved:
-    """What quantization did to the predictions."""
+    """The effect of quantization on the predictions."""
 
     divergence: float  # Kullback-Leibler, from the original's predictions [nats], mean over positions
     agreement: float  # share of the positions at which both have the same most likely class
@@ -49,7 +49,7 @@ class Predictions:
         limit: of the memory for them [bytes].
 
     Attributes:
-        batch: what runs now. Calls are matched by their order within it.
+        batch: the batch that runs now. Calls are matched by their order within it.
 
     Examples:
         >>> class Head(nn.Linear):
@@ -85,7 +85,7 @@ class Predictions:
 
     @contextmanager
     def compared(self, model: nn.Module) -> Iterator[Comparison]:
-        """Compare the logits of each call of ``model`` inside the ``with`` block with those that were kept."""
+        """Compare the logits of each call of ``model`` inside the ``with`` block with the kept logits."""
         comparison = Comparison()
         waiting = {batch: iter(calls) for batch, calls in self._calls.items()}
 
@@ -115,7 +115,7 @@ class Comparison:
         self._sums += torch.tensor([*sums.tolist(), len(original)], dtype=torch.float64)
 
     def reduced(self, collectives: Collectives) -> Moved | None:
-        """What all ranks have found, None if nothing; every rank must call this."""
+        """The result over all ranks, None if there is none; every rank must call this."""
         divergence, agreeing, positions = collectives.reduce(self._sums.to(collectives.device), "sum").tolist()
         return Moved(divergence / positions, agreeing / positions, int(positions)) if positions else None
 

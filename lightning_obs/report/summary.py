@@ -1,4 +1,4 @@
-"""What a person reads at the end: what was done, how well, where it is."""
+"""The closing summary: results, their quality, the files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def summary(report: Report, worst: int = 5) -> RenderableType:
 
 
 def layer_table(errors: Sequence[LayerError]) -> Table:
-    """Layers with their error, one row each. Columns of which nothing is known are left out."""
+    """Layers with their error, one row each. Columns without values are left out."""
     titles = ("worst layers", "SQNR [dB]", "clipped [%]", "input range", "weight SQNR [dB]", "bits in use")
     rows = []
     for error in errors:
@@ -115,7 +115,7 @@ def print_report(report: RenderableType) -> None:
 
 @dataclass(frozen=True)
 class _Printable:
-    """A renderable whose text cannot steer the terminal, whatever the names in it are."""
+    """A renderable whose text cannot steer the terminal, no matter which names are in it."""
 
     inner: RenderableType
 

@@ -1,5 +1,5 @@
-"""What the user asks for: read, laid over a model, and checked before any data.
+"""The user's request: read, laid over a model, and checked before any data.
 
 It may import ``moe`` and all below. Start reading in ``config.py`` (the user's scheme), then ``build_plan.py`` (over a
-model, with what is refused whatever the engine).
+model, with refusals that hold for every engine).
 """

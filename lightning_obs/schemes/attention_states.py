@@ -43,7 +43,7 @@ class StatesConfig(QuantizationConfig):
     state_observers: dict[str, dict[str, Any]]
 
 
-# ---------------------------------------------------------------------- what the user wrote
+# ---------------------------------------------------------------------- the user's request
 
 
 def resolve_kv_cache(kv_cache: KVCacheLike, in_config: QuantizationArgs | None) -> QuantizationArgs | None:

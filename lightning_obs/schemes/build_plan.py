@@ -2,7 +2,7 @@
 
 A run that would fail after an hour of calibration is refused here, before it starts. A ``check_`` raises a
 CalibrationError that names modules and a remedy. After a ``warn_`` the calibration goes on: its result is right, but
-perhaps not what the user had in mind. Whether an engine loads the checkpoint is asked afterwards (``engines/``).
+perhaps not intended. Whether an engine loads the checkpoint is asked afterwards (``engines/``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
 
     Args:
         model: the module whose ``named_modules`` the targets name.
-        config: what the user asks for; it is copied.
+        config: the user's request; it is copied.
         fused_sets: attribute names, under one parent, of the modules that an engine fuses.
 
     Raises:

@@ -32,7 +32,7 @@ from lightning_obs.schemes.attention_states import (
 )
 
 SchemeLike: TypeAlias = str | Mapping[str, Any] | QuantizationScheme | QuantizationConfig
-#: one for each base name; a sequence of them for what chooses by measurement
+#: one for each base name; a sequence of them to choose from by measurement
 ObserversLike: TypeAlias = Mapping[str, str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None] | None
 RoundingLike: TypeAlias = str | Mapping[str, Any] | None
 
@@ -56,7 +56,7 @@ OWN_PRESETS: dict[str, dict[str, QuantizationArgs]] = {
 _SCHEME_FIELDS = set(QuantizationScheme.model_fields)
 
 
-# ---------------------------------------------------------------------- what the user wrote
+# ---------------------------------------------------------------------- the user's request
 
 
 def preset_names() -> list[str]:

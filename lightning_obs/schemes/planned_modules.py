@@ -65,12 +65,12 @@ class Plan:
 
 
 def scheme_identity(scheme: QuantizationScheme) -> str:
-    """A text that is equal for schemes that quantize alike, whatever they target."""
+    """A text that is equal for schemes that differ in their targets only."""
     return str(scheme.model_dump_json(exclude={"targets"}))
 
 
 def check_own_sets(own: Sequence[Sequence[str]]) -> None:
-    """Refuse what is not a list of fused sets: two or more attribute names each, and no name in two sets."""
+    """Refuse values other than a list of fused sets: two or more attribute names each, and no name in two sets."""
     if isinstance(own, str) or any(isinstance(fused, str) for fused in own):
         raise CalibrationError("fused_sets", got=repr(own), expected="a list of lists of names, [['a', 'b']]")
     names = [name for fused in own for name in fused]
@@ -102,7 +102,7 @@ def find_fused(names: Iterable[str], sets: Sequence[Sequence[str]]) -> list[list
     return [[name for _, name in sorted(members)] for members in found.values() if len(members) > 1]
 
 
-# ---------------------------------------------------------------------- what quantizing a module takes
+# ---------------------------------------------------------------------- qparams of a quantized module
 
 
 def expected_shapes(target: PlannedModule, base_name: str) -> dict[str, tuple[int, ...] | None]:

@@ -25,7 +25,7 @@ Row = tuple[str, Any]
 def read_documents(
     path: str | os.PathLike[str] | None, text_field: str = "text", option: str = "data.path"
 ) -> list[str]:
-    """The texts of what :func:`read_rows` reads."""
+    """The texts of the rows that :func:`read_rows` reads."""
     return [value_of(*row, text_field) for row in read_rows(path, text_field, option)]
 
 
@@ -38,10 +38,10 @@ def read_rows(
         path: a text file in UTF-8 (an object is a paragraph); a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file; a
             folder of such files, or one saved by ``datasets``. None: Python's own documentation.
         text_field: the field that holds the text where the file has no fields.
-        option: what errors call ``path``.
+        option: the name of ``path`` in errors.
 
     Raises:
-        CalibrationError: no such file; what cannot be read, by file and line.
+        CalibrationError: no such file; an unreadable row, by file and line.
     """
     if path is None:
         from pydoc_data.topics import topics
@@ -138,7 +138,7 @@ def _parquet(path: Path) -> Iterator[Row]:
     try:
         rows = (row for batch in parquet.ParquetFile(path).iter_batches() for row in batch.to_pylist())
         yield from ((f"{path}[{index}]", row) for index, row in enumerate(rows))
-    except (OSError, ValueError) as error:  # what pyarrow raises is one of them
+    except (OSError, ValueError) as error:  # pyarrow's errors among them
         raise _invalid(str(path), "Parquet", error) from error
 
 

@@ -33,7 +33,7 @@ _SENTENCE = 8
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What to read, and how much of it; the keys that every config of the group ``data`` has."""
+    """The data to read, and how much of it; the keys that every config of the group ``data`` has."""
 
     path: str | os.PathLike[str] | None = None  # where the samples are; None: the default text
     batches: int = 16  # to calibrate on; no sample is in two of batches, eval_batches and train_batches
@@ -59,10 +59,10 @@ class CalibrationData(LightningDataModule, ABC):
         **options: of :class:`DataOptions`.
 
     Raises:
-        CalibrationError: numbers that are not positive; what cannot be read; fewer samples than asked for.
+        CalibrationError: numbers that are not positive; unreadable files; fewer samples than asked for.
     """
 
-    #: what errors call the samples, in the plural
+    #: the name of samples in errors, in the plural
     unit: ClassVar[str]
 
     def __init__(self, collate: Callable[[list[Any]], Any] | None = None, **options: Any) -> None:
@@ -92,7 +92,7 @@ class CalibrationData(LightningDataModule, ABC):
 
     @abstractmethod
     def samples(self, found: list[Any], count: int) -> list[Any]:
-        """Make ``count`` samples of what was read, or as many as there are."""
+        """Make ``count`` samples of the data read, or as many as there are."""
 
     def _samples(self, found: list[Any], batches: int, what: str, option: str) -> list[Any]:
         count = batches * self.options.batch_size

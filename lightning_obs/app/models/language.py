@@ -1,8 +1,8 @@
-"""The command line's models as LightningModules: what all have in common, and language models of transformers.
+"""The command line's models as LightningModules: their base class, and language models of transformers.
 
-A module of one's own (``model._target_``) needs none of this. What the command line asks of it: ``validation_step``
+A user's module (``model._target_``) needs none of this. The command line requires of it: ``validation_step``
 runs the model, ``test_step`` logs a value (see :class:`lightning_obs.app.job.Quality`), and the model inside takes a
-batch as its keyword arguments, or what ``model_inputs(batch)`` returns.
+batch as its keyword arguments, or the result of ``model_inputs(batch)``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TaskModule(LightningModule):
         return {key: value for key, value in batch.items() if key != LABELS}
 
     def for_data(self) -> dict[str, Any]:
-        """What a LightningDataModule may need to know about the model; its constructor gets those that it takes."""
+        """Facts of the model for a LightningDataModule, whose constructor gets the ones that it takes."""
         raise NotImplementedError
 
     @override
@@ -98,7 +98,7 @@ class LanguageModel(TaskModule):
         model, tokenizer = load_pretrained(path, self.auto_class, dtype, attn_implementation, **where)
         super().__init__(model, learning_rate, eps)
         self.tokenizer = tokenizer
-        self.perplexity = Perplexity(ignore_index=-100)  # what transformers' losses leave out
+        self.perplexity = Perplexity(ignore_index=-100)  # the label that transformers' losses leave out
         if linearize_experts:
             _linearize(self.model)
 
@@ -119,7 +119,7 @@ class LanguageModel(TaskModule):
         logits = self(**batch).logits
         if self.model.config.is_encoder_decoder:  # the decoder reads the labels one to the right
             self.perplexity.update(logits.float(), batch[LABELS])
-        else:  # each token from those before it
+        else:  # each token from the tokens before it
             self.perplexity.update(logits[:, :-1].float(), batch["input_ids"][:, 1:])
         self.log("perplexity", self.perplexity)
 
@@ -127,7 +127,7 @@ class LanguageModel(TaskModule):
 class CausalLM(LanguageModel):
     """A causal language model. Its perplexity is that of every token but the first of each block.
 
-    Batches are ``{"input_ids": (batch, tokens)}`` and whatever else the model's forward takes.
+    Batches are ``{"input_ids": (batch, tokens)}`` and other arguments of the model's forward.
     """
 
     auto_class = AutoModelForCausalLM

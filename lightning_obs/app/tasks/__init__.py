@@ -1,1 +1,1 @@
-"""What the command line does with a config: a class for each task, named by ``task._target_``; start in ``task.py``."""
+"""The tasks of the command line: a class for each, named by ``task._target_``; start in ``task.py``."""

@@ -54,7 +54,7 @@ class Calibrate(Job):
 
     @override
     def check(self) -> None:
-        """Load everything; refuse scheme, targets, groups, devices, precision, data; say what is calibrated."""
+        """Load everything; refuse scheme, targets, groups, devices, precision, data; name the calibrated module."""
         self.run_with(self.make_callback(make_options(self.config)))
         self.load()
         self.check_task()
@@ -88,7 +88,7 @@ class Calibrate(Job):
         return CalibrationCallback(options, show=False, **of_callback)  # the run's own report shows more
 
     def check_task(self) -> None:
-        """Refuse what this task in particular cannot do."""
+        """Refuse configs that this task in particular cannot run."""
 
     def check_scheme(self) -> None:
         """Check the scheme against the model, and say which module is calibrated."""
@@ -96,7 +96,7 @@ class Calibrate(Job):
         say(f"· {describe(self.module, find_module(self.module, self.config.module)[0], session)}")
 
     def choose(self) -> Mapping[str, Any]:
-        """Choose what is calibrated; returns fields of the report."""
+        """Choose the schemes or observers to calibrate; returns fields of the report."""
         return {}
 
     def calibrate(self) -> CalibrationResult:
@@ -133,10 +133,10 @@ class Calibrate(Job):
             return self.callback.layer_errors(held_out, counts)
 
     def after_export(self, folder: Path) -> None:
-        """Measure what was exported."""
+        """Measure the exported model."""
 
     def say_duration(self) -> None:
-        """Time the second of two forward passes, and say how long those of the whole run take, unless they are few."""
+        """Time the second of two forward passes, and estimate the time of the whole run's, unless they are few."""
         session = self.callback.session
         passes = self.passes(session is None or session.needs_data)
         if passes < _WORTH_SAYING:
@@ -168,7 +168,7 @@ class Calibrate(Job):
 
     @property
     def label(self) -> str:
-        """What the run has done, as its page and a comparison name it."""
+        """The run's result, as its page and a comparison name it."""
         return self.callback.label
 
     @override

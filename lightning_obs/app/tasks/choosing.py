@@ -106,7 +106,7 @@ class Plan(ChoosingTask):
     @override
     def check_task(self) -> None:
         super().check_task()
-        options = {**self._of_candidates(), "engines": ()}  # what they refuse is left out when it is measured
+        options = {**self._of_candidates(), "engines": ()}  # candidates that they refuse are not measured
         for scheme in self.candidates.values():
             if scheme is not None:
                 CalibrationSession(self.model, candidate_options(scheme, **options))

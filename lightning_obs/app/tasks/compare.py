@@ -23,7 +23,7 @@ from lightning_obs.report.page import write_report
 from lightning_obs.report.summary import comparison_table, print_report
 from lightning_obs.schemes.config import as_names
 
-#: what a comparison shows of a run, beside its metric
+#: columns of a comparison, beside the metric
 _COMPARED = ("run", "size", "seconds", "worst_sqnr", "divergence", "agreement")
 
 
@@ -116,7 +116,7 @@ def _write_comparison(folder: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def compared(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a comparison shows of a run's row."""
+    """A run's row as a comparison shows it."""
     name, before, after = quality_of(row)
     quality = {} if name is None else {"metric": name, name: (before, after)}
     return {**{key: row.get(key) for key in _COMPARED}, **quality}

@@ -1,4 +1,4 @@
-"""Fine-tune a calibrated model through fake quantization, and measure what that recovered.
+"""Fine-tune a calibrated model through fake quantization, and measure how much of the loss is recovered.
 
 Its quality on held-out data is measured four times: full precision, calibrated only, fine-tuned, and of the checkpoint
 loaded again. The last two are the same number, or something is wrong.

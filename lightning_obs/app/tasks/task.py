@@ -19,7 +19,7 @@ class Task(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse what is known to be wrong before the model runs."""
+        """Refuse configs that are known to fail, before the model runs."""
 
     @abstractmethod
     def run(self) -> None:
@@ -27,7 +27,7 @@ class Task(ABC):
 
     @abstractmethod
     def row(self) -> dict[str, Any]:
-        """What a comparison of runs shows of this one; it has a key ``run``."""
+        """This run's row of a comparison of runs; it has a key ``run``."""
 
 
 def task_node(config: DictConfig) -> DictConfig:

@@ -1,4 +1,4 @@
-"""Loops over tensors in a CPU's memory, compiled by numba: in one pass what torch's own operations do in several.
+"""Loops over tensors in a CPU's memory, compiled by numba: one pass in place of several operations of torch.
 
 Start reading in ``launch.py``.
 """

@@ -18,7 +18,7 @@ def nearest(value, low, high, INTEGERS: tl.constexpr, smallest, rounder):
     """The nearest number of a format, ties to even."""
     near = tl.minimum(tl.maximum(value, low), high)
     if INTEGERS:
-        return (near + 12582912.0) - 12582912.0  # 1.5 * 2**23: integers are what float32 has left there
+        return (near + 12582912.0) - 12582912.0  # 1.5 * 2**23: float32 holds integers only there
     power = (near.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     power = tl.maximum(power, smallest) * rounder
     return (near + power) - power

@@ -17,7 +17,7 @@ def jit(*fastmath: str, inline: bool = False) -> Callable[[Function], Function]:
     """Compile with numba when it is first called; keep the result on disk where that is possible.
 
     Args:
-        *fastmath: what LLVM may do with floats.
+        *fastmath: LLVM's flags for floats.
         inline: compile it into its callers: a call that passes tuples costs some 100 ns.
     """
 
@@ -51,7 +51,7 @@ def _of_bfloat16(bits: Any) -> Any:
 
 
 def _of_float16(bits: Any) -> Any:
-    # Exponents are 112 less than those of float32; what was infinity or NaN has to be so again.
+    # Exponents are 112 less than float32's; infinity and NaN have to stay so.
     sign = np.uint32(np.uint32(np.uint16(bits) & np.uint16(0x8000)) << np.uint32(16))
     size = np.uint32(np.uint16(bits) & np.uint16(0x7FFF))
     special = np.uint32(0x7F800000) if size >= np.uint32(0x7C00) else np.uint32(0)

@@ -6,7 +6,7 @@ work is split over as many Python threads as torch uses; the order of every sum 
 thread outlives a call, so a process may fork at any time.
 
 A loop is compiled once per machine: numba keeps the result beside the source, else in its own cache folder; each
-process compiles anew where neither can be written to.
+process compiles again where neither can be written to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_obs.errors import warn
 _PATTERNS = {torch.float32: "<u4", torch.bfloat16: "<u2", torch.float16: "<i2"}
 # Larger tensors are split over threads.
 _PART = 1 << 22
-# From this many steps on, starting threads of Python, beside those that torch keeps running, pays off.
+# From this many steps on, starting threads of Python, beside torch's own, pays off.
 _WORTH = 1 << 26
 
 _ready: set[tuple[object, object]] = set()
@@ -69,7 +69,7 @@ def memory(value: torch.Tensor) -> Any:
 
 
 def run(loop: Any, *arguments: Any) -> Any:
-    """Call a loop; while it is compiled, or read from the cache, a terminal says what takes so long."""
+    """Call a loop; a terminal shows that it is being compiled, or read from the cache."""
     kind = loop, getattr(arguments[0], "bits", arguments[0]).dtype
     if kind in _ready:
         return loop(*arguments)
@@ -100,7 +100,7 @@ def in_threads(parts: int, work: Callable[[int], object], steps: int | None = No
         list(pool.map(work, range(parts)))
 
 
-# ---------------------------------------------------------------------- what the loops find
+# ---------------------------------------------------------------------- results of the loops
 
 
 def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The search by compiled loops: how they are called, and what the definition decides after them.
+"""The search by compiled loops: how they are called, and the rows that the definition decides after them.
 
 Rows of up to ``_ROW`` values are measured with all candidates in one visit, in several threads. The errors of a longer
 row are added up over its pieces, a few candidates at a time: its tensor has few scales, so the
@@ -24,7 +24,7 @@ from lightning_obs.numerics.search.rows import Rows
 
 # Values of the longest row that is visited as a whole; of a piece of a longer one.
 _ROW, _PIECE = 1 << 16, 1 << 17
-# Rows of which the best candidates are kept until the definition has decided among them.
+# Rows whose best candidates are kept until the definition has decided among them.
 _SLAB = 1 << 17
 
 

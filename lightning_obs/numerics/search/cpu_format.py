@@ -34,7 +34,7 @@ class Format(NamedTuple):
     exact: bool  # whether scales are rounded to less than float32, or zero points or signs depend on the last bit
     range: Any  # (normal, magic, largest number) of the range's dtype; magic 0: float32
     scale: Any  # the same of the scale's; magic 0: the range's
-    mx_round: Any  # power of two scales (MX): what is added to the bits before the mantissa goes; 0: none
+    mx_round: Any  # power of two scales (MX): added to the bits before the mantissa is cut; 0: none
     mx_offset: Any
     eps: Any  # instead of a scale of zero
     least: Any  # no magnitude that is smaller is searched here

@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A candidate of each row, in every lane, and what it loses."""
+    """A candidate of each row, in every lane, and its error."""
 
     inverse: Any  # one over the scale
     ratio: Any  # the scale in units of the first candidate's
@@ -68,7 +68,7 @@ class Candidate(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """What a search finds: for each row (R), and how many rows each candidate (C) improved."""
+    """The results of a search: for each row (R), and how many rows each candidate (C) improved."""
 
     low: Any  # the range that was searched, (R,)
     high: Any
@@ -114,7 +114,7 @@ def root_above(x: Any, exponent: Any) -> Any:
 
 @jit()
 def doubt(best: Any, unit: Any, size: Any, squares: Any, weight: Any, steps: int, measure: Measure) -> Any:
-    """By how much, relative to it, the least error of a row and another's can be wrong together; -1: not known.
+    """A bound on how wrong a row's least error and another candidate's can be together, relative to it; -1: not known.
 
     Args:
         best: the least error.
@@ -328,7 +328,7 @@ def sum_errors(
         values: the piece, as a single row.
         weights: of each value, the same; empty: all 1.
         scales, zeros: of the candidates, ``(C,)``.
-        unit: the scale in units of which errors are measured.
+        unit: the scale that errors are measured in.
         measure: of the errors.
         sums: receives the result, ``(C + 2,)`` in float64; the sum of weights only where there are any.
     """

@@ -2,7 +2,7 @@
 
 A block holds some rows (what one scale covers) as float32, cut into steps of ``LANES`` numbers. A row owns a power of
 two of the lanes, as many as make about 16 steps of it: short rows lie side by side, a long one fills all lanes. So sums
-need no freedom to be reordered, and what a row adds up does not depend on others.
+need no freedom to be reordered, and a row's sums do not depend on other rows.
 """
 
 from __future__ import annotations

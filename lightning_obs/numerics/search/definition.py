@@ -1,4 +1,4 @@
-"""The search operation by operation, as compressed-tensors quantizes: its definition, and what runs on an accelerator
+"""The search operation by operation, as compressed-tensors quantizes: its definition, which runs on an accelerator
 but for the errors, which a GPU adds up in one loop (:mod:`~lightning_obs.numerics.on_gpu`).
 
 All candidates are measured on a tile of rows before the next is read. bfloat16 and float16 are widened tile by tile:
@@ -36,7 +36,7 @@ class GridSearch(NamedTuple):
             visits all.
         norm: exponent of the error.
         expand: factor on the observed range before the search; above 1 it tries ranges wider than the values.
-        is_part: other rows belong to the search too. So it visits all factors, and what they improve decides where the
+        is_part: other rows belong to the search too. So it visits all factors, and their improvements decide where the
             search of all rows ends (:func:`~lightning_obs.numerics.candidates.visited`).
     """
 
@@ -67,7 +67,7 @@ class Visited(NamedTuple):
 
 
 def visit(rows: Rows, search: GridSearch) -> Visited:
-    """Choose the best candidate of every row, of those before the search ends.
+    """Choose the best candidate of every row, among the candidates before the search ends.
 
     Where no candidate has a finite error, a row keeps the expanded range.
 

@@ -1,10 +1,10 @@
-"""Ranges by a row's whole quadratic form, ``d H d^T`` with ``H = E[x x^T]``: what its output loses.
+"""Ranges by a row's whole quadratic form, ``d H d^T`` with ``H = E[x x^T]``: the squared error of its output.
 
 Method. Coordinate descent: the candidates of one scale are judged given the errors that the row's other scales leave,
 ``d^T H_gg d + 2 d^T (D H)_g``, one column of groups after the other, in some sweeps. The first visits the candidates of
 the search. Each later one visits as many around the chosen range, in steps of the search's, then of half of them, a
 quarter...: a range that differs by a percent rounds other integers, whose errors may cancel. Every integer is the
-nearest; only ranges are chosen. Rows do not depend on each other, but for those that share a scale.
+nearest; only ranges are chosen. Rows do not depend on each other, except rows that share a scale.
 
 All candidates of a few rows are measured at once: the product with ``H_gg`` is most of the time.
 """
@@ -33,7 +33,7 @@ def descend(
         weight: ``(R, C)``.
         hessian: ``(C, C)`` in float32.
         search: the number format and the candidates of the first sweep, all of which are visited.
-        block: height and width of what one scale covers; they divide the weight.
+        block: height and width of the block of one scale; they divide the weight.
         sweeps: how often each scale is chosen.
 
     Returns:

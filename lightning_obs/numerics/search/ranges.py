@@ -5,12 +5,12 @@ factor of least error ``sum(|q(x) - x| ** norm)`` per scale. The first of equal 
 ``patience`` factors in a row improved no scale at all: a whole tensor visits the same factors. Factors, ties and early
 stop are llm-compressor's, so in float32 the range found is the range found there.
 
-The choice: all factors are measured in one visit of a row (what one scale covers). Which factors improved any row then
+The choice: all factors are measured in one visit of a row (the values of one scale). The factors that improved a row
 tells where the search should have ended; if that is before the last factor, it runs again with fewer. So rows can be
-searched by several ranks, or in any order: to be one search, they only need to join what improved.
+searched by several ranks, or in any order: to be one search, they only need to join the factors that improved.
 
 There are two executions. :mod:`.definition` runs operation by operation, on any device. On a CPU compiled loops
-(:mod:`.cpu`, :mod:`.cpu_kernel`) are many times as fast, and leave to the definition what they cannot decide for
+(:mod:`.cpu`, :mod:`.cpu_kernel`) are many times as fast, and leave to the definition rows that they cannot decide for
 certain. Many bfloat16 values of one scale are counted instead, and each distinct one is measured once
 (:mod:`..histogram`); nothing is lost by that.
 """
@@ -59,7 +59,7 @@ def search_range(
             t)``, T * t = G, in the order of the scales; I divides their number.
 
     Returns:
-        The range, ``(*Q,)`` each, in the dtype of ``observed``, and what each factor improved. Where no candidate has
+        The range, ``(*Q,)`` each, in the dtype of ``observed``, and which factors improved. Where no candidate has
         a finite error (a NaN, an error beyond float32), it is the expanded range.
     """
     observed = observed if observed.is_floating_point() else observed.float()

@@ -1,6 +1,6 @@
-"""Read the values of each scale, a few scales at a time, whatever the layout of the tensor they are in.
+"""Read the values of each scale, a few scales at a time, from a tensor of any layout.
 
-A row is what one scale covers, ``(N, G)`` values. Nothing is copied but the rows that are read: a block of a weight is
+A row holds the values of one scale, ``(N, G)``. Nothing is copied but the rows that are read: a block of a weight is
 no contiguous piece of it, and copying all of them at once would take as much memory as the weight.
 """
 
