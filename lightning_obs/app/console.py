@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 from lightning_obs.errors import printable
 
@@ -29,9 +30,10 @@ def step(text: str) -> Iterator[None]:
 
 @contextmanager
 def bytes_done(text: str, at_once: bool = True) -> Iterator[Callable[[str, int, int], None]]:
-    """As :func:`step`, shown at once or from the first call of what it yields: with a name, bytes so far, all bytes."""
-    columns = TextColumn("· {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    progress = Progress(*columns, TextColumn("{task.fields[name]}"), disable=rank_zero_only.rank != 0)
+    """As :func:`step`, shown at once or from the first call of the yielded function: with a name, bytes so far, all."""
+    name = TextColumn("{task.fields[name]}", table_column=Column(ratio=1, no_wrap=True))  # takes the room that is left
+    columns = TextColumn("· {task.description}"), BarColumn(20), DownloadColumn(table_column=Column(no_wrap=True))
+    progress = Progress(*columns, TimeRemainingColumn(), name, expand=True, disable=rank_zero_only.rank != 0)
     task = progress.add_task(text, total=None, name="")
 
     def advance(name: str, done: int, total: int) -> None:

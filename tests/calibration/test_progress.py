@@ -68,3 +68,11 @@ def test_a_bar_that_waits_prints_nothing_before_it_is_told_of_anything(capsys):
     with bytes_done("searching", at_once=False) as advance:
         advance("fc1", 1, 2)
     assert "searching" in capsys.readouterr().out
+
+
+def test_a_bar_is_one_line_of_a_narrow_terminal(capsys):
+    with bytes_done("searching the weights") as advance:
+        advance("model.layers.19.self_attn.q_proj (this rank's share)", 424_700_000, 424_700_000)
+    (line,) = capsys.readouterr().out.strip().splitlines()
+    assert "424.7/424.7 MB" in line
+    assert "model.l" in line
