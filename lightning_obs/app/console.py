@@ -32,7 +32,7 @@ def step(text: str) -> Iterator[None]:
 def bytes_done(text: str, at_once: bool = True) -> Iterator[Callable[[str, int, int], None]]:
     """As :func:`step`, shown at once or from the first call of the yielded function: with a name, bytes so far, all."""
     name = TextColumn("{task.fields[name]}", table_column=Column(ratio=1, no_wrap=True))  # takes the room that is left
-    columns = TextColumn("· {task.description}"), BarColumn(20), DownloadColumn(table_column=Column(no_wrap=True))
+    columns = TextColumn("· {task.description}"), BarColumn(10), DownloadColumn(table_column=Column(no_wrap=True))
     progress = Progress(*columns, TimeRemainingColumn(), name, expand=True, disable=rank_zero_only.rank != 0)
     task = progress.add_task(text, total=None, name="")
 

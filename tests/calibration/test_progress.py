@@ -75,4 +75,4 @@ def test_a_bar_is_one_line_of_a_narrow_terminal(capsys):
         advance("model.layers.19.self_attn.q_proj (this rank's share)", 424_700_000, 424_700_000)
     (line,) = capsys.readouterr().out.strip().splitlines()
     assert "424.7/424.7 MB" in line
-    assert "model.l" in line
+    assert "model.layers.19." in line
