@@ -111,7 +111,7 @@ def calibrate_layerwise(
             unfinished = Unfinished(out, collectives.rank, collectives.size)
             stack.callback(unfinished.close)
             job = _LayerByLayer(source, session, list(batches), runs, unfinished)
-        finished = set.intersection(*collectives.gather_object(unfinished.steps))
+        finished = set.intersection(*map(set, collectives.gather_object(unfinished.steps)))
         with on_all_ranks(collectives):
             if finished:
                 job.go_on_after(max(finished))
@@ -169,7 +169,7 @@ class _LayerByLayer:
             raise CalibrationError(
                 f"{self.unfinished.folder} was begun with other arguments",
                 expected="the same checkpoint, batches, scheme, options and ranks",
-                remedy="delete it to begin anew, or choose another folder.",
+                remedy="delete it to start over, or choose another folder.",
             )
         self._first, self._relay.outputs = step, state["outputs"]
         self._files, self._streaming.tally.done = state["files"], state["size"]

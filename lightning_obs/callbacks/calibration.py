@@ -182,7 +182,7 @@ class CalibrationCallback(ObservedBatches):
         if changed and (trainer.enable_validation if runs == TrainerFn.FITTING else runs == TrainerFn.VALIDATING):
             rank_zero_info(
                 f"{self.label}: the checkpoint was calibrated with other options ({name_list(changed)}); "
-                "its calibration is dropped, this run calibrates anew"
+                "its calibration is dropped, this run calibrates again"
             )
         else:
             super().take_state(trainer, session, state)

@@ -43,8 +43,7 @@ from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.base import SessionCallback, SessionKeywords, require_at_least, validation_loaders
 from lightning_obs.callbacks.quantized_validation import require_batches
 from lightning_obs.errors import CalibrationError, refuse, warn
-from lightning_obs.files.read import naming
-from lightning_obs.files.write import whole_file
+from lightning_obs.files.unfinished import SavedSteps
 from lightning_obs.model.checksums import weights_checksum
 from lightning_obs.ranks.collectives import on_all_ranks
 from lightning_obs.schemes.config import SchemeLike
@@ -170,18 +169,14 @@ class ObservedBatches(SessionCallback):
 
 
 class _Save:
-    """This rank's statistics of a validation, in files of its own.
-
-    Attributes:
-        done: how many batches the validation has run, or skipped, on this rank.
-    """
+    """This rank's statistics of a validation, saved after ``done`` batches that it has run or skipped."""
 
     def __init__(self, folder: Path, session: CalibrationSession, asked: dict[str, str]) -> None:
-        self._folder, self._session, self.done = folder, session, 0
+        self._files, self._session, self.done = SavedSteps(folder, session.collectives.rank, kept=2), session, 0
         # All ranks read the weights together; each has batches of its own.
         model = weights_checksum(session.model)
         self._run = {**asked, "ranks": session.collectives.size, "checksum of the weights": model}
-        #: of each batch that was fetched
+        #: the checksum of each batch that was fetched
         self._batches: list[int] = []
 
     def resume(self, trainer: Trainer) -> int:
@@ -194,66 +189,50 @@ class _Save:
         # Of a loader without a length, a batch was fetched before it is asked for.
         self._batches = [_checksum(batch) for batch, *_ in getattr(fetcher, "batches", ())]
         fetcher.iterator = self._watched(fetcher.iterator)
-        numbers = self._numbers()
+        saved = self._files.steps
         with on_all_ranks(own):
-            state = self._read(numbers[-1]) if numbers else {}
-        every = own.gather_object(numbers)
+            state = self._read(saved[-1]) if saved else {}
+        every = own.gather_object(saved)
         # A rank has none if the run was killed while ranks wrote their first save or removed their last.
-        start = max(set.intersection(*map(set, every)) or numbers) if all(every) else 0
+        start = max(set.intersection(*map(set, every)) or saved) if all(every) else 0
         with on_all_ranks(own):
             if start:
-                state = state if start == numbers[-1] else self._read(start)
+                state = state if start == saved[-1] else self._read(start)
                 self._skip(fetcher, state["batches"])
                 load_statistics(self._session.fed, state["statistics"])
                 self._session.experts.tokens = state["tokens"]
                 self._session.batches, self._session.measurements = state["counts"]
                 self._session.started -= state["seconds"]
                 self.done = start
-            for number in numbers:
-                if number > start:
-                    self._path(number).unlink()
+            for step in saved:
+                if step > start:
+                    self._files.drop(step)
             if not start:
                 self.write()  # so statistics or a folder that cannot be saved are an error before the first batch
         return start
 
     def write(self) -> None:
-        """Save the statistics; of the earlier saves, the last one stays."""
+        """Save the statistics."""
         session = self._session
         state = {"config": session.plan.config.model_dump_json(), "run": self._run}
         state |= {"batches": self._batches[: self.done], "statistics": dump_statistics(session.fed)}
         state |= {"tokens": session.experts.tokens, "counts": [session.batches, session.measurements]}
         state |= {"seconds": time.perf_counter() - session.started}
-        with whole_file(self._path(self.done)) as partial:
-            torch.save(sealed(state), partial)
-        for number in self._numbers()[:-2]:
-            self._path(number).unlink()
+        self._files.save(self.done, sealed(state))
 
     def remove(self) -> None:
         """Remove this rank's files, and the folder with the last rank's."""
-        for number in self._numbers():
-            self._path(number).unlink()
+        for step in self._files.steps:
+            self._files.drop(step)
         with suppress(OSError):
-            self._folder.rmdir()
+            self._files.folder.rmdir()
 
-    def _path(self, number: int) -> Path:
-        return self._folder / f"rank-{self._session.collectives.rank}-batch-{number}.pt"
-
-    def _numbers(self) -> list[int]:
-        """After how many batches this rank has saved, in ascending order."""
-        names = [path.stem.rpartition("-")[2] for path in self._folder.glob(self._path(0).name.replace("0.pt", "*.pt"))]
-        return sorted(map(int, filter(str.isdecimal, names)))
-
-    def _read(self, number: int) -> dict[str, Any]:
-        path, remedy = self._path(number), f"delete {self._folder} to begin anew."
-        with naming(path, remedy=remedy), torch.inference_mode(False):
-            state: dict[str, Any] = torch.load(path, weights_only=True)
-            require_whole(state)
-            refuse_other_options(state, self._session.plan.config)
-            refuse(
-                changes(state["run"], self._run),
-                f"{self._folder} holds what another run has seen",
-                remedy=f"run it as it was, or {remedy}",
-            )
+    def _read(self, step: int) -> dict[str, Any]:
+        folder, state = self._files.folder, self._files.load(step)
+        require_whole(state)
+        refuse_other_options(state, self._session.plan.config)
+        remedy = f"run it as it was, or delete {folder} to start over."
+        refuse(changes(state["run"], self._run), f"{folder} holds the save of another run", remedy=remedy)
         return state
 
     def _skip(self, fetcher: _DataFetcher, expected: list[int]) -> None:
@@ -261,10 +240,10 @@ class _Save:
             if next(fetcher, None) is None or self._batches[number] != known:
                 raise CalibrationError(
                     f"batch {number} of the validation is not the one that was observed before",
-                    where=[str(self._folder)],
+                    where=[str(self._files.folder)],
                     expected="the same data in the same order",
                     remedy="give the loader its data back (seed_everything, if it shuffles), or delete the folder to "
-                    "begin anew.",
+                    "start over.",
                 )
 
     def _watched(self, fetched: Iterator[Any]) -> Iterator[Any]:

@@ -62,4 +62,4 @@ def test_ranks_that_were_killed_go_on_behind_the_last_save_that_all_have(tmp_pat
 
 def test_saves_of_another_number_of_ranks_are_refused(tmp_path):
     found, _ = run_ranks(on_killed, 2, 2, tmp_path / "saves", (5, 5), 1, {})
-    assert "holds what another run has seen: ranks: 2 -> 1" in found[2]
+    assert "holds the save of another run: ranks: 2 -> 1" in found[2]

@@ -160,7 +160,7 @@ def test_metrics_are_of_the_remaining_batches(tmp_path):
         ({"loaders": loader(seed=2, count=28)}, "batch 0 of the validation is not the one that was observed before"),
         ({"loaders": loader(count=12)}, "batch 3 of the validation is not the one"),
         ({"observers": {"input": "histogram"}}, r"another scheme, other observers.*'static_minmax' -> 'histogram'"),
-        ({"max_batches": 3}, r"holds what another run has seen: max_batches: 'None' -> '3'.*delete"),
+        ({"max_batches": 3}, r"holds the save of another run: max_batches: 'None' -> '3'.*delete"),
     ],
     ids=["data", "fewer", "observers", "max_batches"],
 )
@@ -178,11 +178,11 @@ def test_other_weights_and_a_damaged_file_are_refused(tmp_path):
     other = Dies()
     with torch.no_grad():
         other.net[0].weight[0, 0] += 1
-    with pytest.raises(CalibrationError, match="what another run has seen: checksum of the weights"):
+    with pytest.raises(CalibrationError, match="the save of another run: checksum of the weights"):
         validate(other, tmp_path)
     last = max(tmp_path.iterdir())
     last.write_bytes(last.read_bytes()[:-200])
-    with pytest.raises(CalibrationError, match=r"rank-0-batch-4.pt cannot be read.*delete .* to begin anew"):
+    with pytest.raises(CalibrationError, match=r"state-4-0.pt cannot be read.*delete .* to start over"):
         validate(Dies(), tmp_path)
 
 
