@@ -1,9 +1,9 @@
 """The blocks of a decoder, and its own forward, run one block at a time.
 
-A decoder's blocks read more than the output of the block before: masks, position embeddings, what the model adds
-between them. None of this is recorded. For each block the model's own forward runs again, up to that block. Blocks
-before it compute nothing; the last of them returns the output that was kept, one for each batch. Whatever else passes
-from block to block (keys that later layers share) is missing then: such a model is refused.
+A decoder's blocks read more than the output of the block before: masks, position embeddings, tensors that the model
+adds between blocks. None of this is recorded. For each block the model's own forward runs again, up to that block.
+Earlier blocks compute nothing; the one before returns the output that was kept of this batch. A model whose blocks pass
+on anything else (keys that later layers share) is refused.
 """
 
 from __future__ import annotations
@@ -58,15 +58,13 @@ class Relay:
     """Runs the forward of ``session.model`` on all batches up to one of its blocks, while the session observes it.
 
     Modules before the first block are observed in the first run, modules between two blocks with the second.
-
-    Attributes:
-        outputs: of the last block that was run, of each batch, on the CPU.
     """
 
     def __init__(
         self, session: Observation, blocks: Sequence[nn.Module], batches: Sequence[Any], device: torch.device
     ) -> None:
         self.session, self.blocks, self.batches, self._device = session, blocks, batches, device
+        #: of the last block that was run: its output for each batch, on the CPU
         self.outputs: list[Any] = [None] * len(batches)
         self._is_first, self._observes, self._block, self._called = True, True, 0, 0
         self._output: Any = None
@@ -77,12 +75,9 @@ class Relay:
             stack.callback(set_attributes(block, forward=partial(self._call, index, block.forward)))
 
     def run(self, block: int, observe: bool = True, keep: bool = True) -> None:
-        """Run a block on all batches, on the outputs of the block before; past the last: the modules after the blocks.
+        """Run a loaded block on all batches, from the outputs of the block before; past the last, the modules after it.
 
-        Args:
-            block: its number; its parameters are loaded.
-            observe: let the session observe.
-            keep: keep the outputs, in place of those of the block before.
+        ``observe``: let the session observe. ``keep``: keep the outputs, in place of the earlier ones.
         """
         self._block, self._observes = block, observe
         for index, batch in enumerate(self.batches):
@@ -116,7 +111,7 @@ class Relay:
         self.session.is_paused = not (self._observes and is_last)
         if is_last:
             return _moved(self._output, self._device)
-        # Nobody reads the outputs of the blocks before that; writing to an expanded tensor is an error.
+        # Nobody reads the outputs of still earlier blocks; writing to an expanded tensor is an error.
         nothing = torch.zeros((), device=self._device)
         return tree_map_only(torch.Tensor, lambda x: nothing.to(x.dtype).expand(x.shape), self._output)
 

@@ -1,8 +1,8 @@
 """Quantize the weights of a checkpoint's files, without a model in memory.
 
 A scheme that needs no data needs one fused set of weights at a time. Each set is read, observed, compressed, written to
-its place and forgotten; all other tensors are copied as bytes. All else is as for a model in memory, with the model on
-the meta device. Places in the new files are known beforehand, so several processes can share the work.
+its place and forgotten; other tensors are copied as bytes. The rest is as for a model in memory, with the model on the
+meta device. Places in the new files are known beforehand, so several processes can share the work.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def quantize_checkpoint(
         max_shard_size: bytes of one file of weights, or ``"5GB"``.
         progress: called with the name of each tensor written, the bytes written so far, and the bytes in all.
         workers: how many processes share the work. They are started, so a script needs ``if __name__ == "__main__":``;
-            each imports torch, and has one set of weights at a time. Or ``Collectives.of_group()``: the ranks that
-            there are (torchrun), each of which must call this; progress is then of each one's share.
+            each imports torch, and has one set of weights at a time. Or ``Collectives.of_group()``: the ranks of
+            torchrun share it; every rank must call this, and is told the progress of its own share.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``ignore``, ``observers``...
 
     Returns:
@@ -129,21 +129,15 @@ def _require_no_data(options: CalibrationOptions) -> None:
 
 
 class Streaming:
-    """Converts the files of a source to the files of its quantized checkpoint.
-
-    Attributes:
-        taken: names of the modules that are stored otherwise than in the source: planned ones, and experts beside them.
-        copied: tensors stored as they are: by name in the source the new name, and the name in the model.
-        unknown: names, in both, of tensors that the model does not know.
-        layout: a meta tensor of each stored tensor, by its name in the new files; ``tally`` counts their bytes.
-    """
+    """Converts the files of a source to the files of its quantized checkpoint; ``tally`` counts the bytes written."""
 
     def __init__(self, source: CheckpointSource, session: CalibrationSession, progress: Progress | None) -> None:
         self.source, self.session = source, session
         self.write_any_qparams()  # with them the model is laid out as it will be stored
         planned = {target.name for target in session.plan.targets}
-        # The experts of a stack that is not copied as it is are stored one by one, like those that are quantized.
+        # Where some experts of a stack are quantized, all of them are stored one by one.
         split = [name for name in linear_experts(source.model) if any(p.startswith(f"{name}.") for p in planned)]
+        #: names of the modules that are stored otherwise than in the source: planned ones, and experts beside them
         self.taken = [
             name
             for name, module in source.model.named_modules()
@@ -153,11 +147,14 @@ class Streaming:
         own = {name: s for name, s in source.sources.items() if name.rpartition(".")[0] not in names}
         consumed = {source.sources[n].name for n in source.sources.keys() - own.keys()}
         renamed = {n: source.stored_as.get(n, s.name) for n, s in own.items() if s.item is None}
+        #: tensors stored as they are: by name in the source the new name, and the name in the model
         self.copied = {s.name: (renamed.get(n, s.name), n) for n, s in own.items()}
         unknown = [name for name in source.reader if name not in consumed and name not in self.copied]
-        self.unknown = dict.fromkeys(unknown).keys()  # in one order in every process, unlike a set
+        #: names of tensors that the model does not know, in one order in every process, unlike a set
+        self.unknown = dict.fromkeys(unknown).keys()
         self.copied |= {name: (name, "") for name in self.unknown}
         stored = stored_layout(source.model)
+        #: a meta tensor of each stored tensor, by its name in the new files
         self.layout = {self.stored_name(n): x for n, x in stored.items() if n.rpartition(".")[0] in names}
         self.layout |= {stored_as: source.reader.meta(name) for name, (stored_as, _) in self.copied.items()}
         self.tally = Tally(sum(tensor.nbytes for tensor in self.layout.values()), progress)
@@ -167,24 +164,24 @@ class Streaming:
     def of(
         cls, folder: str | os.PathLike[str], options: CalibrationOptions, progress: Progress | None = None
     ) -> Iterator[Streaming]:
-        """Made from a folder, whose files are open inside the ``with`` block."""
+        """Of a folder, whose files are open inside the ``with`` block."""
         source = CheckpointSource(folder)
         with closing(source.reader), torch.inference_mode(False), torch.no_grad():
             yield cls(source, CalibrationSession(source.model, options), progress)
 
     def write_any_qparams(self, skipped: Container[str] = ()) -> None:
-        """Give all planned modules, except modules left in full precision, qparams of their later shapes."""
+        """Give all planned modules, except the ``skipped`` ones, qparams of their later shapes."""
         for target in self.session.plan.targets:
             if target.name not in skipped:
                 write_qparams(target.module, target.scheme, any_qparams(target))
 
     def write_others(self, partial: Path, stored: Set[str]) -> None:
-        """Write all but weights, whose names are ``stored``: the source's other files, the quantization config."""
+        """Write the source's other files and the quantization config; ``stored`` are the names of the weights."""
         copy_others(self.source.folder, partial)
         write_quantization_config(self.source.model, partial, stored - self.unknown, self.unknown)
 
     def stored_name(self, name: str) -> str:
-        """The name in files of a module's entry, beside that of the module's weight, or of what is below it."""
+        """The name in files of a module's entry, after that of the module's weight, or of a tensor below the module."""
         module, _, key = name.rpartition(".")
         stored_as, beside = self.source.stored_as, f"{module}.weight"
         if beside not in stored_as:
@@ -221,12 +218,12 @@ class Streaming:
             forget(part)
 
     def write_module(self, writer: TensorWriter, name: str) -> None:
-        """Write the entries of a module that is taken, and loaded."""
+        """Write the entries of a loaded module."""
         for key, rows, first in module_entries(self.source.model.get_submodule(name)):
             writer.write(self.stored_name(f"{name}.{key}"), rows, first)
 
     def copy(self, writer: TensorWriter, name: str) -> None:
-        """Write copied tensors: from memory if loaded as the files hold them, else from file to file."""
+        """Write a copied tensor: from memory if it is loaded as the file holds it, else from file to file."""
         stored, known_as = self.copied[name]
         value, layout = self.source.meta(known_as) if known_as else None, self.layout[stored]
         if value is None or value.is_meta or (value.dtype, value.shape) != (layout.dtype, layout.shape):
@@ -235,7 +232,7 @@ class Streaming:
             writer.write(stored, value)
 
 
-#: the job of this process, which :func:`_run_in_processes` has started, and its files
+#: the job of a process that :func:`_run_in_processes` has started, and its files
 _job_here: list[tuple[Streaming, TensorWriter]] = []
 
 
@@ -302,7 +299,7 @@ def forget(part: CalibrationSession) -> None:
 
 
 def copy_others(folder: Path, partial: Path) -> None:
-    """Copy all files but weights, unless they exist; a warning names weights that transformers does not read."""
+    """Copy all files but weights, unless they exist; warn of weights that transformers does not read."""
     left_out = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)

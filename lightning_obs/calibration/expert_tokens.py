@@ -1,7 +1,7 @@
 """Experts under calibration: the tokens that the router sends them, all tokens for each of them, ranges without tokens.
 
-With ``calibrate_all_experts`` the observers inside experts ignore the model's own forward. After the layer's, every
-expert runs once more, on all tokens that the layer read, for the observers only: outputs are thrown away, random
+With ``calibrate_all_experts`` the observers inside experts ignore the model's own forward. After the layer's forward
+every expert runs once more, on all tokens that the layer read, for the observers only: outputs are thrown away, random
 numbers and gradients are not touched. Other forward hooks inside an expert see these runs too.
 
 With ``on_missing="siblings"`` an expert that no token reached borrows the ranges of the layer's other experts: engines
@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from compressed_tensors.utils.helpers import patch_attr
 from torch import nn
 
 from lightning_obs.calibration.token_mask import Layout, TokenSelection, Watching
@@ -136,18 +137,14 @@ class ExpertWatch:
         self._flattened = apart or isinstance(module, LinearExperts)
         tokens = tokens.detach().reshape(-1, tokens.shape[-1])
         devices = [tokens.device] if tokens.device.type == "cuda" else []
-        self.is_forcing = True
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=devices):
-                for index, expert in enumerate(self.containers[name]):
-                    try:
-                        expert(tokens)
-                    except (TypeError, RuntimeError) as error:
-                        if isinstance(error, torch.OutOfMemoryError):
-                            raise
-                        raise _cannot(name, [f"expert {index} on {tuple(tokens.shape)}: {error}"]) from error
-        finally:
-            self.is_forcing = False
+        with patch_attr(self, "is_forcing", True), torch.no_grad(), torch.random.fork_rng(devices=devices):
+            for index, expert in enumerate(self.containers[name]):
+                try:
+                    expert(tokens)
+                except torch.OutOfMemoryError:
+                    raise
+                except (TypeError, RuntimeError) as error:
+                    raise _cannot(name, [f"expert {index} on {tuple(tokens.shape)}: {error}"]) from error
 
 
 def _of_tokens(mask: torch.Tensor, total: int) -> torch.Tensor:

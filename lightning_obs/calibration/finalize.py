@@ -1,7 +1,7 @@
 """From observers' statistics to qparams on modules: reduce the ranks, observe the weights, compute, check, write.
 
-The ranks agree on what was observed, then each searches its share of the weights, then all get all ranges. A rank that
-fails goes on with the collectives, so that none is left waiting, and all raise alike.
+The ranks agree on which observers saw data, then each searches its share of the weights, then all get all ranges. A
+rank that fails goes on with the collectives, so that none is left waiting, and all raise alike.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def result_of(session: Observation, **found: Any) -> CalibrationResult:
 def _weights(
     session: Observation,
 ) -> tuple[dict[Key, nn.Module], dict[Key, int], CalibrationError | None]:
-    """The modules whose weights are observed, the elements of each weight that one rank observes whole, or an error."""
+    """The modules whose weights are observed, the number of elements of each that one rank observes whole; an error."""
     observers = session.observers
     modules = {key: t.module for t in session.plan.targets if (key := (t.name, "weight")) in observers}
     try:

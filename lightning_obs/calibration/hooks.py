@@ -59,20 +59,20 @@ class Read:
 
 
 class Observation(Watching):
-    """What a session observes, and what it has seen."""
+    """The plan of a session, its observers, and what they have seen."""
 
     model: nn.Module
     options: CalibrationOptions
     label: str
     plan: Plan
-    #: what each engine does with the checkpoint; empty for a model that is not of transformers
+    #: each engine's verdict on the checkpoint; empty for a model that is not of transformers
     engines: Mapping[str, Verdict]
     experts: ExpertWatch
     #: names of modules that are quantized together or not at all
     together: list[list[str]]
     observers: dict[Key, Observer]
-    #: the observers that data reach, among them second ones of inputs: of their extremes, for the result, and of the
-    #: Hessian that a rounding takes
+    #: the observers that data reach, and second observers of inputs: of their extremes, for the result, and of the
+    #: Hessian, for a rounding
     fed: dict[Key, Observer]
     #: how to talk to the other ranks; a Trainer knows it only when it has started them
     collectives: Collectives
@@ -81,9 +81,9 @@ class Observation(Watching):
     #: of activations; modules that share an input share them
     measurements = 0
     started = 0.0
-    #: told which weight was searched at the end, the bytes so far, and those that this rank searches
+    #: told of the weights that this rank searches
     progress: Progress | None = None
-    #: what observers were given last, under this mask; sessions that observe the same calls may share it
+    #: the last observed tensor, under this mask; sessions that observe the same calls may share it
     read: Read
     #: observers that no data reached on any rank; None: the ranks were not reduced yet
     unreached: list[Key] | None = None

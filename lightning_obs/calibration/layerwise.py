@@ -1,7 +1,7 @@
 """Calibrate a checkpoint layer by layer: one block of the decoder in memory at a time, for any number of batches.
 
 A block is loaded, run on all batches, calibrated, compressed to a file of its own, and freed; its outputs are the
-inputs of the next. A killed run goes on from these files and the outputs of the last block. All else is as in memory.
+inputs of the next. A killed run goes on from these files and the outputs of the last block.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ class BlockRuns:
     """How :func:`calibrate_layerwise` runs the blocks.
 
     Args:
-        inputs: a block's inputs: ``"full_precision"``, the outputs of the blocks before as they are in the source, or
-            ``"quantized"``, those of the quantized blocks, as the quantized model will compute them. It runs each block
-            twice.
+        inputs: a block's inputs: ``"full_precision"``, the outputs of the source's blocks, or ``"quantized"``, the
+            outputs of the quantized blocks, which the quantized model will compute. It runs each block twice.
         token_mask: as of :class:`~lightning_obs.CalibrationSession`.
         device: where blocks are run, observed and compressed.
         progress: called with the name of each tensor written, the bytes written so far, and the bytes in all.
@@ -119,7 +118,7 @@ def calibrate_layerwise(
         with on_all_ranks(collectives):
             if partial is not None:
                 job.complete(partial)
-                written.close()  # it takes its name
+                written.close()  # the folder takes its name
                 unfinished.remove()
     return job.result
 
@@ -147,7 +146,7 @@ class _LayerByLayer:
             clear_qparams(target.module)
         names = dict(source.model.named_modules())
         inside = [[n for n in names if f"{n}.".startswith(f"{name}.{index}.")] for index in range(len(blocks))]
-        #: the modules of each block, and at the end those outside
+        #: the modules of each block; last, the modules outside of blocks
         self._parts = [*inside, [n for n in names if not n.startswith(f"{name}.") or n == name]]
         self._relay = Relay(session, list(blocks), batches, self._device)
         for config in (source.model.config, source.model.config.get_text_config()):
@@ -198,7 +197,7 @@ class _LayerByLayer:
         self.result.seconds = time.perf_counter() - self._started
 
     def _load_when_called(self, name: str, stack: ExitStack) -> None:
-        """Load a module outside the blocks when it runs; it stays, for all batches. Of an embedding its rows do."""
+        """Load a module outside the blocks when it first runs, for all batches; of an embedding the rows in use."""
         module = self.source.model.get_submodule(name)
         if isinstance(module, torch.nn.Embedding) and name not in self._streaming.taken:
             self.source.look_up(name)

@@ -52,9 +52,9 @@ class CalibrationOptions:
             module: ``"lm_head"``, not ``"model.lm_head"``, where a LightningModule's ``model`` is of transformers. A
             Linear that shares the weight of an Embedding is left out unless a target names it.
         observers: observer per base name (weight, input, output; q, k, v):
-            ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``. Default: what the scheme names;
-            else ``memoryless_minmax`` for weights and ``minmax`` for the rest, a moving average (``static_minmax`` is
-            the range of all data). ``"auto"``: :class:`~lightning_obs.CalibrationCallback` chooses.
+            ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``. Default: the scheme's; else
+            ``memoryless_minmax`` for weights and ``minmax`` for the rest, a moving average (``static_minmax`` is the
+            range of all data). ``"auto"``: :class:`~lightning_obs.CalibrationCallback` chooses.
         kv_cache: quantize k and v of every attention module (transformers models): ``"FP8"`` (one scale per layer for
             k and one for v), ``"FP8_HEAD"`` (one per head), a dict or ``QuantizationArgs``. With ``scheme=None``
             nothing else is quantized.
@@ -67,8 +67,8 @@ class CalibrationOptions:
             refuse is an error now. A warning says where an engine computes a scheme differently.
         engines: further engines that have to take the checkpoint, by their names in ``reload``: ``["vllm", "mlx"]``.
             A refusal by one of them is an error; the functions that choose schemes leave such candidates out.
-        calibrate_all_experts: let every expert observe all tokens, not only those that the router sends it. Outputs
-            do not change. Off: an expert's range is the range of the tokens it will get.
+        calibrate_all_experts: let every expert observe all tokens, not only its own. Outputs do not change. Off: an
+            expert's range is that of the tokens that the router sends it.
         fused_sets: names of modules, under one parent, that your engine fuses, in addition to
             :data:`~lightning_obs.engines.engine.FUSED_SETS`: ``[["a_proj", "b_proj"]]``. They share global scales and
             must have one scheme. A name that the engine's sets hold too belongs to yours.

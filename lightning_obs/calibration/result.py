@@ -30,16 +30,15 @@ class CalibrationResult:
         chosen_input_ranges: the range that each module's input scale was computed from, in the same units: an observer
             may choose a smaller range than it observed, or a larger one.
         skipped: modules left in full precision because no data reached them (``on_missing="warn"``).
-        expert_tokens: how many tokens the router sent to each expert, by the name of the experts' container. Without
-            padding where there is a token mask, except in experts that are not of this package: which of the tokens
-            they get are padding is not known, and they count.
+        expert_tokens: how many tokens the router sent to each expert, by the name of the experts' container. A token
+            mask leaves padding out, except in experts that are not of this package.
         fallback: modules of experts that no data reached, whose activations have their siblings' ranges
             (``on_missing="siblings"``).
         fused: groups of modules that an engine takes quantized as a whole or not at all.
-        tied: modules left in full precision because they share their weight with an embedding, by name its name.
+        tied: modules left in full precision because they share an embedding's weight: its name, by theirs.
         engines: each engine's verdict on the checkpoint; empty for a model that is not of transformers.
         ranks: how many ranks took part.
-        collectives: how many collectives made their statistics one.
+        collectives: how many collectives reduced their statistics.
     """
 
     scheme: str

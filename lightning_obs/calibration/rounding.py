@@ -1,8 +1,8 @@
 """Round weights by the Hessians of their inputs, after their scales are chosen: not always to the nearest number.
 
 A weight is rounded on the rank that observed it, or its rows on the ranks that hold them: columns compensate each
-other's errors, rows are independent. So a rounding is shared out as ranges are, as an observer whose statistic is the
-rounded weight. Every rank ends with all of them, a byte for each element of a weight.
+other's errors, rows are independent. So roundings are shared out over ranks as ranges are: each is an observer whose
+statistic is the rounded weight. Every rank ends with all of them, a byte for each element of a weight.
 """
 
 from __future__ import annotations

@@ -10,11 +10,12 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.utils.helpers import patch_attr
 from torch import nn
 from typing_extensions import Unpack
 
@@ -71,9 +72,9 @@ class CalibrationSession(Observation):
     """Calibrate the modules of ``model`` that ``scheme`` targets, in a ``with`` block that runs the data.
 
     A scheme without static activations (weight-only, dynamic) needs no data: leave the block empty. After the block the
-    quantization parameters are on the modules (``module.weight_scale``...), the forward is what it was,
-    ``session.result`` describes the calibration; see :func:`~lightning_obs.quantized` and
-    :func:`~lightning_obs.export_checkpoint` for the next steps.
+    quantization parameters are on the modules (``module.weight_scale``...), the forward is unchanged, and
+    ``session.result`` describes the calibration. Next: :func:`~lightning_obs.quantized`,
+    :func:`~lightning_obs.export_checkpoint`.
 
     Args:
         model: any module; target and ignore names are names in its ``named_modules``. Where FSDP1 shards it, the
@@ -193,14 +194,9 @@ class CalibrationSession(Observation):
             self.read.forget()
             attached.close()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Run the model inside the ``with`` block without observing."""
-        self.is_paused = True
-        try:
-            yield
-        finally:
-            self.is_paused = False
+        return patch_attr(self, "is_paused", True)
 
     def mask_tokens(self, mask: torch.Tensor | None) -> None:
         """Keep padding out of every observer from the next call of the model on.
@@ -326,7 +322,7 @@ class CalibrationSession(Observation):
     def write_scales(self, scales: Mapping[str, torch.Tensor], *, of_present_weights: bool) -> None:
         """Replace scales ``{"layer.weight_scale": tensor}``, by trained ones for example.
 
-        They belong to the weights that were calibrated, or with ``of_present_weights`` to the weights of now.
+        They belong to the weights that were calibrated, or with ``of_present_weights`` to the present weights.
         """
         own = by_module(scales)
         with torch.inference_mode(False), self._writing():

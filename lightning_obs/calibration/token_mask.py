@@ -2,9 +2,9 @@
 
 Removing the wrong rows gives a wrong range, and nobody notices. So rows are removed only where one layout alone fits
 the shape: ``(batch, tokens, ...)`` with as many samples as tokens could be ``(tokens, batch, ...)``; a matrix of
-``batch * tokens`` rows could hold them in either order, or rows that were routed. transformers' models are known to be
-batch first, also when flattened; of others, an earlier batch of another size may have shown it. If the layout stays
-open and rows have to be removed, that is an error.
+``batch * tokens`` rows could hold them in either order, or rows that were routed. transformers' models are batch first,
+also when flattened; other models may have shown it by an earlier batch of another size. A layout that stays open is an
+error, if rows have to be removed.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class TokenSelection:
 
 
 def _may_be_of(value: torch.Tensor, mask: torch.Tensor, layout: Layout) -> bool:
-    """Whether a mask that leaves nothing out can be the one of an activation at all."""
+    """Whether a mask that leaves nothing out can be the mask of this activation."""
     if layout == "heads" and value.ndim == 4:
         return mask.ndim == 1 or (len(value), value.shape[2]) == mask.shape
     matrix = value.ndim == 2 and layout != "heads" and len(value) in (len(mask), mask.numel())

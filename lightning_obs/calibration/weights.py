@@ -4,14 +4,15 @@ FSDP2 shares out rows, and a scale of a channel, a group or a block depends on i
 the rows that it holds, with an observer of their own, and sends the ranges (``for_rows``, ``join``): no weight travels.
 
 A search for the least error stops when some candidates in a row improved no scale *of the whole tensor*, which a shard
-cannot know. It visits all candidates, and sends which of them improved any of its rows. Each rank derives where one
-device would have stopped; if a later candidate was better for some scale, shards search again, that far (``agree``).
+cannot know. So a shard visits all candidates, and sends which ones improved any of its rows. Each rank derives where
+one device would have stopped; if a later candidate was better for some scale, shards search again, that far
+(``agree``).
 
-What cannot be decided row by row (a range of a whole tensor, a block across two shards, a histogram, a user's observer)
-is observed whole, on one rank. Weights are gathered in the same order on all ranks, one for each rank before they all
-search: a rank never holds more than two. FSDP1's flat shards end anywhere in a row, so all are gathered, a unit for
-each rank in one turn, and each rank copies the weights that it is to search: it never holds more than one unit and its
-share of the others.
+A weight whose ranges depend on several shards (a range of the whole tensor, a block across two shards, a histogram, a
+user's observer) is observed whole, on one rank. Weights are gathered in the same order on all ranks, one for each rank
+before they all search: a rank never holds more than two. FSDP1's flat shards end anywhere in a row, so all are
+gathered, a unit for each rank in one turn, and each rank copies the weights that it is to search: it never holds more
+than one unit and its share of the others.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class ShardedWeights:
     ) -> dict[Key, Exception | None]:
         """Gather the weights, each for its owner, and let it observe the ones in ``keys``.
 
-        They are gathered whatever the keys are, and errors of observing are returned: the other ranks go on gathering.
+        All are gathered, for any keys, and errors of observing are returned: the other ranks go on gathering.
         One turn gathers a unit for each rank that is left with any; of FSDP2, a unit is one weight.
         """
         outcome: dict[Key, Exception | None] = {}

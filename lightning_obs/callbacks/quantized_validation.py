@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.modeling import IMPL_ATTR, KV_CACHE_ATTR
+from compressed_tensors.utils.helpers import patch_attr
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
@@ -112,8 +113,7 @@ class QuantizedValidation:
             comparison = stack.enter_context(self._predictions.compared(session.model))
             places = (trainer, "callbacks"), (trainer, "_logger_connector"), loop.place
             for (owner, name), value in zip(places, ([], connector, loop), strict=True):
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, value)
+                stack.enter_context(patch_attr(owner, name, value))
             loop.run()
         self._start = None
         self.moved = comparison.reduced(session.collectives)

@@ -1,13 +1,13 @@
 """The tensors of a calibrated model's checkpoint, wherever its weights lie, and one module's entries.
 
-What will be stored is known from shapes alone. Modules are compressed one after the other, a block of rows at a time,
-and each block is handed on at once: the model is not changed, and nothing of its checkpoint stays in memory. Every
+The layout of a checkpoint follows from shapes alone. Modules are compressed one after the other, a block of rows at a
+time, and each block is handed on at once: the model does not change, and no compressed tensor stays in memory. Every
 weight is stored like a Linear's, as the matrix that was calibrated; the module that loads it knows its own shape.
 
 The formats pack along a row, so a weight can be compressed in blocks of rows; packed zero points, along the column, are
 the exception. Where weights are sharded over ranks, rank 0 stores them. Under FSDP2 each rank compresses its own rows,
-and only compressed rows are gathered. A weight whose rows cannot be compressed separately, or of which two ranks share
-a block, is gathered first, and so is every unit of FSDP1: every rank holds one module or unit at a time.
+and only compressed rows are gathered. A weight whose rows cannot be compressed separately, or with a block of rows that
+two ranks share, is gathered first, and so is every unit of FSDP1: every rank holds one module or unit at a time.
 """
 
 from __future__ import annotations
@@ -67,10 +67,7 @@ def stored_layout(model: nn.Module) -> _Tensors:
 
 
 def compressed_layout(module: nn.Module, own: Mapping[str, torch.Tensor], scheme: QuantizationScheme) -> _Tensors:
-    """A module's entries in a checkpoint, of its own (weight, bias, quantization parameters), all as meta tensors.
-
-    The module says what its weight is as a matrix; nothing else of it is read.
-    """
+    """A module's entries in a checkpoint, from its ``own`` tensors and qparams; all are meta tensors."""
     stored, weights = _compress(_with_matrix(module, own, scheme), scheme), scheme.weights
     zero_point = stored.get("weight_zero_point")
     if weights is not None and zero_point is not None and _packs_zero_points(scheme):
@@ -154,8 +151,8 @@ def _packs_zero_points(scheme: QuantizationScheme) -> bool:
 def _entries(module: nn.Module, keys: list[str], prefix: str) -> Iterable[Entry]:
     """A module's entries in the checkpoint; ``keys``: its own tensors.
 
-    What other ranks hold of them is gathered in the call, so every rank must call it; a weight that is whole is
-    compressed while the blocks are read.
+    Shards of other ranks are gathered in the call, so every rank must call it; a whole weight is compressed while the
+    entries are read.
     """
     compressible, own = _is_compressible(module), _Tensors()
     by_rows = compressible and is_compressed_by_rows(module)
@@ -200,7 +197,7 @@ def _compress(own: _Tensors, scheme: QuantizationScheme) -> _Tensors:
         if rounded is not None:  # in float32, in which they are rounded to themselves
             weight = dequantize(rounded, scale, zero_point, args, global_scale=global_scale)
         known = _KNOWN.get(scheme.format or "") == args.num_bits and not weight.is_meta
-        known &= scheme.format != "int-quantized" or weight.device.type != "cpu"  # where theirs is as fast
+        known &= scheme.format != "int-quantized" or weight.device.type != "cpu"  # there compressed-tensors is as fast
         known &= args.num_bits == 8 or (args.symmetric and weight.shape[1] % 8 == 0 and weight.itemsize < 8)
         if known:
             codes = quantize(weight, scale, zero_point, args, global_scale=global_scale)
@@ -279,11 +276,10 @@ def is_compressed_by_rows(module: nn.Module) -> bool:
 
 
 def compress_rows(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Compress this rank's rows of a weight that :func:`is_compressed_by_rows`; talks to nobody.
+    """Compress this rank's rows of a weight that :func:`is_compressed_by_rows`, without talking to other ranks.
 
     Returns:
-        The entries of weight and quantization parameters in a checkpoint, under their names there: what has rows as a
-        DTensor ``Shard(0)``, the rest whole.
+        The entries in a checkpoint of the weight and its qparams: a DTensor ``Shard(0)`` where it has rows, else whole.
     """
     scheme, weight, every = get_scheme(module), module.weight, place_of(module).rows
     assert isinstance(weight, DTensor)
@@ -334,19 +330,18 @@ class StoredTensors:
 
     A plain module's names are its state dict's. transformers stores a tied weight once, and takes back the
     conversions with which it loads an architecture: most of them rename, some stack or split tensors.
-
-    Attributes:
-        entries: stored tensors, as meta tensors by their names in the state dict.
-        files: the same by their names in the files, converted.
-        renamed: the name in the files of each entry that is stored as it is; the others are converted.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self.entries = model, stored_layout(model)
+        self._model = model
+        #: stored tensors, as meta tensors, by their names in the state dict
+        self.entries = stored_layout(model)
         if is_transformers_model(model):
             self.entries = _without_tied(model, self.entries)
+        #: the same by their names in the files, converted
         self.files = self._converted(self.entries)
         names = {id(tensor): name for name, tensor in self.files.items()}
+        #: the name in the files of each entry that is not converted
         self.renamed = {name: names[id(tensor)] for name, tensor in self.entries.items() if id(tensor) in names}
         #: blocks of rows of the entries that are to be converted
         self._unconverted: dict[str, list[torch.Tensor]] = {}
@@ -359,7 +354,7 @@ class StoredTensors:
             self._unconverted.setdefault(name, []).append(rows.detach().to("cpu", copy=copy))
 
     def finish(self, writer: TensorWriter) -> None:
-        """Write the entries that have to be converted, all of which have been put; refuse files that lack tensors."""
+        """Convert and write the other entries, after all were :meth:`put`; refuse files that lack tensors."""
         whole = {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in self._unconverted.items()}
         self._unconverted = {}
         for name, tensor in self._converted(whole).items():

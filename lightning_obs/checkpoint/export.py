@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from compressed_tensors import ModelCompressor
+from compressed_tensors.modeling import IMPL_ATTR, QuantizedAttentionImpl
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
+from compressed_tensors.utils.helpers import patch_attrs
 from compressed_tensors.utils.match import is_match, match_named_modules
 from torch import nn
 
@@ -26,7 +28,6 @@ from lightning_obs.engines.engine import ENGINES
 from lightning_obs.errors import refuse, warn
 from lightning_obs.files.tensors import Progress, Tally, TensorWriter
 from lightning_obs.files.write import require_room, whole_folder
-from lightning_obs.forward.attention import marked_as_hooked
 from lightning_obs.model.checksums import require_ready
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model
 from lightning_obs.model.offload import at_rest
@@ -62,8 +63,8 @@ def export_checkpoint(
         max_shard_size: bytes of one file of weights, or ``"5GB"``, as in transformers.
         progress: called with the name of each tensor written, the bytes written so far, and the bytes in all.
 
-    It takes some tens of MB beside the model. Adapters of LoRA are merged into what is written; the model keeps them.
-    If weights are sharded over ranks, every rank must call this, and rank 0 writes, names without wrappers of FSDP1.
+    It takes some tens of MB beside the model. Adapters of LoRA are merged into the written weights; the model keeps
+    them. If weights are sharded over ranks, every rank must call this; rank 0 writes. Names have no wrappers in them.
 
     Returns:
         The folder.
@@ -71,8 +72,8 @@ def export_checkpoint(
     Raises:
         CalibrationError: the model was not calibrated; ``folder`` is not empty and ``overwrite`` is off, or holds other
             files than a checkpoint's; it cannot be written (a mount point, a full disk); a weight is computed from
-            others (pruning); a weight, bias, norm... was trained on since the last calibration. What was in ``folder``
-            is there as before.
+            others (pruning); a weight, bias, norm... was trained on since the last calibration. ``folder`` then has its
+            old contents.
     """
     register_fsdp_units(model)
     model = unwrapped(model)
@@ -173,16 +174,13 @@ def _write(model: nn.Module, writer: TensorWriter | None, stored: StoredTensors,
 def write_quantization_config(
     model: nn.Module, folder: Path, tensors: Set[str], unknown: Set[str] = frozenset()
 ) -> None:
-    """Add the quantization config to ``config.json``.
+    """Add the quantization config of a calibrated model to ``config.json`` in the checkpoint's ``folder``.
 
-    Args:
-        model: calibrated.
-        folder: of the checkpoint.
-        tensors: names, in its files, of the model's tensors.
-        unknown: names of tensors that the model does not know, which are in full precision.
+    ``tensors`` are the names, in its files, of the model's tensors; ``unknown`` of further ones, in full precision.
     """
-    queries = [module for _, module in calibrated_modules(model) if "q" in quantized_states(module)]
-    with marked_as_hooked(model, queries) if queries else nullcontext():
+    queries = [m for _, m in calibrated_modules(model) if "q" in quantized_states(m) and not hasattr(m, IMPL_ATTR)]
+    # By this submodule compressed-tensors knows that q is quantized.
+    with patch_attrs(queries, IMPL_ATTR, [QuantizedAttentionImpl(model.config) for _ in queries]):
         compressor = ModelCompressor.from_pretrained_model(model)
     config = compressor.quantization_config
     config.quantization_status = QuantizationStatus.COMPRESSED
@@ -233,8 +231,7 @@ def _name_modules(config: QuantizationConfig, model: nn.Module, tensors: Set[str
     engines = ENGINES.values() if is_transformers_model(model) else ()
     own, calibrated = dict(model.named_modules()), dict(calibrated_modules(model))
     targets = [target for group in config.config_groups.values() for target in getattr(group, "targets", [])]
-    # compressed-tensors lists by class, of which it knows some quantized module; readers match by inheritance and by
-    # patterns, too.
+    # compressed-tensors ignores modules by the classes of quantized ones; readers match by inheritance and patterns.
     left = [
         name
         for name, module in match_named_modules(model, targets, config.ignore or [])
@@ -264,8 +261,8 @@ def _save_without_tensors(model: Any, folder: Path) -> None:
     """Files that transformers saves beside the tensors: configs, and the model's code if it is custom."""
     from transformers.utils import logging
 
-    # A model that was itself loaded through a quantizer would save that one's config, one with adapters only these, and
-    # one that is offloaded would warn of memory.
+    # A model that a quantizer loaded would save that quantizer's config, a model with adapters only the adapters, an
+    # offloaded model would warn of memory.
     misleading = ("hf_quantizer", "_hf_peft_config_loaded", "hf_device_map")
     aside = {key: vars(model).pop(key) for key in misleading if key in vars(model)}
     config = vars(model.config).pop("quantization_config", None)

@@ -138,8 +138,10 @@ def _form(value: torch.Tensor) -> str:
 
 
 def _require_fit(model: nn.Module, targets: list[PlannedModule], tensors: TensorReader, folder: Path) -> dict[str, str]:
-    """Refuse what is missing, left over, or of another shape or format; return by which name the files hold the other
-    names of a tied weight, which transformers stores once."""
+    """Refuse tensors that are missing, left over, or of another shape or format.
+
+    Returns the stored name for each other name of a tied weight, which transformers stores once.
+    """
     expected = {name: value.to("meta") for name, value in model.state_dict().items()}
     own = identities(model)
     held = {one: name for name, one in own.items() if name in tensors}

@@ -29,22 +29,16 @@ CONFIG_FILE = "config.json"
 
 
 class Source(NamedTuple):
-    """Where a parameter lies in the files; of an expert that is stored in a stack, which item and projection it is."""
+    """Where a parameter lies in the files."""
 
-    name: str
-    item: int | None = None
-    role: str = ""  # gate, up, down
+    name: str  # of the tensor, perhaps a stack of experts
+    item: int | None = None  # the expert's number in the stack
+    role: str = ""  # the expert's projection: gate, up, down
     expert: LinearExpert | None = None
 
 
 class CheckpointSource:
-    """A checkpoint's folder.
-
-    Attributes:
-        model: on the meta device, experts linearized.
-        reader: of the tensors.
-        sources: of each parameter and buffer that the files hold, by its name in the model.
-        stored_as: its name in a checkpoint that transformers saves.
+    """A checkpoint's folder: the ``model`` on the meta device, experts linearized, and the ``reader`` of its tensors.
 
     Raises:
         CalibrationError: the folder is damaged, quantized already, of an architecture that transformers does not know,
@@ -73,8 +67,10 @@ class CheckpointSource:
             stacks = _stacks(self.model)
             linearize_experts(self.model)
             names = StoredTensors(self.model)
+            #: the name of each tensor in a checkpoint that transformers saves, by its name in the model
             self.stored_as = names.renamed
             found = {name: self._find(name, stacks) for name in names.entries}
+            #: where each of them lies in the files
             self.sources = {name: source for name, source in found.items() if source is not None}
             self._require_fit(folder, [name for name, source in found.items() if source is None])
             #: the name of each tensor in the files, tied ones alike; and the tensors that are loaded now
@@ -173,7 +169,7 @@ class CheckpointSource:
 class _LookedUp(torch.Tensor):
     """A weight on the meta device, and its rows that an embedding has looked up; each row is read once."""
 
-    origin: torch.Tensor  # by whose id it is known
+    origin: torch.Tensor  # the model's own meta tensor, whose id names it
     places: torch.Tensor
     rows: torch.Tensor
     read: Callable[[int], torch.Tensor]

@@ -15,13 +15,11 @@ from lightning_obs.errors import CalibrationError
 def read_json(
     path: str | os.PathLike[str], *, expected: str | None = None, remedy: str | None = None, unique: bool = False
 ) -> Any:
-    """The JSON object in a file; what the file is expected to be, and the remedy, are for the error.
-
-    ``unique``: no object in it may have a key twice, of which JSON takes the last.
+    """The JSON object in a file. ``unique``: refuse an object that has a key twice, of which JSON would take the last.
 
     Raises:
         CalibrationError: the file does not exist, is not valid JSON (cut off, not UTF-8, nested too deep), or holds no
-            object.
+            object. ``expected`` and ``remedy`` become part of it.
     """
     with naming(path, expected=expected, remedy=remedy):
         try:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -26,7 +26,7 @@ from safetensors.torch import _TYPES
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 
-#: called with the name of what was written or searched, a tensor or rows of it, the bytes so far, and those in all
+#: called with the name of the tensor that was written or searched, the bytes done so far, and the bytes in all
 Progress: TypeAlias = Callable[[str, int, int], None]
 
 WEIGHTS_FILE = "model.safetensors"
@@ -41,13 +41,12 @@ _TRIMMED = 1 << 26
 _DAMAGED = "download or copy the checkpoint again."
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where one tensor lies: an open file, the first byte, and its shape and dtype, as a meta tensor."""
+class _Place(NamedTuple):
+    """Where one tensor lies."""
 
-    file: int
-    start: int
-    meta: torch.Tensor
+    file: int  # an open one
+    start: int  # its first byte
+    meta: torch.Tensor  # its shape and dtype
 
 
 class _Tensors:
@@ -58,7 +57,6 @@ class _Tensors:
         self._files: list[int] = []
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files:
             os.close(file)
         self._files = []
@@ -66,14 +64,14 @@ class _Tensors:
 
 @dataclass
 class Tally:
-    """The bytes of tensors that were written or searched, of ``total``, and who is told of them."""
+    """Counts the bytes of tensors that were written or searched, of ``total``, and tells ``progress``."""
 
     total: int
     progress: Progress | None = None
     done: int = 0
 
     def add(self, name: str, size: int) -> None:
-        """Count what was written or searched."""
+        """Count ``size`` bytes of a tensor."""
         self.done += size
         if self.progress is not None:
             self.progress(name, self.done, self.total)
@@ -162,7 +160,7 @@ class TensorWriter(_Tensors):
         refuse([name for name, left in self._left.items() if left], "tensors of the checkpoint were not written")
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files, and give freed memory back."""
         super().close()
         give_back_freed()
 
@@ -263,13 +261,12 @@ def deal_to_files(layout: Mapping[str, torch.Tensor], max_shard_size: int | str,
 
 
 def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:
-    """Write the index: the file of each tensor, and the bytes of all."""
+    """Write the index: ``files``, the file of each tensor, and ``size``, the bytes of all tensors."""
     index = {"metadata": {"total_size": size}, "weight_map": files}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """The index's file of each tensor."""
     path = folder / INDEX_FILE
     found = read_json(path, remedy=_DAMAGED, unique=True)
     with naming(path, remedy=_DAMAGED):

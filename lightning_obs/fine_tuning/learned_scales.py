@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization.lifecycle.forward import quantize
+from compressed_tensors.utils.helpers import patch_attrs
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -191,14 +192,9 @@ class _Scale:
 def frozen(model: nn.Module) -> Iterator[None]:
     """No parameter takes a gradient inside the ``with`` block; dropout and batch norms are in evaluation mode."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        with in_evaluation_mode(model, (_BatchNorm, _DropoutNd)):
-            yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
+    kinds = (_BatchNorm, _DropoutNd)
+    with patch_attrs(trained, "requires_grad", [False] * len(trained)), in_evaluation_mode(model, kinds):
+        yield
 
 
 def _learned_shape(target: PlannedModule, base_name: str, alone: bool) -> tuple[int, ...] | None:

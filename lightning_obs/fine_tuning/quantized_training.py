@@ -21,6 +21,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from compressed_tensors.utils.helpers import patch_attr
 from torch import nn
 
 from lightning_obs.calibration.saved_state import dump_observation, dump_statistics, load_observation, load_statistics
@@ -108,13 +109,9 @@ class QuantizedTraining:
     @contextmanager
     def unquantized(self) -> Iterator[None]:
         """Run in full precision, unobserved, inside the ``with`` block."""
-        before = self.switch.weights, self.switch.activations
-        self.switch.weights = self.switch.activations = False
-        try:
-            with self.session.paused():
-                yield
-        finally:
-            self.switch.weights, self.switch.activations = before
+        switch = self.switch
+        with patch_attr(switch, "weights", False), patch_attr(switch, "activations", False), self.session.paused():
+            yield
 
     # ------------------------------------------------------------------ ranges
 

@@ -92,19 +92,6 @@ def _reader(module: nn.Module, base_name: str) -> nn.Module:
     return module.get_submodule(IMPL_ATTR if base_name == "q" else KV_CACHE_ATTR)
 
 
-@contextmanager
-def marked_as_hooked(model: Any, modules: Collection[nn.Module]) -> Iterator[None]:
-    """Make ``modules`` look as compressed-tensors left them, for its code that asks which of them quantize q."""
-    marked = [module for module in modules if not hasattr(module, IMPL_ATTR)]
-    try:
-        for module in marked:
-            module.register_module(IMPL_ATTR, QuantizedAttentionImpl(model.config))
-        yield
-    finally:
-        for module in marked:
-            delattr(module, IMPL_ATTR)
-
-
 def find_owner(root: nn.Module, module: nn.Module) -> nn.Module:
     """The outermost transformers model inside ``root`` that holds ``module``.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from compressed_tensors.utils.helpers import patch_attrs
 from torch import nn
 
 from lightning_obs.errors import CalibrationError
@@ -17,17 +18,12 @@ def call_on(model: nn.Module, batch: Mapping[str, Any] | torch.Tensor) -> Any:
     return model(**batch) if isinstance(batch, Mapping) else model(batch)
 
 
-@contextmanager
-def in_evaluation_mode(model: nn.Module, kinds: tuple[type[nn.Module], ...] = (nn.Module,)) -> Iterator[None]:
-    """Every module of these kinds in evaluation mode inside the ``with`` block, in its own mode again afterwards."""
+def in_evaluation_mode(
+    model: nn.Module, kinds: tuple[type[nn.Module], ...] = (nn.Module,)
+) -> AbstractContextManager[None]:
+    """A block in which every module of these kinds is in evaluation mode."""
     training = [module for module in model.modules() if module.training and isinstance(module, kinds)]
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
+    return patch_attrs(training, "training", [False] * len(training))
 
 
 def logits_of(output: Any) -> torch.Tensor:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import set_forward_quantized
+from compressed_tensors.utils.helpers import patch_attrs
 from torch import nn
 from torch.nn import functional as F
 
@@ -99,13 +100,8 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
     """
     modules = [module for _, module in calibrated_modules(model) if not is_offloaded(module)]  # else they come to stay
     states = [state for module in modules if (state := getattr(module, STATE, None)) is not None]
-    try:
-        for state in states:
-            state.kept = []
+    with patch_attrs(states, "kept", [[] for _ in states]):
         yield
-    finally:
-        for state in states:
-            state.kept = None
 
 
 @contextmanager
