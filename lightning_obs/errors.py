@@ -96,6 +96,18 @@ def refuse_unknown(given: Iterable[str], known: Collection[str], what: str = "un
     )
 
 
+def require_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise a :class:`CalibrationError` for an option whose value is none of its choices.
+
+    >>> require_choice("on_missing", "ignore", ["error", "warn"])
+    Traceback (most recent call last):
+    lightning_obs.errors.CalibrationError: on_missing. Got 'ignore', expected 'error', 'warn'.
+    """
+    if value not in choices:
+        got = repr(value) + likely(str(value), choices)
+        raise CalibrationError(name, got=got, expected=", ".join(map(repr, choices)))
+
+
 def likely(name: str, known: Iterable[str]) -> str:
     """A hint to append to a wrong name: the closest known name, or an empty string.
 

@@ -243,8 +243,7 @@ def _activations(
 def _left_out(session: Observation, unreached: set[Key]) -> set[str]:
     """Names of modules to leave in full precision, because no data reached them on any rank, with their fused mates.
 
-    Raises:
-        CalibrationError: no observer saw any data, or one saw none and ``on_missing`` is ``"error"``.
+    An error if no observer saw any data, or one saw none and ``on_missing`` is ``"error"``.
     """
     other = (RANGE, HESSIAN) if session.options.on_missing == "siblings" else (RANGE,)  # experts may lack a Hessian
     needing = [key for key in session.fed if key[1] not in other]

@@ -27,7 +27,7 @@ from lightning_obs.calibration.saved_state import state_checksum
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.compress import stored_layout
 from lightning_obs.checkpoint.source import CheckpointSource
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, require_choice
 from lightning_obs.files.tensors import Progress, TensorWriter, give_back_freed, write_index
 from lightning_obs.files.unfinished import Unfinished
 from lightning_obs.files.write import require_room, whole_folder
@@ -58,8 +58,7 @@ class BlockRuns:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        if self.inputs not in (choices := get_args(Inputs)):
-            raise CalibrationError("inputs", got=repr(self.inputs), expected=", ".join(map(repr, choices)))
+        require_choice("inputs", self.inputs, get_args(Inputs))
 
 
 @takes_keywords_of(CalibrationOptions)

@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from typing_extensions import TypedDict, Unpack
 
 from lightning_obs.engines.engine import Engine, engine_of
-from lightning_obs.errors import CalibrationError, likely, refuse_unknown
+from lightning_obs.errors import refuse_unknown, require_choice
 from lightning_obs.schemes.attention_states import KVCacheLike
 from lightning_obs.schemes.config import ObserversLike, RoundingLike, SchemeLike, label, resolve_config
 from lightning_obs.schemes.planned_modules import check_own_sets
@@ -117,9 +117,7 @@ class CalibrationOptions:
             value = _plain(getattr(self, name))
             is_one = name in ("targets", "ignore", "engines") and isinstance(value, str)
             object.__setattr__(self, name, [value] if is_one else value)
-        if self.on_missing not in (choices := get_args(OnMissing)):
-            got = repr(self.on_missing) + likely(str(self.on_missing), choices)
-            raise CalibrationError("on_missing", got=got, expected=", ".join(map(repr, choices)))
+        require_choice("on_missing", self.on_missing, get_args(OnMissing))
         engine_of(self.reload)
         for name in self.engines:
             engine_of(name, "engines")

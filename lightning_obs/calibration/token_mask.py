@@ -36,8 +36,7 @@ class Watching:
 class TokenSelection:
     """Selects the rows that count; remembers the layout that earlier calls of each module have shown.
 
-    Args:
-        batch_first: the model's activations are known to be ``(batch, tokens, ...)``, or flattened in that order.
+    ``batch_first``: the model's activations are known to be ``(batch, tokens, ...)``, or flattened in that order.
     """
 
     def __init__(self, batch_first: bool = False) -> None:

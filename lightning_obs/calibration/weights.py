@@ -71,14 +71,9 @@ class ShardedWeights:
     ) -> int:
         """Let the observers of ``keys`` observe their weights, shared out over ranks. All end with all ranges.
 
-        Args:
-            keys: the same on every rank where nothing failed.
-            owners: for each weight that is not in :attr:`rows` the rank that observes it.
-            failure: an earlier failure of this rank, perhaps of no other; it is raised on all.
-            observe: makes an observer look at a weight.
-
-        Returns:
-            how many collectives this took, gathered weights not counted.
+        ``keys`` are the same on every rank where nothing failed; ``owners`` are the ranks that observe the weights that
+        are not in :attr:`rows`; ``failure``, an earlier one of this rank, is raised on all ranks. Returns the number of
+        collectives, without gathered weights.
         """
         whole = {key: self.observers[key] for key in keys if key not in self.rows}
         shards = {key: list(self._shards(key)) for key in keys if key in self.rows}

@@ -32,18 +32,14 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 class AutoObservers:
-    """The choice of one callback: before it, while inputs are kept, and after it.
-
-    Attributes:
-        asked: the callback's options, without the chosen observers.
-        candidates: by base name; None: the default candidates that fit.
-        options: these with the observers that were chosen; None before.
-        choice: the scores; None before, and after a resume.
-    """
+    """The choice of one callback, from its options, the ``asked`` ones, and the ``candidates`` by base name."""
 
     def __init__(self, asked: CalibrationOptions, masked: bool, candidates: Candidates) -> None:
-        self.asked, self.candidates, self._masked = asked, candidates or None, masked
+        self.asked, self._masked = asked, masked
+        self.candidates = candidates or None  # None: the default candidates that fit
+        #: the asked options with the chosen observers; None before the choice
         self.options: CalibrationOptions | None = None
+        #: the scores; None before the choice, and after a resume
         self.choice: ObserverChoice | None = None
         self._kept = KeptBatches()
         self._remove_hook: Callable[[], None] | None = None

@@ -36,14 +36,9 @@ _SHARED = {
 
 
 class Copier:
-    """Deep copies with one memory.
+    """Deep copies with one memo.
 
-    Args:
-        tensor: copies a tensor that is not a parameter.
-        found: told of every module that is met; it is shared.
-
-    Attributes:
-        size: of the copies [bytes], about.
+    ``tensor`` copies a tensor that is not a parameter; ``found`` is told of every module that is met, which is shared.
     """
 
     def __init__(
@@ -51,7 +46,7 @@ class Copier:
     ) -> None:
         self._tensor, self._found = tensor, found
         self._memo: dict[int, Any] = {}  # as __deepcopy__ is given it
-        self.size = 0
+        self.size = 0  # of the copies [bytes], about
         self._originals: list[Any] = []  # kept alive: another object would get the id of one that is gone
 
     def __call__(self, value: Any, _: Any = None) -> Any:
@@ -107,16 +102,12 @@ def _is_shared(kind: type) -> bool:
 
 
 class KeptBatches:
-    """The first ``wanted`` batches of many, on the CPU, as far as they fit in ``limit`` bytes.
-
-    Attributes:
-        seen: how many of the wanted batches were offered.
-    """
+    """The first ``wanted`` batches of many, on the CPU, as far as they fit in ``limit`` bytes."""
 
     def __init__(self, limit: float = KEPT_BYTES, wanted: float = float("inf")) -> None:
         self._left, self._wanted = limit, wanted
         self._kept: deque[tuple[Any, dict[int, torch.device], Any]] = deque()
-        self.seen = 0
+        self.seen = 0  # how many of the wanted batches were offered
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -2,9 +2,9 @@
 
 :mod:`.quantized_fit` decides which ranges are in force meanwhile; here are the trained parameters and the loss.
 
-A callback has no say in the loss: ``on_before_backward`` gets it and cannot replace it, and a second ``backward`` there
-would count twice under gradient accumulation and miss the loss scale. So ``training_step`` is wrapped while fit runs.
-What it returns is what Lightning scales, accumulates and logs, and the user's code stays as it is.
+No hook of a callback can replace the loss: ``on_before_backward`` only reads it, and a second ``backward`` there would
+count twice under gradient accumulation and miss the loss scale. So ``training_step`` is wrapped while fit runs, and
+Lightning scales, accumulates and logs the loss with its new terms.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing_extensions import Unpack, override
 from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
 from lightning_obs.callbacks.base import require_at_least
 from lightning_obs.callbacks.quantized_fit import FitKeywords, QuantizedFit
-from lightning_obs.errors import CalibrationError, refuse, warn
+from lightning_obs.errors import CalibrationError, refuse, require_choice, warn
 from lightning_obs.fine_tuning.learned_scales import frozen
 from lightning_obs.forward.calls import in_evaluation_mode, logits_of
 from lightning_obs.model.additions import keep_hook_out, set_attributes
@@ -81,8 +81,7 @@ class QuantizationAwareTraining(QuantizedFit):
         **options: Unpack[FitKeywords],
     ) -> None:
         super().__init__(scheme, **options)
-        if train not in ("weights", "scales", "all"):
-            raise CalibrationError("train", got=repr(train), expected="'weights', 'scales', 'all'")
+        require_choice("train", train, ("weights", "scales", "all"))
         if distill is None:
             distill = "only" if train == "scales" else 0.0
         if distill != "only":
@@ -254,6 +253,6 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor 
 
 
 def _logits_of(output: Any) -> torch.Tensor:
-    """As :func:`logits_of`, of a tuple those in its first tensor."""
+    """As :func:`logits_of`; of a tuple, its first tensor."""
     is_tuple = isinstance(output, (tuple, list))
     return logits_of(next((x for x in output if isinstance(x, torch.Tensor)), None) if is_tuple else output)

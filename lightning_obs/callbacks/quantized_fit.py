@@ -1,12 +1,12 @@
 """Which ranges are in force while a model trains through fake quantization.
 
-A validation runs through what would be exported at that moment. Weights are observed anew before its first batch (after
-weight averaging has swapped the weights in), and nothing changes until it has ended: what its own data say about
-activations (``observe="val"``) is in force from the next training batch on, and never if none follows. What training
-batches say (``observe="train"``) is in force after the last of them; no forward pass is added.
+A validation runs the model that would be exported at that moment. Weights are observed again before its first batch
+(after weight averaging has swapped the weights in), and nothing changes until it has ended: ranges of activations from
+its own data (``observe="val"``) are in force from the next training batch on, and never if none follows. Ranges from
+training batches (``observe="train"``) are in force after the last of these; no forward pass is added.
 
-All of it travels in the callback's state, a half-done observation too, so that a resumed run continues as if it had not
-stopped. The model's ``state_dict`` stays what it was.
+The ranges and a half-done observation are in the callback's state, so that a resumed run continues as if it had not
+stopped. The model's ``state_dict`` does not change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_obs.calibration.options import CalibrationOptions, takes_keywords
 from lightning_obs.calibration.saved_state import refuse_other_options, sealed
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.base import SessionCallback, SessionKeywords, require_at_least
-from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.errors import CalibrationError, require_choice, warn
 from lightning_obs.files.read import naming
 from lightning_obs.fine_tuning.quantized_training import Phase, QuantizedTraining
 from lightning_obs.schemes.config import SchemeLike
@@ -51,8 +51,8 @@ class QuantizedFit(SessionCallback):
             after the first calibration. Validation data change nothing unless you say ``"val"``.
         calibration_batches: how many training batches are observed at a time. They do not run compiled. With 0,
             nothing is observed in training.
-        start_epoch: nothing is quantized or observed before this epoch...
-        start_step: ...and this many optimizer steps.
+        start_epoch: nothing is quantized or observed before this epoch.
+        start_step: nothing is quantized or observed before this many optimizer steps.
         freeze_after: from this epoch on the ranges of activations do not change; None: never.
         **options: of :class:`~lightning_obs.callbacks.base.SessionCallback`.
     """
@@ -75,9 +75,8 @@ class QuantizedFit(SessionCallback):
         super().__init__(scheme, **options)
         self.quantize, self.observe, self.calibration_batches = quantize, observe, calibration_batches
         self.start_epoch, self.start_step, self.freeze_after = start_epoch, start_step, freeze_after
-        for name, allowed in (("quantize", ("all", "weights", "activations")), ("observe", ("train", "val", "none"))):
-            if getattr(self, name) not in allowed:
-                raise CalibrationError(name, got=repr(getattr(self, name)), expected=", ".join(map(repr, allowed)))
+        require_choice("quantize", quantize, ("all", "weights", "activations"))
+        require_choice("observe", observe, ("train", "val", "none"))
         require_at_least(0, calibration_batches=calibration_batches, freeze_after=freeze_after)
         require_at_least(0, start_epoch=start_epoch, start_step=start_step)
         self._training: QuantizedTraining | None = None

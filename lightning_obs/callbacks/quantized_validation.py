@@ -1,18 +1,18 @@
 """Validate once more, through the quantized model, in the middle of a validation.
 
-What the user's ``validation_step`` logs of the quantized model is there in time for ``ModelCheckpoint`` and
-``EarlyStopping``. So the second pass runs inside ``on_validation_epoch_end``, while the first is not over: its metrics
-are not computed yet, and the user's lists of outputs are full.
+The metrics of the quantized model have to be there in time for ``ModelCheckpoint`` and ``EarlyStopping``. So the second
+pass runs inside ``on_validation_epoch_end``, while the first is not over: its metrics are not computed yet, and the
+user's lists of outputs are full.
 
 Lightning's own evaluation loop runs it, so that steps, devices, precision, strategies and ``self.log`` (reductions,
-ranks, torchmetrics, several loaders) are what they are in the first pass. It gets results and a connector of its own,
-no callbacks, and the batches of the first pass, as ``validation_step`` got them. Of all that the LightningModule and
-its submodules hold, but weights, a deep copy was made before the first batch, which is put in place for the second
-pass. The modules stay the objects that they are, so wrappers (DDP, FSDP), compiled code, hooks and lambdas of ``self``
-work on the copy as they do on the original. Random numbers are at each step those of the first pass, and do not move.
+ranks, torchmetrics, several loaders) work as in the first pass. It gets results and a connector of its own, no
+callbacks, and the batches of the first pass, as ``validation_step`` got them. The state of the LightningModule and its
+submodules, except weights, was copied before the first batch; the copy is put in place for the second pass. The modules
+stay the same objects, so wrappers (DDP, FSDP), compiled code, hooks and lambdas of ``self`` work on the copy as on the
+original. Each step starts from the random state that it had in the first pass, which is restored at the end.
 
 The loop and its connector are private to Lightning; the versions that were tried are in pyproject.toml. The alternative
-would be to write reductions, loaders and steps of all strategies a second time.
+is to write reductions, loaders and steps of all strategies a second time.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class QuantizedValidation:
         self._kept[dataloader_idx].add(batch, (batch_idx, dataloader_idx, self._random[1]))
 
     def close(self) -> None:
-        """Look at the first pass no more."""
+        """Stop keeping the first pass's predictions."""
         self._first_pass.close()
 
     def run(self, session: CalibrationSession) -> dict[str, tuple[torch.Tensor, bool]]:

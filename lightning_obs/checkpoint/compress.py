@@ -78,18 +78,11 @@ def compressed_layout(module: nn.Module, own: Mapping[str, torch.Tensor], scheme
 
 
 def store(model: nn.Module, layout: Container[str], put: Put | None) -> Exception | None:
-    """Give the tensors of the model's checkpoint to ``put``, one module after the other.
+    """Give the tensors of the model's checkpoint that are in ``layout`` to ``put``, one module after the other.
 
-    Args:
-        layout: names of :func:`stored_layout` that are wanted, the same on every rank.
-        put: takes them; a weight that is compressed comes in blocks of rows. None: this rank only helps to gather. If
-            weights are sharded, every rank must call this.
-
-    Returns:
-        The failure of this rank, if any; the other ranks were not left waiting.
-
-    Raises:
-        CalibrationError: on every rank alike, the failure of a rank that compressed its rows.
+    A compressed weight comes in blocks of rows. If weights are sharded, every rank must call this, with the same
+    ``layout``; without ``put`` it only helps to gather. Returns the failure of this rank, if any; a failure to compress
+    a rank's own rows is raised on all ranks.
     """
     state, keys_of, prefixes = _state(model), dict[nn.Module, list[str]](), dict[nn.Module, list[str]]()
     for prefix, module, keys in list(_own(model, state)):  # a module used under two names has its entries under both
@@ -278,8 +271,7 @@ def is_compressed_by_rows(module: nn.Module) -> bool:
 def compress_rows(module: nn.Module) -> dict[str, torch.Tensor]:
     """Compress this rank's rows of a weight that :func:`is_compressed_by_rows`, without talking to other ranks.
 
-    Returns:
-        The entries in a checkpoint of the weight and its qparams: a DTensor ``Shard(0)`` where it has rows, else whole.
+    Returns the entries in a checkpoint of weight and qparams: a DTensor ``Shard(0)`` where it has rows, else whole.
     """
     scheme, weight, every = get_scheme(module), module.weight, place_of(module).rows
     assert isinstance(weight, DTensor)

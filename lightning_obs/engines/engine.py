@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 
 from torch import nn
 
-from lightning_obs.errors import CalibrationError, likely, warn
+from lightning_obs.errors import CalibrationError, require_choice, warn
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.moe.experts import linear_experts
 from lightning_obs.schemes.planned_modules import PlannedModule
@@ -139,9 +139,7 @@ def engine_of(reload: str, option: str = "reload") -> Engine:
         CalibrationError: there is none.
     """
     known = {**ENGINES, "unchecked": Engine()}
-    if reload not in known:
-        got = repr(reload) + likely(reload, known)
-        raise CalibrationError(option, got=got, expected=", ".join(map(repr, known)))
+    require_choice(option, reload, known)
     return known[reload]
 
 

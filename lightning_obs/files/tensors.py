@@ -84,7 +84,6 @@ class TensorWriter(_Tensors):
         layout: a meta tensor for each name, in the order in which they are dealt to files.
         max_shard_size: bytes of one file, or ``"5GB"``; a larger tensor has a file of its own.
         file: the name of the file, where there is one.
-        tally: counts the bytes written, here and elsewhere.
     """
 
     def __init__(

@@ -2,13 +2,12 @@
 
 The model's ``state_dict`` must load without the callback, and the optimizer is made before any range is known. So each
 scale is a calibrated constant times ``exp(log_factor)``: the factors are made, all zero, from the plan alone when fit
-starts, join the first group of their module's optimizer (its learning rate and its schedule are theirs, and an
-optimizer's state is restored by position), and travel in the callback's state.
+starts, join the first group of their module's optimizer (with its learning rate and schedule; an optimizer's state is
+restored by position), and travel in the callback's state.
 
 Where scales are trained alone, weights in NVFP4 keep the numbers that calibration gave them, the nearest or a
-rounding's (``weight_rounded``), and the scale has an exact gradient: a float8 scale moves by 6 to 12 % at a time, far
-for the straight-through gradient of a weight that is rounded again. Integers, whose scales are not rounded, are rounded
-anew.
+rounding's (``weight_rounded``), and the scale has an exact gradient: a float8 scale moves by 6 to 12 % at a time, too
+far for the straight-through gradient of a weight that is rounded again. Weights of the other formats are rounded again.
 """
 
 from __future__ import annotations
@@ -37,15 +36,11 @@ from lightning_obs.schemes.planned_modules import Plan, PlannedModule, scale_sha
 
 
 class LearnedScales:
-    """A log factor for every scale of a plan that can be learned.
+    """A log factor for every scale of a plan that can be learned; ``alone``: nothing but scales is trained.
 
     Learned are static scales of weights, and of activations with one scale per tensor; the others are observed. Scales
-    of NVFP4 are learned only alone, because other weights need another global scale; those of MX never, because the
+    of NVFP4 are learned only alone, because trained weights need another global scale; scales of MX never, because the
     smallest step of a power of two doubles a block.
-
-    Args:
-        plan: of the model.
-        alone: nothing but scales is trained.
     """
 
     def __init__(self, plan: Plan, alone: bool = False) -> None:

@@ -1,16 +1,16 @@
 """The ranges of a model while it is trained: found, refreshed, learned, saved. No Lightning in it.
 
 A :class:`~lightning_obs.CalibrationSession` calibrates a model that stands still. Here the model changes
-between two observations, so weights and activations are observed at different times, and what is half observed can be
-saved and taken up again.
+between two observations, so weights and activations are observed at different times, and an incomplete observation can
+be saved and resumed.
 
     NEW ------> OBSERVING ----> TRAINING ------> VALIDATED --> (OBSERVING | TRAINING)
      |                             ^    \\
      +-----------------------------+     +-----> GATHERED ---> TRAINING
 
-The phase between two hooks is one value, which checkpoints hold. A transition records what happened; nothing here
-foresees Lightning's next step. Lightning validates and tests under inference mode: nothing that training needs
-may be born in it.
+The phase between two hooks is one value, which checkpoints hold. A transition records an event; nothing here foresees
+Lightning's next step. Lightning validates and tests under inference mode: no tensor that training needs may be made in
+it.
 """
 
 from __future__ import annotations
@@ -50,12 +50,7 @@ class Phase(Enum):
 
 
 class QuantizedTraining:
-    """Ranges of one session's model.
-
-    Args:
-        session: of the model.
-        train: the optimizer's parameters: ``"weights"``; ``"scales"``, where they can be ``learned``; ``"all"``, both.
-    """
+    """The ranges of a session's model; ``train``: ``"weights"``, ``"scales"`` that can be ``learned``, or ``"all"``."""
 
     def __init__(self, session: CalibrationSession, train: str = "weights") -> None:
         self.session = session
@@ -75,8 +70,7 @@ class QuantizedTraining:
     def start(self, around: nn.Module | None = None) -> None:
         """Let the modules run quantized, with ranges for their weights; nothing happens if they do already.
 
-        Args:
-            around: the holder of the model, and perhaps of its torch.compile'd wrapper.
+        ``around``: the holder of the model, and perhaps of its torch.compile'd wrapper.
         """
         if self._forwards is not None:
             return
@@ -151,8 +145,7 @@ class QuantizedTraining:
     def begin_training_batch(self) -> bool:
         """Put the ranges of the last validation in force.
 
-        Returns:
-            Whether ranges of activations are due: nothing was observed yet, or a validation has ended.
+        True if ranges of activations are due: nothing was observed yet, or a validation has ended.
         """
         self.validating = False
         phase, session = self.phase, self.session
@@ -172,11 +165,7 @@ class QuantizedTraining:
         self.phase = Phase.OBSERVING
 
     def end_training_batch(self, wanted: int) -> bool:
-        """Count the batch if it was observed, and write the ranges after the last of the ``wanted`` ones.
-
-        Returns:
-            Whether they were written.
-        """
+        """Count the batch if it was observed; after the last ``wanted`` one write the ranges, and return True."""
         if self.phase is not Phase.OBSERVING:
             return False
         self.session.batches += 1

@@ -33,7 +33,7 @@ from lightning_obs.forward.shared_blocks import SharedBlocks
 from lightning_obs.model.additions import add, keep_hook_out, set_attributes
 
 _REGISTER = {"q": register_query_hook, "k": register_key_hook, "v": register_value_hook}
-#: compressed-tensors' switch of an attention module, and the attribute that says what it was before all blocks
+#: compressed-tensors' switch of an attention module, and the attribute that holds its value from before all blocks
 _ENABLED, _BEFORE = "quantization_enabled", "quantization_was_enabled"
 
 

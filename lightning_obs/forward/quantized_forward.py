@@ -2,7 +2,7 @@
 
 A module's ``forward`` is replaced, on the instance, by one that quantizes and dequantizes input, weight and output with
 gradients, in validation as in training; its numbers are bit for bit those of compressed-tensors' and of the exported
-checkpoint. ``state_dict``, ``parameters()`` and ``buffers()`` of the model stay what they are.
+checkpoint. ``state_dict``, ``parameters()`` and ``buffers()`` of the model do not change.
 
 Unlike compressed-tensors' own forward, it never writes to the parameter (:mod:`.quantized_tensors`), it quantizes every
 module with a weight matrix (convolutions and transformers' Conv1D too), and a tensor whose range is not known yet
@@ -54,10 +54,10 @@ _claiming = Lock()
 def quantized(model: nn.Module) -> Iterator[nn.Module]:
     """Run a calibrated model through fake quantization inside the ``with`` block.
 
-    Weights and activations of calibrated modules are quantized and dequantized at each forward, so what comes out is
-    what the exported checkpoint gives. Weights are not changed. Blocks nest. No calibration observes what runs inside,
-    so ``validation_step`` can log a metric of the quantized model. A copy that is made inside has the scales and runs
-    in full precision, until it is run in a block of its own.
+    Weights and activations of calibrated modules are quantized and dequantized at each forward, so outputs are those of
+    the exported checkpoint. Weights are not changed. Blocks nest. No calibration observes calls inside, so
+    ``validation_step`` can log a metric of the quantized model. A copy that is made inside has the scales and runs in
+    full precision, until it is run in a block of its own.
 
     A :class:`CalibrationWarning` says that nothing was calibrated, so that the model runs in full precision, or which
     parameters have changed since, so that these are not the numbers of a checkpoint. Where weights are sharded, all
@@ -168,7 +168,7 @@ def fake_quantized_states(
 ) -> Iterator[None]:
     """Let attention modules of a transformers model read fake-quantized states, with gradients, inside the block.
 
-    ``states`` says which of q, k, v is quantized, as soon as its range is known. For the switch they are activations.
+    ``states``: the ones of q, k, v to quantize, each once its range is known. For the switch they are activations.
     """
     with ExitStack() as stack:
         stack.enter_context(hooked_attention(model, states))

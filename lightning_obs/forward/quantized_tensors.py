@@ -54,7 +54,7 @@ class Quantization:
     trainable: bool = True
     #: base name -> the scale now, with a gradient; empty unless scales are learned
     learned: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
-    #: the quantized weight, once it is known; None: it is made anew at each forward
+    #: the quantized weight, once it is known; None: it is quantized at each forward
     kept: list[torch.Tensor] | None = None
 
 

@@ -4,13 +4,13 @@ A module keeps the checksums of its own parameters and buffers: they survive ren
 
 A tensor's bytes are words of 32 bits, in tiles of 2**17. With pseudorandom odd multipliers of 64 bits, ``a`` for each
 tile and ``b`` for each place in a tile, the checksum is ``sum a * b * word`` modulo 2**64. A sum needs no order of its
-terms: the parts that ranks hold add up to the checksum of the whole, whatever shards it, and every device gives the
+terms: the parts that ranks hold add up to the checksum of the whole, under any sharding, and every device gives the
 same.
 
 Why it is sound. The difference of two words is below 2**32, so ``b`` times it takes a given value modulo 2**64 for at
-most 2**-32 of all multipliers. Two different tensors therefore have one checksum by chance only, whatever differs: the
-multipliers know nothing of weights. Each position has its own, so rows that swap places show. (With words of 64 bits,
-two changes of the highest bit would cancel, since every multiplier is odd.)
+most 2**-32 of all multipliers. Two different tensors therefore have one checksum by chance only: multipliers do not
+depend on weights. Each position has its own, so swapped rows are noticed. (With words of 64 bits, two changes of the
+highest bit would cancel, since every multiplier is odd.)
 """
 
 from __future__ import annotations
@@ -170,9 +170,8 @@ def _held(module: nn.Module) -> Iterator[str]:
 def checksum(part: torch.Tensor, first: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
     """The checksum of a tensor, a scalar in int64; ``out`` if it is given.
 
-    Args:
-        part: any shape and dtype.
-        first: place of its first element in the whole, whose checksum is the sum of its parts' modulo 2**64.
+    Of a part, ``first`` is the place of its first element in the whole, whose checksum is the sum over its parts modulo
+    2**64.
     """
     start = first * part.element_size()
     words, at = _words(part, start % _WORD), start // _WORD

@@ -23,23 +23,17 @@ OWNER = "brought_in_by"
 class ModuleKind:
     """How modules of one kind hold their weight, and how their data lies.
 
-    The weight's matrix is ``(output channels, inputs of each)``; a scale per channel is one per row. A token is what
-    one vector of channels belongs to: a word, a pixel.
-
-    Attributes:
-        holds: whether a module is of this kind.
-        rows: the dimension of the weight that becomes the rows: 0, or 1 where it is stored transposed.
-        positions: how many dimensions of the data come after the channels; None: as many as the weight has after its
-            first two.
-        reads_indices: its input is numbers of rows, not values.
-        stored_as: the type by which readers of compressed-tensors know it; None: only ``load_checkpoint`` reads it.
+    The weight's matrix is ``(output channels, inputs of each)``; a scale per channel is one per row. A token has one
+    vector of channels: a word, a pixel.
     """
 
     name: str
-    holds: Callable[[nn.Module], bool]
-    rows: int = 0
+    holds: Callable[[nn.Module], bool]  # whether a module is of this kind
+    rows: int = 0  # the dimension of the weight that becomes the rows: 0, or 1 where it is stored transposed
+    #: how many dimensions of the data come after the channels; None: as many as the weight has after its first two
     positions: int | None = 0
-    reads_indices: bool = False
+    reads_indices: bool = False  # its input is numbers of rows, not values
+    #: the type by which readers of compressed-tensors know it; None: only ``load_checkpoint`` reads it
     stored_as: type[nn.Module] | None = None
 
 
@@ -124,8 +118,7 @@ def holds_parameters(module: nn.Module) -> bool:
 def count_heads(model: Any) -> dict[str, int]:
     """Heads of q, k and v for which compressed-tensors allocates scales when it loads a checkpoint.
 
-    Args:
-        model: anything with a transformers ``config``, or with modules that have it.
+    ``model`` has a transformers ``config``, or modules that have it.
     """
     config = next(m.config for m in model.modules() if hasattr(m, "config")).get_text_config(decoder=True)
     kv = get_num_kv_heads(config)

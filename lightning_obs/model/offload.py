@@ -1,7 +1,7 @@
 """Weights that rest on the CPU or on disk until their module runs, as accelerate or compressed-tensors dispatched it.
 
 accelerate wraps ``forward`` in a hook that sets the module's parameters before, and leaves them on the meta device
-after it; the hook of a module may bring in those of all modules below it (``preload_module_classes``).
+after it; a module's hook may bring in the parameters of all modules below it (``preload_module_classes``).
 compressed-tensors puts a cache in the place of ``_parameters`` and ``_buffers``, which fetches a tensor at each access.
 Here both are the same: a module is :data:`at_rest`, where metadata cost nothing, or :func:`brought_in` for the length
 of a block, on the device on which it computes (:func:`execution_device`).

@@ -44,7 +44,7 @@ _SCHEME = ("quantization_scheme", "quantization_status", "quantization_enabled")
 #: names that calibration sets on a module: plain attributes, or buffers
 CALIBRATED = (*_QPARAMS, *_SCHEME)
 
-#: what calibration has put on each module of a model, by name
+#: the values that calibration has put on each module of a model, by name
 Calibration: TypeAlias = dict[nn.Module, dict[str, Any]]
 
 

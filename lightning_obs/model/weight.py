@@ -147,21 +147,14 @@ def reshard(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one of a module's own parameters or buffers rests; by default whole on this rank.
+    """Where one of a module's own parameters or buffers rests; by default whole on this rank."""
 
-    Attributes:
-        shape: of the whole.
-        first: which element of the whole is the first of a piece of a flat shard.
-        groups: of ranks over which the parts add up to the whole; none if this rank has it whole.
-        rows: first row, and row after the last, of each rank, where ranks have whole rows in order; else None.
-        unit: the wrapper of FSDP1 that makes it whole.
-    """
-
-    shape: torch.Size
-    first: int = 0
-    groups: tuple[dist.ProcessGroup, ...] = ()
+    shape: torch.Size  # of the whole
+    first: int = 0  # which element of the whole is the first of a piece of a flat shard
+    groups: tuple[dist.ProcessGroup, ...] = ()  # of ranks whose parts add up to the whole; none: this rank has it whole
+    #: first row, and row after the last, of each rank, where ranks have whole rows in order; else None
     rows: list[tuple[int, int]] | None = None
-    unit: FullyShardedDataParallel | None = None
+    unit: FullyShardedDataParallel | None = None  # the wrapper of FSDP1 that makes it whole
 
 
 def place_of(module: nn.Module, name: str = "weight") -> Place:

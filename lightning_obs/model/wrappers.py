@@ -5,9 +5,9 @@ trains whole (``modules_to_save``), which runs its copy of the module. They stan
 (``layers.0._fsdp_wrapped_module.fc1``), so targets would not match and a checkpoint could not be loaded. Whoever reads
 names, or wants a ``state_dict`` that gathers nothing, does it :func:`without_wrappers`.
 
-What is shipped of a LoRA layer is the sum of base weight and adapters (``merge_and_unload``), quantized. So the base
-layer is planned, which remains after merging, and its weight is the sum, computed as peft's ``merge`` computes it. peft
-is not imported; its layers are known by their public attributes.
+A LoRA layer is exported as the sum of base weight and adapters (``merge_and_unload``), quantized. So the base layer is
+planned, which remains after merging, and its weight is the sum, computed as by peft's ``merge``. peft is not imported;
+its layers are known by their public attributes.
 """
 
 from __future__ import annotations
@@ -89,8 +89,7 @@ def is_adapted(module: nn.Module) -> bool:
 def adopt_adapters(model: nn.Module) -> list[str]:
     """Let every base layer know its LoRA layer, so that the adapters count as a part of its weight.
 
-    Returns:
-        Names of the LoRA layers whose adapters cannot simply be added to the weight, and why; these are left alone.
+    Returns the names of the LoRA layers whose adapters are no sum with the weight, and why; these are left alone.
     """
     refused = []
     for name, layer in model.named_modules():

@@ -59,13 +59,7 @@ class LinearExpert(nn.Module):
 
 
 class LinearExperts(nn.Module):
-    """The experts of one layer, ``"0"``, ``"1"``..., each a :class:`LinearExpert`.
-
-    Attributes:
-        rows: while an expert runs, the indices ``(n,)`` of its tokens among those of the running call; None otherwise.
-        total: how many tokens the last call had.
-        config: of the model, if the stacked module had it.
-    """
+    """The experts of one layer, ``"0"``, ``"1"``..., each a :class:`LinearExpert`."""
 
     def __init__(self, origin: nn.Module, experts: list[LinearExpert]) -> None:
         super().__init__()
@@ -75,8 +69,9 @@ class LinearExperts(nn.Module):
             self.add_module(str(index), expert)
         for name, child in origin.named_children():  # act_fn may have parameters; they keep their names
             self.add_module(name, child)
+        #: while an expert runs, the indices ``(n,)`` of its tokens in the running call; None otherwise
         self.rows: torch.Tensor | None = None
-        self.total = 0
+        self.total = 0  # how many tokens the last call had
         self.train(origin.training)
 
     @property
@@ -274,14 +269,9 @@ def _build(module: nn.Module) -> LinearExperts:
 
 
 def rows_of_expert(origin: nn.Module, item: torch.Tensor, role: str, joined: bool, is_bias: bool) -> torch.Tensor:
-    """The rows (output channels) of one projection of an expert, a view of the expert's item in a stack.
+    """The rows (output channels) of an expert's projection (gate, up, down), a view of the expert's item in a stack.
 
-    Args:
-        origin: the stacked module, which tells the layout.
-        item: the expert's weights or biases in the stack.
-        role: gate, up or down.
-        joined: the stack holds gate and up together.
-        is_bias: it holds biases.
+    ``origin`` is the stacked module, which tells the layout; ``joined``: the stack holds gate and up together.
     """
     rows = item.T if getattr(origin, "is_transposed", False) and not is_bias else item
     if not joined:
