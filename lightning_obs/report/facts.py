@@ -153,6 +153,19 @@ class Report:
         return "estimated loss" if self.losses else "noise"
 
     @property
+    def row(self) -> dict[str, Any]:
+        """The run's row of a comparison: the first metric before and after, size, seconds, the worst layer."""
+        return {
+            "run": self.title,
+            "metric": next(iter(self.metrics), None),
+            **dict(list(self.metrics.items())[:1]),
+            **({} if self.moved is None else asdict(self.moved)),
+            "size": None if self.sizes is None else self.sizes[1],
+            "seconds": None if self.result is None else self.result.seconds,
+            "worst_sqnr": self.errors[0].sqnr if self.errors else None,
+        }
+
+    @property
     def poor_layers(self) -> list[str]:
         """The layers to try in ``ignore``: those whose per-token SQNR is below :data:`POOR_SQNR`, worst first.
 

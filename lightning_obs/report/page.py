@@ -120,13 +120,13 @@ def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
     ignored = [] if report.config is None else report.config.ignore or []
     return {
         "ignore": list(dict.fromkeys([*ignored, *report.poor_layers])),
+        **report.row,
         **report.extra,
         "title": report.title,
         "judgement": asdict(judgement),
         # a percentage is not torn from its sign
         "summary": [{"label": k, "value": v.replace(" %)", "\N{NO-BREAK SPACE}%)")} for k, v in known.items()],
         "lines": as_names(report.lines),
-        **({} if report.moved is None else asdict(report.moved)),
         "metrics": {name: list(pair) for name, pair in report.metrics.items()},
         "engines": {} if report.result is None else {k: asdict(v) for k, v in report.result.engines.items()},
         "sensitivity_unit": report.sensitivity_unit,

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_obs import CalibrationCallback, CalibrationError, QuantizationAwareTraining
 from tests.callbacks.calibration_modules import Plain, hooks_on, loader, trainer
+from tests.in_process import run_command_line
 from tests.lightning_ranks import Module, calibration, like_torchrun, samples
 from tests.lightning_ranks import loader as rank_loader
 from tests.lightning_ranks import trainer as rank_trainer
@@ -153,6 +155,17 @@ def test_a_callback_writes_the_page_of_its_calibration(tmp_path):
     first = next(layer for layer in found["layers"] if layer["name"] == "net.0")
     assert sum(first["histogram"]["counts"]) == 16 * 8
     assert (first["chosen_low"], first["chosen_high"]) == callback.result.chosen_input_ranges["net.0"]
+
+
+def test_a_report_of_a_callback_is_compared_with_others(tmp_path):
+    for scheme in ("INT8_STATIC", "FP8"):
+        callback = CalibrationCallback(scheme, evaluate=True, show=False)
+        trainer(callback).validate(Plain(), loader(), verbose=False)
+        callback.report(tmp_path / scheme)
+    runs = f"runs=[{tmp_path / 'INT8_STATIC'},{tmp_path / 'FP8'}]"
+    done = run_command_line("task=compare", runs, f"output_dir={tmp_path / 'compared'}", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"run +val_loss +change .*\nINT8_STATIC \(INT8_STATIC\) +\d.*\nFP8 \(FP8\) +\d", done.stdout)
 
 
 def test_the_page_of_a_fit_has_metrics_curves_and_size(tmp_path):

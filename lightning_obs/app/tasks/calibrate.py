@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -49,8 +48,8 @@ class Calibrate(Job):
     errors: Sequence[LayerError] = ()
     generation: Mapping[str, Any] = MappingProxyType({})
     lines: Sequence[str] = ()
-    #: bytes of the model and of its checkpoint; where none is written, of the tensors that it would hold
-    sizes: tuple[int, int] | None = None
+    #: the report's facts for a comparison; empty on ranks that write no report
+    found: Mapping[str, Any] = MappingProxyType({})
 
     @override
     def check(self) -> None:
@@ -173,24 +172,19 @@ class Calibrate(Job):
 
     @override
     def row(self) -> dict[str, Any]:
-        """Quality, size, time."""
-        quality: dict[str, Any] = {"metric": None}
-        if self.full is not None and self.quantized is not None:
-            name = self.full.name
-            quality = {"metric": name, name: (self.full.value, self.quantized.value)}
-            quality |= {} if self.quantized.moved is None else asdict(self.quantized.moved)
-            for when, found in (("calibrated", self.calibrated), ("reloaded", self.reloaded)):
-                quality[f"{name}_{when}"] = None if found is None else found.value
-                if found is not None and found.moved is not None:
-                    quality[f"divergence_{when}"] = found.moved.divergence
-        return {
-            "run": self.label,
-            **quality,
-            "recovered": recovered_share(self.full, self.calibrated, self.quantized),
+        return {**self.found, "run": self.label}
+
+    def _stages(self) -> dict[str, Any]:
+        """What the run found before and after its last measurement."""
+        stages: dict[str, Any] = {}
+        for when, found in (("calibrated", self.calibrated), ("reloaded", self.reloaded)):
+            if self.full is not None and self.quantized is not None:
+                stages[f"{self.full.name}_{when}"] = None if found is None else found.value
+            if found is not None and found.moved is not None:
+                stages[f"divergence_{when}"] = found.moved.divergence
+        stages["recovered"] = recovered_share(self.full, self.calibrated, self.quantized)
+        return stages | {
             "seconds_trained": self.seconds_trained,
-            "size": self.sizes[1] if self.sizes else None,
-            "seconds": self.result.seconds,
-            "worst_sqnr": self.errors[0].sqnr if self.errors else None,
             **({"generation": self.generation} if self.generation else {}),
         }
 
@@ -205,7 +199,7 @@ class Calibrate(Job):
         known["sizes"] = None if self.folder is None else (model_bytes(self.model), folder_size(self.folder))
         title = f"{self.label} \N{MIDDLE DOT} {Path(str(config.model.get('path') or DEFAULT_MODEL)).name}"
         report = self.callback.facts(title=title, lines=[*self.lines, *self.closing_lines()], **known)
-        self.sizes = report.sizes
+        self.found = {**report.row, **self._stages()}
         report.extra = {**self.row(), "config": plain(config)}
         path = write_report(config.output_dir, report)
         advice = [f"{step.what}: {step.command}" for step in judge(report, path.parent).steps if step.command]
