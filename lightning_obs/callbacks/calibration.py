@@ -6,10 +6,12 @@ Lightning already runs the user's data through the user's model; this callback o
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import Unpack, override
@@ -23,7 +25,7 @@ from lightning_obs.callbacks.observed_batches import BatchKeywords, ObservedBatc
 from lightning_obs.callbacks.quantized_validation import QuantizedValidation, require_batches
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.choice.observer_choice import Candidates
-from lightning_obs.errors import CalibrationError, name_list, warn
+from lightning_obs.errors import CalibrationError, name_list, refuse, warn
 from lightning_obs.report.summary import layer_table, print_report
 from lightning_obs.schemes.config import SchemeLike
 
@@ -94,6 +96,12 @@ class CalibrationCallback(ObservedBatches):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a wrong configuration before hours of training; restore the qparams of a resumed run."""
+        earlier = takewhile(lambda one: one is not self, trainer.callbacks)
+        refuse(
+            [type(one).__name__ for one in earlier if isinstance(one, WeightAveraging)],
+            "weight averaging stands before the calibration, and takes its weights back before they are observed",
+            remedy="list the calibration first: callbacks=[calibration, averaging].",
+        )
         session = self.prepare(trainer, pl_module)
         if self._auto is not None:
             self._auto.require_possible(session)
@@ -215,7 +223,10 @@ class CalibrationCallback(ObservedBatches):
         """Run the second pass of a test or a validation, and log its metrics."""
         if self._second_pass is not None:
             for name, (value, in_bar) in self._second_pass.run(self._calibrated_session()).items():
-                pl_module.log(name, value, prog_bar=in_bar, add_dataloader_idx=False)
+                loader = name.partition("/dataloader_idx_")[2]
+                pl_module.log(name, value, prog_bar=in_bar, logger=False if loader else None, add_dataloader_idx=False)
+                if loader:  # Lightning would list it under every loader
+                    trainer._active_loop._logged_outputs[int(loader)][name] = value
             self.moved = self._second_pass.moved
             for name in () if self.moved is None else ("divergence", "agreement"):
                 pl_module.log(f"{self.prefix(trainer)}/{name}", torch.tensor(getattr(self.moved, name)))

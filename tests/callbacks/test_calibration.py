@@ -168,6 +168,15 @@ def test_weight_averaging_beside_it_is_calibrated_with_the_averaged_weights():
     )
 
 
+def test_weight_averaging_before_it_is_refused_before_training():
+    module = Plain()
+    module.training_step = lambda *_: pytest.fail("trained")
+    with pytest.raises(
+        CalibrationError, match=r"before the calibration.*: WeightAveraging\. Remedy: list the calibration"
+    ):
+        trainer(WeightAveraging(), CalibrationCallback("INT8_STATIC"), max_epochs=1).fit(module, loader(), loader())
+
+
 # ---------------------------------------------------------------------- leave nothing behind
 
 
