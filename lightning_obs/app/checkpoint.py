@@ -86,6 +86,7 @@ def closing_lines(folder: Path | str, engines: Mapping[str, Verdict]) -> list[st
 def _load_in_a_new_process(job: Job, folder: Path, reference: dict[str, Any]) -> tuple[float, list[str]]:
     """The largest difference of the outputs of plain transformers, and lines for the report."""
     wanted, file = job.config.export, Path(job.config.output_dir) / "reference.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: value for name, value in reference.items() if isinstance(value, torch.Tensor)}
     save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, file)
     command = [sys.executable, reload_check.__file__, str(folder), str(file)]

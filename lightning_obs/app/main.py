@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 from torch import distributed as dist
@@ -38,13 +39,17 @@ def run(config: DictConfig) -> dict[str, Any]:
 
 def refuse_unread(task: DictConfig, overrides: Sequence[str]) -> None:
     """Refuse typed keys that the task does not read: keys that its ``ignores`` match, unless its ``reads`` do."""
-    keys = [str(parsed.key_or_group) for parsed in OverridesParser.create().parse_overrides(list(overrides))]
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    keys = [str(override.key_or_group) for override in parsed]
     if "task._target_" in keys:  # another task than the one whose config this is
         return
 
     def among(key: str, patterns: Sequence[str]) -> bool:
         return any(fnmatch(key, pattern) or key.startswith(f"{pattern}.") for pattern in patterns)
 
+    groups = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    added = [k for k, override in zip(keys, parsed, strict=True) if override.is_add() and not {*k} & {*"./@"}]
+    refuse([k for k in added if k not in groups], "no task reads an added key", remedy="--help lists all keys.")
     ignores, reads = task.get("ignores", ()), ["task", *task.get("reads", ())]
     refuse(
         [key for key in keys if among(key, ignores) and not among(key, reads)],

@@ -36,6 +36,13 @@ def test_a_shell_completes_what_is_typed(command_line, monkeypatch):
     assert done.stdout.split() == ["scheme=fp8_block", "scheme=fp8_dynamic"]
 
 
+def test_a_run_makes_the_folder_of_its_results(command_line, tmp_path, verified_here):
+    quick = "evaluate=false", "report.layer_error_batches=0"
+    done = command_line("scheme=fp8_dynamic", *quick, "export.folder=out", "output_dir=new/run")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "new/run/report.html").is_file()
+
+
 @pytest.mark.parametrize(
     ("arguments", "keys"),
     [
@@ -50,6 +57,12 @@ def test_what_a_task_does_not_read_is_refused(command_line, arguments, keys):
     done = command_line(*arguments, tiny=False)
     assert done.returncode == 1
     assert f"does not read what was given: {keys}. Remedy: leave it out" in done.stderr
+
+
+def test_an_added_key_that_no_task_reads_is_refused(command_line):
+    done = command_line("+schem=fp8", tiny=False)
+    assert done.returncode == 1
+    assert "no task reads an added key: schem. Remedy: --help" in done.stderr
 
 
 def test_what_a_plan_reads_of_a_scheme_is_taken():
@@ -118,7 +131,7 @@ def test_two_ranks_of_ddp_print_and_write_once_and_give_the_scales_of_one(comman
     assert ranks.returncode == 0, ranks.stderr
     assert ranks.stdout.count(f"· calibrating {scheme.upper()}") == 1
     assert ranks.stdout.count("wrote two") == 1
-    assert " batches x 2 ranks" in ranks.stdout
+    assert " batch x 2 ranks" in ranks.stdout
     assert (tmp_path / "run" / "report.json").is_file()
     one = command_line(*common, "evaluate=false", "report.layer_error_batches=0", "export.folder=one")
     assert one.returncode == 0, one.stderr
