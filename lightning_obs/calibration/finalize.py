@@ -20,7 +20,7 @@ from lightning_obs.calibration.hooks import HESSIAN, RANGE, Observation
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.rounding import make_roundings
 from lightning_obs.calibration.weights import Observe, ShardedWeights
-from lightning_obs.errors import CalibrationError, name_list, refuse, sendable, warn
+from lightning_obs.errors import CalibrationError, key_text, name_list, refuse, sendable, warn
 from lightning_obs.files.tensors import Tally
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.kinds import count_heads
@@ -250,6 +250,12 @@ def _left_out(session: Observation, unreached: set[Key]) -> set[str]:
     lacking = [key for key in needing if key in unreached]
     if not lacking:
         return set()
+    refuse(
+        [key_text(key) for key in lacking if key in session.observers and session.observers[key].get_statistics()],
+        "observers have gathered statistics, and their has_statistics is False",
+        expected="min_vals and max_vals, or an observer that says what it gathers",
+        remedy="declare `statistics`, or write has_statistics beside get_min_max (docs/new_observer.md).",
+    )
     missing = [f"{name} ({'inputs for its weight' if base in ('weight', HESSIAN) else base})" for name, base in lacking]
     if len(lacking) == len(needing):
         what, others = "static activations", "a scheme that needs no data (FP8_DYNAMIC, W8A8, W4A16)"

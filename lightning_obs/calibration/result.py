@@ -10,8 +10,8 @@ import torch
 from lightning_obs.engines import Verdict
 from lightning_obs.errors import name_list, printable
 
-#: facts that are a number of things
-_COUNTED = ("modules", "observers", "batches", "collectives")
+#: facts that are a number of things, and the name of one
+_COUNTED = {"modules": "module", "observers": "observer", "batches": "batch", "collectives": "collective"}
 
 
 @dataclass(repr=False)
@@ -74,7 +74,10 @@ class CalibrationResult:
     def line(self, between: str) -> str:
         """The facts but for the scheme as one line: 14 modules, 28 observers, 2 batches x 2 ranks..."""
         known = self.facts()
-        counted = (f"{text} ".replace(" ", f" {name} ", 1).strip() for name, text in known.items() if name in _COUNTED)
+        counted = []
+        for name, one in _COUNTED.items():
+            number, _, ranks = known.get(name, "").partition(" ")
+            counted += [f"{number} {one if number == '1' else name} {ranks}".strip()] if number else []
         return between.join([*counted, known["calibration"]])
 
     def __repr__(self) -> str:

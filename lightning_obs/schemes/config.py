@@ -87,7 +87,7 @@ def resolve_config(
             compressed-tensors refuses (its own message is in the error).
     """
     lists = [each for each in observers.values() if isinstance(each, list)] if isinstance(observers, Mapping) else []
-    if isinstance(observers, str) or lists:
+    if lists or not (observers is None or isinstance(observers, Mapping)):
         raise CalibrationError(
             "observers",
             got=repr(observers),

@@ -8,7 +8,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from torch import nn
 
-from lightning_obs import CalibrationSession
+from lightning_obs import CalibrationError, CalibrationSession
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import QParamsDict
 
@@ -75,6 +75,12 @@ def test_an_observer_that_sets_min_vals_and_max_vals(mlp):
     assert mlp.fc1.input_scale.tolist() == [(x.abs().max() / 127.5).item()]
     assert torch.equal(mlp.fc1.weight_scale, mlp.fc1.weight.detach().abs().amax(1, keepdim=True) / 127.5)
     assert result.modules == ["fc1", "fc2"]
+
+
+def test_an_observer_that_gathers_statistics_and_does_not_say_so_is_named(mlp):
+    Observer.register("guide_silent")(type("GuideSilent", (GuideNormal,), {"has_statistics": Observer.has_statistics}))
+    with pytest.raises(CalibrationError, match=r"has_statistics is False: fc1 \(input\), fc2 \(input\).*declare"):
+        calibrate(mlp, {"input": "guide_silent"})
 
 
 def test_an_observer_with_statistics_and_qparams_of_its_own(mlp):

@@ -127,6 +127,8 @@ def test_a_scheme_has_a_short_name(scheme, expected):
             {"observers": {"inputs": "minmax"}},
             r"observers are given for an unknown tensor: inputs .did you mean `input`",
         ),
+        ("FP8", {"observers": 5}, r"observers\. Got 5, expected one for each base name"),
+        ("FP8", {"observers": ["minmax"]}, r"observers\. Got \['minmax'\], expected one for each base name"),
         (
             "FP8",
             {"observers": {"input": "minmx"}},
