@@ -31,7 +31,7 @@ from lightning_obs.calibration.finalize import result_of
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.checkpoint.compress import module_entries, stored_layout
+from lightning_obs.checkpoint.compress import StoredTensors, module_entries
 from lightning_obs.checkpoint.export import write_quantization_config
 from lightning_obs.checkpoint.load import any_qparams
 from lightning_obs.checkpoint.source import CheckpointSource
@@ -153,9 +153,11 @@ class Streaming:
         #: names of tensors that the model does not know, in one order in every process, unlike a set
         self.unknown = dict.fromkeys(unknown).keys()
         self.copied |= {name: (name, "") for name in self.unknown}
-        stored = stored_layout(source.model)
+        stored = StoredTensors(source.model)
+        #: the names in the new files of a module's entries, also where it is left in full precision
+        self.stored_as = source.stored_as | stored.renamed
         #: a meta tensor of each stored tensor, by its name in the new files
-        self.layout = {self.stored_name(n): x for n, x in stored.items() if n.rpartition(".")[0] in names}
+        self.layout = {self.stored_as[n]: x for n, x in stored.entries.items() if n.rpartition(".")[0] in names}
         self.layout |= {stored_as: source.reader.meta(name) for name, (stored_as, _) in self.copied.items()}
         self.tally = Tally(sum(tensor.nbytes for tensor in self.layout.values()), progress)
 
@@ -179,15 +181,6 @@ class Streaming:
         """Write the source's other files and the quantization config; ``stored`` are the names of the weights."""
         copy_others(self.source.folder, partial)
         write_quantization_config(self.source.model, partial, stored - self.unknown, self.unknown)
-
-    def stored_name(self, name: str) -> str:
-        """The name in files of a module's entry, after that of the module's weight, or of a tensor below the module."""
-        module, _, key = name.rpartition(".")
-        stored_as, beside = self.source.stored_as, f"{module}.weight"
-        if beside not in stored_as:
-            beside = next(other for other in stored_as if other.startswith(f"{module}."))
-        stored = stored_as[beside]
-        return f"{stored.removesuffix(beside.removeprefix(f'{module}.'))}{key}"
 
     def run(self, partial: Path, max_shard_size: int | str, ranks: Collectives) -> None:
         """Write this rank's share of all items."""
@@ -220,7 +213,7 @@ class Streaming:
     def write_module(self, writer: TensorWriter, name: str) -> None:
         """Write the entries of a loaded module."""
         for key, rows, first in module_entries(self.source.model.get_submodule(name)):
-            writer.write(self.stored_name(f"{name}.{key}"), rows, first)
+            writer.write(self.stored_as[f"{name}.{key}"], rows, first)
 
     def copy(self, writer: TensorWriter, name: str) -> None:
         """Write a copied tensor: from memory if it is loaded as the file holds it, else from file to file."""

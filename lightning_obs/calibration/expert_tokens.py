@@ -148,7 +148,7 @@ class ExpertWatch:
 
 
 def _of_tokens(mask: torch.Tensor, total: int) -> torch.Tensor:
-    """A mask of whole samples as one of ``total`` tokens, where they divide them."""
+    """A mask of samples as a mask of their ``total`` tokens, if each has as many; any other mask as it is."""
     divide = mask.ndim == 1 and len(mask) and total and total % len(mask) == 0
     return mask.repeat_interleave(total // len(mask)) if divide else mask
 

@@ -59,7 +59,7 @@ def finalize(session: Observation, weights: bool, activations: bool) -> Calibrat
     borrowed, computed, failure = _activations(session, synced.unreached) if activations else ({}, {}, None)
 
     def observe(key: Key, observer: Observer, rows: torch.Tensor) -> None:
-        # Inputs may be lacking where the options allow it, and where data is not asked for.
+        # Inputs may be missing where on_missing allows it, and where only weights are finalized.
         if key in borrowed or not activations:
             observer.observe_without_inputs(rows)
         else:
@@ -141,7 +141,7 @@ def _write(session: Observation, qparams: Mapping[str, dict[str, torch.Tensor]])
     for target in session.plan.targets:
         if target.name in qparams:
             write_qparams(target.module, target.scheme, qparams[target.name])
-        else:  # an earlier calibration's would pass for this one's
+        else:  # qparams of an earlier calibration would pass for this one's
             clear_qparams(target.module)
 
 

@@ -246,7 +246,7 @@ class _LayerByLayer:
         for name in taken:
             for key, meta in stored_layout(self.source.model.get_submodule(name)).items():
                 if "." not in key:
-                    layout[streaming.stored_name(f"{name}.{key}")] = meta
+                    layout[streaming.stored_as[f"{name}.{key}"]] = meta
         self._files |= dict.fromkeys(layout, file)
         if self.unfinished.rank != 0:
             return

@@ -57,15 +57,21 @@ from lightning_obs.schemes.config import SchemeLike, make_observer
 from lightning_obs.schemes.planned_modules import Plan
 
 
-def _make_observers(plan: Plan) -> dict[Key, Observer]:
-    observers: dict[Key, Observer] = {}
+def _make_observers(plan: Plan) -> tuple[dict[Key, Observer], dict[Key, Observer]]:
+    """A plan's observers, and second observers of statistics that they do not keep: an input's extremes, a Hessian."""
+    observers, second = dict[Key, Observer](), dict[Key, Observer]()
     for target in plan.targets:
         home = qparams_home(target.module)
         for base_name, args in target.args.items():
-            if args.dynamic is not True:
-                observers[target.name, base_name] = observer = make_observer(base_name, args)
-                observer.qparams_dtype = None if home is None else home.dtype
-    return observers
+            if args.dynamic is True:
+                continue
+            observers[target.name, base_name] = observer = make_observer(base_name, args)
+            observer.qparams_dtype = None if home is None else home.dtype
+            if base_name == "input" and not observer.keeps_extremes:
+                second[target.name, RANGE] = StaticMinMaxObserver("input", QuantizationArgs())
+            elif observer.rounding is not None and not isinstance(observer, HessianObserver):
+                second[target.name, HESSIAN] = HessianObserver("weight", QuantizationArgs())
+    return observers, second
 
 
 class CalibrationSession(Observation):
@@ -123,10 +129,9 @@ class CalibrationSession(Observation):
             self.engines = ask_engines(planned, chosen, also)
             self.experts = ExpertWatch(self.model, self.options.calibrate_all_experts)
             self.together = [*self.plan.fused, *self._whole_layers()]
-        self.observers = _make_observers(self.plan)
-        self.fed = {key: observer for key, observer in self.observers.items() if observer.observes_data}
-        self.fed |= _second_observers(self.observers)
-        inputs_of = {(name, "weight"): observer for (name, base), observer in self.fed.items() if base == HESSIAN}
+        self.observers, second = _make_observers(self.plan)
+        self.fed = {key: observer for key, observer in self.observers.items() if observer.observes_data} | second
+        inputs_of = {(name, "weight"): observer for (name, base), observer in second.items() if base == HESSIAN}
         check_inputs_fit(self.plan.targets, self.observers | inputs_of)
         for group in self.plan.fused:
             for base_name in ("weight", "input"):
@@ -348,14 +353,3 @@ class CalibrationSession(Observation):
             yield
         finally:
             put_back(now)
-
-
-def _second_observers(observers: Mapping[Key, Observer]) -> dict[Key, Observer]:
-    """Observers of statistics that the first do not keep: an input's extremes, a weight's Hessian."""
-    second: dict[Key, Observer] = {}
-    for (name, base_name), observer in observers.items():
-        if base_name == "input" and not observer.keeps_extremes:
-            second[name, RANGE] = StaticMinMaxObserver("input", QuantizationArgs())
-        elif observer.rounding is not None and not isinstance(observer, HessianObserver):
-            second[name, HESSIAN] = HessianObserver("weight", QuantizationArgs())
-    return second

@@ -141,7 +141,7 @@ class ShardedWeights:
             units = [unit for unit in turn if unit is not None]
             mine: dict[Key, torch.Tensor] = {}
             for unit in units:
-                # A view into an FSDP1 unit would keep it; tensors that FSDP2 gathers are nobody else's.
+                # A view would keep the unit of FSDP1 in memory; a tensor that FSDP2 gathers has no other owner.
                 copied = unit is not units[-1] and unit_of(self.modules[unit[0]]) is not None
                 with whole_unit(self.modules[unit[0]]):
                     for key in unit:

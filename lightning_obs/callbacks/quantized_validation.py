@@ -164,14 +164,14 @@ class _Loop(_EvaluationLoop):
 
     @override
     def _on_evaluation_epoch_end(self) -> None:
-        """The module's hook is called with the random numbers that it will have."""
+        """Call the module's hook with the random state that it has at the end of the first pass."""
         _set_rng_states(self._random)
         super()._on_evaluation_epoch_end()
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """No loader is asked, the state is that after the hooks of the start, and the first pass is not over.
+        """In place of setting up and ending: the first pass has set up the loaders and the state, and has not ended.
 
-        The user's ``on_validation_end`` logs nothing, and may write files: it is called once.
+        The user's ``on_validation_end``, which logs nothing and may write files, is called once.
         """
 
     setup_data = reset = on_run_start = _on_evaluation_model_train = _on_evaluation_end = _nothing

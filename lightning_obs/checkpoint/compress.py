@@ -37,7 +37,7 @@ Entry: TypeAlias = tuple[str, torch.Tensor, int]
 Put: TypeAlias = Callable[[str, torch.Tensor, int], None]
 #: elements of a weight that are compressed at once, in the cache; compressed-tensors takes up to 36 bytes for each
 _AT_ONCE = 1 << 18
-#: formats that compressed-tensors rounds or packs in many passes, or rounds otherwise on a GPU, and their bits
+#: bits of the formats that are compressed here; compressed-tensors takes many passes, or rounds otherwise on a GPU
 _KNOWN = dict.fromkeys(("int-quantized", "float-quantized", "mxfp8-quantized"), 8)
 _KNOWN |= dict.fromkeys(("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"), 4)
 
@@ -212,7 +212,7 @@ def _with_codes(entries: _Tensors, codes: torch.Tensor, scheme: QuantizationSche
         entries["weight"] = codes
     elif args.type == QuantizationType.FLOAT:
         entries["weight_packed"] = pack_nibbles(codes)
-    else:  # counted from the lowest
+    else:  # counted from the lowest number, -8
         entries["weight_packed"] = pack_nibbles(codes.bitwise_xor_(8)).view(torch.int32)
         entries["weight_shape"] = torch.tensor(codes.shape)
     if hasattr(compressor, "_compress_scale"):

@@ -280,7 +280,7 @@ class Staging:
             os.rename(old.parent, self._folder / "checked")
 
     def _finish(self, files: Iterable[Path]) -> None:
-        """The umask decides who may read (safetensors writes for the owner alone); all of it is on the disk."""
+        """Let others read as the umask says (safetensors writes for the owner alone); flush all files to the disk."""
         mode = os.fstat(self._lock).st_mode & 0o777
         for path in files:
             path.chmod(mode)

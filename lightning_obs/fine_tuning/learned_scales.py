@@ -177,7 +177,7 @@ class _Scale:
         return learned_scale(self.calibrated, self.factor, self.stored)
 
     def follow(self) -> None:
-        """Go to the device where the module is now."""
+        """Move to the module's device."""
         device = device_of(self.target.module)
         self.factor.data = self.factor.data.to(device)
         self.calibrated = None if self.calibrated is None else self.calibrated.to(device)

@@ -47,7 +47,7 @@ def _is_conv1d_of_transformers(module: nn.Module) -> bool:
     return ("transformers.pytorch_utils", "Conv1D") in names
 
 
-#: the first that holds counts
+#: a module is of the first kind that ``holds`` it
 KINDS: list[ModuleKind] = [
     ModuleKind("Linear", _is_a(nn.Linear), stored_as=nn.Linear),
     ModuleKind("Embedding", _is_a(nn.Embedding), reads_indices=True, stored_as=nn.Embedding),

@@ -151,7 +151,7 @@ def _own(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
 def stay_put(root: nn.Module) -> Callable[[], None]:
     """Let ``root.to``, ``cpu``, ``cuda``, ``half``... skip dispatched submodules; returns a function that undoes it.
 
-    Another dtype is a CalibrationError, which says so of the first module.
+    A cast to another dtype is a CalibrationError.
     """
 
     def apply(function: _Change, recurse: bool = True) -> nn.Module:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lightning_obs.errors import CalibrationError
 
-#: where they keep the module that they wrap: FSDP1, activation checkpointing, torch.compile, Fabric
+#: the submodule that is wrapped: of FSDP1, activation checkpointing, torch.compile, Fabric
 _INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module")
 #: the plain attribute of a base layer that holds its LoRA layer, so that no module contains another twice; read by
 #: :func:`lightning_obs.model.weight.adapters_of`
