@@ -26,8 +26,7 @@ from lightning_obs.model.additions import set_attributes
 def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
     """Name and list of the decoder's blocks: the only ``ModuleList`` of modules that transformers never splits.
 
-    Raises:
-        CalibrationError: there is none, or more than one.
+    Without exactly one, a CalibrationError.
     """
     whole = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model

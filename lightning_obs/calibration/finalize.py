@@ -176,10 +176,7 @@ def _observe(
     observe: Observe,
     failure: Exception | None = None,
 ) -> int:
-    """Let the observers of ``keys`` observe their modules' weights, shared out over ranks.
-
-    ``modules`` are the same on every rank, ``keys`` where nothing failed. Returns the number of collectives.
-    """
+    """Let the observers of ``keys`` observe their weights, as :meth:`.ShardedWeights.observe`, and tell progress."""
     collectives, sharded = session.collectives, _sharded(modules, observers, session.collectives)
     if session.progress is not None:
         rows = {} if sharded is None else {key: rows[collectives.rank] for key, rows in sharded.rows.items()}

@@ -126,13 +126,10 @@ class CalibrationCallback(ObservedBatches):
             self._auto.start(session)
 
     @override
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *seen: Any) -> None:
         """Keep the batch for the second pass; observe it if it is asked for."""
-        if self._second_pass is not None:
-            self._second_pass.see(batch, batch_idx, dataloader_idx)
-        super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
+        self.on_test_batch_start(trainer, pl_module, *seen)
+        super().on_validation_batch_start(trainer, pl_module, *seen)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -161,12 +161,10 @@ class QuantizedFit(SessionCallback):
                 self.observe_validation(trainer, session)
 
     @override
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *seen: Any) -> None:
         """Before the first batch, and after every other callback's start: observe weights, quantize everything."""
         self._begin_validation(trainer, pl_module)
-        super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
+        super().on_validation_batch_start(trainer, pl_module, *seen)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -269,5 +267,5 @@ class QuantizedFit(SessionCallback):
 
 
 def _validation_batches(trainer: Trainer) -> int:
-    """How many validation batches Lightning has counted. A run that resumes behind a validation counts its batches."""
+    """How many validation batches Lightning has counted, of a resumed run also those before its checkpoint."""
     return int(trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready)

@@ -218,7 +218,7 @@ class _Connector(_LoggerConnector):
 
 
 def quantized_name(name: str) -> str:
-    """Lightning's number of the loader stays at the end.
+    """The name under which the quantized model's metric is logged; Lightning's number of the loader stays at the end.
 
     >>> quantized_name("val_loss/dataloader_idx_1")
     'val_loss_quantized/dataloader_idx_1'

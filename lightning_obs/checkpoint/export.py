@@ -72,8 +72,8 @@ def export_checkpoint(
     Raises:
         CalibrationError: the model was not calibrated; ``folder`` is not empty and ``overwrite`` is off, or holds other
             files than a checkpoint's; it cannot be written (a mount point, a full disk); a weight is computed from
-            others (pruning); a weight, bias, norm... was trained on since the last calibration. ``folder`` then has its
-            old contents.
+            others (pruning); a weight, bias, norm... was trained on since the last calibration. ``folder`` is then as
+            before.
     """
     register_fsdp_units(model)
     model = unwrapped(model)

@@ -85,8 +85,7 @@ def whole_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
     """Give a temporary folder beside ``folder`` to write into; it takes its name when the block ended well.
 
     Raises:
-        CalibrationError: as of :func:`require_free`; nothing can be written there, or the disk is full. The name then
-            has its old contents.
+        CalibrationError: as of :func:`require_free`; ``folder`` cannot be written. It is then as before.
     """
     with _writing(folder) as target:  # a symlink stays, its target is replaced
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -107,8 +106,7 @@ def whole_file(file: str | os.PathLike[str], overwrite: bool = True) -> Iterator
     """Give a path beside ``file`` to write to; it takes its name when the block ended well.
 
     Raises:
-        CalibrationError: something is there and ``overwrite`` is off; it cannot be written. The name then has its old
-            contents.
+        CalibrationError: ``file`` is there and ``overwrite`` is off; it cannot be written. It is then as before.
     """
     file = Path(file)
     with _writing(file):

@@ -41,11 +41,8 @@ _ENABLED, _BEFORE = "quantization_enabled", "quantization_was_enabled"
 def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[str]]) -> Iterator[None]:
     """Let states be observed (:func:`register_state_hook`) or changed (:func:`register_state_change`) inside the block.
 
-    ``modules`` of the transformers model, and the states (q, k, v) wanted of each. compressed-tensors quantizes none of
-    them meanwhile.
-
-    Raises:
-        CalibrationError: q of two models with different attention functions at the same time.
+    ``modules`` are the attention modules of a transformers model, each with its states (q, k, v). compressed-tensors
+    quantizes none of them meanwhile. q of two models with different attention functions is a CalibrationError.
     """
     cache, query = (KV_CACHE_ATTR, initialize_hooked_kv_cache), (IMPL_ATTR, initialize_hooked_attention)
     with ExitStack() as stack:
@@ -93,11 +90,7 @@ def _reader(module: nn.Module, base_name: str) -> nn.Module:
 
 
 def find_owner(root: nn.Module, module: nn.Module) -> nn.Module:
-    """The outermost transformers model inside ``root`` that holds ``module``.
-
-    Raises:
-        CalibrationError: there is none, as in a single layer.
-    """
+    """The outermost transformers model inside ``root`` that holds ``module``; a CalibrationError if there is none."""
     for candidate in root.modules():
         if hasattr(candidate, "set_attn_implementation") and any(m is module for m in candidate.modules()):
             return candidate

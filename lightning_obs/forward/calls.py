@@ -27,11 +27,7 @@ def in_evaluation_mode(
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """The logits ``(..., classes)`` in a model's output.
-
-    Raises:
-        CalibrationError: there are none.
-    """
+    """The logits ``(..., classes)`` in a model's output; a CalibrationError if there are none."""
     found = output if isinstance(output, torch.Tensor) else named_logits(output)
     if not isinstance(found, torch.Tensor) or found.ndim < 2 or not found.is_floating_point():
         raise CalibrationError(

@@ -182,10 +182,7 @@ def fake_quantized_states(
 
 
 def set_learned_scale(module: nn.Module, base_name: str, *of_scale: Any) -> None:
-    """Take a :func:`learned_scale` in place of the module's own, until the training forward is undone.
-
-    ``of_scale`` are its arguments.
-    """
+    """Use :func:`learned_scale` of these arguments in place of the module's scale, until the training forward ends."""
     getattr(module, STATE).learned[base_name] = partial(learned_scale, *of_scale)
 
 

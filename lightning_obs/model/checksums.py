@@ -1,6 +1,7 @@
 """Whether a model is as it was calibrated, by checksums of its parameters on their modules.
 
 A module keeps the checksums of its own parameters and buffers: they survive renaming and wrapping of modules around it.
+Where parameters are sharded, every rank must call these functions.
 
 A tensor's bytes are words of 32 bits, in tiles of 2**17. With pseudorandom odd multipliers of 64 bits, ``a`` for each
 tile and ``b`` for each place in a tile, the checksum is ``sum a * b * word`` modulo 2**64. A sum needs no order of its
@@ -38,10 +39,7 @@ _SOME = 256  # tiles whose multipliers are made at once
 
 
 def require_ready(model: nn.Module, merged_for: str | None = None) -> None:
-    """Refuse a model that is :func:`not_ready`, or has LoRA adapters beside weights that a use needs merged.
-
-    Where parameters are sharded, all ranks must call this.
-    """
+    """Refuse a model that is :func:`not_ready`, or has LoRA adapters beside weights that a use needs merged."""
     if merged_for is not None:
         refuse_unmerged(model, merged_for)
     if (problem := not_ready(model)) is not None:
@@ -75,10 +73,7 @@ def not_ready(model: nn.Module) -> CalibrationError | None:
 
 @at_rest()
 def checksums(places: Sequence[tuple[nn.Module, str]]) -> list[int]:
-    """Of each tensor ``(module, name)`` the checksum of all of it; the weight of a LoRA layer counts as merged.
-
-    Where parameters are sharded, all ranks must call this, with the same places.
-    """
+    """The checksum of each whole tensor ``(module, name)``, the same on all ranks; LoRA's weights count as merged."""
     kept = [getattr(module, name) for module, name in places]  # an id is of one object while that is alive
     keys: list[Hashable] = [  # a parameter of two modules is read once
         (identity(module, name), name if adapters_of(module) is None else id(module)) for module, name in places
@@ -110,10 +105,7 @@ def checksums(places: Sequence[tuple[nn.Module, str]]) -> list[int]:
 
 @at_rest()
 def remember(model: nn.Module) -> None:
-    """Keep the checksums of everything that a checkpoint of ``model`` holds, on its modules.
-
-    Where parameters are sharded, all ranks must call this.
-    """
+    """Keep the checksums of everything that a checkpoint of ``model`` holds, on its modules."""
     by_module: dict[nn.Module, dict[str, int]] = {}
     for (module, name), found in _checksums_of(model):
         by_module.setdefault(module, {})[name] = found
@@ -123,7 +115,7 @@ def remember(model: nn.Module) -> None:
 
 @at_rest()
 def weights_checksum(model: nn.Module) -> int:
-    """One number for everything that a checkpoint of ``model`` holds. Where it is sharded, all ranks must call this."""
+    """One number for everything that a checkpoint of ``model`` holds."""
     return zlib.crc32(repr([found for _, found in _checksums_of(model)]).encode())
 
 
@@ -135,10 +127,7 @@ def _checksums_of(model: nn.Module) -> list[tuple[tuple[nn.Module, str], int]]:
 
 @at_rest()
 def changed_since(model: nn.Module) -> list[str]:
-    """Names of parameters and buffers that have changed since ``model`` was calibrated.
-
-    Where parameters are sharded, all ranks must call this.
-    """
+    """Names of parameters and buffers that have changed since ``model`` was calibrated."""
     reshard(model)
     with without_wrappers(model):
         modules = list(model.named_modules())

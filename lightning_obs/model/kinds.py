@@ -116,10 +116,7 @@ def holds_parameters(module: nn.Module) -> bool:
 
 
 def count_heads(model: Any) -> dict[str, int]:
-    """Heads of q, k and v for which compressed-tensors allocates scales when it loads a checkpoint.
-
-    ``model`` has a transformers ``config``, or modules that have it.
-    """
+    """Heads of q, k and v for which compressed-tensors allocates scales when it loads a checkpoint of ``model``."""
     config = next(m.config for m in model.modules() if hasattr(m, "config")).get_text_config(decoder=True)
     kv = get_num_kv_heads(config)
     return {"q": get_num_attn_heads(config), "k": kv, "v": kv}

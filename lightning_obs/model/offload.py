@@ -149,10 +149,7 @@ def _own(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
 
 
 def stay_put(root: nn.Module) -> Callable[[], None]:
-    """Let ``root.to``, ``cpu``, ``cuda``, ``half``... skip dispatched submodules; returns a function that undoes it.
-
-    A cast to another dtype is a CalibrationError.
-    """
+    """Let ``root.to``, ``cpu``, ``half``... skip dispatched submodules, or refuse to cast them; returns the undoing."""
 
     def apply(function: _Change, recurse: bool = True) -> nn.Module:
         register_offload(root)

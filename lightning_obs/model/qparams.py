@@ -92,10 +92,7 @@ def calibrated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def write_qparams(module: nn.Module, scheme: QuantizationScheme, qparams: dict[str, torch.Tensor]) -> None:
-    """Put copies of a scheme and of ``{"weight_scale": ..., "k_scale": ...}`` on a module, in place of any it had.
-
-    Its forward is not changed.
-    """
+    """Put copies of a scheme and of ``{"weight_scale": ..., "k_scale": ...}`` on a module, in place of earlier ones."""
     # compressed-tensors writes the format into it. pydantic's deep copy takes longer than the rest of calibrating.
     own: dict[str, Any] = {
         _ARGS[base]: args.model_copy(update={"observer_kwargs": copy(args.observer_kwargs)})
@@ -193,10 +190,7 @@ def _clear(module: nn.Module) -> None:
 
 
 def calibration_of(model: nn.Module, only: Collection[nn.Module] | None = None) -> Calibration:
-    """The calibration that the modules of ``model`` hold now, for :func:`put_back`; nothing is copied.
-
-    Qparams are kept of ``only`` these modules; by default of all.
-    """
+    """The calibration that modules hold now, for :func:`put_back`, not copied; ``only``: the modules with qparams."""
     calibration: Calibration = {}
     for module in model.modules():
         names = (CHECKSUMS,) if only is not None and module not in only else (*CALIBRATED, CHECKSUMS)

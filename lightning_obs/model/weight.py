@@ -52,8 +52,7 @@ def whole_shape(module: nn.Module, name: str = "weight") -> torch.Size | None:
 def held(module: nn.Module) -> Iterator[torch.Tensor | None]:
     """The whole weight as a matrix ``(output channels, inputs of each)`` inside the ``with`` block, adapters merged.
 
-    It is not to be written to or kept; None where the module has none. If it is sharded, every rank must enter the
-    block.
+    It is not to be written to or kept; None where the module has none. Every rank must enter a sharded weight's block.
     """
     with whole_unit(module):
         yield whole_matrix(module)

@@ -46,10 +46,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def without_wrappers(model: nn.Module) -> AbstractContextManager[None]:
-    """Take all wrappers out of ``model`` inside the ``with`` block, so that module names have no wrappers in them.
-
-    The model must not run meanwhile.
-    """
+    """Take all wrappers, and so their names, out of ``model`` inside the ``with`` block, in which it must not run."""
     return _replaced(model, lambda module: unwrapped(module) if inside(module) is not None else None)
 
 
@@ -102,11 +99,7 @@ def adopt_adapters(model: nn.Module) -> list[str]:
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """The base layer of a LoRA layer; any other module itself.
-
-    Raises:
-        CalibrationError: the adapters cannot be merged into a weight as they are trained.
-    """
+    """The base layer of a LoRA layer, any other module itself; an error if its adapters cannot be merged."""
     if not is_adapted(module):
         return module
     has_dropout = any(getattr(p, "p", 0) > 0 for p in getattr(module, "lora_dropout", nn.ModuleDict()).values())

@@ -178,8 +178,7 @@ def hub_names(module: nn.Module) -> dict[str, str]:
 def expert_containers(model: nn.Module) -> dict[str, list[nn.Module]]:
     """The experts of every layer, by the name of the module that holds them.
 
-    That is a :class:`LinearExperts`, or a ``ModuleList`` called ``experts`` (as in models whose code comes with the
-    checkpoint).
+    That is a :class:`LinearExperts`, or a ``ModuleList`` called ``experts`` (in models with code of their own).
     """
     containers: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
