@@ -49,7 +49,7 @@ def improves(errors: torch.Tensor) -> torch.Tensor:
     [True, False, True, False]
     """
     before = errors.cummin(0).values.roll(1, 0)
-    before[0] = torch.inf
+    before[0].fill_(torch.inf)  # assigned, it would be a tensor first
     return errors < before
 
 
@@ -64,6 +64,6 @@ def visited(improved: torch.Tensor, patience: int | None) -> torch.Tensor:
     [True, True, True, True, True, False]
     """
     number = torch.arange(1, len(improved) + 1, device=improved.device)
-    idle = number - torch.where(improved, number, 0).cummax(0).values
+    idle = number - (number * improved).cummax(0).values
     ended = idle >= (len(improved) + 1 if patience is None else max(1, patience))
     return ended.cumsum(0) <= ended

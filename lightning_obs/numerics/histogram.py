@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 
+from lightning_obs.numerics import on_gpu
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.qparams import compute_qparams, tile_size
@@ -227,34 +228,22 @@ def _count_flat(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
 def _count_plainly(observed: torch.Tensor) -> Histogram:
     """As :func:`count_values`, all scales in one launch of each operation."""
     scales, device = observed.shape[1], observed.device
-    counts = torch.zeros(scales * BINS, dtype=torch.int64, device=device)
+    counts = torch.zeros(scales, BINS, dtype=torch.int64, device=device)
     for part in observed.split(max(1, tile_size(device, _TILE) // max(1, observed[0].numel()))):
+        if on_gpu.can_run(part):
+            on_gpu.count_patterns(part.bfloat16(), counts)
+            continue
         # Unsigned, because a bin is not negative; widened, because places are not uint16. An accelerator's host
         # would wait for bincount.
-        patterns = part.bfloat16().view(torch.uint16)
-        if scales == 1 and device.type == "cuda":
-            counts += count_sorted(patterns)
-            continue
-        places = patterns.to(torch.int32, memory_format=torch.contiguous_format)
+        places = part.bfloat16().view(torch.uint16).to(torch.int32, memory_format=torch.contiguous_format)
         if scales > 1:
             places += torch.arange(0, scales * BINS, BINS, dtype=torch.int32, device=device)[:, None]
-        counts.index_add_(0, places.view(-1), _one(device).expand(places.numel()))
+        counts.view(-1).index_add_(0, places.view(-1), _one(device).expand(places.numel()))
     if scales == 1:
         low, high = (end.view(1) for end in torch.aminmax(observed))
     else:
         low, high = observed.amin((0, 2)), observed.amax((0, 2))
-    return Histogram(counts.view(scales, BINS), low, high)
-
-
-def count_sorted(patterns: torch.Tensor) -> torch.Tensor:
-    """How often each of the 65536 patterns occurs, ``(65536,)`` in int64, in the order of their bits.
-
-    By sorting: on a GPU additions to one place wait for each other, and half of a ReLU's output is one value.
-    """
-    ordered = patterns.view(torch.int16).reshape(-1).sort().values
-    every = torch.arange(-BINS // 2, BINS // 2, dtype=torch.int16, device=patterns.device)
-    ends = torch.searchsorted(ordered, every, right=True)
-    return ends.diff(prepend=torch.zeros_like(ends[:1])).roll(BINS // 2)  # negative patterns are the upper half
+    return Histogram(counts, low, high)
 
 
 @functools.cache
@@ -273,3 +262,10 @@ def _ascending(counts: torch.Tensor) -> torch.Tensor:
 def value_of(codes: torch.Tensor) -> torch.Tensor:
     """The value of each bin, in bfloat16."""
     return codes.to(torch.uint16).view(torch.bfloat16)
+
+
+@functools.cache
+def every_value(device: torch.device) -> torch.Tensor:
+    """The value of all bins, ``(65536,)`` in bfloat16, with zero in place of NaN; not to be written to."""
+    with torch.inference_mode(False):
+        return value_of(torch.arange(BINS, device=device)).nan_to_num(0, torch.inf, -torch.inf)

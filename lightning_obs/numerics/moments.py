@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_obs.numerics import on_gpu
 from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.qparams import exact_products, tile_size
 
@@ -31,23 +32,25 @@ class Moments(NamedTuple):
 
 def measure_moments(observed: torch.Tensor) -> Moments:
     """Moments of ``(N, *Q, G)`` over the first and the last dimension."""
-    values = observed.flatten(1, -2).transpose(0, 1).flatten(1)
-    sums, squares = torch.zeros(2, len(values), dtype=torch.float64, device=observed.device)
+    flat = observed.flatten(1, -2)
+    number = torch.full((1,), flat.shape[0] * flat.shape[2], device=observed.device)  # no upload
+    sums, squares = on_gpu.moments(flat) if on_gpu.can_run(flat) else _moments_plainly(flat)
+    return Moments(number, sums.reshape(observed.shape[1:-1]), squares.reshape(observed.shape[1:-1]))
+
+
+def _moments_plainly(observed: torch.Tensor) -> torch.Tensor:
+    """As :func:`~lightning_obs.numerics.on_gpu.moments`, operation by operation."""
+    values = observed.transpose(0, 1).flatten(1)
+    found = torch.zeros(2, len(values), dtype=torch.float64, device=observed.device)
     at_once = tile_size(observed.device, _TILE)
     height = max(1, at_once // values.shape[1])
     for start in range(0, len(values), height):
         own = slice(start, start + height)
         for tile in values[own].split(at_once, dim=1):
             wide = tile.double()
-            if wide.device.type == "cpu":
-                sums[own] += wide.sum(1)
-                squares[own] += wide.square_().sum(1)
-            else:  # one read; on a CPU, var_mean takes eight times as long
-                variance, mean = torch.var_mean(wide, 1, correction=0)
-                sums[own].add_(mean, alpha=wide.shape[1])
-                squares[own].add_(variance.addcmul_(mean, mean), alpha=wide.shape[1])
-    number = torch.full((1,), values.shape[1], device=observed.device)  # no upload
-    return Moments(number, sums.reshape(observed.shape[1:-1]), squares.reshape(observed.shape[1:-1]))
+            found[0, own] += wide.sum(1)
+            found[1, own] += wide.square_().sum(1)
+    return found
 
 
 def mean_and_std(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:

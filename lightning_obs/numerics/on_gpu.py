@@ -1,11 +1,13 @@
-"""A search and a rounding on a GPU, by the loops that Triton compiles; without Triton, operation by operation.
+"""Counts, moments, searches and roundings on a GPU, by the loops that Triton compiles.
 
-On each device a small search and a small rounding are compared with torch's operations before the loops are used.
+Before the loops are used on a device, small results of each are compared there with torch's operations. Without Triton,
+callers run torch's operations.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,13 +18,23 @@ from lightning_obs.numerics.candidates import candidate_ranges
 from lightning_obs.numerics.formats import NumberGrid
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Values that a program of the search, and rows that one of the rounding, holds in registers.
-_TILE, _ROWS = 4096, 16
+# Values that a program holds in registers, rows that one of the rounding holds, and values that one adds up.
+_TILE, _ROWS, _SPAN = 4096, 16, 1 << 15
+
+
+def _triton() -> Any:
+    from lightning_obs.numerics.kernels import gpu_loops
+
+    return gpu_loops
+
+
+#: by kind of device, the loops that are compiled for it
+LOOPS: dict[str, Callable[[], Any]] = {"cuda": _triton}
 
 
 def can_run(value: torch.Tensor) -> bool:
     """Whether the loops can run on this tensor."""
-    return value.device.type == "cuda" and value.dtype in _DTYPES and _available(value.device)
+    return value.device.type in LOOPS and value.dtype in _DTYPES and _available(value.device)
 
 
 @functools.cache
@@ -41,23 +53,52 @@ def _available(device: torch.device) -> bool:
 
 
 def _difference(device: torch.device) -> float:
-    """The largest relative difference of a small search and the share of values that are rounded otherwise, summed."""
-    from lightning_obs.numerics.rounding import round_panel as by_operations
-    from lightning_obs.numerics.search.definition import GridSearch, measure
-    from lightning_obs.numerics.search.rows import Rows
-
-    grid = NumberGrid.of(QuantizationArgs(num_bits=4, group_size=128))
+    """The relative difference of small results from those of torch's operations: the largest, or all that differ."""
+    grid, factors = NumberGrid.of(QuantizationArgs(num_bits=4, group_size=128)), (1.0, 0.9)
     values = torch.linspace(-1, 1, 4096, device=device).pow(3)
-    view, part, factors = values.bfloat16().view(1, 32, 1, 128), slice(0, 32), (1.0, 0.9)
+    view = values.bfloat16().view(1, 32, 1, 128)
     ends = view.amin((0, 2, 3)), view.amax((0, 2, 3))
-    exact = measure(Rows(view), part, candidate_ranges(*ends, factors), GridSearch(grid, factors))
+    scale, _ = grid.qparams(*candidate_ranges(*ends, factors))
+    exact = grid.error(view[0, :, 0].float(), scale[..., None], None).abs().pow(2.4).sum(-1)
     tried = torch.tensor(factors, dtype=torch.float64, device=device)
-    found = errors_of_ranges(view, part, None, *ends, tried, grid, 2.4)
+    searched = errors_of_ranges(view, slice(0, 32), None, *ends, tried, grid, 2.4)
     left, zero = values.view(64, 64), torch.zeros(64, 64, device=device)
     factor = (torch.eye(64, device=device) + 0.01).triu()
     panel = left, zero + 0.1, zero, factor, grid
-    levels, expected = round_panel(*panel)[0], by_operations(left.clone(), *panel[1:])[0]
-    return ((found - exact).abs() / exact).max().item() + (levels != expected).double().mean().item()
+    rounded = round_panel(*panel)[0] != round_panel_plainly(left.clone(), *panel[1:])[0]
+    wide, counted = view[0].double(), view.new_zeros(32, 1 << 16, dtype=torch.int64)
+    count_patterns(view[0].transpose(0, 1), counted)
+    misplaced = counted.gather(1, view[0, :, 0].view(torch.uint16).long()) < 1
+    squares = moments(view[0].transpose(0, 1))[1] - wide.square().sum((1, 2))
+    wrong = misplaced.sum() + (counted.sum(1) != 128).sum() + (squares.abs() > 1e-9).sum()
+    return float(((searched - exact).abs() / exact).max() + rounded.double().mean() + wrong)
+
+
+def count_patterns(values: torch.Tensor, counts: torch.Tensor) -> None:
+    """Add how often each pattern of bfloat16 values ``(N, Q, G)`` occurs to ``counts``, ``(Q, 65536)`` in int64."""
+    size = values.shape[0] * values.shape[2]
+    with torch.cuda.device_of(values):
+        LOOPS[values.device.type]().count_patterns[-(-size // _TILE), values.shape[1]](
+            values.view(torch.int16), counts, size, values.shape[2], *values.stride(), BLOCK=_TILE
+        )
+
+
+def moments(values: torch.Tensor) -> torch.Tensor:
+    """Sum, and sum of squares, of ``(N, Q, G)`` over the first and the last dimension: ``(2, Q)`` in float64."""
+    scales, size = values.shape[1], values.shape[0] * values.shape[2]
+    span = min(_SPAN, _power(size))
+    pieces = -(-size // span)
+    out = torch.empty(pieces, 2, scales, dtype=torch.float64, device=values.device)
+    with torch.cuda.device_of(values):
+        LOOPS[values.device.type]().moments[scales, pieces](
+            values, out, size, values.shape[2], *values.stride(), scales, SPAN=span, BLOCK=min(_TILE, span)
+        )
+    return out[0] if pieces == 1 else out.sum(0)
+
+
+def _power(size: int) -> int:
+    """The smallest power of two that is not smaller."""
+    return 1 << (size - 1).bit_length()
 
 
 def errors_of_ranges(
@@ -82,10 +123,8 @@ def errors_of_ranges(
         grid: the numbers of the format.
         norm: exponent of the error.
     """
-    from lightning_obs.numerics.kernels.gpu_loops import errors_of_ranges as kernel
-
     size, candidates, rows = view.shape[2:].numel(), len(factors), len(low)
-    columns = min(_TILE, 1 << (size - 1).bit_length())
+    columns = min(_TILE, _power(size))
     side, pieces = _TILE // columns, -(-size // columns)
     out = torch.empty(pieces, candidates, rows, device=view.device)
     half, scale, zero_point = _half_of_range(grid, low.dtype), None, None
@@ -94,7 +133,7 @@ def errors_of_ranges(
     ends = low.contiguous(), high.contiguous()
     unused = factors if scale is None else scale
     with torch.cuda.device_of(view):
-        kernel[-(-rows // side), pieces](
+        LOOPS[view.device.type]().errors_of_ranges[-(-rows // side), pieces](
             view,
             *(unused if each is None else each.contiguous() for each in (importance, scale, zero_point)),
             *ends,
@@ -139,13 +178,10 @@ def round_panel(
     Returns:
         The levels, and each column's error over the factor's diagonal, ``(P, R)`` both.
     """
-    from lightning_obs.numerics.kernels.gpu_loops import round_panel as kernel
-
     levels, errors = torch.empty_like(left), torch.empty_like(left)
     columns, rows = left.shape
-    panel = 1 << (columns - 1).bit_length()
     with torch.cuda.device_of(left):
-        kernel[(-(-rows // _ROWS),)](
+        LOOPS[left.device.type]().round_panel[(-(-rows // _ROWS),)](
             left,
             step,
             zero,
@@ -156,9 +192,21 @@ def round_panel(
             columns,
             factor.stride(0),
             ROWS=_ROWS,
-            PANEL=panel,
+            PANEL=_power(columns),
             **_of_grid(grid),
         )
+    return levels, errors
+
+
+def round_panel_plainly(
+    left: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, factor: torch.Tensor, grid: NumberGrid
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`round_panel`, operation by operation on any device; ``left`` is written over."""
+    levels, errors = torch.empty_like(left), torch.empty_like(left)
+    for i in range(len(left)):
+        levels[i] = grid.round(left[i] / step[i] + zero[i])
+        errors[i] = (left[i] - (levels[i] - zero[i]) * step[i]) / factor[i, i]
+        left[i + 1 :].addr_(factor[i, i + 1 :], errors[i], alpha=-1)
     return levels, errors
 
 

@@ -70,25 +70,14 @@ def round_by_hessian(
     if zero_point is not None:
         zero = elementwise(zero_point.float(), weight, args).T.index_select(0, order)
     levels = torch.empty_like(left)
+    round_panel = on_gpu.round_panel if on_gpu.can_run(left) else on_gpu.round_panel_plainly
     for start in range(0, len(left), _PANEL):
         part = slice(start, min(start + _PANEL, len(left)))
         of_panel = left[part], step[part], zero[part], factor[part, part], grid
-        levels[part], errors = (on_gpu.round_panel if on_gpu.can_run(left) else round_panel)(*of_panel)
+        levels[part], errors = round_panel(*of_panel)
         left[part.stop :].addmm_(factor[part, part.stop :].T, errors, alpha=-1)
     codes = torch.int8 if grid.number is None else grid.number.codes
     return torch.empty_like(levels).index_copy_(0, order, levels).T.to(codes).contiguous()
-
-
-def round_panel(
-    left: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, factor: torch.Tensor, grid: NumberGrid
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`~lightning_obs.numerics.on_gpu.round_panel`, operation by operation; ``left`` is written over."""
-    levels, errors = torch.empty_like(left), torch.empty_like(left)
-    for i in range(len(left)):
-        levels[i] = grid.round(left[i] / step[i] + zero[i])
-        errors[i] = (left[i] - (levels[i] - zero[i]) * step[i]) / factor[i, i]
-        left[i + 1 :].addr_(factor[i, i + 1 :], errors[i], alpha=-1)
-    return levels, errors
 
 
 def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:

@@ -16,7 +16,9 @@ from lightning_obs.model.checksums import checksum
 from lightning_obs.numerics.histogram import count_values
 from tests.moe_models import tiny_moe
 from tests.pretend_device import DEVICE, Counts, on_cpu
+from tests.pretend_loops import add_loops
 
+add_loops()
 # Tables that are made once in a process.
 checksum(torch.zeros(1, device=DEVICE))
 count_values(torch.zeros(1, 1, 1, device=DEVICE))

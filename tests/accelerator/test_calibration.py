@@ -40,91 +40,91 @@ def weights(observer, **more):
 
 #: 14 modules (mixture: 24), two sequences of 32 tokens a batch
 PATHS = {
-    "FP8": Path("FP8", Budget(36, 0.17, 0), Budget(473, 11.77, 5), Budget(239, 19.96, 1)),
+    "FP8": Path("FP8", Budget(36, 0.17, 0), Budget(459, 11.77, 5), Budget(239, 19.96, 1)),
     "FP8, kv cache": Path(
-        "FP8", Budget(48, 0.21, 0), Budget(485, 11.77, 5), Budget(259, 20.25, 1), {"kv_cache": "FP8"}
+        "FP8", Budget(48, 0.21, 0), Budget(471, 11.77, 5), Budget(259, 20.25, 1), {"kv_cache": "FP8"}
     ),
     "FP8, kv cache per head": Path(
-        "FP8", Budget(52, 0.24, 0), Budget(485, 11.77, 5), Budget(259, 20.25, 1), {"kv_cache": "FP8_HEAD"}
+        "FP8", Budget(52, 0.24, 0), Budget(471, 11.77, 5), Budget(259, 20.25, 1), {"kv_cache": "FP8_HEAD"}
     ),
-    "INT8_STATIC": Path("INT8_STATIC", Budget(36, 0.17, 0), Budget(501, 12.61, 5), Budget(211, 19.11, 1)),
-    "minmax": Path("INT8_STATIC", Budget(156, 0.34, 0), Budget(501, 12.61, 5), Budget(211, 19.11, 1), inputs("minmax")),
-    "mse": Path("INT8_STATIC", Budget(732, 93.3, 0), Budget(501, 12.61, 5), Budget(211, 19.11, 1), inputs("mse")),
+    "INT8_STATIC": Path("INT8_STATIC", Budget(36, 0.17, 0), Budget(487, 12.61, 5), Budget(211, 19.11, 1)),
+    "minmax": Path("INT8_STATIC", Budget(156, 0.34, 0), Budget(487, 12.61, 5), Budget(211, 19.11, 1), inputs("minmax")),
+    "mse": Path("INT8_STATIC", Budget(404, 0.55, 0), Budget(487, 12.61, 5), Budget(211, 19.11, 1), inputs("mse")),
     "histogram": Path(
-        "INT8_STATIC", Budget(74, 39.79, 0), Budget(501, 27.29, 5), Budget(211, 19.11, 1), inputs("histogram")
+        "INT8_STATIC", Budget(66, 34.94, 0), Budget(487, 27.29, 5), Budget(211, 19.11, 1), inputs("histogram")
     ),
     "entropy": Path(
         "INT8_STATIC",
-        Budget(74, 39.79, 0),
-        Budget(501, 27.29, 5),
+        Budget(66, 34.94, 0),
+        Budget(487, 27.29, 5),
         Budget(211, 19.11, 1),
         inputs({"name": "histogram", "criterion": "entropy"}),
     ),
     "percentile": Path(
-        "INT8_STATIC", Budget(74, 39.79, 0), Budget(501, 27.29, 5), Budget(211, 19.11, 1), inputs("percentile")
+        "INT8_STATIC", Budget(66, 34.94, 0), Budget(487, 27.29, 5), Budget(211, 19.11, 1), inputs("percentile")
     ),
     "normal_observer": Path(
-        "INT8_STATIC", Budget(142, 3.62, 0), Budget(501, 12.61, 5), Budget(211, 19.11, 1), inputs("normal_observer")
+        "INT8_STATIC", Budget(94, 0.34, 0), Budget(487, 12.61, 5), Budget(211, 19.11, 1), inputs("normal_observer")
     ),
     "token mask": Path(
-        "INT8_STATIC", Budget(44, 0.44, 1), Budget(501, 12.61, 5), Budget(211, 19.11, 1), {"masked": True}
+        "INT8_STATIC", Budget(44, 0.44, 1), Budget(487, 12.61, 5), Budget(211, 19.11, 1), {"masked": True}
     ),
     "token mask, histogram": Path(
         "INT8_STATIC",
-        Budget(82, 39.9, 1),
-        Budget(501, 27.29, 5),
+        Budget(74, 35.18, 1),
+        Budget(487, 27.29, 5),
         Budget(211, 19.11, 1),
         {"masked": True, **inputs("histogram")},
     ),
-    "W8A8": Path("W8A8", NOTHING, Budget(458, 12.61, 4), Budget(561, 20.76, 1)),
-    "FP8_DYNAMIC": Path("FP8_DYNAMIC", NOTHING, Budget(444, 12.6, 4), Budget(575, 21.6, 1)),
-    "FP8_BLOCK": Path("FP8_BLOCK", NOTHING, Budget(442, 12.68, 4), Budget(579, 22.39, 1)),
+    "W8A8": Path("W8A8", NOTHING, Budget(444, 12.61, 4), Budget(547, 20.76, 1)),
+    "FP8_DYNAMIC": Path("FP8_DYNAMIC", NOTHING, Budget(430, 12.6, 4), Budget(561, 21.6, 1)),
+    "FP8_BLOCK": Path("FP8_BLOCK", NOTHING, Budget(428, 12.68, 4), Budget(565, 22.39, 1)),
     "FP8 in small blocks, mse": Path(
-        BLOCKS, NOTHING, Budget(1508, 588.42, 4), Budget(169, 17.6, 1), weights("memoryless_mse")
+        BLOCKS, NOTHING, Budget(850, 14.85, 4), Budget(169, 17.6, 1), weights("memoryless_mse")
     ),
-    "W4A16": Path(INT4, NOTHING, Budget(458, 13.51, 4), Budget(155, 17.04, 1)),
-    "W4A16 mse": Path(INT4, NOTHING, Budget(1466, 383.44, 4), Budget(155, 17.04, 1), weights("memoryless_mse")),
+    "W4A16": Path(INT4, NOTHING, Budget(444, 13.51, 4), Budget(155, 17.04, 1)),
+    "W4A16 mse": Path(INT4, NOTHING, Budget(864, 27.94, 4), Budget(155, 17.04, 1), weights("memoryless_mse")),
     "W4A16 imatrix_mse": Path(
-        INT4, Budget(72, 1.57, 0), Budget(1601, 433.56, 5), Budget(155, 17.04, 1), weights("imatrix_mse")
+        INT4, Budget(64, 1.57, 0), Budget(945, 28.23, 5), Budget(155, 17.04, 1), weights("imatrix_mse")
     ),
     "W4A16 local_hessian": Path(
-        INT4, Budget(56, 2.47, 0), Budget(1643, 494.35, 5), Budget(155, 17.04, 1), weights("local_hessian")
+        INT4, Budget(48, 2.47, 0), Budget(1505, 494.11, 5), Budget(155, 17.04, 1), weights("local_hessian")
     ),
     "W4A16 hessian": Path(
-        INT4, Budget(56, 5.48, 0), Budget(19233, 2228.97, 5), Budget(155, 17.04, 1), weights("hessian")
+        INT4, Budget(48, 5.48, 0), Budget(13021, 2221.66, 5), Budget(155, 17.04, 1), weights("hessian")
     ),
     "W4A16 gptq": Path(
         INT4,
-        Budget(56, 5.48, 0),
-        Budget(42253, 2470.48, 19),
+        Budget(48, 5.48, 0),
+        Budget(13461, 2276.76, 19),
         Budget(169, 20.34, 1),
         weights("hessian", rounding="gptq"),
     ),
-    "NVFP4": Path("NVFP4", Budget(44, 0.34, 0), Budget(920, 15.32, 5), Budget(813, 56.0, 1)),
+    "NVFP4": Path("NVFP4", Budget(44, 0.34, 0), Budget(906, 15.32, 5), Budget(799, 56, 1)),
     "NVFP4 expanded": Path(
-        "NVFP4", Budget(44, 0.34, 0), Budget(1830, 3515.3, 5), Budget(813, 56.0, 1), weights("nvfp4_expanded_mse")
+        "NVFP4", Budget(44, 0.34, 0), Budget(1202, 141.26, 5), Budget(799, 56, 1), weights("nvfp4_expanded_mse")
     ),
-    "MXFP4": Path("MXFP4", NOTHING, Budget(654, 14.33, 4), Budget(967, 52.4, 1)),
+    "MXFP4": Path("MXFP4", NOTHING, Budget(640, 14.33, 4), Budget(953, 52.4, 1)),
     "experts, siblings": Path(
         W4A16_32,
-        Budget(250, 1.19, 2),
-        Budget(3271, 50.56, 5),
+        Budget(230, 1.19, 2),
+        Budget(2023, 5.25, 5),
         Budget(407, 4.89, 3),
         weights("imatrix_mse", on_missing="siblings"),
         mixture,
     ),
     "experts, all tokens": Path(
         W4A16_32,
-        Budget(290, 2.2, 2),
-        Budget(3271, 50.56, 5),
+        Budget(270, 2.2, 2),
+        Budget(2023, 5.25, 5),
         Budget(407, 4.89, 3),
         weights("imatrix_mse", calibrate_all_experts=True),
         mixture,
     ),
     "experts, token mask": Path(
         W4A16_32,
-        Budget(270, 1.31, 3),
-        Budget(3271, 50.56, 5),
+        Budget(250, 1.31, 3),
+        Budget(2023, 5.25, 5),
         Budget(407, 4.89, 3),
         weights("imatrix_mse", on_missing="siblings", masked=True),
         mixture,

@@ -20,6 +20,7 @@ from compressed_tensors.quantization import QuantizationArgs, preset_name_to_sch
 from lightning_obs.numerics import on_gpu, rounding
 from lightning_obs.numerics.candidates import candidate_ranges, shrink_factors
 from lightning_obs.numerics.formats import NumberGrid
+from lightning_obs.numerics.histogram import BINS
 from lightning_obs.numerics.search.definition import GridSearch, measure
 from lightning_obs.numerics.search.rows import Rows
 
@@ -56,14 +57,39 @@ def rounded_otherwise(grid: NumberGrid) -> float:
     whole = torch.randn(200, 200)  # of which the panel's factor is a part
     whole[:100, :100] = factor
     found, _ = on_gpu.round_panel(left, step, zero, whole[:100, :100], grid)
-    expected, _ = rounding.round_panel(left.clone(), step, zero, factor, grid)
+    expected, _ = on_gpu.round_panel_plainly(left.clone(), step, zero, factor, grid)
     return (found != expected).double().mean().item()
+
+
+def miscounted(values: torch.Tensor) -> int:
+    """How many patterns of ``(N, Q, G)`` torch counts otherwise."""
+    counts = torch.zeros(values.shape[1], BINS, dtype=torch.int64)
+    on_gpu.count_patterns(values, counts)
+    patterns = values.view(torch.uint16).long().transpose(0, 1).flatten(1)
+    return sum(
+        int((torch.bincount(row, minlength=BINS) != own).sum()) for row, own in zip(patterns, counts, strict=True)
+    )
+
+
+def moments_off(values: torch.Tensor) -> float:
+    """How far sums and squares of ``(N, Q, G)`` are from torch's, in the units of the sum of magnitudes."""
+    wide = values.double()
+    expected = torch.stack([wide.sum((0, 2)), wide.square().sum((0, 2))])
+    return ((on_gpu.moments(values) - expected).abs() / wide.abs().sum((0, 2))).max().item()
 
 
 def interpret() -> None:
     """Print a line for each case: its name, and how far it is off."""
     torch.cuda.device_of = lambda _: contextlib.nullcontext()  # there is none
+    on_gpu.LOOPS["cpu"] = on_gpu.LOOPS["cuda"]
     torch.manual_seed(0)
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3e38, -3e38])
+    flat = torch.cat([torch.randn(9000).relu(), torch.randn(3000), special]).bfloat16().view(1, 1, -1)
+    heads = torch.randn(6, 70, 3, 16).bfloat16().permute(1, 0, 2, 3).flatten(2)  # a view of other strides
+    print(f"counted: {miscounted(flat)}")
+    print(f"counted by head: {miscounted(heads)}")
+    print(f"moments of many: {moments_off(torch.randn(3, 1, 30001) + 100)}")
+    print(f"moments by head: {moments_off(heads)}")
     for name, (args, shape, repeats) in CASES.items():
         for dtype in (torch.float32, torch.float16):
             importance = None if repeats is None else torch.rand(repeats, shape[-1])
@@ -82,7 +108,11 @@ def compile_loops() -> None:
     numbers = ("half", "eps", "norm", "low", "high", "smallest", "rounder")
     pointers = ("importance", "scales", "zeros", "factors", "out", "left", "step", "factor", "levels", "errors")
     types = dict.fromkeys(numbers, "fp32") | dict.fromkeys(pointers, "*fp32")
+    flat = {"values": "*i16", "counts": "*i64"}, {"values": "*bf16", "out": "*fp64"}
     for generation in (80, 90):
+        print(f"counts {generation}: {instructions(gpu_loops.count_patterns, flat[0], {'BLOCK': 4096}, generation)}")
+        fixed = {"SPAN": 1 << 15, "BLOCK": 4096}
+        print(f"moments {generation}: {instructions(gpu_loops.moments, flat[1], fixed, generation)}")
         for dtype in ("bf16", "fp32"):
             for scaled in (False, True):
                 ends = dict.fromkeys(("values", "low_ends", "high_ends"), f"*{dtype}")

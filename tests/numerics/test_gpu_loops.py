@@ -35,7 +35,7 @@ def interpreted() -> dict[str, float]:
 
 def test_loops_find_what_torchs_operations_find(interpreted):
     off = {name: value for name, value in interpreted.items() if name != "before the first use"}
-    assert len(off) == 15
+    assert len(off) == 19
     assert max(off.values()) < 2e-6, off
 
 
@@ -46,7 +46,10 @@ def test_loops_that_round_ranges_otherwise_are_noticed_before_their_first_use(in
 @pytest.mark.slow
 def test_loops_compile_for_gpus_and_keep_every_rounding():
     found = {name: value.split() for name, value in lines("compile").items()}
-    assert len(found) == 10
+    assert len(found) == 14
     for name, instructions in found.items():
+        if name.startswith(("counts", "moments")):  # neither divides nor rounds
+            assert instructions == []
+            continue
         rounds = ["cvt.rn.bf16"] if "bf16 ranges" in name else []
         assert instructions == ["div.rn.f32", *rounds], name  # and no product is fused with a sum

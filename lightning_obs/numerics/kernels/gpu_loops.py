@@ -1,7 +1,7 @@
-"""Loops that Triton compiles for a GPU, where operation by operation each candidate and each column would be a launch.
+"""Loops that Triton compiles for a GPU, where torch would need launches for each candidate and column, or copies.
 
-The arithmetic is that of :class:`~lightning_obs.numerics.formats.NumberGrid`, operation for operation: division is
-rounded to nearest, and products and sums are not fused. A power is ``exp2(norm * log2(|d|))``, to six digits.
+A search and a rounding compute as :class:`~lightning_obs.numerics.formats.NumberGrid` does, operation for operation:
+divisions are rounded to nearest, products and sums not fused. A power is ``exp2(norm * log2(|d|))``, to six digits.
 
 Triton comes with torch's builds for CUDA. Only :mod:`lightning_obs.numerics.on_gpu` imports this module.
 """
@@ -11,6 +11,44 @@ Triton comes with torch's builds for CUDA. Only :mod:`lightning_obs.numerics.on_
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def count_patterns(values, counts, size, wide, stride_n, stride_q, stride_g, BLOCK: tl.constexpr):
+    """Add how often each 16-bit pattern of ``(N, Q, G)`` occurs to ``counts``, (Q, 65536) in int64.
+
+    A program counts BLOCK of the ``size`` values of one scale, ``wide`` is G. Its zeros are one addition: additions to
+    one place wait for each other, and half of a ReLU's output is zero.
+    """
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    scale = tl.program_id(1).to(tl.int64)
+    within = place < size
+    at = scale * stride_q + (place // wide) * stride_n + (place % wide) * stride_g
+    pattern = tl.load(values + at, within, other=0).to(tl.int32) & 0xFFFF
+    table = counts + scale * 65536
+    tl.atomic_add(table, tl.sum((within & (pattern == 0)).to(tl.int64)), sem="relaxed")
+    tl.atomic_add(table + pattern, tl.full((BLOCK,), 1, tl.int64), within & (pattern != 0), sem="relaxed")
+
+
+@triton.jit
+def moments(values, out, size, wide, stride_n, stride_q, stride_g, scales, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum and sum of squares of each scale of ``(N, Q, G)``, in pieces of SPAN values: ``out`` is (pieces, 2, Q).
+
+    ``size`` is the number of values of a scale, ``wide`` is G. In float64, in which the square of a float32 is exact.
+    """
+    scale = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1).to(tl.int64) * SPAN
+    total = tl.zeros((BLOCK,), tl.float64)
+    squares = tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, SPAN, BLOCK):
+        place = start + first + tl.arange(0, BLOCK)
+        at = scale * stride_q + (place // wide) * stride_n + (place % wide) * stride_g
+        value = tl.load(values + at, place < size, other=0.0).to(tl.float64)
+        total += value
+        squares += value * value
+    row = out + tl.program_id(1) * 2 * scales + scale
+    tl.store(row, tl.sum(total))
+    tl.store(row + scales, tl.sum(squares))
 
 
 @triton.jit

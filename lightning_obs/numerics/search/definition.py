@@ -131,7 +131,7 @@ def measure(rows: Rows, part: slice, ranges: Range, search: GridSearch) -> torch
 def _least(errors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The best candidate of each row, and whether its error is finite."""
     best = errors.argmin(0)
-    return best, errors.gather(0, best[None])[0].isfinite()
+    return best, errors.gather(0, best[None])[0] < torch.inf
 
 
 def _finite(total: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_obs.numerics.histogram import BINS, count_values, support, value_of
+from lightning_obs.numerics.histogram import count_values, every_value, support
 from lightning_obs.numerics.qparams import extremes
 
 Range = tuple[torch.Tensor, torch.Tensor]
@@ -101,11 +101,11 @@ def rows_of_counts(observed: torch.Tensor) -> Rows | None:
         return None
     counted = count_values(observed.flatten(1, -2))
     if observed.device.type != "cpu":  # the host does not ask which values occur, nor whether they are finite
-        values, counts = value_of(torch.arange(BINS, device=observed.device)), counted.counts
+        values, counts = every_value(observed.device), counted.counts
     elif not bool((counted.low.isfinite() & counted.high.isfinite()).all()):
         return None
     else:
         values, counts = (pad_sequence(list(each), True) for each in zip(*map(support, *counted), strict=True))
     # A bin without values is not important; its own value might lie outside the range.
-    values = torch.where(counts > 0, values, counted.low[:, None])
+    values = values.clamp(counted.low[:, None], counted.high[:, None])
     return Rows(values[None, :, None], counts.float(), observed.dtype)
