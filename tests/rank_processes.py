@@ -12,6 +12,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -62,15 +63,15 @@ def _run_once(
     """What each rank returned, ``(True, result)``, or how it failed, ``(False, text)``."""
     _start(ranks)
     members = _ranks[:ranks]
-    # Here, so that a rank that ends early does not take it along, and on a port that nobody else can get meanwhile.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for rank, (_, pipe) in enumerate(members):
-        pipe.send_bytes(pickle.dumps((rank, ranks, store.port, timeout, backend)))
-        pipe.send_bytes(pickle.dumps((function, args)))
-    _await_ready([pipe for _, pipe in members])
-    for _, pipe in members:
-        pipe.send_bytes(b"go")
-    return _collect(members, timeout)
+    # A file: a TCPStore asks the name server for the name of 127.0.0.1, and now and then waits five seconds for it.
+    with tempfile.TemporaryDirectory() as folder:
+        for rank, (_, pipe) in enumerate(members):
+            pipe.send_bytes(pickle.dumps((rank, ranks, f"{folder}/store", timeout, backend)))
+            pipe.send_bytes(pickle.dumps((function, args)))
+        _await_ready([pipe for _, pipe in members])
+        for _, pipe in members:
+            pipe.send_bytes(b"go")
+        return _collect(members, timeout)
 
 
 def stop_ranks() -> None:
@@ -144,7 +145,7 @@ def _serve(pipe: connection.Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            rank, ranks, port, timeout, backend = pickle.loads(pipe.recv_bytes())
+            rank, ranks, path, timeout, backend = pickle.loads(pipe.recv_bytes())
             function, args = pickle.loads(pipe.recv_bytes())
             pipe.send_bytes(b"ready")
             pipe.recv_bytes()
@@ -152,7 +153,7 @@ def _serve(pipe: connection.Connection) -> None:
             sys.exit()
         try:
             limit = timedelta(seconds=timeout)
-            store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+            store = dist.FileStore(path, ranks)
             dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
             torch.manual_seed(0)
             result = True, function(rank, *args)
