@@ -8,6 +8,8 @@ from itertools import groupby, islice
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# torch's stores ask the name server for the name of 127.0.0.1; a lost answer costs one second in place of five.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # also of the processes that a test starts
 
@@ -25,6 +27,11 @@ settings.register_profile("seeded", derandomize=True, deadline=None, database=No
 settings.load_profile("seeded")
 
 VOCAB = 128
+
+
+def pytest_itemcollected(item):
+    if item.get_closest_marker("slow_but_first") and any(item.callspec.indices.values()):
+        item.add_marker("slow")
 
 
 @pytest.hookimpl(trylast=True)  # behind -m, which takes tests out

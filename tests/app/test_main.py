@@ -74,6 +74,7 @@ def test_a_size_of_files_that_is_none_is_refused_before_the_model_is_loaded(comp
         run(composed("export.max_shard_size=much", "model.path=/nowhere"))
 
 
+@pytest.mark.slow
 def test_weights_are_written_to_files_of_the_size_that_is_asked_for(composed, tmp_path):
     small = ("scheme=w8a8", "evaluate=false", "report.layer_error_batches=0")
     run(composed(*small, "export.max_shard_size=20KB"))
@@ -151,6 +152,7 @@ def test_fine_tuning_prints_four_perplexities_of_which_the_last_two_are_one(comp
     assert ", fine-tuned \N{MIDDLE DOT} " in report["title"]
 
 
+@pytest.mark.slow
 def test_scales_alone_are_fine_tuned_from_a_named_experiment(composed, tmp_path, capsys, verified_here):
     run(
         composed(
@@ -172,6 +174,7 @@ def test_gradients_far_below_the_eps_of_adam_change_no_scale(composed):
         run(composed("experiment=qat_nvfp4_scales", *small, "model.learning_rate=0.05", "model.eps=1000"))
 
 
+@pytest.mark.slow
 def test_a_run_that_exports_nothing_has_the_size_that_its_tensors_would_have(composed, tmp_path):
     small = ("scheme=w8a8", "evaluate=false", "export.verify=false")
     run(composed(*small))

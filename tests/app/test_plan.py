@@ -113,6 +113,7 @@ def test_observers_with_rounding_are_chosen_and_exported(composed, capsys):
     assert "largest difference of logits 0.0" in output
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("words", "match"),
     [

@@ -273,6 +273,7 @@ def on_rank(rank, folder, out, observer):
     return (out / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_ranks_share_the_work_and_one_that_fails_leaves_nothing(tmp_path):
     folder = with_unknown(tiny_llama(tmp_path / "model"))
     quantize_checkpoint(folder, tmp_path / "one", "W4A16", ignore=IGNORE, observers={"weight": "memoryless_minmax"})

@@ -52,6 +52,7 @@ def require_same(found, expected):
     assert not list(found.parent.glob("*.unfinished"))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("scheme", "options"),
     [

@@ -117,6 +117,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(("way", "scheme"), PAIRS, ids=lambda value: getattr(value, "__name__", value))
 def test_an_offloaded_model_gives_what_it_gives_in_memory(way, scheme, source, expected, tmp_path):
     model = way(source, tmp_path)

@@ -129,6 +129,7 @@ def on_one_device(dtype):
     return {case: calibrate(Layers(dtype), [x.to(dtype) for x in data()], **options(*case)) for case in cases}
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("ranks", "dtype"),
     [

@@ -44,6 +44,7 @@ def on_calibrate(rank, ranks, policy, entry, cases, folder, how):
     return [(result.qparams, result.modules, result.fused, result.collectives) for result in found]
 
 
+@pytest.mark.slow_but_first
 @policies
 @pytest.mark.parametrize("entry", ["validate", pytest.param("fit", marks=pytest.mark.nightly)])
 def test_fsdp1_gives_the_qparams_and_the_checkpoint_of_one_device(policy, entry, tmp_path):

@@ -128,6 +128,7 @@ def on_resume(rank, ranks, path, kind, entry):
     return callback.result.qparams
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("kind", "then", "entries"),
     [

@@ -77,6 +77,7 @@ def on_calibrate(rank, ranks, entry, options, folder):
     return callback.result.qparams, callback.result.collectives, outputs
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("entry", ["validate", "fit"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o.values()))
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -166,14 +167,15 @@ def on_resume(rank, ranks, path, full, entry):
     return callback.result.qparams
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("full", "then"),
     [
-        pytest.param(True, 2, id="full 2", marks=pytest.mark.nightly),
         pytest.param(True, 1, id="full 1"),
         pytest.param(True, 4, id="full 4"),
         pytest.param(False, 2, id="sharded 2"),
         pytest.param(False, 4, id="sharded 4", marks=pytest.mark.nightly),
+        pytest.param(True, 2, id="full 2", marks=pytest.mark.nightly),
     ],
 )
 def test_a_checkpoint_of_two_ranks_resumes_with_the_same_qparams(full, then, tmp_path):

@@ -46,6 +46,7 @@ def on_killed(rank, ranks, folder, places, again, options):
     return callback.result and callback.result.qparams, module.ran, error, said, sorted(os.listdir(folder.parent))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("places", "ran"), [((5, 6), (8, 8)), ((2, 4), (10, 10)), ((3, 11), (10, 2)), ((1, 9), (12, 4))]
 )

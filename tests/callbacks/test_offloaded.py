@@ -84,6 +84,7 @@ OF_CALLBACKS = {
 }
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("kind", "way", "late"),
     [

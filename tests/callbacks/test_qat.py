@@ -28,6 +28,7 @@ from tests.callbacks.qat_modules import (
 # ---------------------------------------------------------------------- the checkpoint has the numbers
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", "FP8", "W4A16", "NVFP4", "W8A8"])
 @pytest.mark.parametrize("observe", ["train", "val"])
 def test_the_reloaded_checkpoint_gives_the_logits_of_the_last_validation(

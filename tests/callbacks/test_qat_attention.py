@@ -147,6 +147,7 @@ class Watch(Callback):
         self.scales.append({k: v.clone() for k, v in read_qparams(pl_module.model.model.layers[0].self_attn).items()})
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("observe", ["train", "val"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_reloaded_checkpoint_gives_the_logits_of_the_last_validation(case, observe, tiny_llama, batches, tmp_path):
@@ -183,6 +184,7 @@ def test_states_are_observed_anew_after_each_validation(train, freeze_after, tin
     assert found == pytest.approx([1, 1, 1, 2, 2] if freeze_after is None else [1] * 5)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("step", [1, 3, 4])
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(step, tiny_llama, batches, tmp_path):
     """From the middle of an observation (of states too), after an epoch, and from the middle of another."""

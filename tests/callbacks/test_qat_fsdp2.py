@@ -65,6 +65,7 @@ def on_fit(rank, options):
     }
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_two_ranks_train_as_one_device_and_end_alike(options):
     one = Sharded()
@@ -90,6 +91,7 @@ def on_export(rank, folder, options):
         return torch.equal(torch.cat([reloaded(x) for (x,) in share(X[:8], rank, 2)]), torch.cat(module.validated))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", INT8, SYMMETRIC_W4], ids=["INT8_STATIC", "asymmetric", "weights"])
 def test_rank_0_writes_what_the_last_validation_of_all_ranks_saw(scheme, tmp_path):
     options = {"scheme": scheme, "calibration_batches": 3}

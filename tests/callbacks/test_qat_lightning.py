@@ -233,6 +233,7 @@ def test_transformers_own_gradient_checkpointing_changes_nothing(tiny_llama, bat
     assert losses[:6] == losses[6:]
 
 
+@pytest.mark.slow_but_first
 @quiet
 @pytest.mark.parametrize(("called_before", "scheme"), [(False, "INT8_STATIC"), (True, W4)])
 def test_a_compiled_model_trains_as_an_eager_one(called_before, scheme, tmp_path):

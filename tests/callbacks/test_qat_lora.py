@@ -67,6 +67,7 @@ def fit(module, callback, batches, **options):
         trainer.save_checkpoint(save)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", "W4A16"])
 def test_merged_and_exported_it_gives_the_logits_of_the_last_validation(scheme, dtype, tiny_llama, batches, tmp_path):

@@ -134,6 +134,7 @@ def on_device(options):
     return module
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_two_ranks_train_as_one_device_and_end_alike(options):
     # The model is in float64, the factors of learned scales are in float32: their mean over ranks is rounded so.

@@ -55,6 +55,7 @@ STOPS = ("middle", "epoch", "before validation")
 EVERYWHERE = {"static", "learned", "scales"}
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("options", "at"),
     [

@@ -43,6 +43,7 @@ class Fast(Language):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.05)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("scheme", "options"),
     [("NVFP4", {}), ("NVFP4A16", {}), ("NVFP4A16", GPTQ), (W4A16, {}), (W4A16, SIGNED), (W4A16, SIGNED | GPTQ)],

@@ -72,6 +72,7 @@ def on_shares(rank, ranks, entry, cases):
     return [on_share(rank, ranks, entry, x, options) for x, options in cases]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("ranks", "entry", "counts"),
     [
@@ -248,6 +249,7 @@ def qparams_on(net):
     return {f"{n}.{k}": v.cpu().clone() for n, m in net.named_modules() for k, v in read_qparams(m).items()}
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("options", [{"input": "histogram"}, {"input": "minmax"}], ids=lambda o: o["input"])
 @pytest.mark.parametrize(("first", "then"), [(2, 2), (2, 1), (2, 4), (1, 2)])
 def test_a_checkpoint_resumes_on_another_number_of_ranks_with_the_same_qparams(first, then, options, tmp_path):

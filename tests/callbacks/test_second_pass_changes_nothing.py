@@ -68,11 +68,13 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", MODULE_KINDS)
 def test_a_module_that_keeps_state(kind):
     check(MODULE_KINDS[kind], LOADER_KINDS["plain"])
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", LOADER_KINDS)
 def test_a_loader_that_moves_on(kind):
     check(MODULE_KINDS["list of outputs"], LOADER_KINDS[kind])

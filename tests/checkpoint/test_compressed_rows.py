@@ -86,6 +86,7 @@ def plain(value):
     return value.dtype, tuple(value.shape), value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rows_below_each_other_are_the_compressed_weight(ranks, dtype):

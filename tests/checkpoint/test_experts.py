@@ -90,6 +90,7 @@ def test_transformers_loads_fp8_experts_dequantized(kind, scheme, tokens, tmp_pa
     assert_reloads(model, tmp_path, "dequantize", tokens)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "MXFP8A16", FP8_BLOCK])
 @pytest.mark.parametrize("linear", [True, False])
 def test_transformers_loads_experts_in_full_precision_beside_8_bit_floats(linear, scheme, tokens, tmp_path):

@@ -40,6 +40,7 @@ def calibrated(model, scheme, batches, **kwargs):
     return model
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("scheme", "dtype", "reload"),
     [(s, torch.bfloat16, "default") for s in (*ANY_DTYPE, *BF16_ONLY)]

@@ -142,6 +142,7 @@ def test_an_observer_of_outputs_sees_them_unquantized(mlp):
     torch.testing.assert_close(mlp.fc2.output_scale, wide.abs().amax().reshape(1) / 127.5)
 
 
+@pytest.mark.slow_but_first
 @quiet
 @pytest.mark.parametrize(
     ("scheme", "learned"), [("INT8_STATIC", False), ("INT8_STATIC", True), ("W8A8", False), ("W4A16", True)]

@@ -46,6 +46,7 @@ def on_ddp(rank, where, count, options):
     return callback.result.qparams
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("options", [{}, {"input": "histogram", "weight": "imatrix_mse"}], ids=["minmax", "histogram"])
 def test_ddp_has_the_qparams_of_one_device(ranks, options):
     has_qparams_of_one_device(on_ddp, ranks, options)

@@ -204,6 +204,7 @@ def test_a_copy_of_a_loaded_checkpoint_stays_quantized_wherever_it_is_made(way, 
         assert remains(copied) == remains(loaded)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("scheme", [{"scheme": attention()}, {"scheme": None, "kv_cache": "FP8"}], ids=["qkv", "kv"])
 @pytest.mark.parametrize("place", ["session", "quantized"])
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "copy"])

@@ -33,6 +33,7 @@ def interpreted() -> dict[str, float]:
     return {name: float(value) for name, value in lines("interpret").items()}
 
 
+@pytest.mark.slow
 def test_loops_find_what_torchs_operations_find(interpreted):
     off = {name: value for name, value in interpreted.items() if name != "before the first use"}
     assert len(off) == 19

@@ -76,6 +76,7 @@ def tensors(draw, dtypes=(torch.float32, torch.bfloat16, torch.float16)):
 # ---------------------------------------------------------------------- scale
 
 
+@pytest.mark.slow_but_first
 @every_observer
 @settings(max_examples=25)
 @given(data=st.data(), form=st.sampled_from(sorted(FORMATS)))
@@ -147,6 +148,7 @@ def share_inside(x, low, high):
     return ((x >= low) & (x <= high)).double().mean().item()
 
 
+@pytest.mark.slow_but_first
 @every_observer
 @settings(max_examples=25)
 @given(data=st.data())
@@ -212,6 +214,7 @@ def error(x, low, high, args, norm):
     return ((levels.double() - zero_point) * scale - x).abs().pow(norm).sum().item()
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("name", "factors", "norm"),
     [

@@ -90,7 +90,7 @@ def initializers(file):
     return {value.name: value for value in onnx.load(file).graph.initializer}
 
 
-FAST = {"int8 asymmetric inputs": (), "int4 groups": ()}
+FAST = {"int4 groups": ()}
 MARKS = (
     dict.fromkeys(CASES, (pytest.mark.slow,)) | dict.fromkeys(["int8", "int3 groups"], (pytest.mark.nightly,)) | FAST
 )

@@ -38,6 +38,7 @@ def search(browser, words):
     return browser.run(NAMES)
 
 
+@pytest.mark.slow_but_first
 @in_chromium
 @pytest.mark.parametrize("width", [1600, 1300, 390])
 @pytest.mark.parametrize("dark", [False, True])

@@ -151,6 +151,7 @@ def test_no_visited_candidate_has_less_error_in_float64(args, dtype):
     assert (error_at(observed, args, found) <= every.amin(0) * (1 + 1e-5)).all()
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("tile", [1, 7, 64, 100, 1000])
 @pytest.mark.parametrize("shape", [(1, 12, 1, 64), (9, 4, 16), (9, 1, 33)])
 def test_the_tile_changes_nothing_but_rounding(shape, tile, monkeypatch):
