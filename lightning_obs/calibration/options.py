@@ -139,7 +139,7 @@ class CalibrationOptions:
         """Keyword arguments of the constructors of a class and its bases."""
         constructors = [vars(each)["__init__"] for each in owner.__mro__ if "__init__" in vars(each)]
         given = (p for constructor in constructors for p in signature(constructor).parameters.values())
-        return [p.name for p in given if p.kind is Parameter.KEYWORD_ONLY]
+        return list(dict.fromkeys(p.name for p in given if p.kind is Parameter.KEYWORD_ONLY))
 
     @property
     def label(self) -> str:

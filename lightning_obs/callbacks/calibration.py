@@ -9,7 +9,6 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
@@ -22,7 +21,7 @@ from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.auto_observers import AutoObservers, given_candidates
 from lightning_obs.callbacks.base import require_at_least
 from lightning_obs.callbacks.observed_batches import BatchKeywords, ObservedBatches
-from lightning_obs.callbacks.quantized_validation import QuantizedValidation, require_batches
+from lightning_obs.callbacks.quantized_validation import QuantizedValidation, quantized_name, require_batches
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.choice.observer_choice import Candidates
 from lightning_obs.errors import CalibrationError, name_list, refuse, warn
@@ -40,12 +39,13 @@ class CalibrationCallback(ObservedBatches):
     Args:
         scheme: as for :class:`~lightning_obs.CalibrationOptions`, or such options.
         evaluate: run each validation, and each ``trainer.test`` of a calibrated model, a second time through the
-            quantized model. The metrics that ``validation_step`` and ``on_validation_epoch_end`` log for the epoch are
-            logged again as ``<name>_quantized``, in time for ``ModelCheckpoint(monitor="val_loss_quantized")`` and
-            ``EarlyStopping``. A model whose output has ``logits`` also gets ``quant/divergence``, the mean
-            Kullback-Leibler divergence from the unquantized model's predictions [nats], and ``quant/agreement``, the
-            share of positions with the same most likely class (``callback.moved``). A number in (0, 1): run that share
-            of each loader's batches. Batches and logits are kept on the CPU for it, up to 2 GiB of each on each rank.
+            quantized model. What ``validation_step`` and ``on_validation_epoch_end`` log for the epoch is logged again
+            as ``<name>_quantized`` (``<name>_quantized/<scheme>`` where several callbacks evaluate), in time for
+            ``ModelCheckpoint(monitor="val_loss_quantized")`` and ``EarlyStopping``. A model whose output has ``logits``
+            also gets ``quant/divergence``, the mean Kullback-Leibler divergence from the unquantized model's
+            predictions [nats], and ``quant/agreement``, the share of positions with the same most likely class
+            (``callback.moved``). A number in (0, 1): run that share of each loader's batches. Batches and logits are
+            kept on the CPU for it, up to 2 GiB of each on each rank.
         every_n_epochs: in fit, calibrate in the validations of every n-th epoch only (of epochs n, 2n, ...). With
             ``evaluate`` also in the first one; the validations between measure with the latest scales.
         show: print the layers that lose most at the end of ``trainer.validate``.
@@ -92,6 +92,8 @@ class CalibrationCallback(ObservedBatches):
         super().setup(trainer, pl_module, stage)
         if self.evaluate:
             require_batches(pl_module, "evaluate")
+            measured = [one for one in trainer.callbacks if isinstance(one, CalibrationCallback) and one.evaluate]
+            self.measured_as = self.label if len(measured) > 1 else ""
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -221,12 +223,13 @@ class CalibrationCallback(ObservedBatches):
         if self._second_pass is not None:
             for name, (value, in_bar) in self._second_pass.run(self._calibrated_session()).items():
                 loader = name.partition("/dataloader_idx_")[2]
+                name = quantized_name(name, self.measured_as)
                 pl_module.log(name, value, prog_bar=in_bar, logger=False if loader else None, add_dataloader_idx=False)
                 if loader:  # Lightning would list it under every loader
                     trainer._active_loop._logged_outputs[int(loader)][name] = value
             self.moved = self._second_pass.moved
             for name in () if self.moved is None else ("divergence", "agreement"):
-                pl_module.log(f"{self.prefix(trainer)}/{name}", torch.tensor(getattr(self.moved, name)))
+                self.log_of_all(trainer, pl_module, name, getattr(self.moved, name))
 
     @override
     def state_of(self, session: CalibrationSession) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack, override
 
 from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
-from lightning_obs.callbacks.base import require_at_least
 from lightning_obs.callbacks.quantized_fit import FitKeywords, QuantizedFit
 from lightning_obs.errors import CalibrationError, refuse, require_choice, warn
 from lightning_obs.fine_tuning.learned_scales import frozen
@@ -84,8 +83,8 @@ class QuantizationAwareTraining(QuantizedFit):
         require_choice("train", train, ("weights", "scales", "all"))
         if distill is None:
             distill = "only" if train == "scales" else 0.0
-        if distill != "only":
-            require_at_least(0, distill=distill)
+        if distill != "only" and not (isinstance(distill, (int, float)) and distill >= 0):
+            raise CalibrationError("distill", got=repr(distill), expected="zero or more, or 'only'")
         if has_rounding(self.options.config) and train != "scales":
             raise CalibrationError(
                 "training the weights undoes their rounding",

@@ -93,8 +93,8 @@ class QuantizedValidation:
         """Run the calibrated model quantized; every rank must. The batches are gone afterwards.
 
         Returns:
-            ``{"val_loss_quantized": (value, whether it is shown in the progress bar)}``, reduced over ranks where the
-            user's own ``self.log`` is.
+            ``{"val_loss": (value, whether it is shown in the progress bar)}``, reduced over ranks where the user's own
+            ``self.log`` is.
         """
         self.close()
         trainer = self._trainer
@@ -119,7 +119,7 @@ class QuantizedValidation:
         self.moved = comparison.reduced(session.collectives)
         if not connector.found:
             warn(f"evaluate: {loop.step} logs nothing for a whole epoch, so nothing of the quantized model is known.")
-        return {quantized_name(name): (value, name in connector.in_bar) for name, value in connector.found.items()}
+        return {name: (value, name in connector.in_bar) for name, value in connector.found.items()}
 
     def _agree(self, session: CalibrationSession) -> None:
         """Ranks run as many batches as the one that has kept the fewest; print their share."""
@@ -217,14 +217,14 @@ class _Connector(_LoggerConnector):
         return super().update_eval_epoch_metrics()
 
 
-def quantized_name(name: str) -> str:
-    """The name under which the quantized model's metric is logged; Lightning's number of the loader stays at the end.
+def quantized_name(name: str, scheme: str = "") -> str:
+    """The quantized model's metric; Lightning's number of the loader stays at the end, ``scheme`` tells several apart.
 
-    >>> quantized_name("val_loss/dataloader_idx_1")
-    'val_loss_quantized/dataloader_idx_1'
+    >>> quantized_name("val_loss/dataloader_idx_1"), quantized_name("val_loss", "FP8")
+    ('val_loss_quantized/dataloader_idx_1', 'val_loss_quantized/FP8')
     """
     name, slash, loader = name.partition("/dataloader_idx_")
-    return f"{name}_quantized{slash}{loader}"
+    return f"{name}_quantized{scheme and '/'}{scheme}{slash}{loader}"
 
 
 # ---------------------------------------------------------------------- the state of the LightningModule

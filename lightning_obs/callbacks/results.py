@@ -61,6 +61,8 @@ class Results(Callback):
         self.choice: ObserverChoice | None = None
         #: how far the last validation's quantized predictions are from the unquantized ones; None: not measured
         self.moved: Moved | None = None
+        #: the scheme in the names of quantized metrics, where several callbacks measure theirs; else empty
+        self.measured_as = ""
         #: the metrics that each validation has logged, with their ``step``; read by the host when they are shown
         self._logged: list[dict[str, Any]] = []
 
@@ -188,7 +190,8 @@ class Results(Callback):
     def metrics(self) -> dict[str, tuple[float | None, float | None]]:
         """The metrics of the last validation and of its second, quantized pass (``evaluate=True``), by name."""
         last = next(iter(self.curves[-1:]), {})
-        return {name: (value, last[twin]) for name, value in last.items() if (twin := quantized_name(name)) in last}
+        twins = {name: quantized_name(name, self.measured_as) for name in last}
+        return {name: (last[name], last[twin]) for name, twin in twins.items() if twin in last}
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -213,8 +216,7 @@ class Results(Callback):
         prefix = self.prefix(trainer)
         errors = self.layer_errors() if errors is None else errors
         for name, value in (aggregates(session.result, errors) | self.drift.numbers()).items():
-            # The ranks have reduced their statistics: the values are equal, except each rank's time.
-            pl_module.log(f"{prefix}/{name}", torch.tensor(value), sync_dist=name == "seconds")
+            self.log_of_all(trainer, pl_module, name, value)
         if trainer.is_global_zero:
             chosen: dict[str, dict[str, Any]] = {}
             for (name, base), observer in session.observers.items():
@@ -222,6 +224,11 @@ class Results(Callback):
             rows = [{**layer_row(error), **chosen.get(error.name, {})} for error in errors]
             for logger in trainer.loggers:
                 _log_table(logger, prefix, rows, trainer.global_step)
+
+    def log_of_all(self, trainer: Trainer, pl_module: LightningModule, name: str, value: float) -> None:
+        """Log a number that is equal on all ranks, or whose largest counts (the time)."""
+        how: dict[str, Any] = {"sync_dist": True, "reduce_fx": "max"}
+        pl_module.log(f"{self.prefix(trainer)}/{name}", torch.tensor(value), **how)
 
     def prefix(self, trainer: Trainer) -> str:
         """The prefix of logged names; it has the scheme in it where there are two callbacks."""

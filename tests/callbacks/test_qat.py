@@ -315,6 +315,7 @@ def test_a_precision_that_casts_the_weights_is_refused(precision):
         ({"observe": "test"}, "observe. Got 'test'"),
         ({"calibration_batches": -1}, "calibration_batches. Got -1"),
         ({"distill": -0.5}, "distill. Got -0.5"),
+        ({"distill": "onyl"}, "distill. Got 'onyl', expected zero or more, or 'only'"),
         ({"teacher": nn.Linear(1, 1)}, "a teacher without distill"),
     ],
 )

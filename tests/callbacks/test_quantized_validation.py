@@ -194,6 +194,14 @@ def test_a_share_of_a_loader_without_a_length_is_refused():
         trainer(CalibrationCallback(W2, evaluate=0.5)).validate(module, data, verbose=False)
 
 
+def test_several_schemes_have_metrics_of_their_own():
+    first, second = CalibrationCallback(W2, evaluate=True), CalibrationCallback("INT8_STATIC", evaluate=True)
+    [found] = trainer(first, second).validate(Plain(), loader(), verbose=False)
+    twins = [found[f"val_loss_quantized/{callback.label}"] for callback in (first, second)]
+    assert [callback.metrics["val_loss"][1] for callback in (first, second)] == pytest.approx(twins)
+    assert twins[0] != twins[1]
+
+
 def test_several_loaders_keep_their_numbers_at_the_end():
     module = Plain()
     module.validation_step = lambda batch, batch_idx, dataloader_idx=0: module.log(

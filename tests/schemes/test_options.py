@@ -40,7 +40,7 @@ TAKERS = [CalibrationOptions, CalibrationCallback, QuantizationAwareTraining, ma
 def test_a_misspelt_option_is_named_with_the_nearest(taker):
     with pytest.raises(CalibrationError, match=r"unknown option: ignores \(did you mean `ignore`\?\)"):
         taker("FP8", ignores=["lm_head"])
-    with pytest.raises(CalibrationError, match=r"unknown option: zzz\. Expected some of .*on_missing"):
+    with pytest.raises(CalibrationError, match=r"unknown option: zzz\. Expected some of (?!.*on_missing.*on_missing)"):
         taker("FP8", zzz=1)
 
 
