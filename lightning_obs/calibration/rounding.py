@@ -75,7 +75,7 @@ def make_roundings(
     rounded = {key: observer for key, observer in observers.items() if observer.rounding is not None}
     hessians = {k: getattr(fed.get((k[0], HESSIAN), o), "input_hessian", None) for k, o in rounded.items()}
     if without := [name for (name, _), hessian in hessians.items() if hessian is None]:
-        warn(f"no inputs were seen to round these weights by, they keep the nearest numbers: {name_list(without)}")
+        warn(f"no inputs were observed to round these weights by; they keep the nearest numbers: {name_list(without)}")
     return {
         key: WeightRounding(observers[key].args, qparams[key[0]], hessian)
         for key, hessian in hessians.items()

@@ -58,7 +58,7 @@ def require_whole(state: Mapping[str, Any]) -> None:
     """Raise a CalibrationError if anything of a state was changed, lost or added since it was :func:`sealed`."""
     with naming("the saved calibration", remedy=_REMEDY):
         if state.get(_SEAL) != sealed(state)[_SEAL]:
-            raise CalibrationError("the saved calibration has other values than were saved", remedy=_REMEDY)
+            raise CalibrationError("the saved calibration has changed since it was saved", remedy=_REMEDY)
 
 
 def state_checksum(value: Any, crc: int = 0) -> int:

@@ -125,7 +125,7 @@ class QuantizationAwareTraining(QuantizedFit):
                 for name, module in session.model.named_modules()
                 if is_offloaded(module) and any(p.requires_grad for p in module.parameters(recurse=False))
             ],
-            "weights that are offloaded come and go, so they cannot be trained",
+            "offloaded weights cannot be trained",
             remedy="load the model whole, or freeze them (parameter.requires_grad_(False)) and train the others.",
         )
         assert self._training is not None

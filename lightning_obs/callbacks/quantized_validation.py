@@ -59,7 +59,7 @@ class QuantizedValidation:
         batches = loop.max_batches if loop._is_sequential else [loop._data_fetcher.length or math.inf]
         if share < 1 and any(map(math.isinf, batches)):
             raise CalibrationError(
-                "evaluate takes a share of the batches, and a loader does not know how many it has",
+                "a share of the batches to evaluate needs their number, and a loader does not know it",
                 got=f"evaluate={share}",
                 remedy="evaluate=True, or Trainer(limit_val_batches=<number>).",
             )
@@ -118,7 +118,7 @@ class QuantizedValidation:
         self._start = None
         self.moved = comparison.reduced(session.collectives)
         if not connector.found:
-            warn(f"evaluate: {loop.step} logs nothing for a whole epoch, so nothing of the quantized model is known.")
+            warn(f"evaluate: {loop.step} logs no metric for the epoch, so there is none of the quantized model.")
         return {name: (value, name in connector.in_bar) for name, value in connector.found.items()}
 
     def _agree(self, session: CalibrationSession) -> None:

@@ -34,7 +34,7 @@ def read_json(
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     if twice := sorted({key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else ()):
-        raise ValueError(f"{twice[0]} stands there twice")
+        raise ValueError(f"{twice[0]} appears twice")
     return dict(pairs)
 
 

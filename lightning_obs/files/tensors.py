@@ -130,7 +130,7 @@ class TensorWriter(_Tensors):
         place, meta, size = self._places[name], self._places[name].meta, rows.numel() * rows.itemsize
         if rows.dtype != meta.dtype or rows.shape[1:] != meta.shape[1:] or size > self._left[name]:
             raise CalibrationError(
-                "a tensor is not what its header says",
+                "a tensor differs from its header",
                 where=[name],
                 got=f"{rows.dtype} {tuple(rows.shape)}",
                 expected=f"{meta.dtype} {tuple(meta.shape)}",

@@ -1,4 +1,6 @@
-"""The finished steps of a long run, in a folder beside its output, so that a killed run continues after them.
+"""The states of a long run after its steps, so that a killed run continues after the last one.
+
+A run with output files keeps both in a folder beside its output:
 
     <name>.unfinished/
         lock                    held by the writer as long as it lives

@@ -193,7 +193,7 @@ def refuse_foreign(folder: Path, name: Path | None = None) -> None:
     """Refuse to replace a folder with files that no export wrote; ``name``: its own, where it lies elsewhere now."""
     refuse(
         foreign(folder),
-        f"{name or folder} holds what no export wrote, and overwrite=True would delete it",
+        f"{name or folder} holds files that no export wrote, and overwrite=True would delete them",
         remedy="choose another folder, or move these files away.",
     )
 
@@ -307,8 +307,8 @@ def _settle(folder: Path) -> None:
     for path in (*folder.glob("whole/*"), *folder.glob("old/*")):
         if foreign(path):
             warn(
-                f"{path} was {folder.parent / path.name} until an overwrite of it was killed, and holds what no "
-                "export wrote. It stays there: move it away, or delete it."
+                f"{path} was {folder.parent / path.name} until an overwrite of it was killed, and holds files "
+                "that no export wrote. It stays there: move it away, or delete it."
             )
             return
     shutil.rmtree(folder, ignore_errors=True)

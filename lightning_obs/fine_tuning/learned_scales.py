@@ -61,7 +61,7 @@ class LearnedScales:
             raise CalibrationError(
                 "no scale of this scheme can be learned",
                 expected="static scales, not powers of two (MX); those of NVFP4 are learned with train='scales'",
-                remedy="set train='weights'; every validation observes the ranges anew.",
+                remedy="set train='weights'; every validation observes the ranges again.",
             )
         #: whether no range of an activation is left to data
         self.covers_activations = all(

@@ -192,7 +192,7 @@ def test_other_weights_and_a_damaged_file_are_refused(tmp_path):
         ({"save_every": 2}, "save_to is missing"),
         ({"save_to": "here"}, "save_every is missing"),
         ({"save_every": 0, "save_to": "here"}, r"save_every\. Got 0"),
-        ({"save_every": 1, "save_to": "here", "observers": "auto"}, "save_every with observers that are chosen"),
+        ({"save_every": 1, "save_to": "here", "observers": "auto"}, "save_every with chosen observers"),
     ],
 )
 def test_options_that_cannot_be_saved_by_are_refused(options, message):

@@ -161,7 +161,7 @@ def test_a_calibration_is_saved_and_taken_up_with_another_way_of_offloading(sour
 def test_weights_that_are_offloaded_cannot_be_trained(source, tmp_path):
     module = Language(device_map_split(source, tmp_path))
     callback = QuantizationAwareTraining("FP8", ignore=["lm_head"])
-    with pytest.raises(CalibrationError, match=r"offloaded come and go, so they cannot be trained: model.norm|layers"):
+    with pytest.raises(CalibrationError, match=r"offloaded weights cannot be trained: model.norm|layers"):
         trainer(callback, max_steps=1).fit(module, batches(), batches())
     assert "_apply" not in vars(module)
 

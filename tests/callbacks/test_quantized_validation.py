@@ -190,7 +190,7 @@ def test_a_share_of_a_loader_without_a_length_is_refused():
     data = DataLoader(Stream(), batch_size=4)
     module = Plain()
     module.validation_step = lambda batch, batch_idx: module(batch)
-    with pytest.raises(CalibrationError, match=r"does not know how many it has.*evaluate=0\.5.*limit_val_batches"):
+    with pytest.raises(CalibrationError, match=r"a loader does not know it.*evaluate=0\.5.*limit_val_batches"):
         trainer(CalibrationCallback(W2, evaluate=0.5)).validate(module, data, verbose=False)
 
 
@@ -216,7 +216,7 @@ def test_several_loaders_keep_their_numbers_at_the_end():
 def test_a_step_that_logs_nothing_is_told():
     module = Plain()
     module.validation_step = lambda batch, batch_idx: module(batch[0])
-    with pytest.warns(CalibrationWarning, match="logs nothing for a whole epoch"):
+    with pytest.warns(CalibrationWarning, match="logs no metric for the epoch"):
         trainer(CalibrationCallback(W2, evaluate=True)).validate(module, loader(), verbose=False)
 
 
