@@ -21,6 +21,8 @@ from lightning_obs.schemes.config import ObserversLike, RoundingLike, SchemeLike
 from lightning_obs.schemes.planned_modules import check_own_sets
 
 OnMissing: TypeAlias = Literal["error", "warn", "siblings"]
+#: the options that become a part of the config
+_OF_SCHEME = ("targets", "ignore", "observers", "kv_cache", "rounding")
 _Taker = TypeVar("_Taker", bound=Callable[..., Any])
 
 
@@ -122,8 +124,7 @@ class CalibrationOptions:
         for name in self.engines:
             engine_of(name, "engines")
         check_own_sets(self.fused_sets)
-        names = ("targets", "ignore", "observers", "kv_cache", "rounding")
-        config = resolve_config(self.scheme, **{name: getattr(self, name) for name in names})
+        config = resolve_config(self.scheme, **{name: getattr(self, name) for name in _OF_SCHEME})
         object.__setattr__(self, "config", config)
 
     @classmethod
@@ -149,13 +150,12 @@ class CalibrationOptions:
     @property
     def beside_scheme(self) -> dict[str, Any]:
         """The fields that say neither which modules are quantized nor how they are observed."""
-        names = ("on_missing", "reload", "engines", "calibrate_all_experts", "fused_sets", "join_fused_scales")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in self.names(type(self)) if name not in _OF_SCHEME}
 
     def with_config(self, config: QuantizationConfig) -> CalibrationOptions:
         """These options with a complete config in place of scheme, targets, observers...; the kv cache stays."""
         config = config.model_copy(update={"kv_cache_scheme": config.kv_cache_scheme or self.config.kv_cache_scheme})
-        return replace(self, scheme=config, targets=None, ignore=(), observers=None, kv_cache=None, rounding=None)
+        return CalibrationOptions(config, **self.beside_scheme)
 
     @property
     def engine(self) -> Engine:
