@@ -40,8 +40,7 @@ class ExpertWatch:
         self._all = all_experts
         self.containers = expert_containers(model)
         self._holders = {name: model.get_submodule(name) for name in self.containers}
-        #: the container of each module inside an expert
-        self._of: dict[str, str] = {}
+        self._of: dict[str, str] = {}  # the container of each module inside an expert
         for name, experts in self.containers.items():
             for index, expert in enumerate(experts):
                 self._of |= dict.fromkeys(
@@ -50,8 +49,7 @@ class ExpertWatch:
         #: how many tokens the router sent to each expert since :meth:`attach`, by container; some on their device
         self.tokens: dict[str, list[Any]] = {}
         self._calls: dict[str, list[str]] = {}
-        #: whether experts run on all tokens now
-        self.is_forcing = False
+        self.is_forcing = False  # whether experts run on all tokens now
         self._flattened = False
         if all_experts and not self.containers:
             raise CalibrationError(
@@ -65,7 +63,6 @@ class ExpertWatch:
         """Register the hooks; ``stack`` removes them."""
         self.tokens = {name: [0] * len(experts) for name, experts in self.containers.items()}
         self._calls = {name: [] for name in self.containers}
-        self.is_forcing = False
         for name, experts in self.containers.items():
             for index, expert in enumerate(experts):
                 count = partial(self._count, watching, name, index)

@@ -65,30 +65,23 @@ class Observation(Watching):
     options: CalibrationOptions
     label: str
     plan: Plan
-    #: each engine's verdict on the checkpoint; empty for a model that is not of transformers
-    engines: Mapping[str, Verdict]
+    engines: Mapping[str, Verdict]  # on the checkpoint; empty for a model that is not of transformers
     experts: ExpertWatch
-    #: names of modules that are quantized together or not at all
-    together: list[list[str]]
+    together: list[list[str]]  # names of modules that are quantized together or not at all
     observers: dict[Key, Observer]
     #: the observers that data reach, and second observers of inputs: of their extremes, for the result, and of the
     #: Hessian, for a rounding
     fed: dict[Key, Observer]
-    #: how to talk to the other ranks; a Trainer knows it only when it has started them
-    collectives: Collectives
-    #: calls of the model
-    batches = 0
-    #: of activations; modules that share an input share them
-    measurements = 0
+    collectives: Collectives  # of the ranks; a Trainer knows them only when it has started the ranks
+    batches = 0  # calls of the model
+    measurements = 0  # of activations; modules that share an input share them
     started = 0.0
-    #: told of the weights that this rank searches
-    progress: Progress | None = None
+    progress: Progress | None = None  # told of the weights that this rank searches
     #: the last observed tensor, under this mask; sessions that observe the same calls may share it
     read: Read
     #: observers that no data reached on any rank; None: the ranks were not reduced yet
     unreached: list[Key] | None = None
-    #: modules left in full precision, because no data reached them
-    skipped: set[str]
+    skipped: set[str]  # modules left in full precision, because no data reached them
 
 
 class ObserverHooks:

@@ -156,8 +156,7 @@ class _LayerByLayer:
         stats = [((stat := (source.folder / name).stat()).st_size, stat.st_mtime_ns) for name in source.reader.files]
         #: a checksum of everything that the written files depend on
         self._asked = state_checksum([source.reader.files, stats, asked, here, batches])
-        #: the file of each tensor that is written
-        self._files = dict[str, str]()
+        self._files = dict[str, str]()  # the file of each tensor that is written
         self.result = result_of(session, batches=len(batches) if session.needs_data else 0)
 
     def go_on_after(self, step: int) -> None:

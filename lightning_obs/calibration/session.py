@@ -140,8 +140,7 @@ class CalibrationSession(Observation):
         self.collectives = collectives or Collectives()
         self.read, self.skipped = Read(), set()
         self.result: CalibrationResult | None = None
-        #: this session's qparams on the modules; another session of the model may have replaced them since
-        self._own: Calibration = {}
+        self._own: Calibration = {}  # its qparams on the modules; another session may have replaced them since
         self._token_mask, self._counts_calls, self._padding_is_said = token_mask, True, False
         self._attached: ExitStack | None = None
 

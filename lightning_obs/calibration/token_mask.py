@@ -27,10 +27,8 @@ Layout: TypeAlias = Literal["tokens", "heads", "positions", "flattened", "routed
 class Watching:
     """Which tokens of the running call are observed."""
 
-    #: whether calls of the model are ignored, though it is attached
-    is_paused = False
-    #: which tokens, ``(batch, tokens)``, or samples count; None: all
-    mask: torch.Tensor | None = None
+    is_paused = False  # whether calls of the model are ignored, though it is attached
+    mask: torch.Tensor | None = None  # which tokens, ``(batch, tokens)``, or samples count; None: all
 
 
 class TokenSelection:

@@ -37,10 +37,8 @@ class AutoObservers:
     def __init__(self, asked: CalibrationOptions, masked: bool, candidates: Candidates) -> None:
         self.asked, self._masked = asked, masked
         self.candidates = candidates or None  # None: the default candidates that fit
-        #: the asked options with the chosen observers; None before the choice
-        self.options: CalibrationOptions | None = None
-        #: the scores; None before the choice, and after a resume
-        self.choice: ObserverChoice | None = None
+        self.options: CalibrationOptions | None = None  # the asked ones with the chosen observers; None before
+        self.choice: ObserverChoice | None = None  # the scores; None before the choice, and after a resume
         self._kept = KeptBatches()
         self._remove_hook: Callable[[], None] | None = None
 

@@ -85,8 +85,7 @@ class SessionCallback(Results):
         self.options = CalibrationOptions.of(scheme, **options)
         self.label = self.options.label
         self.module, self.sanity_check, self.token_mask = module, sanity_check, token_mask
-        #: a state that was loaded and that no session has taken yet
-        self._waiting_state: dict[str, Any] | None = None
+        self._waiting_state: dict[str, Any] | None = None  # loaded, and not taken by a session yet
 
     @property
     @override

@@ -83,8 +83,7 @@ class CalibrationCallback(ObservedBatches):
         if self._auto is not None and self.save_to is not None:
             raise CalibrationError("save_every with chosen observers, which run kept batches again", remedy="drop one.")
         self.evaluate, self.every_n_epochs, self.show = float(evaluate), every_n_epochs, show
-        #: the second pass of the validation that runs now
-        self._second_pass: QuantizedValidation | None = None
+        self._second_pass: QuantizedValidation | None = None  # of the validation that runs now
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

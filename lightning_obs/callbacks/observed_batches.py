@@ -97,8 +97,7 @@ class ObservedBatches(SessionCallback):
         self.max_batches, self.save_every = max_batches, save_every
         self.dataloaders = [dataloaders] if isinstance(dataloaders, (str, int)) else dataloaders and list(dataloaders)
         self.save_to = None if save_to is None else Path(save_to)
-        #: the save of the validation that runs now
-        self._save: _Save | None = None
+        self._save: _Save | None = None  # of the validation that runs now
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -176,8 +175,7 @@ class _Save:
         # All ranks read the weights together; each has batches of its own.
         model = weights_checksum(session.model)
         self._run = {**asked, "ranks": session.collectives.size, "checksum of the weights": model}
-        #: the checksum of each batch that was fetched
-        self._batches: list[int] = []
+        self._batches: list[int] = []  # the checksum of each batch that was fetched
 
     def resume(self, trainer: Trainer) -> int:
         """Load the last save and skip its batches; returns how many. Every rank must call this."""

@@ -80,8 +80,7 @@ class QuantizedFit(SessionCallback):
         require_at_least(0, calibration_batches=calibration_batches, freeze_after=freeze_after)
         require_at_least(0, start_epoch=start_epoch, start_step=start_step)
         self._training: QuantizedTraining | None = None
-        #: validation batches that Lightning has counted when this callback last looked
-        self._validated = 0
+        self._validated = 0  # validation batches that Lightning has counted when this callback last looked
 
     @override
     def _session_to_export(self) -> CalibrationSession:

@@ -42,8 +42,7 @@ from lightning_obs.report.predictions import Moved
 class Results(Callback):
     """The results of a callback's session, for users, loggers and the page; a subclass makes the session."""
 
-    #: of the scheme that was asked for: it names the state in checkpoints
-    label: str
+    label: str  # of the scheme that was asked for: it names the state in checkpoints
     #: the LightningModule of the session: its tokenizer is exported, its root unit resharded
     _owner: LightningModule
 
@@ -54,8 +53,7 @@ class Results(Callback):
         #: replace a checkpoint that is in it; after the first run also the one that was written
         self.export_overwrite = export_overwrite
         self.tells_loggers = log  # Lightning gives every callback a `log`
-        #: scales of this run, calibration by calibration
-        self.drift = ScaleDrift()
+        self.drift = ScaleDrift()  # of this run's scales, calibration by calibration
         self.session: CalibrationSession | None = None
         #: the scores where observers are chosen by measurement; None: not chosen, or by an earlier run
         self.choice: ObserverChoice | None = None

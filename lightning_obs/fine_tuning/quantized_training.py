@@ -54,12 +54,10 @@ class QuantizedTraining:
 
     def __init__(self, session: CalibrationSession, train: str = "weights") -> None:
         self.session = session
-        #: the tensors that are quantized now
-        self.switch = Switch()
+        self.switch = Switch()  # the tensors that are quantized now
         self.learned = None if train == "weights" else LearnedScales(session.plan, alone=train == "scales")
         self.phase = Phase.NEW
-        #: a validation runs the model that an export would write at this moment
-        self.validating = False
+        self.validating = False  # a validation runs the model that an export would write at this moment
         self._forwards: ExitStack | None = None  # gives every module its own forward back; None while none is replaced
         # A resumed run may stand between two observations: weights are newer than their ranges, and stay so.
         self._resumed = False

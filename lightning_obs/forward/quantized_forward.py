@@ -12,7 +12,7 @@ passes unquantized. Attention states are quantized where compressed-tensors' hoo
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from threading import Lock, get_ident
 from typing import Any
@@ -92,16 +92,14 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
         yield model
 
 
-@contextmanager
-def weights_kept(model: nn.Module) -> Iterator[None]:
-    """Inside :func:`quantized`, quantize each weight once: a model that generates is called for each token.
+def weights_kept(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside :func:`quantized`, a block in which each weight is quantized once: a model that generates runs often.
 
     Takes the memory of the weights once more; nothing may change them meanwhile.
     """
     modules = [module for _, module in calibrated_modules(model) if not is_offloaded(module)]  # else they come to stay
     states = [state for module in modules if (state := getattr(module, STATE, None)) is not None]
-    with patch_attrs(states, "kept", [[] for _ in states]):
-        yield
+    return patch_attrs(states, "kept", [[] for _ in states])
 
 
 @contextmanager

@@ -37,8 +37,7 @@ class Switch:
 
     weights: bool = True
     activations: bool = True
-    #: quantizes and dequantizes in numerics' place
-    writer: Writer | None = None
+    writer: Writer | None = None  # quantizes and dequantizes in numerics' place
 
 
 @dataclass
@@ -46,16 +45,12 @@ class Quantization:
     """How a module runs quantized; a plain attribute of it."""
 
     switch: Switch = field(default_factory=Switch)
-    #: an instance's own forward that was there before (a wrapper of somebody else's)
-    before: Callable[..., Any] | None = None
-    #: a forward hook quantizes the output
-    output_by_hook: bool = False
-    #: off: the weight is a checkpoint's, rounded already, and a step would leave its grid
-    trainable: bool = True
+    before: Callable[..., Any] | None = None  # the instance's own earlier forward (a wrapper of somebody else's)
+    output_by_hook: bool = False  # a forward hook quantizes the output
+    trainable: bool = True  # off: the weight is a checkpoint's, rounded already, and a step would leave its grid
     #: base name -> the scale now, with a gradient; empty unless scales are learned
     learned: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
-    #: the quantized weight, once it is known; None: it is quantized at each forward
-    kept: list[torch.Tensor] | None = None
+    kept: list[torch.Tensor] | None = None  # the quantized weight, once it is known; None: quantized at each forward
 
 
 DEFAULT = Quantization()
