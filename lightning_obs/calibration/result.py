@@ -35,7 +35,7 @@ class CalibrationResult:
         fallback: modules of experts that no data reached, whose activations have their siblings' ranges
             (``on_missing="siblings"``).
         fused: groups of modules that an engine takes quantized as a whole or not at all.
-        tied: modules left in full precision because they share an embedding's weight: its name, by theirs.
+        tied: modules left in full precision because they share a weight with an embedding: ``{module: embedding}``.
         engines: each engine's verdict on the checkpoint; empty for a model that is not of transformers.
         ranks: how many ranks took part.
         collectives: how many collectives reduced their statistics.

@@ -39,10 +39,10 @@ class CalibrationCallback(ObservedBatches):
     Args:
         scheme: as for :class:`~lightning_obs.CalibrationOptions`, or such options.
         evaluate: run each validation, and each ``trainer.test`` of a calibrated model, a second time through the
-            quantized model. What ``validation_step`` and ``on_validation_epoch_end`` log for the epoch is logged again
-            as ``<name>_quantized`` (``<name>_quantized/<scheme>`` where several callbacks evaluate), in time for
-            ``ModelCheckpoint(monitor="val_loss_quantized")`` and ``EarlyStopping``. A model whose output has ``logits``
-            also gets ``quant/divergence``, the mean Kullback-Leibler divergence from the unquantized model's
+            quantized model. The metrics that ``validation_step`` and ``on_validation_epoch_end`` log for the epoch are
+            logged again as ``<name>_quantized`` (``<name>_quantized/<scheme>`` where several callbacks evaluate), in
+            time for ``ModelCheckpoint(monitor="val_loss_quantized")`` and ``EarlyStopping``. A model whose output has
+            ``logits`` also gets ``quant/divergence``, the mean Kullback-Leibler divergence from the unquantized model's
             predictions [nats], and ``quant/agreement``, the share of positions with the same most likely class
             (``callback.moved``). A number in (0, 1): run that share of each loader's batches. Batches and logits are
             kept on the CPU for it, up to 2 GiB of each on each rank.

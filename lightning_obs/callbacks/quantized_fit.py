@@ -266,5 +266,5 @@ class QuantizedFit(SessionCallback):
 
 
 def _validation_batches(trainer: Trainer) -> int:
-    """How many validation batches Lightning has counted, of a resumed run also those before its checkpoint."""
+    """How many validation batches Lightning has counted, with the earlier ones of a resumed run."""
     return int(trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready)

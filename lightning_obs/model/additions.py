@@ -26,10 +26,10 @@ _TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value
 
 
 def add(module: nn.Module, take_out: TakeOut, undo: Callable[[], None] | None = None) -> Callable[[], None]:
-    """Keep something that is on a module now out of its copies; returns what removes it, in any order with others.
+    """Keep an addition to a module out of its copies; returns a function that removes it, in any order with others.
 
-    ``take_out`` gets the module's ``__dict__``, or a copy of it and of torch's own tables in it, without what was added
-    later. ``undo`` removes it from the module; by default ``take_out`` does.
+    ``take_out`` gets the module's ``__dict__``, or a copy of it and of torch's own tables in it, without later
+    additions. ``undo`` removes the addition from the module; by default ``take_out`` does.
     """
     return _of(module).add(take_out, lambda later: take_out(vars(module)) if undo is None else undo())
 

@@ -68,7 +68,7 @@ def get_scheme(module: nn.Module) -> QuantizationScheme | None:
 
 
 def quantized_states(module: nn.Module) -> tuple[str, ...]:
-    """Which of q, k, v a module has scales for."""
+    """The ones of q, k, v for which a module has scales."""
     return tuple(base for base in ATTENTION if isinstance(getattr(module, f"{base}_scale", None), torch.Tensor))
 
 

@@ -4,7 +4,7 @@ Where a parameter rests, :func:`place_of` says: whole on this rank, a DTensor (F
 flat shard of FSDP1. In :func:`whole_unit` it is whole, and there if it is offloaded (:mod:`.offload`). LoRA
 adapters beside a weight are added to it, wherever it rests.
 
-FSDP1 joins the parameters of a unit (what one wrapper holds, without the wrappers inside it) to one flat tensor, cut
+FSDP1 joins the parameters of a unit (those in one wrapper and in no wrapper inside it) to one flat tensor, cut
 into equal lengths. Outside of a forward a module has a piece of its weight, perhaps an empty one, and knows neither the
 whole shape nor the wrapper that would gather it. So every module is told (:func:`register_fsdp_units`).
 """
