@@ -1,4 +1,4 @@
-"""What a composed config describes: options, model, data and Trainers; and a task that works with them.
+"""Make the options, model, data and Trainers of a composed config, and a task that works with them.
 
 Hydra's containers become dicts and lists here; nothing below the app knows of Hydra.
 """
@@ -68,7 +68,7 @@ class Job(Task):
     predictions: Predictions  # of the original model on held-out data
 
     def load(self) -> None:
-        """Load what the config describes."""
+        """Load model and data."""
         config = self.config
         self.folder = Path(config.export.folder) if config.export.folder else None
         if self.folder is not None:

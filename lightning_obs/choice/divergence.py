@@ -6,7 +6,7 @@ backward pass for all of them: a layer whose output changes by ``d`` changes the
 
     KL = 1/2 d^T J^T F J d = 1/2 E[(v^T J d)^2],   F = diag(p) - p p^T,   v = sqrt(p) r - p (sqrt(p)^T r),
 
-where ``p`` is what the model predicts and ``r`` are random signs: ``v`` has covariance F, as the gradient of the
+where ``p`` are the predicted probabilities and ``r`` random signs: ``v`` has covariance F, as the gradient of the
 log-probability of a drawn label has, with less variance. ``v^T J`` is the gradient at the layer's output. No
 label of the text is used: a layer can lower the loss on a text by chance, but it cannot lower the divergence.
 

@@ -29,8 +29,8 @@ from lightning_obs.schemes.config import SchemeLike, config_groups
 
 #: an observer's ``name``, and its hyperparameters
 _Named: TypeAlias = dict[str, Any]
-#: what is tried by default, of what fits the scheme; the first of each is always tried. Hessians and signed scales are
-#: tried for weights below 8 bits, where format and engine take them
+#: the default candidates, tried where they fit the scheme; the first of each list always is. Hessians and signed
+#: scales are tried for weights below 8 bits, where format and engine take them
 CANDIDATES: dict[str, list[_Named]] = {
     "input": [
         {"name": "static_minmax"},
@@ -47,7 +47,7 @@ CANDIDATES: dict[str, list[_Named]] = {
         {"name": "hessian"},
     ],
 }
-#: a tensor gets another candidate than the overall best if it loses less than this share of what the best loses there:
+#: a tensor gets another candidate than the overall best if it loses less than this share of the best one's loss there:
 #: estimates for one tensor are noisy, and the least of several noisy ones is often luck
 CLEARLY = 0.8
 #: by base name (input, weight), names of observers or dicts of name, hyperparameters and (weight) rounding
@@ -122,8 +122,8 @@ def choose_observers(
         **options: fields of :class:`~lightning_obs.CalibrationOptions` (``ignore``, ``targets``...).
 
     Raises:
-        CalibrationError: nothing to observe; a candidate that does not fit; fewer than two batches; whatever
-            :func:`~lightning_obs.sensitivity` raises.
+        CalibrationError: nothing to observe; a candidate that does not fit; fewer than two batches; the errors
+            of :func:`~lightning_obs.sensitivity`.
 
     Examples:
         >>> import torch
@@ -195,7 +195,7 @@ def _candidate(asked: CalibrationOptions, base_name: str, one: _Named) -> dict[s
 def fitting_candidates(
     model: nn.Module, asked: CalibrationOptions, candidates: Candidates | None = None
 ) -> dict[str, dict[str, _Named]]:
-    """Candidates by base name and label. The user's have to fit the scheme; of our own, those that do are taken."""
+    """Candidates by base name and label. The user's have to fit the scheme; default ones that do not are left out."""
     refuse(sorted(set(candidates or {}) - set(_FIELDS)), "observers are chosen for input and weight")
     tried: dict[str, dict[str, _Named]] = {}
     for base_name, (first, *others) in CANDIDATES.items():

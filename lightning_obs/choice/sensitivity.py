@@ -1,7 +1,7 @@
 """How much quantizing each layer changes the model's predictions, for every candidate scheme at once.
 
-Every candidate is calibrated in one pass over the data, on copies of the modules that share their parameters; what
-several candidates gather from one input (a Hessian) is gathered and kept once. Then :mod:`.divergence` measures all
+Every candidate is calibrated in one pass over the data, on copies of the modules that share their parameters; a Hessian
+that several candidates gather from one input is kept once. Then :mod:`.divergence` measures all
 copies in one forward and backward pass per batch.
 """
 
@@ -125,8 +125,8 @@ def sensitivity(
             ``{"scheme": "W4A16", "observers": {"weight": {"name": "hessian", "signed": True}}, "rounding": "gptq"}``.
         calibration: batches for candidates that observe data; default: ``batches``.
         seed: of the random signs.
-        **options: fields of :class:`~lightning_obs.CalibrationOptions` for candidates that do not name them. What one
-            of ``engines`` does not take is left out, with a warning.
+        **options: fields of :class:`~lightning_obs.CalibrationOptions` for candidates that do not name them.
+            Candidates that one of ``engines`` does not take are left out, with a warning.
 
     Raises:
         CalibrationError: a scheme that does not fit; none that all ``engines`` take; none, or a name twice; weights in

@@ -37,7 +37,7 @@ class Hardware:
     """The hardware that runs a checkpoint."""
 
     cuda: int | None = None  # least compute capability, times ten; None: no kernel for CUDA
-    cpu: str = ""  # what else runs it, as "CPU", "CPU with AMX", "Apple silicon"; empty: nothing
+    cpu: str = ""  # other hardware: "CPU", "CPU with AMX", "Apple silicon"; empty: none
     last: int | None = None  # the greatest compute capability, times ten; None: any
 
     def __str__(self) -> str:
@@ -60,12 +60,12 @@ class Verdict:
 
     loads: bool  # whether the engine loads it and gives the calibrated model
     text: str = ""  # the hardware that runs it, if known; or why the engine does not load it
-    what: str = ""  # the reason in one clause, without where and what to do; empty if the engine loads it
+    what: str = ""  # the reason in one clause, without modules and remedy; empty if the engine loads it
 
 
 @dataclass(frozen=True)
 class PlannedCheckpoint:
-    """What an engine is asked about: the modules of a model that will be quantized, and the user's own fused sets."""
+    """A checkpoint to be written: the model, its modules that will be quantized, and the user's own fused sets."""
 
     model: nn.Module
     targets: list[PlannedModule]
@@ -112,7 +112,7 @@ class Engine:
         return found
 
     def remarks(self, planned: PlannedCheckpoint, chosen: bool) -> Iterator[str]:
-        """What the user should know: each remark becomes a CalibrationWarning.
+        """Remarks for the user, each of which becomes a CalibrationWarning.
 
         ``chosen``: ``reload`` names this engine, which takes the checkpoint.
         """
@@ -146,7 +146,7 @@ def engine_of(reload: str, option: str = "reload") -> Engine:
 def ask_engines(planned: PlannedCheckpoint, chosen: Engine, also: Collection[Engine] = ()) -> dict[str, Verdict]:
     """Ask every engine once: the verdict of each by its name.
 
-    A model that is not of transformers has no verdicts: nothing is known of it but what the chosen engine refuses.
+    A model that is not of transformers has no verdicts: only the chosen engine is asked about it.
     ``also``: further engines that have to take the checkpoint.
 
     Raises:

@@ -90,8 +90,8 @@ def _packs_zero_points_into_one_row(target: PlannedModule) -> bool:
 
 
 def _check_weight(target: PlannedModule, weights: QuantizationArgs, in_transformers: bool) -> None:
-    """Refuse 4-bit and microscaling floats in other dtypes than bfloat16, in which they are decompressed whatever the
-    model's; and packed integers (4-bit and weight-only ones) but for symmetric Linear, as no others are unpacked."""
+    """Refuse 4-bit and microscaling floats in models of other dtypes than bfloat16, in which they are decompressed; and
+    packed integers (4-bit and weight-only ones) of other modules than symmetric Linear, which are not unpacked."""
     dtype = target.module.weight.dtype
     nvfp4 = weights.strategy == QuantizationStrategy.TENSOR_GROUP
     mx = weights.scale_dtype == torch.uint8 and in_transformers
@@ -123,7 +123,7 @@ def _check_experts(model: nn.Module, targets: list[PlannedModule], dequantize: b
     """Refuse experts that transformers 5.23 does not load back with the same numbers.
 
     It has no Linear per expert: it dequantizes every expert while it loads and stacks the weights, also where
-    ``dequantize`` was not asked for. So what an expert reads is not quantized there, and only the formats that its
+    ``dequantize`` was not asked for. So experts' inputs are not quantized there, and only the formats that its
     loader knows can be read. Experts in full precision go through the same loader, whose reader of FP8 alone takes
     weights without a scale.
     """

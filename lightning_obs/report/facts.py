@@ -1,4 +1,4 @@
-"""What is known of a run and its layers, gathered once: the closing summary and the page show it, each in its way."""
+"""The facts of a run and its layers, gathered once for the closing summary and the page."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ScaleDrift:
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """One layer's scheme, and what it takes."""
+    """One layer's scheme, observers and bytes."""
 
     scheme: str  # in a few words
     weight_width: int | None  # bits of its numbers; None: full precision
@@ -81,7 +81,7 @@ class LayerFacts:
     after: int  # and in a checkpoint
     outputs: int  # how many output channels the weight has scales of
     channels: list[float]  # largest weight that the scales of each can hold; of runs of channels where there are many
-    grid: tuple[float, float] | None  # ends of what the input's one scale can hold, in its units; None: it has several
+    grid: tuple[float, float] | None  # ends of the range of the input's one scale; None: it has several scales
 
 
 @dataclass
@@ -225,7 +225,7 @@ def aggregates(result: CalibrationResult | None, errors: Sequence[LayerError]) -
     return found | {"seconds": result.seconds}
 
 
-# ---------------------------------------------------------------------- what a session knows
+# ---------------------------------------------------------------------- facts of a session
 
 
 def known_facts(session: CalibrationSession) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Is the quantized model good, where does it lose, and what to do next: from one run's own numbers.
+"""Judge a run by its own numbers: is the quantized model good, which layers lose most, which steps would help.
 
-A run is as good as its worst sign: the metric, the divergence of its predictions, how often the most likely class is
-the same. Where it loses is estimated layer by layer: noise in a unit of output, ``10^(-SQNR / 10)``, or the loss that a
-plan has estimated; weight and input have parts of it as of their own noise. The three best remedies are named.
+A run is as good as its worst sign: the metric, the divergence of its predictions, the share of equal most likely
+classes. A layer's loss is the noise in a unit of its output, ``10^(-SQNR / 10)``, or the loss that a plan has
+estimated, split between weight and input in proportion to their own noise. The three best remedies are named.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Step:
 
     key: str  # a short name, which the folder of its run gets
     what: str  # in a sentence
-    why: str  # what it removes and costs
+    why: str  # its effect and its cost
     command: str | None  # to type; None: the run was not made by a command
     python: str  # to copy
     share: float  # of the noise that it removes, by estimate
@@ -73,7 +73,7 @@ class Judgement:
     headline: str  # the grade in a sentence
     signs: list[dict[str, str]]  # the numbers that it follows from, {"label", "value", "grade"}
     cause: str  # where it loses, in a sentence; empty: not known, or not worth a word
-    steps: list[Step]  # what to do next, the best first
+    steps: list[Step]  # next steps, the best first
 
 
 class LayerLoss(NamedTuple):
@@ -129,7 +129,7 @@ def _percent(share: float) -> str:
 
 
 def _graded(value: float, limits: tuple[float, float]) -> Grade:
-    """By limits that rise (less is better) or fall (more is better); what is not finite is broken.
+    """By limits that rise (less is better) or fall (more is better); NaN and infinity are broken.
 
     >>> _graded(0.1, NATS), _graded(0.1, AGREEMENT), _graded(math.nan, NATS)
     ('usable', 'broken', 'broken')
@@ -164,7 +164,7 @@ def _metric_grade(name: str, before: float, after: float, report: Report) -> Gra
 
 
 def _cause(report: Report, losses: Sequence[LayerLoss]) -> str:
-    """Which layers lose most, and whose fault it is: those to leave out if they hold half of it, else a few by loss."""
+    """The layers that lose most, those to leave out if they hold half of it, and whether weights or inputs cause it."""
     total = sum(one.loss for one in losses)
     if not total:
         return ""

@@ -4,8 +4,8 @@ Energy alone hides what hurts a language model: one token with an activation of 
 every other token of the layer is rounded to zero. So the signal-to-quantization-noise ratio of inputs and outputs is
 taken token by token, in dB, and then averaged. A token of a convolution is a pixel, with all its channels.
 
-The weights need no data, nor do inputs that a histogram observer counted: :func:`known_layer_errors`. What a layer does
-to its output needs a pass: :func:`measure_layer_errors`.
+The weights need no data, nor do inputs that a histogram observer counted: :func:`known_layer_errors`. Outputs
+need a pass: :func:`measure_layer_errors`.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def measure_layer_errors(
 class _Feeds(TorchFunctionMode):
     """The layers that are the first to read a layer's output: ``of``, by its name.
 
-    A tensor stems from the layers that the arguments of its function stem from, so what passes attention, a norm or an
-    addition is followed; results of functions that are not torch's are lost. The first are all that read one
-    tensor: q, k and v.
+    A tensor stems from the layers that the arguments of its function stem from, so it is followed through attention,
+    norms and additions, but not through functions that are not torch's. The first readers are all that read one tensor:
+    q, k and v.
     """
 
     def __init__(self) -> None:

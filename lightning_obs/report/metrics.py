@@ -1,9 +1,9 @@
 """How far quantized tensors are from the tensors themselves, for all layers at once.
 
 A model has hundreds of layers, and sums for each by itself would make ranks talk hundreds of times. So the sums of all
-layers are a few tensors whose first dimension is the layer, and ranks add theirs in three collectives. What is summed:
-:mod:`lightning_obs.numerics.quantization_error`. Each number of a layer is a function of these sums, a row of
-:data:`NUMBERS`.
+layers are a few tensors whose first dimension is the layer, and ranks add theirs in three collectives.
+:mod:`lightning_obs.numerics.quantization_error` defines them. Each number of a layer is a function of these sums, a row
+of :data:`NUMBERS`.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ def check_stacked_experts(model: nn.Module, targets: list[str], ignore: list[str
 def tied_heads(model: nn.Module, targets: Sequence[PlannedModule], by_class: Set[str]) -> dict[str, str]:
     """Planned modules that share their weight with an Embedding that is not planned; by their names its name.
 
-    Only those that a target names by their class (``by_class``). One that a name or pattern selects was asked for, and
-    is refused later.
+    Only modules that a target selects by their class (``by_class``): one selected by a name or a pattern is refused
+    later.
     """
     planned = {id(t.module) for t in targets if t.scheme.weights is not None}
     return {

@@ -1,8 +1,7 @@
 """The plan: the modules that will be quantized, each with its scheme, and the sets of them that are fused.
 
-From a planned module follow the names and shapes of its quantization parameters. Those of a file or of a user are
-checked against them (:func:`find_misfits`): anything else would broadcast where it should not, or give NaN at the first
-forward.
+A planned module determines the names and shapes of its quantization parameters. Parameters from a file or a user are
+checked against them (:func:`find_misfits`): others would broadcast where they should not, or give NaN.
 
 Modules of a fused set are multiplied as one matrix by an inference engine, which says which they are
 (:data:`~lightning_obs.engines.engine.FUSED_SETS`: q, k, v; gate, up). So they must have one scheme, and with two-level
@@ -57,7 +56,7 @@ class PlannedModule:
 class Plan:
     """A config laid over a model."""
 
-    config: QuantizationConfig  # what the user asked for; its ``ignore`` also names the tied modules
+    config: QuantizationConfig  # the user's; its ``ignore`` also names the tied modules
     targets: list[PlannedModule]  # the modules that will be quantized
     fused: list[list[str]] = field(default_factory=list)  # names of the modules of each fused set
     #: modules that are left out because they share their weight with an embedding, by name its name

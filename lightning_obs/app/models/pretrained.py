@@ -51,8 +51,8 @@ def load_pretrained(
             as is taken for models with images that ``AutoModelForCausalLM`` does not know.
         dtype: auto (as it was saved), float32, bfloat16 or float16.
         attn_implementation: as in transformers (``sdpa``, ``eager``...); None lets transformers choose.
-        **where: ``device_map`` as in transformers; ``"disk"`` puts all of it there. What does not fit is offloaded, and
-            comes in one module at a time. ``offload_folder``: for what is offloaded and lies in no safetensors file.
+        **where: ``device_map`` as in transformers; ``"disk"`` puts every weight there. Weights that do not fit are
+            offloaded and come in one module at a time; ``offload_folder`` is for those without a safetensors file.
 
     Raises:
         CalibrationError: an unknown dtype; no such folder or name; the default model's package is not installed; files

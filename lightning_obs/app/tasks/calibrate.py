@@ -175,7 +175,7 @@ class Calibrate(Job):
         return {**self.found, "run": self.label}
 
     def _stages(self) -> dict[str, Any]:
-        """What the run found before and after its last measurement."""
+        """Numbers of the run's other steps: calibration before training, the reloaded checkpoint, generation."""
         stages: dict[str, Any] = {}
         for when, found in (("calibrated", self.calibrated), ("reloaded", self.reloaded)):
             if self.full is not None and self.quantized is not None:
