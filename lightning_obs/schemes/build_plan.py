@@ -65,6 +65,9 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
         raise CalibrationError(
             "nothing is left to quantize", got=f"targets {list(by_target)}, all of them matched by ignore {ignore}"
         )
+    taken = {id(target.scheme) for target in targets}
+    if idle := [pattern for pattern, group in by_target.items() if id(group) not in taken]:
+        warn(f"other targets, `ignore` or a tied weight leave no module for {name_list(idle)}")
     check_targets(model, targets)
     fused = find_fused((t.name for t in targets), fused_sets)
     schemes = {t.name: scheme_identity(t.scheme) for t in targets}

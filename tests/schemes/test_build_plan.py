@@ -70,6 +70,11 @@ def test_a_target_that_matches_nothing_is_refused(mlp, target):
         plan(mlp, "FP8", targets=["fc1", target])
 
 
+def test_a_group_whose_modules_another_takes_is_warned_of(mlp):
+    with pytest.warns(CalibrationWarning, match=r"leave no module for re:fc2\.\*"):
+        assert names(mlp, {"FP8": ["fc1", "fc2"], "W8A8": ["re:fc2.*"]}) == ["fc1", "fc2"]
+
+
 def test_a_target_in_two_groups_is_refused(mlp):
     with pytest.raises(CalibrationError, match="a target stands in two groups: Linear"):
         plan(mlp, {"FP8": ["Linear"], "INT8_STATIC": ["Linear", "fc1"]})
