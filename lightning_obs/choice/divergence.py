@@ -27,6 +27,7 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
+from compressed_tensors.utils.helpers import patch_attrs
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -34,10 +35,12 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.files.tensors import give_back_freed
 from lightning_obs.forward.calls import call_on, in_evaluation_mode, logits_of
 from lightning_obs.forward.quantized_forward import quantize_forward
+from lightning_obs.forward.quantized_tensors import STATE
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out, set_attributes
 from lightning_obs.model.kinds import holds_parameters
 from lightning_obs.model.offload import at_rest, brought_in_by, is_offloaded
+from lightning_obs.model.qparams import args_of, read_qparams
 from lightning_obs.model.weight import onloaded
 from lightning_obs.observers.statistic import to_host
 
@@ -83,7 +86,8 @@ def divergences(
             with weights_shared(module, of_module.values()):
                 for twin in of_module.values():
                     stack.callback(quantize_forward(twin))
-            handle = module.register_forward_hook(_tap(name, of_module, changes), with_kwargs=True)
+            alike = _weights_alike(list(of_module.values()))
+            handle = module.register_forward_hook(_tap(name, of_module, alike, changes), with_kwargs=True)
             stack.callback(keep_hook_out(module, handle))
         for number, batch in enumerate(batches):
             logits = logits_of(call_on(model, batch))
@@ -113,8 +117,28 @@ def weights_shared(module: nn.Module, twins: Collection[nn.Module]) -> Iterator[
         twin._parameters = module._parameters
 
 
-def _tap(name: str, twins: Mapping[str, nn.Module], changes: _Changes) -> Callable[..., torch.Tensor | None]:
+def _weights_alike(twins: Iterable[nn.Module]) -> list[int]:
+    """For each twin the number of the first that quantizes the weight to the same numbers."""
+    known: list[tuple[Any, dict[str, torch.Tensor]]] = []
+    alike = []
+    for number, twin in enumerate(twins):
+        args, qparams = args_of(twin, "weight"), read_qparams(twin)
+        qparams = {name: value for name, value in qparams.items() if name.startswith("weight_")}
+        kind = (
+            args and args.model_dump(exclude={"observer", "observer_kwargs"}),
+            {n: v.dtype for n, v in qparams.items()},
+        )
+        same = (kind == of and all(torch.equal(value, qparams[n]) for n, value in own.items()) for of, own in known)
+        alike.append(next((first for first, is_same in enumerate(same) if is_same), number))
+        known.append((kind, qparams))
+    return alike
+
+
+def _tap(
+    name: str, twins: Mapping[str, nn.Module], alike: Sequence[int], changes: _Changes
+) -> Callable[..., torch.Tensor | None]:
     """A forward hook that runs a module's twins once backward has reached its output."""
+    states = [getattr(twin, STATE) for twin in twins.values()]
 
     def tap(module: nn.Module, args: Any, kwargs: Any, output: Any) -> torch.Tensor | None:
         if not isinstance(output, torch.Tensor) or not output.numel():
@@ -124,7 +148,8 @@ def _tap(name: str, twins: Mapping[str, nn.Module], changes: _Changes) -> Callab
 
         @torch.no_grad()
         def change(gradient: torch.Tensor) -> None:
-            with weights_shared(module, twins.values()):
+            kept: list[list[torch.Tensor]] = [[] for _ in states]  # of twins alike, one quantizes the weight
+            with weights_shared(module, twins.values()), patch_attrs(states, "kept", [kept[first] for first in alike]):
                 for scheme, twin in twins.items():
                     # forward, not the call: the copy has the original's hooks
                     moved: torch.Tensor = twin.forward(*args, **kwargs) - plain

@@ -13,6 +13,7 @@ Batches are then combined as declared, and modules that read the same tensor (q,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
@@ -96,8 +97,6 @@ class Observer(Statistics, Registry):
         self._fused_observers: list[Observer] = []
         #: dtype of the module's weight; under autocast wider than that of the observed values
         self.qparams_dtype: torch.dtype | None = None
-        #: observers of equal kind measure the same statistics in a tensor
-        self._kind: Hashable = (type(self), base_name, repr(self.args))
         self._set_hyperparameters(kwargs)
         #: how the weight is rounded once its scales are chosen; None: to the nearest number
         self.rounding = rounding_of(self.args)
@@ -124,6 +123,11 @@ class Observer(Statistics, Registry):
             )
         for name, default in known.items():
             setattr(self, name, given.get(name, default))
+
+    @functools.cached_property
+    def _kind(self) -> Hashable:
+        """Equal for observers that measure the same statistics in a tensor."""
+        return type(self), self.base_name, repr(self.args)
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         """Raise a CalibrationError that names a hyperparameter, unless it is as expected."""

@@ -143,7 +143,7 @@ class MemorylessMSEObserver(Observer):
         if not improved[stop:].any():  # no scale was chosen after the end
             return False
         for search in searches:
-            search.reset(keep=("is_part", *search.input_statistics))
+            search.reset(keep=search.input_statistics)
             search.stop = stop
         return True
 

@@ -122,7 +122,7 @@ class Statistics:
     keeps_extremes: ClassVar[bool] = False
 
     #: attributes that are set from outside, which ``reset`` keeps, and that are not statistics
-    _settings: ClassVar[tuple[str, ...]] = ("qparams_dtype", "_fused_observers", "_joins_ranges", "is_finite")
+    _settings: ClassVar[tuple[str, ...]] = ("qparams_dtype", "_fused_observers", "_joins_ranges", "is_finite", "_kind")
 
     #: whether ``statistics`` are all that observing sets
     _declares_all: ClassVar[bool] = False
@@ -189,7 +189,12 @@ class Statistics:
         self.__dict__ |= {**statistics, "is_finite": False}
 
     def reset(self, keep: Collection[str] = ()) -> None:
-        """Forget everything observed, except the statistics named in ``keep``: all else is as constructed."""
+        """Forget everything observed, except the statistics named in ``keep``; settings and hyperparameters stay."""
+        if self._declares_all:  # a new observer costs much more
+            for statistic in self.statistics:
+                if statistic.name not in keep:
+                    vars(self).pop(statistic.name, None)
+            return
         kept = {name: value for name, value in vars(self).items() if name in (*self._settings, *keep)}
         with torch.inference_mode(False):
             self.__dict__ = vars(self._new()) | kept

@@ -9,7 +9,9 @@ from torch import nn
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, linearize_experts, sensitivity
 from lightning_obs.choice.sensitivity import candidate_options
+from lightning_obs.forward import quantized_tensors
 from lightning_obs.forward.quantized_forward import quantize_forward
+from lightning_obs.forward.quantized_tensors import fake_quantize_with
 from lightning_obs.numerics.moments import channel_products
 from tests.moe_models import tiny_moe
 
@@ -59,6 +61,20 @@ def test_candidates_with_other_parameters_do_not_share_them(classifier):
     for name, scheme in together.items():
         alone = sensitivity(classifier, [x], {name: scheme}, reload="unchecked")
         assert found.layers[name] == pytest.approx(alone.layers[name])
+
+
+def test_candidates_that_round_a_weight_alike_round_it_once_a_batch(classifier, monkeypatch):
+    rounded = []
+
+    def rounding(value, *given, **options):
+        rounded.append(value.data_ptr())
+        return fake_quantize_with(value, *given, **options)
+
+    monkeypatch.setattr(quantized_tensors, "fake_quantize_with", rounding)
+    together = {"int4": INT4, "int8": INT8, "dynamic": "W8A8", "static": "INT8_STATIC"}
+    sensitivity(classifier, [torch.randn(64, 32), torch.randn(64, 32)], together)
+    weights = [layer.weight.data_ptr() for layer in classifier if isinstance(layer, nn.Linear)]
+    assert [rounded.count(weight) for weight in weights] == [4, 4, 4]  # by two candidates' grids, in two batches
 
 
 def test_the_estimate_is_right_on_average_where_errors_of_tokens_agree(tiny_llama, batches):
