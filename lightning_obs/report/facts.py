@@ -93,7 +93,7 @@ class Report:
         result: of the calibration.
         errors: of the layers, worst first.
         metrics: by name, before and after, ``{"perplexity": (14.80, 15.19)}``; the first one judges the run.
-        higher_is_better: the first metric; None: as its name says (perplexity, loss and error: lower).
+        higher_is_better: the first metric; None: as its name says (perplexity, loss, error, mse, mae, wer...: lower).
         curves: metrics over the steps of a fit, ``{"step": 100, "val_loss": 2.1, "val_loss_quantized": 2.3}``.
         moved: how far the predictions are from the original's.
         was_trained: after calibration, so that predictions were meant to move.

@@ -43,6 +43,7 @@ _BY_TOKEN = {
     "int8 channel weights, asymmetric int8 tensor inputs": "W8A8",
     "float8 tensor weights, float8 tensor inputs": "FP8_DYNAMIC",
 }
+_LOWER_IS_BETTER = r"loss|error|perplexity|(^|[_/])(ppl|nll|r?mse|mae|wer|cer)($|[_/])"
 #: a remedy for less than this share of the noise is not named
 _WORTH = 0.05
 _SAID = {
@@ -155,7 +156,7 @@ def _signs(report: Report) -> list[Any]:
 def _metric_grade(name: str, before: float, after: float, report: Report) -> Grade:
     if "perplexity" in name and before > 0 and after > 0:
         return _graded(math.log(after / before), NATS)
-    lower = report.higher_is_better is False or bool(re.search("loss|error|perplexity", name))
+    lower = report.higher_is_better is False or bool(re.search(_LOWER_IS_BETTER, name.lower()))
     kept = (before, after) if lower and report.higher_is_better is not True else (after, before)
     return _graded(kept[0] / kept[1] if kept[1] else math.nan, KEPT)
 

@@ -135,6 +135,8 @@ def test_a_good_run_is_told_what_takes_its_checkpoint(tmp_path, monkeypatch, tak
         ({"metrics": {"val_loss": (2.0, 2.01)}}, "good"),
         ({"metrics": {"val_loss": (2.0, 3.0)}}, "broken"),
         ({"metrics": {"mine": (2.0, 3.0)}, "higher_is_better": False}, "broken"),
+        ({"metrics": {"val_MSE": (0.15, 0.13)}}, "good"),
+        ({"metrics": {"power": (0.15, 0.13)}}, "broken"),
         ({"metrics": {"perplexity": (10.0, 10.0)}, "moved": Moved(0.1, 0.95, 9)}, "usable"),
         ({"metrics": {"perplexity": (10.0, 10.0)}, "moved": Moved(0.01, 0.5, 9)}, "broken"),
         ({"metrics": {"perplexity": (10.0, 10.0)}, "moved": Moved(0.9, 0.5, 9), "was_trained": True}, "good"),
