@@ -79,6 +79,7 @@ class Observation(Watching):
     progress: Progress | None = None  # told of the weights that this rank searches
     #: the last observed tensor, under this mask; sessions that observe the same calls may share it
     read: Read
+    token_weights: Any = None  # a TokenWeights, where observers ask for weighed tokens
     #: observers that no data reached on any rank; None: the ranks were not reduced yet
     unreached: list[Key] | None = None
     skipped: set[str]  # modules left in full precision, because no data reached them
@@ -152,7 +153,9 @@ class ObserverHooks:
             mask, given = session.mask, value
             if mask is not None and not target.states:
                 value = tokens_of(module, value)
-            stamp = (self._fused.get(name, name), session.batches) if value.is_inference() else value._version
+            weighs = session.token_weights is not None and bool(of_weight) and name in session.token_weights.modules
+            in_batch: Hashable = self._fused.get(name, name), session.batches
+            stamp = in_batch if value.is_inference() or weighs else value._version
             read = session.read
             read.see(value, stamp)
             tokens = value.detach()
@@ -164,6 +167,9 @@ class ObserverHooks:
             before = len(read.measured)
             for observer in observers:
                 observer.observe_shared(tokens, read.measured)
+            if weighs:
+                tokens = session.token_weights.weigh(name, given.detach())
+                tokens = tokens if mask is None else experts.select(tokens, mask, name, self._selection, "tokens")
             for observer in of_weight:
                 observer.observe_inputs(tokens, read.measured)
             session.measurements += len(read.measured) - before

@@ -27,7 +27,7 @@ from lightning_obs.calibration.saved_state import state_checksum
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.compress import stored_layout
 from lightning_obs.checkpoint.source import CheckpointSource
-from lightning_obs.errors import CalibrationError, require_choice
+from lightning_obs.errors import CalibrationError, refuse, require_choice
 from lightning_obs.files.tensors import Progress, TensorWriter, give_back_freed, write_index
 from lightning_obs.files.unfinished import Unfinished
 from lightning_obs.files.write import require_room, whole_folder
@@ -139,6 +139,7 @@ class _LayerByLayer:
     ) -> None:
         self.source, self.session, self.unfinished = source, session, unfinished
         self._runs, self._device, self._started = runs, torch.device(runs.device), time.perf_counter()
+        refuse(session.weighed, "weigh_tokens runs the whole model backward", remedy="calibrate it in memory.")
         name, blocks = find_blocks(source.model)
         self._streaming = Streaming(source, session, runs.progress)
         for target in session.plan.targets:

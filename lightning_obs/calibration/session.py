@@ -26,6 +26,7 @@ from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
 from lightning_obs.calibration.token_mask import PADDING, require_mask
+from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.engines.engine import PlannedCheckpoint, ask_engines, engine_of
 from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, warn
 from lightning_obs.forward.quantized_forward import INSIDE
@@ -70,7 +71,8 @@ def _make_observers(plan: Plan) -> tuple[dict[Key, Observer], dict[Key, Observer
             if base_name == "input" and not observer.keeps_extremes:
                 second[target.name, RANGE] = StaticMinMaxObserver("input", QuantizationArgs())
             elif observer.rounding is not None and not isinstance(observer, HessianObserver):
-                second[target.name, HESSIAN] = HessianObserver("weight", QuantizationArgs())
+                weighs = getattr(observer, "weigh_tokens", False)
+                second[target.name, HESSIAN] = HessianObserver("weight", QuantizationArgs(), weigh_tokens=weighs)
     return observers, second
 
 
@@ -146,7 +148,12 @@ class CalibrationSession(Observation):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy, which is not attached."""
-        return {**vars(self), "_attached": None, "read": Read(), "progress": None}
+        return {**vars(self), "_attached": None, "read": Read(), "progress": None, "token_weights": None}
+
+    @property
+    def weighed(self) -> list[str]:
+        """Names of the modules whose weight is chosen by tokens that count by their gradients."""
+        return [name for (name, _), observer in self.fed.items() if getattr(observer, "weigh_tokens", False)]
 
     @property
     def needs_data(self) -> bool:
@@ -189,11 +196,12 @@ class CalibrationSession(Observation):
             ObserverHooks(self).attach(stack)
             handle = self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)
             stack.callback(keep_hook_out(self.model, handle))
+            self.token_weights = TokenWeights(self, self.weighed) if self.weighed else None
             self._attached = stack.pop_all()
 
     def detach(self) -> None:
         """Remove every hook. Can be called at any time, any number of times."""
-        attached, self._attached, self.mask = self._attached, None, None
+        attached, self._attached, self.mask, self.token_weights = self._attached, None, None, None
         if attached is not None:
             self.read.forget()
             attached.close()
@@ -220,15 +228,17 @@ class CalibrationSession(Observation):
             given = {**bound.arguments, **bound.kwargs}
         if self._token_mask is None:
             self.say_padding(given.get(PADDING))
-            return
-        if (mask := given.get(self._token_mask)) is None:
+        elif (mask := given.get(self._token_mask)) is not None:
+            self.mask_tokens(mask)
+        else:
             raise CalibrationError(
                 f"token_mask={self._token_mask!r} was not given to the model",
                 where=[type(module).__name__],
                 got=f"a call with {', '.join(given)}",
                 remedy="pass it in every batch, or leave token_mask out if there is no padding.",
             )
-        self.mask_tokens(mask)
+        if self.token_weights is not None and not self.is_paused:
+            self.token_weights.measure(module, args, kwargs)
 
     def say_padding(self, mask: Any) -> None:
         """Warn, once, if tokens that the mask marks as padding are about to be observed."""

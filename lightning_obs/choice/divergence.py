@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.tensors import give_back_freed
 from lightning_obs.forward.calls import call_on, in_evaluation_mode, logits_of
+from lightning_obs.forward.probe import fisher_probe, parameters_without_gradients, tapped
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.quantized_tensors import STATE
 from lightning_obs.forward.shared_blocks import run_eagerly
@@ -67,16 +68,13 @@ def divergences(
     squares: dict[tuple[str, tuple[str, ...]], torch.Tensor] = {}
     finite: list[torch.Tensor] = []
     tokens = 0
-    with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
+    with ExitStack() as stack:
         stack.enter_context(run_eagerly())
         stack.enter_context(in_evaluation_mode(model))
         stack.enter_context(set_checkpoint_early_stop(False))  # it would leave accelerate's hook before weights go
         with at_rest():
             offloaded = [module for module in model.modules() if is_offloaded(module) and holds_parameters(module)]
-            trained = [(m, n) for m in model.modules() for n, p in m.named_parameters("", False) if p.requires_grad]
-            model.requires_grad_(False)
-        # By name: accelerate replaces offloaded tensors at each call.
-        stack.callback(at_rest()(lambda: [getattr(module, name).requires_grad_(True) for module, name in trained]))
+        stack.enter_context(parameters_without_gradients(model))
         for owner in {brought_in_by(module) for module in offloaded}:
             # Autograd would keep the weights of all modules; so each runs again when backward reaches it.
             again = partial(checkpoint, owner.forward, use_reentrant=False, preserve_rng_state=False)
@@ -91,9 +89,8 @@ def divergences(
             stack.callback(keep_hook_out(module, handle))
         for number, batch in enumerate(batches):
             logits = logits_of(call_on(model, batch))
-            generator = torch.Generator(logits.device).manual_seed(seed + number)
             finite.append(torch.isfinite(logits.detach()).all())
-            logits.backward(_probe(logits.detach(), generator))
+            logits.backward(fisher_probe(logits.detach(), seed + number))
             tokens += logits[..., 0].numel()
             for scheme in dict.fromkeys(scheme for scheme, _ in changes):
                 for group in groups:
@@ -144,7 +141,6 @@ def _tap(
         if not isinstance(output, torch.Tensor) or not output.numel():
             return None
         plain = output.detach()
-        tapped = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
 
         @torch.no_grad()
         def change(gradient: torch.Tensor) -> None:
@@ -156,8 +152,7 @@ def _tap(
                     changes[scheme, name].append(moved.mul_(gradient).sum(-1, dtype=torch.float32))
             give_back_freed()
 
-        tapped.register_hook(change)
-        return tapped
+        return tapped(output, change)
 
     return tap
 
@@ -172,11 +167,3 @@ def _square(members: list[list[torch.Tensor]]) -> torch.Tensor:
         padded = nn.functional.pad(rows, (0, -rows.shape[-1] % BLOCK))
         total = total + padded.unflatten(-1, (-1, BLOCK)).sum(-1).double().square().sum()
     return total
-
-
-def _probe(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A random gradient of the logits whose covariance is the Fisher information, ``diag(p) - p p^T``."""
-    p = logits.float().softmax(-1)
-    signs = torch.empty(p.shape, dtype=torch.int8, device=p.device).random_(0, 2, generator=generator).mul_(2).sub_(1)
-    probe = p.sqrt().mul_(signs)
-    return probe.sub_(p * (p.sqrt() * signs).sum(-1, keepdim=True)).to(logits.dtype)

@@ -26,6 +26,7 @@ from torch import nn
 
 from lightning_obs.calibration.saved_state import dump_observation, dump_statistics, load_observation, load_statistics
 from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.errors import refuse
 from lightning_obs.fine_tuning.learned_scales import LearnedScales
 from lightning_obs.forward.quantized_forward import fake_quantized_states, quantize_training_forward
 from lightning_obs.forward.quantized_tensors import Switch, has_range
@@ -53,6 +54,7 @@ class QuantizedTraining:
     """The ranges of a session's model; ``train``: ``"weights"``, ``"scales"`` that can be ``learned``, or ``"all"``."""
 
     def __init__(self, session: CalibrationSession, train: str = "weights") -> None:
+        refuse(session.weighed, "weigh_tokens is of a calibration, not of training", remedy="leave it out.")
         self.session = session
         self.switch = Switch()  # the tensors that are quantized now
         self.learned = None if train == "weights" else LearnedScales(session.plan, alone=train == "scales")

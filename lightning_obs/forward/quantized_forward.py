@@ -79,7 +79,7 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
     problem = not_ready(model)
     if problem is not None:
         warn(f"quantized() gives other numbers than a checkpoint would: {problem}")
-    with _claimed(model), ExitStack() as stack:
+    with unobserved(model), ExitStack() as stack:
         attention: dict[nn.Module, dict[nn.Module, tuple[str, ...]]] = {}
         for _, module in list(calibrated_modules(model)):
             if states := quantized_states(module):
@@ -103,8 +103,8 @@ def weights_kept(model: nn.Module) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _claimed(model: nn.Module) -> Iterator[None]:
-    """Mark the modules as run quantized by this thread; modules that another thread has marked are refused."""
+def unobserved(model: nn.Module) -> Iterator[None]:
+    """A block in which nothing observes the modules, and only this thread runs them; another thread's are refused."""
     thread = get_ident()
     with _claiming:
         if any(vars(module).get(INSIDE, thread) != thread for module in model.modules()):

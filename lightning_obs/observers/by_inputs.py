@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,13 +22,17 @@ class ByInputsObserver(MemorylessMSEObserver):
 
     Keyword Args:
         strict (bool): a weight whose inputs were not seen is an error. Off: all its columns count alike.
+        weigh_tokens (bool): count each token by the squared length of the gradient at the module's output: as much as
+            the predictions depend on it (:mod:`lightning_obs.calibration.token_weights`). Each call of the model is run
+            forward and backward once more; its output needs logits. A rounding by the Hessian weighs tokens, too.
 
     Raises:
         CalibrationError: observed is not a weight; no inputs, or inputs of another width.
     """
 
-    hyperparameters: ClassVar[dict[str, Any] | None] = {"strict": True}
+    hyperparameters: ClassVar[dict[str, Any] | None] = {"strict": True, "weigh_tokens": False}
     strict: bool
+    weigh_tokens: bool
     input_count: torch.Tensor
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
@@ -40,6 +44,11 @@ class ByInputsObserver(MemorylessMSEObserver):
                 expected="weight",
                 remedy="observe activations with mse or histogram.",
             )
+
+    @property
+    @override
+    def _kind_of_inputs(self) -> Hashable:
+        return super()._kind_of_inputs, self.weigh_tokens
 
     @property
     @override

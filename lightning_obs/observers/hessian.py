@@ -47,7 +47,7 @@ class LocalHessianObserver(ByInputsObserver):
     tokens, ``(T, t, t)`` in float32: T parts of t columns, zeros after the last column.
 
     Keyword Args:
-        maxshrink, patience, grid, strict: as of ``imatrix_mse``.
+        maxshrink, patience, grid, strict, weigh_tokens: as of ``imatrix_mse``.
         expand (float | None): factor on the range before the search, at least 1. None: 1.84 in FP4, which has no number
             between 4 and 6, else 1.
         signed (bool): as of ``memoryless_mse``.
@@ -138,7 +138,7 @@ class HessianObserver(LocalHessianObserver):
     Keyword Args:
         sweeps (int): how often each scale is chosen, at least 1; the later, the closer to the range chosen before.
         damping (float): share of the mean of H's diagonal that is added to it, at least 0.
-        maxshrink, grid, expand, strict, signed, norm: as of ``local_hessian``.
+        maxshrink, grid, expand, strict, weigh_tokens, signed, norm: as of ``local_hessian``.
         patience (int): 0, all candidates are visited.
     """
 

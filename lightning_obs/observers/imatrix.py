@@ -34,6 +34,9 @@ class IMatrixMSEObserver(ByInputsObserver):
         norm (float): exponent of the error.
         expand (float): factor on the range before the search, at least 1.
         strict (bool): a weight whose inputs were not seen is an error. Off: it is searched with equal weights.
+        weigh_tokens (bool): count each token by the squared length of the gradient at the module's output: as much as
+            the predictions depend on it (:mod:`lightning_obs.calibration.token_weights`). Each call of the model is run
+            forward and backward once more; its output needs logits. A rounding by the Hessian weighs tokens, too.
 
     Raises:
         CalibrationError: a value outside of these; observed is not a weight; no inputs, or inputs of another width.

@@ -1,0 +1,48 @@
+"""Backward from a random probe of the logits: how much a model's predictions depend on each of its modules' outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_obs.model.offload import at_rest
+
+
+def fisher_probe(logits: torch.Tensor, seed: int, alike: bool = False) -> torch.Tensor:
+    """A random gradient of logits ``(..., classes)`` whose covariance is the Fisher information, ``diag(p) - p p^T``.
+
+    Backward from it gives gradients g at a module's output with ``1/2 E[(g^T d)^2]`` the Kullback-Leibler divergence,
+    to second order, by a change d of the output. ``alike``: with the same random signs for each sample, so that a
+    sample's gradients do not depend on its batch.
+    """
+    p = logits.float().softmax(-1)
+    signs = torch.empty(p.shape[alike:], dtype=torch.int8, device=p.device)
+    signs.random_(0, 2, generator=torch.Generator(p.device).manual_seed(seed)).mul_(2).sub_(1)
+    probe = p.sqrt().mul_(signs)
+    return probe.sub_(p * (p.sqrt() * signs).sum(-1, keepdim=True)).to(logits.dtype)
+
+
+def tapped(output: torch.Tensor, see: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    """The output of a module; ``see`` is called with its gradient when backward reaches it."""
+    found = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
+    found.register_hook(see)
+    return found
+
+
+@contextmanager
+def parameters_without_gradients(model: nn.Module) -> Iterator[None]:
+    """Gradients inside the ``with`` block, but none of a parameter."""
+    with at_rest():
+        trained = [(m, n) for m in model.modules() for n, p in m.named_parameters("", False) if p.requires_grad]
+        model.requires_grad_(False)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        with at_rest():  # by name: accelerate replaces offloaded tensors at each call
+            for module, name in trained:
+                getattr(module, name).requires_grad_(True)

@@ -1,0 +1,243 @@
+"""``weigh_tokens``: tokens count as the predictions depend on them, where a weight is chosen by its inputs."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_obs import (
+    BlockRuns,
+    CalibrationCallback,
+    CalibrationError,
+    CalibrationSession,
+    QuantizationAwareTraining,
+    calibrate_layerwise,
+    linearize_experts,
+    quantized,
+)
+from lightning_obs.calibration.hooks import HESSIAN
+from lightning_obs.forward.probe import fisher_probe
+from tests.calibration.test_checkpoint_weights import tiny_llama as tiny_llama_of
+from tests.callbacks.calibration_modules import trainer
+from tests.moe_models import tiny_moe
+from tests.rank_processes import run_ranks
+
+INT4 = {"weights": {"num_bits": 4, "group_size": 16}}
+WEIGHED = {"weight": {"name": "hessian", "weigh_tokens": True}}
+IGNORE = ["lm_head"]
+
+
+class LanguageModule(L.LightningModule):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch, _):
+        return self.model(**batch, labels=batch["input_ids"]).loss
+
+    def validation_step(self, batch, _):
+        self.log("val_loss", self.training_step(batch, _))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def loader(batches):
+    return DataLoader(batches, batch_size=None)
+
+
+class Reader(nn.Module):
+    """Predicts from the second half of a sequence alone."""
+
+    def __init__(self, half: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head, self.half = nn.Linear(32, 16), nn.Linear(16, 5), half
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        hidden = self.inner(x).tanh()
+        counts = (torch.arange(x.shape[1]) >= x.shape[1] // 2) | (not self.half)
+        return {"logits": self.head(hidden * counts[:, None])}
+
+
+def inputs(samples=6):
+    return torch.randn(samples, 8, 32, generator=torch.Generator().manual_seed(1))
+
+
+def observed(model, calls, observers=WEIGHED, **options):
+    """A session that has seen calls, and is not finalized."""
+    mask = options.pop("token_mask", None)
+    session = CalibrationSession(model, INT4, observers=observers, token_mask=mask, **options)
+    session.attach()
+    with torch.no_grad():
+        for call in calls:
+            model(**call)
+    session.detach()
+    return session
+
+
+def test_a_probe_has_the_covariance_of_the_fisher_information():
+    logits = torch.tensor([[0.5, -1.0, 2.0, 0.0]])
+    probes = torch.cat([fisher_probe(logits, seed) for seed in range(20_000)])
+    p = logits[0].softmax(-1)
+    expected = p.diag() - torch.outer(p, p)
+    torch.testing.assert_close(probes.T @ probes / len(probes), expected, rtol=0, atol=5e-3)
+
+
+def test_a_token_counts_the_squared_gradient_at_the_output():
+    model, x = Reader(half=False), inputs()
+    hessian = observed(model, [{"x": x}]).observers["inner", "weight"].input_hessian
+    hidden = model.inner(x)
+    logits = model.head(hidden.tanh())
+    (gradient,) = torch.autograd.grad(logits, hidden, fisher_probe(logits.detach(), 0, alike=True))
+    weights = gradient.double().square().sum(-1)
+    expected = torch.einsum("bt,bti,btj->ij", weights, x.double(), x.double())
+    torch.testing.assert_close(hessian.double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_tokens_that_no_prediction_depends_on_do_not_count():
+    x = inputs()
+    found = observed(Reader(), [{"x": x}]).observers["inner", "weight"].input_hessian
+    x[:, :4] = 1e4
+    changed = observed(Reader(), [{"x": x}]).observers["inner", "weight"].input_hessian
+    torch.testing.assert_close(changed, found)
+
+
+@pytest.mark.parametrize("name", ["imatrix_mse", "local_hessian", "hessian"])
+def test_the_statistics_do_not_depend_on_the_batches(name):
+    observers = {"weight": {"name": name, "weigh_tokens": True}}
+    together = observed(Reader(), [{"x": inputs()}], observers).observers["inner", "weight"]
+    apart = observed(Reader(), [{"x": x} for x in inputs().split(2)], observers).observers["inner", "weight"]
+    statistic = together.input_statistics[0]
+    expected = getattr(together, statistic)
+    torch.testing.assert_close(getattr(apart, statistic), expected, rtol=0, atol=1e-6 * float(expected.max()))
+
+
+def test_padding_counts_in_no_token_and_in_no_prediction():
+    mask = torch.ones(6, 8)
+    mask[:, 6:] = 0
+    masked = observed(
+        Reader(half=False), [{"x": inputs(), "attention_mask": mask}], token_mask="attention_mask"
+    ).observers["inner", "weight"]
+    x = inputs()
+    model = Reader(half=False)
+    hidden = model.inner(x)
+    logits = model.head(hidden.tanh())
+    probe = fisher_probe(logits.detach(), 0, alike=True) * mask[..., None]
+    (gradient,) = torch.autograd.grad(logits, hidden, probe)
+    weights = gradient.square().sum(-1) * mask
+    torch.testing.assert_close(
+        masked.input_hessian, torch.einsum("bt,bti,btj->ij", weights, x, x), rtol=1e-4, atol=1e-7
+    )
+    assert masked.input_count == 36
+
+
+def test_modules_that_are_fused_share_the_hessian_and_the_rounding_weighs_tokens_too(tiny_llama, batches):
+    model = tiny_llama()
+    observers = {"weight": {"name": "imatrix_mse", "weigh_tokens": True}}
+    session = CalibrationSession(model, INT4, observers=observers, rounding="gptq", ignore=IGNORE)
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    with session, torch.no_grad():
+        for batch in batches:
+            model(**batch)
+        q, k = (session.fed[f"model.layers.0.self_attn.{x}_proj", HESSIAN] for x in "qk")
+        assert q.weigh_tokens
+        assert q.input_hessian is k.input_hessian
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == before
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_validation_gives_what_a_session_gives(tiny_llama, batches):
+    model = tiny_llama()
+    with CalibrationSession(model, INT4, observers=WEIGHED, ignore=IGNORE) as session, torch.no_grad():
+        for batch in batches:
+            model(**batch, labels=batch["input_ids"])
+    expected = session.result.qparams
+    callback = CalibrationCallback(INT4, observers=WEIGHED, ignore=IGNORE, module="model", evaluate=True)
+    trainer(callback).validate(LanguageModule(model), loader(batches), verbose=False)
+    assert callback.result.batches == len(batches)
+    torch.testing.assert_close(callback.result.qparams, expected, rtol=0, atol=0)
+    assert callback.moved.positions
+
+
+def test_the_predictions_change_less_than_with_tokens_that_count_alike():
+    """On inputs whose extreme tokens no prediction depends on."""
+    x = inputs(64)
+    x[:, :4] *= 100 * torch.randn(32)
+    model = Reader()
+    with torch.no_grad():
+        expected = model(x)["logits"].log_softmax(-1)
+
+    def divergence(weigh_tokens):
+        observers = {"weight": {"name": "hessian", "weigh_tokens": weigh_tokens}}
+        with CalibrationSession(model, INT4, observers=observers, rounding="gptq", ignore=["head"]), torch.no_grad():
+            model(x)
+        with quantized(model), torch.no_grad():
+            found = model(x)["logits"].log_softmax(-1)
+        return float((expected.exp() * (expected - found)).sum(-1).mean())
+
+    assert divergence(True) < 0.75 * divergence(False)
+
+
+def on_ranks(rank, ranks):
+    from lightning_obs.ranks.collectives import Collectives
+
+    model = Reader()
+    session = CalibrationSession(model, INT4, observers=WEIGHED, collectives=Collectives.of_group())
+    with session, torch.no_grad():
+        model(inputs()[rank::ranks])
+    return session.qparams
+
+
+def test_two_ranks_end_with_the_scales_of_one():
+    model = Reader()
+    with CalibrationSession(model, INT4, observers=WEIGHED) as session, torch.no_grad():
+        model(inputs())
+    first, second = run_ranks(on_ranks, 2, 2)
+    for name, value in session.qparams.items():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], value, rtol=0.05, atol=0)
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def test_a_model_without_logits_is_refused():
+    model = nn.Sequential(nn.Linear(32, 16), nn.Flatten(0))
+    session = CalibrationSession(model, INT4, observers=WEIGHED)
+    with pytest.raises(CalibrationError, match="measured on logits"), session:
+        model(inputs())
+
+
+def test_a_call_of_a_part_of_the_model_is_refused():
+    model = Reader()
+    session = CalibrationSession(model, INT4, observers=WEIGHED)
+    with pytest.raises(CalibrationError, match=r"weigh_tokens: a gradient is known for no token.*inner"), session:
+        model.inner(inputs())
+
+
+def test_experts_are_refused():
+    model = tiny_moe("qwen3_moe")
+    linearize_experts(model)
+    session = CalibrationSession(model, INT4, observers=WEIGHED, ignore=IGNORE)
+    with pytest.raises(CalibrationError, match="does not know the tokens of experts"):
+        session.attach()
+    assert not session.is_attached
+
+
+def test_block_by_block_it_is_refused(tmp_path, batches):
+    source = tiny_llama_of(tmp_path / "llama")
+    with pytest.raises(CalibrationError, match="weigh_tokens runs the whole model backward"):
+        calibrate_layerwise(
+            source, list(batches), INT4, tmp_path / "out", observers=WEIGHED, ignore=IGNORE, runs=BlockRuns()
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_training_is_refused(tiny_llama, batches):
+    callback = QuantizationAwareTraining(INT4, observers=WEIGHED, module="model")
+    with pytest.raises(CalibrationError, match="weigh_tokens is of a calibration"):
+        trainer(callback, max_epochs=1).fit(LanguageModule(tiny_llama()), loader(batches), loader(batches))
