@@ -75,6 +75,8 @@ OBSERVERS = [
     "hessian + gptq",
     "hessian(signed=True) + gptq",
     "imatrix_mse(signed=True, norm=2.0) + gptq",
+    "hessian(signed=True, weigh_tokens=True)",
+    "imatrix_mse(signed=True, norm=2.0, weigh_tokens=True) + gptq",
 ]
 #: the most that MiniLM may lose with int4 in groups of 64
 MOST = {
@@ -119,7 +121,8 @@ def main() -> int:
     )
     missed = 0
     if options.observer is None:
-        options.observer = [each for each in OBSERVERS if not (options.scheme and "signed" in each)]
+        unfit = ["signed"] * bool(options.scheme) + ["weigh_tokens"] * (not is_causal)  # that needs logits
+        options.observer = [each for each in OBSERVERS if not any(word in each for word in unfit)]
     if options.inputs is None:
         rows = [(each, functools.partial(ours, subject, scheme, each)) for each in options.observer]
     elif not isinstance(subject, Language):
