@@ -2,8 +2,7 @@
 
 A module's output that changes by ``d`` at a token moves the predictions by ``1/2 E[(g^T d)^2]`` (Kullback-Leibler, to
 second order), g the gradient at the output from a random probe of the logits. An error d is unknown before the weight
-is quantized, so all its directions count alike: the token's ``x x^T`` counts ``|g|^2`` times. An attention sink, whose
-activations are extreme, and a token that is predicted with certainty, then count next to nothing.
+is quantized, so all its directions count alike: the token's ``x x^T`` counts ``|g|^2`` times.
 
 Before each call of the model that is observed, the model runs once more, with gradients.
 

@@ -60,7 +60,8 @@ class Reader(nn.Module):
     def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         hidden = self.inner(x).tanh()
         counts = (torch.arange(x.shape[1]) >= x.shape[1] // 2) | (not self.half)
-        return {"logits": self.head(hidden * counts[:, None])}
+        logits = self.head(hidden * counts[:, None])
+        return {"logits": logits if attention_mask is None else logits * attention_mask[..., None]}
 
 
 def inputs(samples=6):
@@ -116,23 +117,54 @@ def test_the_statistics_do_not_depend_on_the_batches(name):
     torch.testing.assert_close(getattr(apart, statistic), expected, rtol=0, atol=1e-6 * float(expected.max()))
 
 
-def test_padding_counts_in_no_token_and_in_no_prediction():
+def test_padding_counts_in_no_token_and_in_no_prediction(tiny_llama, batches):
+    """Predictions after padding would depend on the tokens before it."""
+    ids = batches[0]["input_ids"]
+    padded = {
+        "input_ids": nn.functional.pad(ids, (0, 4)),
+        "attention_mask": nn.functional.pad(torch.ones_like(ids), (0, 4)),
+    }
+    model = tiny_llama()
+    name = ("model.layers.0.mlp.down_proj", "weight")
+    found = observed(model, [padded], token_mask="attention_mask", ignore=IGNORE).observers[name]
+    expected = observed(model, batches[:1], ignore=IGNORE).observers[name]
+    assert found.input_count == ids.numel()
+    torch.testing.assert_close(found.input_hessian, expected.input_hessian, rtol=1e-3, atol=1e-9)
+
+
+def test_in_inference_mode_the_statistics_are_the_same():
     mask = torch.ones(6, 8)
-    mask[:, 6:] = 0
-    masked = observed(
-        Reader(half=False), [{"x": inputs(), "attention_mask": mask}], token_mask="attention_mask"
-    ).observers["inner", "weight"]
-    x = inputs()
-    model = Reader(half=False)
-    hidden = model.inner(x)
-    logits = model.head(hidden.tanh())
-    probe = fisher_probe(logits.detach(), 0, alike=True) * mask[..., None]
-    (gradient,) = torch.autograd.grad(logits, hidden, probe)
-    weights = gradient.square().sum(-1) * mask
-    torch.testing.assert_close(
-        masked.input_hessian, torch.einsum("bt,bti,btj->ij", weights, x, x), rtol=1e-4, atol=1e-7
-    )
-    assert masked.input_count == 36
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        session = CalibrationSession(Reader(), INT4, observers=WEIGHED)
+        session.attach()
+        with mode():
+            session.model(inputs() * 1, attention_mask=mask * 1)
+        session.detach()
+        found.append(session.observers["inner", "weight"].input_hessian)
+    assert torch.equal(*found)
+
+
+def test_hooks_on_the_model_see_its_call_alone():
+    model, calls = Reader(), []
+    model.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    observed(model, [{"x": inputs()}])
+    assert calls == [False]
+
+
+def test_modules_that_are_fused_count_a_token_by_the_sum_of_their_gradients(tiny_llama, batches):
+    model, outputs, read = tiny_llama(), {}, {}
+    attention, ids = model.model.layers[1].self_attn, batches[0]["input_ids"]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        module = attention.get_submodule(name)
+        module.register_forward_hook(lambda _, args, out, name=name: outputs.update({name: out}))
+        module.register_forward_pre_hook(lambda _, args: read.update(x=args[0]))
+    logits = model(ids).logits
+    gradients = torch.autograd.grad(logits, list(outputs.values()), fisher_probe(logits.detach(), 0, alike=True))
+    weights, x = sum(gradient.square().sum(-1) for gradient in gradients), read["x"].detach()
+    found = observed(tiny_llama(), batches[:1], ignore=IGNORE).observers["model.layers.1.self_attn.k_proj", "weight"]
+    expected = torch.einsum("bt,bti,btj->ij", weights, x, x)
+    torch.testing.assert_close(found.input_hessian, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 def test_modules_that_are_fused_share_the_hessian_and_the_rounding_weighs_tokens_too(tiny_llama, batches):
@@ -148,6 +180,24 @@ def test_modules_that_are_fused_share_the_hessian_and_the_rounding_weighs_tokens
         assert q.input_hessian is k.input_hessian
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_modules_that_read_one_tensor_and_are_not_fused_have_weights_of_their_own():
+    class Two(Reader):
+        def forward(self, x):
+            # no prediction of the first half depends on the one, and none of the second on the other
+            early = torch.arange(x.shape[1])[:, None] < x.shape[1] // 2
+            return {"logits": self.head(torch.where(early, self.inner(x), self.outer(x)).tanh())}
+
+    model, x = Two(), inputs()
+    model.outer = nn.Linear(32, 16)
+    model.outer.load_state_dict(model.inner.state_dict())
+    seen = observed(model, [{"x": x}]).observers
+    for name, half in (("inner", slice(0, 4)), ("outer", slice(4, 8))):
+        zero = torch.zeros_like(x)
+        zero[:, half] = x[:, half]
+        expected = observed(model, [{"x": zero}]).observers[name, "weight"].input_hessian
+        torch.testing.assert_close(seen[name, "weight"].input_hessian, expected)
 
 
 def test_a_validation_gives_what_a_session_gives(tiny_llama, batches):
