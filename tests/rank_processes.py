@@ -26,6 +26,7 @@ _GRACE = 5.0  # seconds that the other ranks have to end after one has failed
 _STARTING = 120.0  # seconds for new processes to import what they need; not part of a test's time limit
 _IMPORTED = ["lightning_obs.callbacks", "lightning.pytorch.strategies", "torch.distributed.fsdp", "transformers"]
 
+_UNCONNECTED = "Gloo connectFullMesh failed"
 _ABORTED = f"died, exit code {-signal.SIGABRT}"
 
 _ranks: list[tuple[Any, connection.Connection]] = []
@@ -47,14 +48,24 @@ def run_ranks(
         RuntimeError: a rank raised (with the traceback of each that did), died, or did not end in time. A rank that
             aborts (SIGABRT, by C++ only) is given one more run: gloo does so now and then (pytorch #190489).
     """
-    results = _run_once(function, ranks, args, timeout, backend)
+    results = _run_connected(function, ranks, args, timeout, backend)
     if (False, _ABORTED) in results.values():
         print(f"{function.__name__}: a rank aborted; running once more", file=sys.stderr)
-        results = _run_once(function, ranks, args, timeout, backend)
+        results = _run_connected(function, ranks, args, timeout, backend)
     failed = [f"rank {rank}:\n{text}" for rank, (done, text) in sorted(results.items()) if not done]
     if failed:
         raise RuntimeError("\n".join(failed))
     return [results[rank][1] for rank in range(ranks)]
+
+
+def _run_connected(function: Callable[..., Any], *how: Any) -> dict[int, tuple[bool, Any]]:
+    """As :func:`_run_once`, which is tried again if gloo loses a connection before the function is called."""
+    results = _run_once(function, *how)
+    if any(not done and _UNCONNECTED in text for done, text in results.values()):
+        print(f"{function.__name__}: ranks did not connect; running once more", file=sys.stderr)
+        stop_ranks()
+        results = _run_once(function, *how)
+    return results
 
 
 def _run_once(

@@ -125,10 +125,15 @@ def _weights_alike(twins: Iterable[nn.Module]) -> list[int]:
             args and args.model_dump(exclude={"observer", "observer_kwargs"}),
             {n: v.dtype for n, v in qparams.items()},
         )
-        same = (kind == of and all(torch.equal(value, qparams[n]) for n, value in own.items()) for of, own in known)
+        same = (kind == of and all(_are_equal(value, qparams[n]) for n, value in own.items()) for of, own in known)
         alike.append(next((first for first, is_same in enumerate(same) if is_same), number))
         known.append((kind, qparams))
     return alike
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are known to be equal; of an offloaded module's values nothing is known."""
+    return one is other or (not (one.is_meta or other.is_meta) and torch.equal(one, other))
 
 
 def _tap(

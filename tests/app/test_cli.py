@@ -131,7 +131,7 @@ def test_two_ranks_of_ddp_print_and_write_once_and_give_the_scales_of_one(comman
     assert ranks.returncode == 0, ranks.stderr
     assert ranks.stdout.count(f"· calibrating {scheme.upper()}") == 1
     assert ranks.stdout.count("wrote two") == 1
-    assert " batch x 2 ranks" in ranks.stdout
+    assert " x 2 ranks" in ranks.stdout
     assert (tmp_path / "run" / "report.json").is_file()
     one = command_line(*common, "evaluate=false", "report.layer_error_batches=0", "export.folder=one")
     assert one.returncode == 0, one.stderr

@@ -51,7 +51,7 @@ def test_what_no_export_wrote_is_never_deleted(model, tmp_path, name, beside):
     (out / name).parent.mkdir(exist_ok=True, parents=True)
     (out / name).write_text("precious")
     before = names(out)
-    with pytest.raises(CalibrationError, match=rf"overwrite=True would delete it: .*{name}"):
+    with pytest.raises(CalibrationError, match=rf"overwrite=True would delete them: .*{name}"):
         export_checkpoint(model, out, overwrite=True)
     assert names(out) == before
     assert (out / name).read_text() == "precious"
@@ -60,7 +60,7 @@ def test_what_no_export_wrote_is_never_deleted(model, tmp_path, name, beside):
 
 def test_what_is_added_while_it_works_is_not_deleted(model, tmp_path):
     out = export_checkpoint(model, tmp_path / "out")
-    with pytest.raises(CalibrationError, match=r"would delete it: mine\.txt"):
+    with pytest.raises(CalibrationError, match=r"would delete them: mine\.txt"):
         export_checkpoint(
             model, out, overwrite=True, tokenizer=Meanwhile(lambda: (out / "mine.txt").write_text("precious"))
         )
@@ -82,7 +82,7 @@ def test_a_model_that_the_user_saved_over_an_export_is_not_replaced(model, tmp_p
     out = export_checkpoint(model, tmp_path / "out")
     save_file({"weight": torch.ones(4, 4)}, out / "model.safetensors")
     before = (out / "model.safetensors").read_bytes()
-    with pytest.raises(CalibrationError, match=r"would delete it: model\.safetensors \(changed since\)"):
+    with pytest.raises(CalibrationError, match=r"would delete them: model\.safetensors \(changed since\)"):
         export_checkpoint(model, out, overwrite=True)
     assert (out / "model.safetensors").read_bytes() == before
     assert os.listdir(tmp_path) == ["out"]
@@ -93,7 +93,7 @@ def test_what_is_no_file_any_more_is_not_ours(model, tmp_path, kind):
     out = export_checkpoint(model, tmp_path / "out")
     (out / "config.json").unlink()
     (out / "config.json").symlink_to("nowhere") if kind == "link" else os.mkfifo(out / "config.json")
-    with pytest.raises(CalibrationError, match=r"would delete it: config\.json"):
+    with pytest.raises(CalibrationError, match=r"would delete them: config\.json"):
         export_checkpoint(model, out, overwrite=True)
 
 
