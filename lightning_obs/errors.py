@@ -108,6 +108,17 @@ def require_choice(name: str, value: object, choices: Collection[str]) -> None:
         raise CalibrationError(name, got=got, expected=", ".join(map(repr, choices)))
 
 
+def require_kind(name: str, value: object, kinds: Any, expected: str) -> None:
+    """Raise a :class:`CalibrationError` for an option of another type; None is of any.
+
+    >>> require_kind("module", 3, (str,), "the path of a module")
+    Traceback (most recent call last):
+    lightning_obs.errors.CalibrationError: module. Got 3, expected the path of a module.
+    """
+    if value is not None and not isinstance(value, kinds):
+        raise CalibrationError(name, got=repr(value), expected=expected)
+
+
 def likely(name: str, known: Iterable[str]) -> str:
     """A hint to append to a wrong name: the closest known name, or an empty string.
 

@@ -21,7 +21,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
-from lightning_obs.app.console import say, step
+from lightning_obs.app.console import StepsBar, say, step
 from lightning_obs.app.data.module import CalibrationData
 from lightning_obs.app.sigterm import EndOnSigterm
 from lightning_obs.app.tasks.task import Task
@@ -146,7 +146,8 @@ def typed_words() -> list[str] | None:
 
 def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:
     """The Trainer that ``trainer`` describes, with these callbacks."""
-    return instantiate(config.trainer, callbacks=[*callbacks, EndOnSigterm()])
+    bars = [StepsBar()] if config.trainer.get("enable_progress_bar", True) else []
+    return instantiate(config.trainer, callbacks=[*callbacks, EndOnSigterm(), *bars])
 
 
 def made(node: Any, **given: Any) -> Any:

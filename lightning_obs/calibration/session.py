@@ -28,7 +28,7 @@ from lightning_obs.calibration.saved_state import by_module, dump_state, load_st
 from lightning_obs.calibration.token_mask import PADDING, require_mask
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.engines.engine import PlannedCheckpoint, ask_engines, engine_of
-from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, warn
+from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, require_kind, warn
 from lightning_obs.forward.quantized_forward import INSIDE
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.checksums import remember
@@ -118,6 +118,7 @@ class CalibrationSession(Observation):
         **options: Unpack[OptionKeywords],
     ) -> None:
         refuse_unknown(options, CalibrationOptions.names(CalibrationSession))
+        require_kind("token_mask", token_mask, (str,), f"the name of an argument of the model, such as {PADDING!r}")
         self.options = CalibrationOptions.of(scheme, **options)
         self.label = self.options.label
         register_fsdp_units(model)

@@ -220,10 +220,10 @@ class CalibrationCallback(ObservedBatches):
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Run the second pass of a test or a validation, and log its metrics."""
         if self._second_pass is not None:
-            for name, (value, in_bar) in self._second_pass.run(self._calibrated_session()).items():
+            for name, (value, how) in self._second_pass.run(self._calibrated_session()).items():
                 loader = name.partition("/dataloader_idx_")[2]
                 name = quantized_name(name, self.measured_as)
-                pl_module.log(name, value, prog_bar=in_bar, logger=False if loader else None, add_dataloader_idx=False)
+                pl_module.log(name, value, logger=False if loader else None, add_dataloader_idx=False, **how)
                 if loader:  # Lightning would list it under every loader
                     trainer._active_loop._logged_outputs[int(loader)][name] = value
             self.moved = self._second_pass.moved

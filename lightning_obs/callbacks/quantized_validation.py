@@ -89,11 +89,11 @@ class QuantizedValidation:
         """Stop keeping the first pass's predictions."""
         self._first_pass.close()
 
-    def run(self, session: CalibrationSession) -> dict[str, tuple[torch.Tensor, bool]]:
+    def run(self, session: CalibrationSession) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
         """Run the calibrated model quantized; every rank must. The batches are gone afterwards.
 
         Returns:
-            ``{"val_loss": (value, whether it is shown in the progress bar)}``, reduced over ranks where the user's own
+            ``{"val_loss": (value, further arguments to log it with)}``, reduced over ranks where the user's own
             ``self.log`` is.
         """
         self.close()
@@ -119,7 +119,7 @@ class QuantizedValidation:
         self.moved = comparison.reduced(session.collectives)
         if not connector.found:
             warn(f"evaluate: {loop.step} logs no metric for the epoch, so there is none of the quantized model.")
-        return {name: (value, name in connector.in_bar) for name, value in connector.found.items()}
+        return connector.found
 
     def _agree(self, session: CalibrationSession) -> None:
         """Ranks run as many batches as the one that has kept the fewest; print their share."""
@@ -201,8 +201,7 @@ class _Connector(_LoggerConnector):
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        self.found: dict[str, torch.Tensor] = {}
-        self.in_bar: set[str] = set()
+        self.found: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {}
 
     @override
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
@@ -210,10 +209,17 @@ class _Connector(_LoggerConnector):
 
     @override
     def update_eval_epoch_metrics(self) -> Any:
-        """Keep the values; asked after each loader and at the end."""
-        metrics = self.metrics
-        self.found.update(metrics["callback"])
-        self.in_bar.update(metrics["pbar"])
+        """Keep the values; asked after each loader and at the end.
+
+        A value that the user's ``self.log`` has reduced is equal on all ranks: its largest is itself.
+        """
+        results, values = self.trainer._results, self.metrics["callback"]
+        assert results is not None
+        for _, logged in results.valid_items():
+            reduced = logged.meta.sync.should or not logged.is_tensor  # torchmetrics reduces its own
+            how = {"prog_bar": logged.meta.prog_bar, "sync_dist": reduced, "reduce_fx": "max"}
+            for name in values.keys() & {*results._forked_name(logged, False)}:
+                self.found[name] = values[name], how
         return super().update_eval_epoch_metrics()
 
 

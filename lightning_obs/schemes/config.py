@@ -6,7 +6,9 @@ constructed once here, so that a typo is an error where it was made.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from compressed_tensors.quantization import (
@@ -53,6 +55,10 @@ OWN_PRESETS: dict[str, dict[str, QuantizationArgs]] = {
     },
 }
 
+_EXPECTED = (
+    "the name of a preset, a dict of weights, input_activations and output_activations, of targets by preset, or of "
+    "config_groups, or a QuantizationConfig"
+)
 _SCHEME_FIELDS = set(QuantizationScheme.model_fields)
 
 
@@ -134,6 +140,9 @@ def _with_lists(scheme: Any) -> Any:
 def _config(scheme: SchemeLike | None, targets: list[str] | None) -> QuantizationConfig:
     """The scheme as a config: itself, if it is one."""
     default, config = targets or [*DEFAULT_TARGETS], None
+    if isinstance(scheme, os.PathLike) or (isinstance(scheme, str) and Path(scheme).suffix):
+        given = "give its config_groups: scheme={'config_groups': {...}, 'ignore': [...]}."
+        raise CalibrationError("a scheme is not read from a file", got=scheme, expected=_EXPECTED, remedy=given)
     if isinstance(scheme, Mapping) and "config_groups" in scheme:
         scheme = QuantizationConfig.model_validate(dict(scheme))
     if isinstance(scheme, QuantizationConfig):
@@ -144,9 +153,7 @@ def _config(scheme: SchemeLike | None, targets: list[str] | None) -> Quantizatio
     elif isinstance(scheme, str):
         has_targets, groups = "", {"group_0": _preset(scheme, default)}
     elif scheme is not None and not isinstance(scheme, Mapping):
-        raise CalibrationError(
-            "not a scheme", got=type(scheme).__name__, expected="a preset name, a dict, or a QuantizationConfig"
-        )
+        raise CalibrationError("not a scheme", got=type(scheme).__name__, expected=_EXPECTED)
     elif not scheme:
         raise CalibrationError("the scheme is empty", expected="a preset name or at least one group")
     elif set(scheme) & _SCHEME_FIELDS:  # one scheme, perhaps misspelt, rather than groups called "weights"

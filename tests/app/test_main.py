@@ -2,13 +2,16 @@
 
 import json
 import re
+import warnings
 
 import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_obs import CalibrationCallback, CalibrationError, CalibrationOptions, CalibrationWarning
-from lightning_obs.app.job import make_options
+from lightning_obs.app.job import make_options, make_trainer
 from lightning_obs.app.main import run
 from lightning_obs.report.numbers import number
 
@@ -120,6 +123,22 @@ def test_a_checkpoint_with_other_logits_is_an_error(composed, tmp_path, monkeypa
 def test_a_module_that_cannot_be_imported_is_named(composed):
     with pytest.raises(CalibrationError, match=r"imports needs the package no_such_module.*PYTHONPATH"):
         run(composed("imports=[no_such_module]"))
+
+
+class Shown(Callback):
+    """What the progress bar says of a training step."""
+
+    def on_train_batch_end(self, trainer, *_):
+        self.texts = [task.description for task in trainer.progress_bar_callback.progress.tasks]
+
+
+def test_the_bar_of_a_fit_that_steps_end_names_no_last_epoch(composed):
+    shown = Shown()
+    for end, text in (("max_steps=3", "Epoch 0"), ("max_epochs=1", "Epoch 0/0")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of few workers
+            make_trainer(composed("trainer.enable_progress_bar=true", f"+trainer.{end}"), shown).fit(BoringModel())
+        assert [one.strip() for one in shown.texts if "Epoch" in one] == [text]
 
 
 def test_fine_tuning_prints_four_perplexities_of_which_the_last_two_are_one(composed, tmp_path, capsys, verified_here):

@@ -267,3 +267,9 @@ def test_the_result_says_which_tied_head_was_left_out():
         pass
     assert session.result.modules == ["fc"]
     assert "left out: head (tied to embed)" in repr(session.result)
+
+
+@pytest.mark.parametrize("token_mask", [3, lambda batch: batch["mask"]])
+def test_a_session_takes_the_name_of_its_token_mask(token_mask):
+    with pytest.raises(CalibrationError, match=r"token_mask. Got .*, expected the name of an argument of the model"):
+        CalibrationSession(nn.Linear(4, 2), "FP8", token_mask=token_mask)

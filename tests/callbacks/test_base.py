@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from transformers import AutoModelForCausalLM
 
-from lightning_obs import CalibrationCallback, CalibrationError
+from lightning_obs import CalibrationCallback, CalibrationError, QuantizationAwareTraining
 from lightning_obs.callbacks.which_module import find_module
 from tests.callbacks.calibration_modules import Language, Plain, trainer
 from tests.tiny_model import save_tiny_llama
@@ -32,6 +32,14 @@ def test_two_transformers_models_have_to_be_told_apart(tiny_llama):
 def test_an_unknown_module_path_lists_the_modules():
     with pytest.raises(CalibrationError, match=r"Plain has no module 'nett'.*one of its modules: net"):
         find_module(Plain(), "nett")
+
+
+@pytest.mark.parametrize("callback", [CalibrationCallback, QuantizationAwareTraining])
+def test_options_of_another_type_are_refused_by_the_constructor(callback):
+    with pytest.raises(CalibrationError, match=r"module. Got 3, expected the attribute path of a module"):
+        callback("FP8", module=3)
+    with pytest.raises(CalibrationError, match=r"token_mask. Got 3, expected a key of the batch, or a function of it"):
+        callback("FP8", token_mask=3)
 
 
 class Wrapped(torch.nn.Module):

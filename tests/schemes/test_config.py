@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, preset_name_to_scheme
 
@@ -94,7 +96,9 @@ def test_a_scheme_has_a_short_name(scheme, expected):
         ("UNQUANTIZED", {}, r"unknown scheme 'UNQUANTIZED'"),
         ({"FP9": ["Linear"]}, {}, r"unknown scheme 'FP9'"),
         ({}, {}, r"the scheme is empty"),
-        (8, {}, r"not a scheme. Got int, expected a preset name, a dict, or a QuantizationConfig"),
+        (8, {}, r"not a scheme. Got int, expected the name of a preset, a dict of weights.*, or a QuantizationConfig"),
+        ("recipe.yaml", {}, r"a scheme is not read from a file. Got recipe.yaml, expected .*config_groups.*Remedy"),
+        (Path("some/recipe"), {}, r"a scheme is not read from a file. Got some/recipe"),
         (
             {"weights": INT4, "inputs": INT4},
             {},

@@ -65,12 +65,16 @@ def load_pretrained(
     if device_map == "disk" or isinstance(device_map, Mapping):  # Hydra's is not a dict
         options["device_map"] = {"": "disk"} if device_map == "disk" else dict(device_map)
     folder = default_model_folder() if source is None else Path(source)
-    name = str(source or folder)
+    name = os.fspath(source or folder)
+    expected = "a folder with config.json and weights, or a name on the hub"
     if not folder.exists():
         settle_dead(Path(os.path.abspath(folder)).parent)
+        in_folder = folder.parent != Path() and folder.parent.exists()
+        if not folder.exists() and (in_folder or name.startswith(("/", ".", "~")) or name.count("/") > 1):
+            raise CalibrationError(f"model.path={name} does not exist", expected=expected)  # the hub is not asked
     if source is not None and folder.is_dir():
         refuse_damage(folder)
-    with naming(f"model.path={name}", expected="a folder with config.json and weights, or a name on the hub"):
+    with naming(f"model.path={name}", expected=expected):
         config = AutoConfig.from_pretrained(name)
         written_by = (getattr(transformers, each, None) for each in config.architectures or ())
         reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
