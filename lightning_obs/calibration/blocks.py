@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_obs.calibration.hooks import Observation
+from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import call_on
 from lightning_obs.model.additions import set_attributes
@@ -60,7 +60,7 @@ class Relay:
     """
 
     def __init__(
-        self, session: Observation, blocks: Sequence[nn.Module], batches: Sequence[Any], device: torch.device
+        self, session: CalibrationSession, blocks: Sequence[nn.Module], batches: Sequence[Any], device: torch.device
     ) -> None:
         self.session, self.blocks, self.batches, self._device = session, blocks, batches, device
         #: of the last block that was run: its output for each batch, on the CPU

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from compressed_tensors.utils.helpers import patch_attr
 from torch import nn
 
-from lightning_obs.calibration.token_mask import Layout, TokenSelection, Watching
+from lightning_obs.calibration.token_mask import Layout, TokenSelection
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import first_input
 from lightning_obs.forward.quantized_forward import INSIDE
@@ -27,6 +27,9 @@ from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.moe.experts import LinearExperts, expert_containers
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.min_max import StaticMinMaxObserver
+
+if TYPE_CHECKING:
+    from lightning_obs.calibration.session import CalibrationSession
 
 
 class ExpertWatch:
@@ -59,19 +62,19 @@ class ExpertWatch:
                 remedy="leave calibrate_all_experts out if the model has no experts.",
             )
 
-    def attach(self, watching: Watching, stack: ExitStack) -> None:
+    def attach(self, session: CalibrationSession, stack: ExitStack) -> None:
         """Register the hooks; ``stack`` removes them."""
         self.tokens = {name: [0] * len(experts) for name, experts in self.containers.items()}
         self._calls = {name: [] for name in self.containers}
         for name, experts in self.containers.items():
             for index, expert in enumerate(experts):
-                count = partial(self._count, watching, name, index)
+                count = partial(self._count, session, name, index)
                 stack.callback(keep_hook_out(expert, expert.register_forward_pre_hook(count, with_kwargs=True)))
             if self._all:
                 holder = self._holders[name]
                 outer = self._model.get_submodule(name.rpartition(".")[0])
                 reader = holder if isinstance(holder, LinearExperts) else outer
-                run = partial(self._run_all, watching, name)
+                run = partial(self._run_all, session, name)
                 stack.callback(keep_hook_out(reader, reader.register_forward_hook(run, with_kwargs=True)))
 
     def is_forced(self, name: str) -> bool:
@@ -96,8 +99,10 @@ class ExpertWatch:
         module = self._holders[container]
         return (module.rows, module.total) if isinstance(module, LinearExperts) else (None, 0)
 
-    def _count(self, watching: Watching, name: str, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.is_forcing or watching.is_paused or INSIDE in vars(module):
+    def _count(
+        self, session: CalibrationSession, name: str, index: int, module: nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        if self.is_forcing or session.is_paused or INSIDE in vars(module):
             return
         value = first_input(args, kwargs)
         given = [x for x in (*args, *kwargs.values()) if x is not None]
@@ -107,16 +112,18 @@ class ExpertWatch:
             return
         rows, total = self._rows(name)
         number: Any = value.shape[:-1].numel()
-        if watching.mask is not None:
-            mask = _of_tokens(watching.mask, total or number)
+        if session.mask is not None:
+            mask = _of_tokens(session.mask, total or number)
             if rows is not None and total == mask.numel():
                 number = mask.flatten().to(rows.device)[rows].bool().sum()
             elif number == mask.numel():
                 number = mask.bool().sum()
         self.tokens[name][index] = self.tokens[name][index] + number  # stays on the device
 
-    def _run_all(self, watching: Watching, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if watching.is_paused or INSIDE in vars(module):
+    def _run_all(
+        self, session: CalibrationSession, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        if session.is_paused or INSIDE in vars(module):
             return
         tokens = first_input(args, kwargs)
         calls, self._calls[name] = self._calls[name], []

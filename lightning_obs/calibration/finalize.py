@@ -6,17 +6,16 @@ rank that fails goes on with the collectives, so that none is left waiting, and 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from lightning_obs.calibration.expert_tokens import borrow_ranges
-from lightning_obs.calibration.hooks import HESSIAN, RANGE, Observation
+from lightning_obs.calibration.hooks import HESSIAN, RANGE
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.rounding import make_roundings
 from lightning_obs.calibration.weights import Observe, ShardedWeights
@@ -26,31 +25,33 @@ from lightning_obs.model.checksums import remember
 from lightning_obs.model.kinds import count_heads
 from lightning_obs.model.offload import at_rest, is_offloaded
 from lightning_obs.model.qparams import ROUNDED, as_stored, clear_qparams, read_qparams, write_qparams
-from lightning_obs.model.weight import matrix_shape, onloaded, place_of, reshard, rows_here
+from lightning_obs.model.weight import onloaded, place_of, reshard, rows_here
 from lightning_obs.numerics.qparams import ATTENTION, QParamsDict
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.statistic import all_finite, to_host
-from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import share_weights, sync_statistics
 from lightning_obs.schemes.planned_modules import PlannedModule
+
+if TYPE_CHECKING:
+    from lightning_obs.calibration.session import CalibrationSession
 
 
 @at_rest()
 @torch.inference_mode(False)
 @torch.no_grad()
-def finalize(session: Observation, weights: bool, activations: bool) -> CalibrationResult:
+def finalize(session: CalibrationSession, weights: bool, activations: bool) -> CalibrationResult:
     """As :meth:`.CalibrationSession.finalize`. Every rank must call this; an error is raised on all of them.
 
     It can be called again, after the weights have changed: activations are reduced only once.
     """
     reshard(session.model)
-    modules, sizes, failure = _weights(session) if weights else ({}, {}, None)
+    held, failure = _weights(session, weights)
     if activations and session.collectives.size == 1:
         _bring_to_host(session.fed)  # else the ranks reduce them where they are
     synced = sync_statistics(
         session.fed if activations and session.unreached is None else {},
         session.collectives,
-        weights=sizes,
+        weights=held.sizes,
         failure=failure,
         note={name: [int(count) for count in counts] for name, counts in session.experts.tokens.items()},
     )
@@ -65,9 +66,8 @@ def finalize(session: Observation, weights: bool, activations: bool) -> Calibrat
         else:
             observer(rows)
 
-    searched = [key for key in modules if key[0] not in session.skipped]
-    collectives, owners = synced.collectives, synced.owners
-    collectives += _observe(session, modules, session.observers, searched, owners, observe, failure)
+    searched = [key for key in held.modules if key[0] not in session.skipped]
+    collectives = synced.collectives + held.observe(searched, synced.owners, observe, failure)
     if weights:
         computed |= _compute(session, session.observers, weights=True)
     left = [target for target in session.plan.targets if target.name not in session.skipped]
@@ -75,7 +75,12 @@ def finalize(session: Observation, weights: bool, activations: bool) -> Calibrat
     _check_scales(qparams, {f"{name}.{base}_scale" for (name, base), o in session.observers.items() if o.signed})
     _check_heads(session.model, qparams)
     if weights and any(observer.rounding is not None for observer in session.observers.values()):
-        collectives += _round(session, modules, searched, owners, qparams)
+        roundings = make_roundings({key: session.observers[key] for key in searched}, session.fed, qparams)
+        rounded = {key: held.modules[key] for key in roundings}
+        again = _Weights(session, rounded, roundings)
+        collectives += again.observe(rounded, synced.owners, lambda _, rounding, rows: rounding(rows))
+        for (name, _), rounding in roundings.items():
+            qparams[name][ROUNDED] = rounding.rounded
     _write(session, qparams)
     if weights:  # else they may have been trained on since their scale was chosen
         remember(session.model)
@@ -95,7 +100,7 @@ def finalize(session: Observation, weights: bool, activations: bool) -> Calibrat
     )
 
 
-def result_of(session: Observation, **found: Any) -> CalibrationResult:
+def result_of(session: CalibrationSession, **found: Any) -> CalibrationResult:
     """The result of a session: the facts of its plan, and the ``found`` ones."""
     planned = {
         "scheme": session.label,
@@ -109,35 +114,69 @@ def result_of(session: Observation, **found: Any) -> CalibrationResult:
     return CalibrationResult(**{**planned, **found})
 
 
-def _weights(
-    session: Observation,
-) -> tuple[dict[Key, nn.Module], dict[Key, int], CalibrationError | None]:
-    """The modules whose weights are observed, the number of elements of each that one rank observes whole; an error."""
-    observers = session.observers
-    modules = {key: t.module for t in session.plan.targets if (key := (t.name, "weight")) in observers}
-    try:
+class _Weights:
+    """The weights of ``modules``, shared out over ranks, and their observers; refused where they cannot be read."""
+
+    def __init__(
+        self, session: CalibrationSession, modules: Mapping[Key, nn.Module], observers: Mapping[Key, Observer]
+    ) -> None:
+        self.modules, self._observers = modules, observers
+        self._collectives, self._progress = session.collectives, session.progress
         refuse(
             [name for (name, _), m in modules.items() if m.weight.is_meta and not is_offloaded(m)],
             "the weight is not materialized (meta device)",
             remedy="load it first.",
         )
-        sharded = _sharded(modules, observers, session.collectives)
+        shapes, sharded = {key: place_of(module).shape for key, module in modules.items()}, None
+        if any(place_of(module).groups for module in modules.values()):
+            sharded = ShardedWeights(modules, observers, self._collectives)
+        rows = {} if sharded is None else {k: each[self._collectives.rank] for k, each in sharded.rows.items()}
+        self._sharded = sharded
+        #: the number of elements of each weight that one rank observes whole
+        self.sizes = {key: shape.numel() for key, shape in shapes.items() if key not in rows}
+        #: of the other weights, the number that this rank observes
+        self._parts = {key: (stop - start) * shapes[key][1:].numel() for key, (start, stop) in rows.items()}
+
+    def observe(
+        self, keys: Collection[Key], owners: Mapping[Key, int], observe: Observe, failure: Exception | None = None
+    ) -> int:
+        """As :meth:`.ShardedWeights.observe`, whether weights are sharded or not; progress is told."""
+        ranks, rank = self._collectives.size, self._collectives.rank
+        if self._progress is not None:
+            mine = self._parts | {key: size for key, size in self.sizes.items() if owners.get(key) == rank}
+            weights: dict[Key, Any] = {key: self.modules[key].weight for key in mine.keys() & set(keys)}
+            tally = Tally(sum(mine[key] * weight.itemsize for key, weight in weights.items()), self._progress)
+            observe = partial(_tell, observe, tally, ranks)
+        if self._sharded is not None:
+            return self._sharded.observe(keys, owners, failure, observe)
+
+        def search(key: Key) -> None:
+            with onloaded(self.modules[key]):
+                observe(key, self._observers[key], rows_here(self.modules[key]))
+
+        own = {key: self._observers[key] for key in keys}
+        return share_weights(own, owners, search, self._collectives, failure).collectives
+
+
+def _tell(observe: Observe, tally: Tally, ranks: int, key: Key, observer: Observer, rows: torch.Tensor) -> None:
+    observe(key, observer, rows)
+    tally.add(key[0] if ranks == 1 else f"{key[0]} (this rank's share)", rows.nbytes)
+
+
+def _weights(session: CalibrationSession, wanted: bool) -> tuple[_Weights, CalibrationError | None]:
+    """The weights to observe; none, and an error, if they cannot be read."""
+    observers = session.observers
+    modules = {k: t.module for t in session.plan.targets if wanted and (k := (t.name, "weight")) in observers}
+    try:
+        found = _Weights(session, modules, observers)
     except CalibrationError as error:
-        return {}, {}, error
+        return _Weights(session, {}, {}), error
     for key in modules:
         observers[key].reset(keep=observers[key].input_statistics)
-    by_rows = () if sharded is None else sharded.rows
-    return modules, {k: math.prod(matrix_shape(m) or [0]) for k, m in modules.items() if k not in by_rows}, None
+    return found, None
 
 
-def _sharded(
-    modules: Mapping[Key, nn.Module], observers: Mapping[Key, Observer], collectives: Collectives
-) -> ShardedWeights | None:
-    sharded = any(place_of(module).groups for module in modules.values())
-    return ShardedWeights(modules, observers, collectives) if sharded else None
-
-
-def _write(session: Observation, qparams: Mapping[str, dict[str, torch.Tensor]]) -> None:
+def _write(session: CalibrationSession, qparams: Mapping[str, dict[str, torch.Tensor]]) -> None:
     for target in session.plan.targets:
         if target.name in qparams:
             write_qparams(target.module, target.scheme, qparams[target.name])
@@ -149,60 +188,6 @@ def _on_host(qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, tor
     """All qparams but rounded weights, by ``module.name``."""
     plain = {f"{n}.{key}": value for n, found in qparams.items() for key, value in found.items() if key != ROUNDED}
     return dict(zip(plain, to_host(list(plain.values())), strict=True))
-
-
-def _round(
-    session: Observation,
-    modules: Mapping[Key, nn.Module],
-    searched: Collection[Key],
-    owners: Mapping[Key, int],
-    qparams: Mapping[str, dict[str, torch.Tensor]],
-) -> int:
-    """Round the weights that are to be rounded, into ``qparams``. Returns the number of collectives."""
-    roundings = make_roundings({key: session.observers[key] for key in searched}, session.fed, qparams)
-    rounded = {key: modules[key] for key in roundings}
-    taken = _observe(session, rounded, roundings, rounded, owners, lambda _, one, rows: one(rows))
-    for (name, _), rounding in roundings.items():
-        qparams[name][ROUNDED] = rounding.rounded
-    return taken
-
-
-def _observe(
-    session: Observation,
-    modules: Mapping[Key, nn.Module],
-    observers: Mapping[Key, Observer],
-    keys: Collection[Key],
-    owners: Mapping[Key, int],
-    observe: Observe,
-    failure: Exception | None = None,
-) -> int:
-    """Let the observers of ``keys`` observe their weights, as :meth:`.ShardedWeights.observe`, and tell progress."""
-    collectives, sharded = session.collectives, _sharded(modules, observers, session.collectives)
-    if session.progress is not None:
-        rows = {} if sharded is None else {key: rows[collectives.rank] for key, rows in sharded.rows.items()}
-        mine = [key for key in keys if key in rows or owners.get(key) == collectives.rank]
-        total = sum(_bytes_here(modules[key], rows.get(key)) for key in mine)
-        observe = partial(_tell, observe, Tally(total, session.progress), collectives.size)
-    if sharded is not None:
-        return sharded.observe(keys, owners, failure, observe)
-
-    def search(key: Key) -> None:
-        with onloaded(modules[key]):
-            observe(key, observers[key], rows_here(modules[key]))
-
-    return share_weights({key: observers[key] for key in keys}, owners, search, collectives, failure).collectives
-
-
-def _tell(observe: Observe, tally: Tally, ranks: int, key: Key, observer: Observer, rows: torch.Tensor) -> None:
-    observe(key, observer, rows)
-    tally.add(key[0] if ranks == 1 else f"{key[0]} (this rank's share)", rows.nbytes)
-
-
-def _bytes_here(module: nn.Module, rows: tuple[int, int] | None) -> int:
-    """Bytes of a weight, or of its rows from the first number to the second."""
-    shape = matrix_shape(module) or torch.Size([0])
-    weight: Any = module.weight
-    return weight.itemsize * (shape.numel() if rows is None else (rows[1] - rows[0]) * shape[1])
 
 
 def _bring_to_host(observers: Mapping[Key, Observer]) -> None:
@@ -218,7 +203,7 @@ def _bring_to_host(observers: Mapping[Key, Observer]) -> None:
 
 
 def _activations(
-    session: Observation, unreached: list[Key]
+    session: CalibrationSession, unreached: list[Key]
 ) -> tuple[dict[Key, Observer], dict[Key, QParamsDict], CalibrationError | None]:
     """Stand-ins for observers that no data reached, the qparams of activations, and this rank's failure.
 
@@ -237,7 +222,7 @@ def _activations(
         return borrowed, {}, error
 
 
-def _left_out(session: Observation, unreached: set[Key]) -> set[str]:
+def _left_out(session: CalibrationSession, unreached: set[Key]) -> set[str]:
     """Names of modules to leave in full precision, because no data reached them on any rank, with their fused mates.
 
     An error if no observer saw any data, or one saw none and ``on_missing`` is ``"error"``.
@@ -285,7 +270,7 @@ def _left_out(session: Observation, unreached: set[Key]) -> set[str]:
 # ---------------------------------------------------------------------- qparams
 
 
-def _compute(session: Observation, observers: Mapping[Key, Observer], weights: bool) -> dict[Key, QParamsDict]:
+def _compute(session: CalibrationSession, observers: Mapping[Key, Observer], weights: bool) -> dict[Key, QParamsDict]:
     """The qparams of weights, or of activations, whose module is not skipped. An error names the module."""
     computed: dict[Key, QParamsDict] = {}
     for key, observer in observers.items():

@@ -10,30 +10,27 @@ with. There only modules of a fused set share, within one batch: engines run the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_obs.calibration.expert_tokens import ExpertWatch
-from lightning_obs.calibration.options import CalibrationOptions
-from lightning_obs.calibration.token_mask import Layout, TokenSelection, Watching
-from lightning_obs.engines import Verdict
+from lightning_obs.calibration.token_mask import Layout, TokenSelection
 from lightning_obs.errors import CalibrationError
-from lightning_obs.files.tensors import Progress
 from lightning_obs.forward.attention import hooked_attention, register_state_hook
 from lightning_obs.forward.quantized_forward import INSIDE
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import is_transformers_model, tokens_of
-from lightning_obs.observers import Key, Observer
-from lightning_obs.ranks.collectives import Collectives
-from lightning_obs.schemes.planned_modules import Plan, PlannedModule
+from lightning_obs.observers import Observer
+from lightning_obs.schemes.planned_modules import PlannedModule
+
+if TYPE_CHECKING:
+    from lightning_obs.calibration.session import CalibrationSession
 
 #: base names of second observers
 RANGE, HESSIAN = "input range", "weight by its inputs"
@@ -58,37 +55,10 @@ class Read:
             vars(self).update(vars(Read(weakref.ref(tensor), stamp)))
 
 
-class Observation(Watching):
-    """The plan of a session, its observers, and what they have seen."""
-
-    model: nn.Module
-    options: CalibrationOptions
-    label: str
-    plan: Plan
-    engines: Mapping[str, Verdict]  # on the checkpoint; empty for a model that is not of transformers
-    experts: ExpertWatch
-    together: list[list[str]]  # names of modules that are quantized together or not at all
-    observers: dict[Key, Observer]
-    #: the observers that data reach, and second observers of inputs: of their extremes, for the result, and of the
-    #: Hessian, for a rounding
-    fed: dict[Key, Observer]
-    collectives: Collectives  # of the ranks; a Trainer knows them only when it has started the ranks
-    batches = 0  # calls of the model
-    measurements = 0  # of activations; modules that share an input share them
-    started = 0.0
-    progress: Progress | None = None  # told of the weights that this rank searches
-    #: the last observed tensor, under this mask; sessions that observe the same calls may share it
-    read: Read
-    token_weights: Any = None  # a TokenWeights, where observers ask for weighed tokens
-    #: observers that no data reached on any rank; None: the ranks were not reduced yet
-    unreached: list[Key] | None = None
-    skipped: set[str]  # modules left in full precision, because no data reached them
-
-
 class ObserverHooks:
     """The hooks of a session, from :meth:`attach` until its stack is closed."""
 
-    def __init__(self, session: Observation) -> None:
+    def __init__(self, session: CalibrationSession) -> None:
         self._session = session
         self._selection = TokenSelection(batch_first=is_transformers_model(session.model))
         self._fused = {name: tuple(fused) for fused in session.plan.fused for name in fused}

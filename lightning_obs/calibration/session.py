@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.finalize import finalize
-from lightning_obs.calibration.hooks import HESSIAN, RANGE, Observation, ObserverHooks, Read
+from lightning_obs.calibration.hooks import HESSIAN, RANGE, ObserverHooks, Read
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
@@ -29,6 +29,7 @@ from lightning_obs.calibration.token_mask import PADDING, require_mask
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.engines.engine import PlannedCheckpoint, ask_engines, engine_of
 from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, require_kind, warn
+from lightning_obs.files.tensors import Progress
 from lightning_obs.forward.quantized_forward import INSIDE
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.checksums import remember
@@ -76,7 +77,7 @@ def _make_observers(plan: Plan) -> tuple[dict[Key, Observer], dict[Key, Observer
     return observers, second
 
 
-class CalibrationSession(Observation):
+class CalibrationSession:
     """Calibrate the modules of ``model`` that ``scheme`` targets, in a ``with`` block that runs the data.
 
     A scheme without static activations (weight-only, dynamic) needs no data: leave the block empty. After the block the
@@ -107,6 +108,16 @@ class CalibrationSession(Observation):
         (['0'], torch.Size([1]))
     """
 
+    batches = 0  # calls of the model
+    measurements = 0  # of activations; modules that share an input share them
+    started = 0.0
+    is_paused = False  # whether calls of the model are ignored, though it is attached
+    mask: torch.Tensor | None = None  # which tokens, ``(batch, tokens)``, or samples count; None: all
+    progress: Progress | None = None  # told of the weights that this rank searches
+    token_weights: Any = None  # a TokenWeights, where observers ask for weighed tokens
+    #: observers that no data reached on any rank; None: the ranks were not reduced yet
+    unreached: list[Key] | None = None
+
     @takes_keywords_of(CalibrationOptions)
     def __init__(
         self,
@@ -131,8 +142,11 @@ class CalibrationSession(Observation):
             planned = PlannedCheckpoint(self.model, self.plan.targets, self.options.fused_sets)
             self.engines = ask_engines(planned, chosen, also)
             self.experts = ExpertWatch(self.model, self.options.calibrate_all_experts)
+            #: names of modules that are quantized together or not at all
             self.together = [*self.plan.fused, *self._whole_layers()]
         self.observers, second = _make_observers(self.plan)
+        #: the observers that data reach, and second observers of inputs: of their extremes, for the result, and of the
+        #: Hessian, for a rounding
         self.fed = {key: observer for key, observer in self.observers.items() if observer.observes_data} | second
         inputs_of = {(name, "weight"): observer for (name, base), observer in second.items() if base == HESSIAN}
         check_inputs_fit(self.plan.targets, self.observers | inputs_of)
@@ -141,7 +155,8 @@ class CalibrationSession(Observation):
                 fused = [self.observers[n, base_name] for n in group if (n, base_name) in self.observers]
                 Observer.fuse(fused, self.options.join_fused_scales)
         self.collectives = collectives or Collectives()
-        self.read, self.skipped = Read(), set()
+        self.read = Read()  # sessions that observe the same calls may share it
+        self.skipped: set[str] = set()  # modules left in full precision, because no data reached them
         self.result: CalibrationResult | None = None
         self._own: Calibration = {}  # its qparams on the modules; another session may have replaced them since
         self._token_mask, self._counts_calls, self._padding_is_said = token_mask, True, False

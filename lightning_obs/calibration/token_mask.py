@@ -24,13 +24,6 @@ PADDING = "attention_mask"
 Layout: TypeAlias = Literal["tokens", "heads", "positions", "flattened", "routed"]
 
 
-class Watching:
-    """Which tokens of the running call are observed."""
-
-    is_paused = False  # whether calls of the model are ignored, though it is attached
-    mask: torch.Tensor | None = None  # which tokens, ``(batch, tokens)``, or samples count; None: all
-
-
 class TokenSelection:
     """Selects the rows that count; remembers the layout that earlier calls of each module have shown.
 

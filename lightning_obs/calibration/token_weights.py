@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_obs.calibration.hooks import Observation
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.forward.calls import in_evaluation_mode, logits_of
 from lightning_obs.forward.probe import fisher_probe, parameters_without_gradients, tapped
@@ -30,6 +29,9 @@ from lightning_obs.forward.quantized_forward import unobserved
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import is_dispatched
 from lightning_obs.model.weight import in_shards
+
+if TYPE_CHECKING:
+    from lightning_obs.calibration.session import CalibrationSession
 
 
 class TokenWeights:
@@ -42,7 +44,7 @@ class TokenWeights:
         CalibrationError: the model lies in shards, on other devices or on disk, or has experts.
     """
 
-    def __init__(self, session: Observation, names: Sequence[str]) -> None:
+    def __init__(self, session: CalibrationSession, names: Sequence[str]) -> None:
         self._session, self.modules = session, {name: session.model.get_submodule(name) for name in names}
         text, remedy = "weigh_tokens runs the model backward, as a whole and in memory", "leave out weigh_tokens."
         refuse([n for n, m in self.modules.items() if in_shards(m) or is_dispatched(m)], text, remedy=remedy)
