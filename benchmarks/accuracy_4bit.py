@@ -52,8 +52,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from lightning_obs import BlockRuns, CalibrationSession, calibrate_layerwise, quantized
 from lightning_obs.app.data.module import TextData
-from lightning_obs.app.models.language import load_causal_lm
-from lightning_obs.app.models.pretrained import cache_folder
+from lightning_obs.app.models.pretrained import cache_folder, load_pretrained
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.report.predictions import Predictions
 
@@ -245,7 +244,7 @@ class Language:
 
     def __init__(self, folder: Path, device: str, batches: int, eval_batches: int) -> None:
         self.folder, self.device = folder, device
-        self.model, self.tokenizer = load_causal_lm(folder, "float32")
+        self.model, self.tokenizer = load_pretrained(folder, dtype="float32")
         self.model.eval().to(device)
         data = TextData(self.tokenizer, batches=batches, eval_batches=eval_batches)
         self._calibration, self._held_out = list(data.val_dataloader()), list(data.test_dataloader())

@@ -46,7 +46,7 @@ from transformers.utils import logging as transformers_logging
 from typing_extensions import override
 
 from lightning_obs import CalibrationCallback
-from lightning_obs.app.models.language import load_causal_lm
+from lightning_obs.app.models.pretrained import load_pretrained
 
 
 class Validation(LightningModule):
@@ -91,7 +91,7 @@ def main() -> int:
     _quiet()
     clock = time.process_time if options.cpu else time.perf_counter
 
-    model = make_tiny() if options.model == "tiny" else load_causal_lm(_path(options.model), "float32")[0]
+    model = make_tiny() if options.model == "tiny" else load_pretrained(_path(options.model), dtype="float32")[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (options.batches, options.tokens), generator=generator)
     loader = DataLoader(ids)

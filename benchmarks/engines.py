@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession, QuantizationAwareTraining, export_checkpoint
 from lightning_obs.app.data.module import TextData
-from lightning_obs.app.models.language import CausalLM, load_causal_lm
+from lightning_obs.app.models.language import CausalLM, load_pretrained
 from lightning_obs.app.models.pretrained import default_model_folder
 from lightning_obs.engines import Verdict
 from lightning_obs.report.numbers import folder_size, human_size
@@ -106,7 +106,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
 
     source = options.model or default_model_folder()
-    tokenizer = load_causal_lm(source)[1]
+    tokenizer = load_pretrained(source)[1]
     text = TextData(
         tokenizer, batches=options.batches, eval_batches=options.blocks, tokens=options.tokens, train_batches=STEPS
     )

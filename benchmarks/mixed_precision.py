@@ -39,7 +39,7 @@ from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession, quantized, sensitivity
 from lightning_obs.app.data.module import TextData
-from lightning_obs.app.models.language import load_causal_lm
+from lightning_obs.app.models.pretrained import load_pretrained
 from lightning_obs.choice.mixed_precision import MixedPlan, choose_schemes, plan_of
 from lightning_obs.choice.sensitivity import Sensitivity
 from lightning_obs.forward.quantized_forward import quantize_forward
@@ -70,7 +70,7 @@ class Bench:
     reload = "vllm"
 
     def __init__(self, model: str | None, dtype: str, batches: int, measured: int, eval_batches: int) -> None:
-        self.model, tokenizer = load_causal_lm(model, dtype)
+        self.model, tokenizer = load_pretrained(model, dtype=dtype)
         data = TextData(tokenizer, batches=batches, eval_batches=eval_batches)
         self.calibration = [{**batch, "use_cache": False} for batch in data.val_dataloader()]
         self.held_out = [{**batch, "use_cache": False} for batch in data.test_dataloader()]

@@ -47,8 +47,7 @@ from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession
 from lightning_obs.app.data.module import TextData
-from lightning_obs.app.models.language import load_causal_lm
-from lightning_obs.app.models.pretrained import default_model_folder
+from lightning_obs.app.models.pretrained import default_model_folder, load_pretrained
 from lightning_obs.model.qparams import SUFFIXES, calibrated_modules, read_qparams
 from lightning_obs.schemes.attention_states import KV_PRESETS
 from lightning_obs.schemes.config import preset_names
@@ -130,7 +129,7 @@ def calibrate_both(
     folder: Path, dtype: str, name: str, scheme: QuantizationScheme, random_ids: bool
 ) -> tuple[Tensors, Tensors]:
     """Quantization parameters by llm-compressor and by lightning_obs, from the same weights and batches."""
-    model, tokenizer = load_causal_lm(folder, dtype, "eager")
+    model, tokenizer = load_pretrained(folder, dtype=dtype, attn_implementation="eager")
     batches = list(
         _random_batches() if random_ids else TextData(tokenizer, batches=BATCHES, tokens=TOKENS).val_dataloader()
     )
@@ -151,7 +150,7 @@ def calibrate_both(
     kinds = tuple(f".{base}_{suffix}" for base in ("weight", "input", "k", "v") for suffix in SUFFIXES)
     theirs = {key: value for key, value in model.state_dict().items() if key.endswith(kinds)}
 
-    model, _ = load_causal_lm(folder, dtype, "eager")
+    model, _ = load_pretrained(folder, dtype=dtype, attn_implementation="eager")
     own = name if name in preset_names() else scheme  # what users write, where there is a name
     with (
         CalibrationSession(model, own, ignore=IGNORE, kv_cache=kv_cache, reload="unchecked") as session,

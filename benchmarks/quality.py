@@ -33,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession, quantized
 from lightning_obs.app.data.module import TextData
-from lightning_obs.app.models.language import load_causal_lm
+from lightning_obs.app.models.pretrained import load_pretrained
 
 IGNORE = ["lm_head"]
 #: (observer, hyperparameters, whether llm-compressor has it)
@@ -67,7 +67,7 @@ def main() -> int:
     options = parser.parse_args()
     _quiet()
 
-    model, tokenizer = load_causal_lm(None, "float32", "eager")
+    model, tokenizer = load_pretrained(dtype="float32", attn_implementation="eager")
     data = TextData(tokenizer, batches=options.batches, eval_batches=options.eval_batches)
     full = perplexity(model, data)
     title = f"{full:.2f} in full precision, {options.eval_batches * 512:,} held-out tokens"
@@ -102,7 +102,7 @@ def make_scheme(kind: str, observer: str, kwargs: dict[str, Any]) -> Quantizatio
 
 
 def ours(scheme: QuantizationScheme, data: TextData) -> tuple[float, float]:
-    model, _ = load_causal_lm(None, "float32", "eager")
+    model, _ = load_pretrained(dtype="float32", attn_implementation="eager")
     start = time.perf_counter()
     with CalibrationSession(model, scheme, ignore=IGNORE) as session, torch.no_grad():
         for batch in data.val_dataloader() if session.needs_data else ():
@@ -113,7 +113,7 @@ def ours(scheme: QuantizationScheme, data: TextData) -> tuple[float, float]:
 
 
 def theirs(scheme: QuantizationScheme, tokenizer: Any, data: TextData) -> tuple[float, float]:
-    model, _ = load_causal_lm(None, "float32", "eager")
+    model, _ = load_pretrained(dtype="float32", attn_implementation="eager")
     recipe = QuantizationModifier(ignore=IGNORE, config_groups={"group_0": scheme.model_copy(deep=True)})
     start = time.perf_counter()
     with contextlib.redirect_stderr(io.StringIO()):  # progress bars

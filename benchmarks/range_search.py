@@ -141,9 +141,9 @@ def compare(case: str, weight: torch.Tensor, repeat: int) -> tuple[list[str], bo
 @torch.no_grad()
 def compare_on_model() -> int:
     """All Linear weights of the default model, int4 in groups of 64, one after the other."""
-    from lightning_obs.app.models.language import load_causal_lm
+    from lightning_obs.app.models.pretrained import load_pretrained
 
-    model, _ = load_causal_lm()
+    model, _ = load_pretrained()
     weights = [m.weight.detach() for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
     args = QuantizationArgs(group_size=64, **INT4)
     seconds, differ = [0.0, 0.0], 0

@@ -29,8 +29,7 @@ from torch import nn
 from torchmetrics.text import Perplexity
 
 from lightning_obs.app.data.module import TextData
-from lightning_obs.app.models.language import load_causal_lm
-from lightning_obs.app.models.pretrained import DEFAULT_MODEL, cache_folder
+from lightning_obs.app.models.pretrained import DEFAULT_MODEL, cache_folder, load_pretrained
 from lightning_obs.callbacks.quantization_aware_training import divergence
 from lightning_obs.files.write import whole_folder
 
@@ -59,8 +58,8 @@ def make(folder: Path) -> None:
         SystemExit: it is not good enough.
     """
     seed_everything(0, verbose=False)
-    model, tokenizer = load_causal_lm(None, "float32")
-    teacher, _ = load_causal_lm(None, "float32")
+    model, tokenizer = load_pretrained(dtype="float32")
+    teacher, _ = load_pretrained(dtype="float32")
     weights = take_off_lattice(model)
     data = TextData(tokenizer, train_batches=STEPS)  # measured on and calibrated on: what runs do by default
     train(model, teacher, weights, data)

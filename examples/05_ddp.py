@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_obs import CalibrationCallback
-from lightning_obs.app.models.language import load_causal_lm
+from lightning_obs.app.models.pretrained import load_pretrained
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default=None, help="folder or hub name; default: SmolLM2-135M-Instruct")
@@ -22,7 +22,7 @@ options = parser.parse_args()
 class LanguageModel(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.model, self.tokenizer = load_causal_lm(options.model)
+        self.model, self.tokenizer = load_pretrained(options.model)
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.model(input_ids=batch, labels=batch).loss, sync_dist=True)

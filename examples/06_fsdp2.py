@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_obs import CalibrationCallback
-from lightning_obs.app.models.language import load_causal_lm
+from lightning_obs.app.models.pretrained import load_pretrained
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default=None, help="folder or hub name; default: SmolLM2-135M-Instruct")
@@ -23,7 +23,7 @@ options = parser.parse_args()
 class LanguageModel(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.model, self.tokenizer = load_causal_lm(options.model)
+        self.model, self.tokenizer = load_pretrained(options.model)
 
     def configure_model(self) -> None:
         if isinstance(self.model, FSDPModule):  # Lightning may call this twice

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_obs import QuantizationAwareTraining
 from lightning_obs.app.data.module import TextData
-from lightning_obs.app.models.language import load_causal_lm
+from lightning_obs.app.models.pretrained import load_pretrained
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default=None, help="folder or hub name; default: SmolLM2-135M-Instruct")
@@ -57,7 +57,7 @@ def perplexity(module: L.LightningModule, *callbacks: L.Callback) -> float:
 
 
 L.seed_everything(0)
-model, tokenizer = load_causal_lm(options.model)
+model, tokenizer = load_pretrained(options.model)
 data = TextData(tokenizer, tokens=options.tokens, batches=1, train_batches=options.steps, eval_batches=12)
 adapters = peft.LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear")
 module = LanguageModel(peft.get_peft_model(model, adapters).train())

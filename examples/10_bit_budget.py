@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationSession, export_checkpoint, quantized, sensitivity
-from lightning_obs.app.models.language import load_causal_lm
+from lightning_obs.app.models.pretrained import load_pretrained
 from lightning_obs.choice.mixed_precision import choose_schemes, frontier
 from lightning_obs.report.summary import frontier_table, print_report
 
@@ -19,7 +19,7 @@ parser.add_argument("--bits", type=float, default=5.0, help="per weight on avera
 parser.add_argument("--out", required=True)
 options = parser.parse_args()
 
-model, tokenizer = load_causal_lm(options.model)
+model, tokenizer = load_pretrained(options.model)
 text = "A layer that hardly changes what the model says can do with fewer bits. Another one cannot. " * 20
 ids = torch.tensor(tokenizer(text).input_ids)[: 8 * 32].view(4, 2, 32)
 batches = [{"input_ids": batch, "use_cache": False} for batch in ids]

@@ -17,7 +17,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from lightning_obs import CalibrationSession, quantized
-from lightning_obs.app.models.language import load_causal_lm
+from lightning_obs.app.models.pretrained import load_pretrained
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default=None, help="folder or hub name; default: SmolLM2-135M-Instruct")
@@ -33,7 +33,7 @@ QUESTIONS = [
     ("The sun rises in the", ["north", "east", "cellar"], 1),
 ]
 
-model, tokenizer = load_causal_lm(options.model)
+model, tokenizer = load_pretrained(options.model)
 with CalibrationSession(model, options.scheme):
     pass
 

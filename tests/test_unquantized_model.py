@@ -55,7 +55,7 @@ def test_the_same_seed_gives_the_same_weights(script):
 
 @pytest.mark.slow
 def test_a_model_that_did_not_become_good_is_not_kept(script, tmp_path, monkeypatch, tiny):
-    monkeypatch.setattr(script, "load_causal_lm", lambda *_: tiny)
+    monkeypatch.setattr(script, "load_pretrained", lambda *_: tiny)
     monkeypatch.setattr(script, "STEPS", 2)
     monkeypatch.setattr(script, "WARM_UP", 1)
     with pytest.raises(SystemExit, match=r"above 16\.0, so nothing was written"):
@@ -70,7 +70,7 @@ def test_a_model_that_did_not_become_good_is_not_kept(script, tmp_path, monkeypa
 @pytest.fixture
 def tiny(tmp_path_factory):
     """A tiny model and its tokenizer."""
-    from lightning_obs.app.models.language import load_causal_lm
+    from lightning_obs.app.models.pretrained import load_pretrained
     from tests.tiny_model import save_tiny_llama
 
-    return load_causal_lm(save_tiny_llama(tmp_path_factory.mktemp("tiny")))
+    return load_pretrained(save_tiny_llama(tmp_path_factory.mktemp("tiny")))

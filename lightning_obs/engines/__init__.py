@@ -4,26 +4,11 @@ Importing this package registers the built-in engines. Start reading in ``engine
 further file is an engine's answers.
 """
 
-from lightning_obs.engines.engine import Engine, Hardware, Verdict, ask_engines
-from lightning_obs.engines.transformers import Dequantized, Transformers
+from lightning_obs.engines.engine import Hardware, Verdict, ask_engines
+from lightning_obs.engines.transformers import Transformers
+from lightning_obs.engines.vllm import VLLM
 
 # In the order in which a run reports them.
-from lightning_obs.engines.vllm import VLLM  # isort: skip
-from lightning_obs.engines.sglang import SGLang  # isort: skip
-from lightning_obs.engines.llama_cpp import LlamaCpp  # isort: skip
-from lightning_obs.engines.mlx import MLX  # isort: skip
-from lightning_obs.engines.openvino import OpenVINO  # isort: skip
+from lightning_obs.engines import sglang, llama_cpp, mlx, openvino  # isort: skip
 
-__all__ = [
-    "MLX",
-    "VLLM",
-    "Dequantized",
-    "Engine",
-    "Hardware",
-    "LlamaCpp",
-    "OpenVINO",
-    "SGLang",
-    "Transformers",
-    "Verdict",
-    "ask_engines",
-]
+__all__ = ["VLLM", "Hardware", "Transformers", "Verdict", "ask_engines", "llama_cpp", "mlx", "openvino", "sglang"]

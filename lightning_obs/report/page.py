@@ -118,23 +118,18 @@ def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
     above = {*_LEFT_OUT, *(sign["label"] for sign in judgement.signs)}
     known = {_LABELS.get(k, k): v for k, v in facts(report, "\N{RIGHTWARDS ARROW}").items() if k not in above}
     ignored = [] if report.config is None else report.config.ignore or []
+    as_they_are = ("title", "metrics", "sensitivity_unit", "kinds", "frontier", "scores", "curves")
     return {
         "ignore": list(dict.fromkeys([*ignored, *report.poor_layers])),
         **report.row,
         **report.extra,
-        "title": report.title,
+        **{name: getattr(report, name) for name in as_they_are},
         "judgement": asdict(judgement),
         # a percentage is not torn from its sign
         "summary": [{"label": k, "value": v.replace(" %)", "\N{NO-BREAK SPACE}%)")} for k, v in known.items()],
         "lines": as_names(report.lines),
-        "metrics": {name: list(pair) for name, pair in report.metrics.items()},
         "engines": {} if report.result is None else {k: asdict(v) for k, v in report.result.engines.items()},
-        "sensitivity_unit": report.sensitivity_unit,
         "layers": list(_layers(report)),
-        "kinds": {kind: list(pair) for kind, pair in report.kinds.items()},
-        "frontier": [dict(point) for point in report.frontier],
-        "scores": [dict(score) for score in report.scores],
-        "curves": [dict(point) for point in report.curves],
         "runs": [{**run, "quality": quality_of(run)} for run in report.runs],
         "drift": None if report.drift is None else {"steps": report.drift.steps, "drifts": report.drift.drifts},
     }

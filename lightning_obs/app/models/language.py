@@ -141,10 +141,3 @@ class Seq2Seq(LanguageModel):
     """
 
     auto_class = AutoModelForSeq2SeqLM
-
-
-def load_causal_lm(
-    path: str | os.PathLike[str] | None = None, dtype: str = "auto", attn_implementation: str | None = None
-) -> tuple[Any, Any]:
-    """Model and tokenizer: :func:`~lightning_obs.app.models.pretrained.load_pretrained` of a causal language model."""
-    return load_pretrained(path, AutoModelForCausalLM, dtype, attn_implementation)

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_obs.app.checkpoint import write_checkpoint
 from lightning_obs.app.console import bytes_done, say, step
 from lightning_obs.app.generation import continuations, loop_line
-from lightning_obs.app.job import Job, Quality, make_options, plain, recovered_share, typed_words
+from lightning_obs.app.job import Job, Quality, make_options, plain, typed_words
 from lightning_obs.app.models.pretrained import DEFAULT_MODEL
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
@@ -41,10 +41,7 @@ class Calibrate(Job):
 
     result: CalibrationResult
     full: Quality | None = None  # on held-out data, in full precision; None: not measured
-    calibrated: Quality | None = None  # after calibration, where training follows
     quantized: Quality | None = None  # of the exported model
-    reloaded: Quality | None = None  # of its checkpoint, loaded again
-    seconds_trained: float | None = None
     errors: Sequence[LayerError] = ()
     generation: Mapping[str, Any] = MappingProxyType({})
     lines: Sequence[str] = ()
@@ -174,24 +171,10 @@ class Calibrate(Job):
     def row(self) -> dict[str, Any]:
         return {**self.found, "run": self.label}
 
-    def _stages(self) -> dict[str, Any]:
-        """Numbers of the run's other steps: calibration before training, the reloaded checkpoint, generation."""
-        stages: dict[str, Any] = {}
-        for when, found in (("calibrated", self.calibrated), ("reloaded", self.reloaded)):
-            if self.full is not None and self.quantized is not None:
-                stages[f"{self.full.name}_{when}"] = None if found is None else found.value
-            if found is not None and found.moved is not None:
-                stages[f"divergence_{when}"] = found.moved.divergence
-        stages["recovered"] = recovered_share(self.full, self.calibrated, self.quantized)
-        return stages | {
-            "seconds_trained": self.seconds_trained,
-            **({"generation": self.generation} if self.generation else {}),
-        }
-
     def report(self, counts: Mapping[str, Support], parts: Mapping[str, Any]) -> None:
         """Write ``report.html``, ``report.json`` and ``layers.csv``, and print the closing report."""
         config = self.config
-        known: dict[str, Any] = {"was_trained": self.seconds_trained is not None, "words": typed_words(), **parts}
+        known: dict[str, Any] = {"words": typed_words(), **parts}
         if self.full is not None and self.quantized is not None:
             known["metrics"] = {self.full.name: (self.full.value, self.quantized.value)}
             known |= {"moved": self.quantized.moved, "higher_is_better": self.quantized.higher_is_better}
@@ -199,7 +182,7 @@ class Calibrate(Job):
         known["sizes"] = None if self.folder is None else (model_bytes(self.model), folder_size(self.folder))
         title = f"{self.label} \N{MIDDLE DOT} {Path(str(config.model.get('path') or DEFAULT_MODEL)).name}"
         report = self.callback.facts(title=title, lines=[*self.lines, *self.closing_lines()], **known)
-        self.found = {**report.row, **self._stages()}
+        self.found = report.row | ({"generation": self.generation} if self.generation else {})
         report.extra = {**self.row(), "config": plain(config)}
         path = write_report(config.output_dir, report)
         advice = [f"{step.what}: {step.command}" for step in judge(report, path.parent).steps if step.command]

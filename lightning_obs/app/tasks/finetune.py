@@ -15,7 +15,7 @@ from lightning.pytorch import seed_everything
 from typing_extensions import override
 
 from lightning_obs.app.console import say
-from lightning_obs.app.job import make_trainer, plain, recovered_share
+from lightning_obs.app.job import Quality, make_trainer, plain, recovered_share
 from lightning_obs.app.tasks.calibrate import Calibrate
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.callbacks.base import SessionCallback
@@ -29,6 +29,10 @@ PASSES_OF_A_STEP = 3
 
 class Finetune(Calibrate):
     """Train from the ranges that calibration chose."""
+
+    calibrated: Quality | None = None  # before training
+    reloaded: Quality | None = None  # of the checkpoint, loaded again
+    seconds_trained: float
 
     @override
     def make_callback(self, options: CalibrationOptions) -> SessionCallback:
@@ -92,12 +96,26 @@ class Finetune(Calibrate):
             name, whole = self.full.name, self.full.value
             tuned = {0: self.calibrated.value, self.steps: self.quantized.value}
             curves = [{"step": step, name: whole, f"{name}_quantized": value} for step, value in tuned.items()]
-        super().report(counts, {**parts, "curves": curves})
+        super().report(counts, {**parts, "curves": curves, "was_trained": True})
 
     @property
     @override
     def label(self) -> str:
         return f"{super().label}, fine-tuned"
+
+    @property
+    def recovered(self) -> float | None:
+        """The share of calibration's loss that training has recovered."""
+        return recovered_share(self.full, self.calibrated, self.quantized)
+
+    @override
+    def row(self) -> dict[str, Any]:
+        """Also the numbers of the checkpoint before training and loaded again."""
+        stages: dict[str, Any] = {"recovered": self.recovered, "seconds_trained": self.seconds_trained}
+        for when, found in (("calibrated", self.calibrated), ("reloaded", self.reloaded)):
+            stages |= {} if found is None else {f"{found.name}_{when}": found.value}
+            stages |= {} if found is None or found.moved is None else {f"divergence_{when}": found.moved.divergence}
+        return {**super().row(), **stages}
 
     @override
     def closing_lines(self) -> list[str]:
@@ -109,8 +127,5 @@ class Finetune(Calibrate):
             lines.append(f"{self.calibrated.name} on held-out data: {text}")
             moved = [f"{when} {found.moved.divergence:.4f}" for when, found in measured.items() if found.moved]
             lines += [f"KL divergence from the original [nats]: {', '.join(moved)}"] if moved else []
-        if self.seconds_trained is not None:
-            share = recovered_share(self.full, self.calibrated, self.quantized)
-            brought = "" if share is None else f", and brought back {share:.0%} of what calibration lost"
-            lines.append(f"fine-tuning took {self.seconds_trained / 60:.1f} minutes{brought}")
-        return lines
+        brought = "" if self.recovered is None else f", and brought back {self.recovered:.0%} of what calibration lost"
+        return [*lines, f"fine-tuning took {self.seconds_trained / 60:.1f} minutes{brought}"]
