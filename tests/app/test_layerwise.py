@@ -45,6 +45,7 @@ def test_the_command_of_the_page_writes_the_checkpoint_of_a_model_in_memory(tiny
         (["evaluate=true"], "task=calibrate with model.layerwise does not read what was given: evaluate"),
         (["export.folder=null"], "model.layerwise writes a checkpoint: export.folder. Got none. Remedy: name one."),
         (["task=finetune"], "layer by layer a model is calibrated and exported, nothing else is done with it"),
+        (["model.path=somebody/bert"], "model.path=somebody/bert does not exist. Expected a folder with config.json"),
         (["trainer.precision=bf16-true"], "layer by layer a model runs in the dtype in which it was saved"),
     ],
 )

@@ -41,6 +41,9 @@ class Weights(Task):
                 f"{self.asked} writes a checkpoint", where=["export.folder"], got="none", remedy="name one."
             )
         require_free(Path(self.config.export.folder), self.config.export.overwrite)
+        if not self.source.is_dir():
+            expected = "a folder with config.json and safetensors files"
+            raise CalibrationError(f"model.path={self.source} does not exist", expected=expected)
 
     @override
     def run(self) -> None:
