@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from compressed_tensors.quantization.utils import should_generate_mx_scales
+from numba import types
+from numba.extending import overload
 
 from lightning_obs.numerics.formats import NumberFormat, format_of_dtype
 from lightning_obs.numerics.kernels.jit import jit
@@ -25,9 +27,7 @@ class Format(NamedTuple):
 
     low: Any
     high: Any
-    is_float: bool
-    normal: Any
-    magic: Any
+    steps: Any  # of a floating format (normal, magic); of integers None: each is a type, and has loops of its own
     symmetric: bool
     signed: bool  # whether the scale is negative where the range reaches farther above zero
     divisor: Any  # of the range: the scale
@@ -53,9 +53,8 @@ def loop_format(search: GridSearch, dtype: torch.dtype) -> tuple[Format, float]:
     most, narrowest = span * slack / (search.expand * factors[0]), min(factors) / factors[0]
     distance = max(grid.last_step * max(factors) / factors[0], most - (span - 1) * narrowest / slack + 1)
     zero = torch.zeros(1, dtype=dtype)
-    normal, magic, _ = _bits(number)
     form = Format(
-        *(f32(grid.low), f32(grid.high), number is not None, normal, magic, grid.symmetric, grid.signed),
+        *(f32(grid.low), f32(grid.high), number and _bits(number)[:2], grid.symmetric, grid.signed),
         divisor=f32(span),
         exact=half is not None or rounded is not None or mx or not grid.symmetric or grid.signed,
         range=_bits(half),
@@ -89,6 +88,24 @@ def near(x: Any, normal: Any, magic: Any) -> Any:
 def near_integer(x: Any) -> Any:
     """The nearest integer, ties to even, up to 2**22."""
     return (x + f32(12582912.0)) - f32(12582912.0)
+
+
+def nearest(x: Any, steps: Any) -> Any:
+    """The nearest number of a format with these ``steps``."""
+    raise NotImplementedError
+
+
+@overload(nearest, inline="always")  # type: ignore[untyped-decorator]
+def _nearest(x: Any, steps: Any) -> Any:
+    return _nearest_integer if isinstance(steps, types.NoneType) else _nearest_float
+
+
+def _nearest_integer(x: Any, steps: Any) -> Any:
+    return near_integer(x)
+
+
+def _nearest_float(x: Any, steps: Any) -> Any:
+    return near(x, steps[0], steps[1])
 
 
 @jit(inline=True)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_obs.numerics.kernels.jit import jit
-from lightning_obs.numerics.search.cpu_format import Format, near, near_integer, qparams, shrunk
+from lightning_obs.numerics.search.cpu_format import Format, nearest, qparams, shrunk
 from lightning_obs.numerics.search.cpu_power import Power
 from lightning_obs.numerics.search.cpu_tile import LANES, Source, add_up, lanes, lanes_of, load, spread
 
@@ -78,32 +78,25 @@ class Choices(NamedTuple):
     improved: Any  # rows that are certainly better by it than by all before, (C,)
 
 
-power_of = jit("contract")(Power.__call__)
+power_of = jit("contract", inline=True)(Power.__call__)
 
 
 @jit("contract", inline=True)
 def add_errors(tile: Any, weights: Any, candidate: Candidate, measure: Measure) -> None:
     """Add the errors of a candidate to its total, lane by lane; ``weights`` without steps: all 1."""
-    form, power = measure.form, measure.power
-    low, high, normal, magic = form.low, form.high, form.normal, form.magic
-    inverse, ratio, zero, _, _, total, distance = candidate
+    low, high, power, form = measure.form.low, measure.form.high, measure.power, measure.form
+    inverse, ratio, zero, total = candidate.inverse, candidate.ratio, candidate.zero, candidate.total
     for s in range(tile.shape[0]):
-        values = tile[s]
-        if form.is_float:
-            for i in range(LANES):
-                u = values[i] * inverse[i]
-                distance[i] = abs(u - near(min(max(u, low), high), normal, magic)) * ratio[i]
-        else:
-            for i in range(LANES):
-                u = values[i] * inverse[i] + zero[i]
-                distance[i] = abs(u - near_integer(min(max(u, low), high))) * ratio[i]
+        values = tile[s]  # one loop to the sum: memory between two would cost a quarter more
         if weights.shape[0]:
             weight = weights[s]
             for i in range(LANES):
-                total[i] += power_of(power, distance[i]) * weight[i]
+                u = values[i] * inverse[i] + zero[i]
+                total[i] += power_of(power, abs(u - nearest(min(max(u, low), high), form.steps)) * ratio[i]) * weight[i]
         else:
             for i in range(LANES):
-                total[i] += power_of(power, distance[i])
+                u = values[i] * inverse[i] + zero[i]
+                total[i] += power_of(power, abs(u - nearest(min(max(u, low), high), form.steps)) * ratio[i])
 
 
 @jit()
