@@ -1,9 +1,8 @@
 """The blocks of a decoder, and its own forward, run one block at a time.
 
-A decoder's blocks read more than the output of the block before: masks, position embeddings, tensors that the model
-adds between blocks. None of this is recorded. For each block the model's own forward runs again, up to that block.
-Earlier blocks compute nothing; the one before returns the output that was kept of this batch. A model whose blocks pass
-on anything else (keys that later layers share) is refused.
+A block reads more than the output of the block before: masks, position embeddings, tensors that the model adds between
+blocks. So for each block the model's own forward runs again, up to that block. Earlier blocks compute nothing; the one
+before returns its kept output of this batch. A model whose blocks pass on anything else (shared keys) is refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Experts under calibration: the tokens that the router sends them, all tokens for each of them, ranges without tokens.
 
-With ``calibrate_all_experts`` the observers inside experts ignore the model's own forward. After the layer's forward
-every expert runs once more, on all tokens that the layer read, for the observers only: outputs are thrown away, random
-numbers and gradients are not touched. Other forward hooks inside an expert see these runs too.
+With ``calibrate_all_experts`` the observers inside experts ignore the model's own forward. After it every expert runs
+once more, on all tokens that the layer read, for the observers alone: outputs are dropped, random numbers and gradients
+are not touched. Other forward hooks inside an expert see these runs too.
 
 With ``on_missing="siblings"`` an expert that no token reached borrows the ranges of the layer's other experts: engines
 run fused experts with one activation scale, the widest. Its weights need no tokens.

@@ -2,9 +2,9 @@
 
 A hook never changes a value. Padding is removed here: a masked token reaches no observer.
 
-Modules that read one tensor (q, k, v; gate, up) share the statistics of observers of one kind, if it is the same object
-and was not changed in between. torch counts changes in place, except of inference tensors, which Lightning validates
-with. There only modules of a fused set share, within one batch: engines run them as one module, which reads one tensor.
+Modules that read the same tensor object (q, k, v; gate, up) share the statistics of observers of one kind while its
+version does not change. Inference tensors, which Lightning validates with, have no version: there only modules of a
+fused set share, within one batch, since engines run them as one module that reads one tensor.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class BlockRuns:
             outputs of the quantized blocks, which the quantized model will compute. It runs each block twice.
         token_mask: as of :class:`~lightning_obs.CalibrationSession`.
         device: where blocks are run, observed and compressed.
-        progress: called with the name of each tensor written, the bytes written so far, and the bytes in all.
+        progress: as of :func:`~lightning_obs.export_checkpoint`.
     """
 
     inputs: Inputs = "full_precision"
@@ -85,7 +85,7 @@ def calibrate_layerwise(
         batches: arguments of the model's forward: keyword arguments each, or a tensor. This rank's own.
         scheme: any, weight-only ones included.
         out: written whole or not at all.
-        overwrite: replace the checkpoint in ``out``; files that no export wrote are never deleted.
+        overwrite: as of :func:`~lightning_obs.export_checkpoint`.
         collectives: how to talk to the other ranks; each must call this, and reach the same file system.
         runs: how the blocks are run.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``ignore``, ``observers``...

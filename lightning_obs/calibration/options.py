@@ -1,7 +1,6 @@
-"""The options of a calibration, in one dataclass that checks itself.
+"""The options of a calibration, in one dataclass that checks itself when it is made.
 
-The session, both callbacks and the command line take these options, or their fields, and pass them on whole. A typo is
-an error of the constructor, not of the end of an epoch.
+The session, both callbacks and the command line take these options, or their fields, and pass them on whole.
 """
 
 from __future__ import annotations

@@ -168,9 +168,8 @@ def load_statistics(observers: Mapping[Key, Observer], state: Mapping[str, Mappi
 def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives) -> dict[str, Any]:
     """The statistics of all ranks, of an observation that is not complete. Every rank must call this.
 
-    A checkpoint holds one state for all ranks. Extremes and counts are reduced in it; statistics whose reduction
-    depends on the order (moving averages, sums of floats, undeclared statistics) are kept rank by rank. The observers
-    do not change. Errors as of :func:`dump_statistics` and of the sync.
+    A checkpoint holds one state for all ranks: extremes and counts are reduced; statistics whose reduction depends on
+    the order (moving averages, float sums, undeclared ones) are kept rank by rank. The observers do not change.
     """
     apart: dict[str, dict[str, Any]] = {}
     copies: dict[Key, Observer] = {}

@@ -1,10 +1,9 @@
 """Take padding, and samples that a sampler repeated, out of a module's inputs and outputs.
 
-Removing the wrong rows gives a wrong range, and nobody notices. So rows are removed only where one layout alone fits
-the shape: ``(batch, tokens, ...)`` with as many samples as tokens could be ``(tokens, batch, ...)``; a matrix of
-``batch * tokens`` rows could hold them in either order, or rows that were routed. transformers' models are batch first,
-also when flattened; other models may have shown it by an earlier batch of another size. A layout that stays open is an
-error, if rows have to be removed.
+Removing the wrong rows gives a wrong range that nobody notices, so rows are removed only where one layout alone fits.
+``(batch, tokens, ...)`` with as many samples as tokens could be ``(tokens, batch, ...)``; a matrix of
+``batch * tokens`` rows could hold them in either order, or routed rows. transformers' models are batch first, also when
+flattened; others may have shown it by a batch of another size. An ambiguous layout is an error if rows have to go.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """``observers="auto"``: in the first validation, choose the observer of each tensor by measurement.
 
-The model's inputs are kept while the validation runs (the token ids of a language model take little memory). At its end
-:func:`~lightning_obs.choose_observers` scores the candidates on some of them, and a session with the chosen observers
-runs all of them again. Later validations calibrate with the chosen observers.
+The model's inputs are kept while it runs. At its end :func:`~lightning_obs.choose_observers` scores the candidates on
+some of them, and a session with the chosen observers, which later validations use too, runs all of them again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The base of the package's callbacks: the options, a session for the Trainer's module, its state, its end.
 
-The quantization parameters travel in the callback's own state, not in the model's ``state_dict``, so checkpoints load
-strictly with or without the callback. Lightning loads callbacks before the model is on its device (under FSDP after
-``on_fit_start``), so a loaded state waits until a session can take it.
+Quantization parameters are in the callback's state, not in the model's ``state_dict``: checkpoints load strictly with
+or without the callback. Lightning loads callbacks before the model is on its device, so a loaded state waits.
 """
 
 from __future__ import annotations

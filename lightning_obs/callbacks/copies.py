@@ -1,7 +1,7 @@
 """Copies of the state of user code, and batches kept on the CPU.
 
-``copy.deepcopy`` copies a teacher's weights with the list that holds it, and gives up on an object for the one lock in
-it. Here modules and parameters are shared, and of an object only the parts that cannot be copied.
+``copy.deepcopy`` copies a teacher's weights with the list that holds it, and fails on an object that holds a lock. Here
+modules, parameters and what cannot be copied are shared.
 """
 
 from __future__ import annotations

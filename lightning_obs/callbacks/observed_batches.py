@@ -1,14 +1,12 @@
 """Which batches of a validation are observed, and how one that was killed goes on.
 
-Lightning cannot resume a validation: its loop begins at batch 0, and no hook can skip a step. But the loop has made its
-iterator over the loaders when the hooks of the start are called. Batches taken from it are never run, and the loop
-goes on with the next batch, by its own number. The batches taken are compared with checksums of the batches that were
-observed, so other data are noticed, and a loader that shuffles in another order.
+Lightning cannot resume a validation: its loop begins at batch 0, and no hook can skip a step. But its iterator over the
+loaders exists when the hooks of the start are called, and batches taken from it are not run: the loop goes on with the
+next batch, by its own number. Checksums tell whether the batches taken are the ones that were observed.
 
-Each rank writes files of its own statistics, and waits for nobody: ranks may have different numbers of batches, so
-they may be killed at different batches. Each keeps its last two saves (the first is made at the start), and all resume
-from the last one that all have. Ranks that wait for each other in each step (FSDP, ``sync_dist``) are at most one batch
-apart, so there is one. Ranks without a common save do not wait for each other, and each resumes from its own last.
+Each rank saves its own statistics without waiting for others, so ranks may be killed at different batches. Each keeps
+its last two saves, and all resume from the last one that all have. Ranks that wait for each other in each step (FSDP,
+``sync_dist``) are at most one batch apart and have one in common; where there is none, each resumes from its own last.
 """
 
 from __future__ import annotations
@@ -184,7 +182,7 @@ class _Save:
         fetcher = loop._data_fetcher
         assert fetcher is not None
         assert fetcher.iterator is not None
-        # Of a loader without a length, a batch was fetched before it is asked for.
+        # A loader without a length has fetched a batch in advance.
         self._batches = [_checksum(batch) for batch, *_ in getattr(fetcher, "batches", ())]
         fetcher.iterator = self._watched(fetcher.iterator)
         saved = self._files.steps

@@ -2,9 +2,8 @@
 
 :mod:`.quantized_fit` decides which ranges are in force meanwhile; here are the trained parameters and the loss.
 
-No hook of a callback can replace the loss: ``on_before_backward`` only reads it, and a second ``backward`` there would
-count twice under gradient accumulation and miss the loss scale. So ``training_step`` is wrapped while fit runs, and
-Lightning scales, accumulates and logs the loss with its new terms.
+No callback hook can replace the loss: ``on_before_backward`` only reads it, and a second ``backward`` there would
+miss gradient accumulation and the loss scale. So ``training_step`` is wrapped while fit runs.
 """
 
 from __future__ import annotations

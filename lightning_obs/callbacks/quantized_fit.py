@@ -1,12 +1,11 @@
 """Which ranges are in force while a model trains through fake quantization.
 
-A validation runs the model that would be exported at that moment. Weights are observed again before its first batch
-(after weight averaging has swapped the weights in), and nothing changes until it has ended: ranges of activations from
-its own data (``observe="val"``) are in force from the next training batch on, and never if none follows. Ranges from
-training batches (``observe="train"``) are in force after the last of these; no forward pass is added.
+A validation runs the model that would be exported at that moment: weights are observed again before its first batch
+(after weight averaging has swapped the weights in), and nothing changes until it ends. Ranges of activations from its
+own data (``observe="val"``) are in force from the next training batch on, ranges from training batches
+(``observe="train"``) after the last of these; no forward pass is added.
 
-The ranges and a half-done observation are in the callback's state, so that a resumed run continues as if it had not
-stopped. The model's ``state_dict`` does not change.
+Ranges and an incomplete observation are in the callback's state, so a resumed run continues as if it had not stopped.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ class QuantizedFit(SessionCallback):
     Args:
         quantize: tensors quantized in training: ``"all"``, ``"weights"`` or ``"activations"``. Validation and export
             always quantize all that the scheme says.
-        observe: which data refresh the ranges of activations: ``"train"``, the ``calibration_batches`` training batches
-            that follow a validation; ``"val"``, every validation of fit, for the training after it; ``"none"``, nothing
-            after the first calibration. Validation data change nothing unless you say ``"val"``.
+        observe: the data that refresh the ranges of activations: ``"train"``, the ``calibration_batches`` training
+            batches after a validation; ``"val"``, every validation of fit, for the training after it; ``"none"``,
+            nothing after the first calibration.
         calibration_batches: how many training batches are observed at a time. They do not run compiled. With 0,
             nothing is observed in training.
         start_epoch: nothing is quantized or observed before this epoch.

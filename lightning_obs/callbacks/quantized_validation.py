@@ -1,18 +1,16 @@
 """Validate once more, through the quantized model, in the middle of a validation.
 
-The metrics of the quantized model have to be there in time for ``ModelCheckpoint`` and ``EarlyStopping``. So the second
-pass runs inside ``on_validation_epoch_end``, while the first is not over: its metrics are not computed yet, and the
-user's lists of outputs are full.
+``ModelCheckpoint`` and ``EarlyStopping`` need the quantized metrics when the validation ends, so the second pass runs
+inside ``on_validation_epoch_end``, before the metrics of the first are computed.
 
-Lightning's own evaluation loop runs it, so that steps, devices, precision, strategies and ``self.log`` (reductions,
-ranks, torchmetrics, several loaders) work as in the first pass. It gets results and a connector of its own, no
-callbacks, and the batches of the first pass, as ``validation_step`` got them. The state of the LightningModule and its
-submodules, except weights, was copied before the first batch; the copy is put in place for the second pass. The modules
-stay the same objects, so wrappers (DDP, FSDP), compiled code, hooks and lambdas of ``self`` work on the copy as on the
-original. Each step starts from the random state that it had in the first pass, which is restored at the end.
+Lightning's own evaluation loop runs it: steps, devices, precision, strategies and ``self.log`` work as in the first
+pass. It has results and a connector of its own, no callbacks, and the batches as ``validation_step`` got them. The
+state of the LightningModule and its submodules, except weights, is copied before the first batch, and the copy is put
+in place for the second pass. Modules stay the same objects, so wrappers (DDP, FSDP), compiled code and hooks work on
+the copy. Each step starts from the random state that it had in the first pass.
 
-The loop and its connector are private to Lightning; the versions that were tried are in pyproject.toml. The alternative
-is to write reductions, loaders and steps of all strategies a second time.
+The loop and its connector are private to Lightning (pyproject.toml has the versions that were tried); the alternative
+is to write steps, loaders and reductions of all strategies again.
 """
 
 from __future__ import annotations
@@ -71,8 +69,9 @@ class QuantizedValidation:
         self._random: tuple[bytes, dict[str, Any]] = b"", {}
         self.moved: Moved | None = None
         self._predictions = Predictions()
-        self._first_pass = ExitStack()
-        self._first_pass.enter_context(self._predictions.kept(model))
+        first_pass = ExitStack()
+        first_pass.enter_context(self._predictions.kept(model))
+        self.close = first_pass.close  # stops keeping the first pass's predictions
 
     def see(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Keep a batch that the first pass is about to run; before the first one, copy the LightningModule's state."""
@@ -84,10 +83,6 @@ class QuantizedValidation:
             self._random = bits, random
         self._predictions.batch = batch_idx, dataloader_idx
         self._kept[dataloader_idx].add(batch, (batch_idx, dataloader_idx, self._random[1]))
-
-    def close(self) -> None:
-        """Stop keeping the first pass's predictions."""
-        self._first_pass.close()
 
     def run(self, session: CalibrationSession) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
         """Run the calibrated model quantized; every rank must. The batches are gone afterwards.
@@ -111,9 +106,9 @@ class QuantizedValidation:
                 vars(self._pl_module)[hook] = lambda batch, *_, **__: batch
             stack.enter_context(quantized(session.model))
             comparison = stack.enter_context(self._predictions.compared(session.model))
-            places = (trainer, "callbacks"), (trainer, "_logger_connector"), loop.place
-            for (owner, name), value in zip(places, ([], connector, loop), strict=True):
-                stack.enter_context(patch_attr(owner, name, value))
+            stack.enter_context(patch_attr(trainer, "callbacks", []))
+            stack.enter_context(patch_attr(trainer, "_logger_connector", connector))
+            stack.enter_context(patch_attr(*loop.place, loop))
             loop.run()
         self._start = None
         self.moved = comparison.reduced(session.collectives)
@@ -169,10 +164,7 @@ class _Loop(_EvaluationLoop):
         super()._on_evaluation_epoch_end()
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """In place of setting up and ending: the first pass has set up the loaders and the state, and has not ended.
-
-        The user's ``on_validation_end``, which logs nothing and may write files, is called once.
-        """
+        """Replaces setup and end: the first pass has set up, and will call the user's ``on_validation_end``."""
 
     setup_data = reset = on_run_start = _on_evaluation_model_train = _on_evaluation_end = _nothing
 

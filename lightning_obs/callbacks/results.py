@@ -1,8 +1,7 @@
 """The outputs of a calibration: a checkpoint, layer errors, a report, numbers for the user's own loggers.
 
-The checkpoint of ``export_folder`` is written in ``teardown``: weight averaging has put its weights in, the last
-validation of a fit is over, and after an error or Ctrl-C Lightning does not call it. ``callback.export(folder)`` after
-``trainer.fit`` writes the same.
+``export_folder`` is written in ``teardown``: weight averaging has put its weights in, the last validation of a fit is
+over, and Lightning does not call it after an error or Ctrl-C.
 """
 
 from __future__ import annotations
@@ -203,9 +202,8 @@ class Results(Callback):
     ) -> None:
         """Tell the loggers, in ``on_validation_epoch_end``; nothing without them, or with ``log=False``.
 
-        Numbers that a person plots, or monitors, go the way of every metric. The whole table goes to the loggers that
-        take one: a text and a histogram in TensorBoard, a CSV file beside the CSV logger's own, a table in loggers
-        with ``log_table`` (Weights & Biases).
+        Single numbers are logged as metrics. The table of all layers goes to loggers that take one: a text and a
+        histogram in TensorBoard, a CSV file beside the CSV logger's own, ``log_table`` (Weights & Biases).
         """
         session = self._calibrated_session()
         self.drift.add(trainer.global_step, session.qparams)

@@ -87,10 +87,15 @@ def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
     mesh = strategy.device_mesh if isinstance(strategy, ModelParallelStrategy) and trainer.world_size > 1 else None
     if mesh is None or mesh["tensor_parallel"].size() == 1:
         return
+
+    def is_extreme(observer: Observer) -> bool:
+        one_scale = observer.args.strategy == QuantizationStrategy.TENSOR or observer.args.dynamic == "local"
+        return observer.merges_extremes_only and one_scale
+
     wrong = [
         f"{name} ({base_name}: {type(observer).__name__}, {observer.args.strategy})"
         for (name, base_name), observer in session.observers.items()
-        if (observer.needs_inputs if base_name == "weight" else not _is_extreme(observer))
+        if (observer.needs_inputs if base_name == "weight" else not is_extreme(observer))
     ]
     if wrong:
         raise CalibrationError(
@@ -99,11 +104,6 @@ def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
             expected="static_minmax with one scale for the tensor, and weights' observers that need no inputs",
             remedy="observers={'input': 'static_minmax'}, or tensor_parallel_size=1.",
         )
-
-
-def _is_extreme(observer: Observer) -> bool:
-    one_scale = observer.args.strategy == QuantizationStrategy.TENSOR or observer.args.dynamic == "local"
-    return observer.merges_extremes_only and one_scale
 
 
 def repeated_samples(loader: Any) -> int:

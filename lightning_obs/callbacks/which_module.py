@@ -96,14 +96,9 @@ def describe(pl_module: nn.Module, path: str, session: CalibrationSession) -> st
     inside = [f"{name} (tied to {tied[name]})" if name in tied else name for name in inside]
     names = "/".join(sorted(kind.__name__ for kind in kinds))
     where = f"`{path}`" if path else "the LightningModule itself"
-    text = (
-        f"calibrating {type(session.model).__name__} ({where}): {len(planned)} of {len(planned) + len(inside)} {names}"
-    )
-    if inside:
-        text += f"; left out: {name_list(inside, 3)}"
-    if beside:
-        text += f"; not part of it, and left in full precision: {name_list(beside, 3)}"
-    return text
+    text = f"calibrating {type(session.model).__name__} ({where}): {len(planned)} of {len(planned) + len(inside)} "
+    left = {"left out": inside, "not part of it, and left in full precision": beside}
+    return "; ".join([text + names, *(f"{why}: {name_list(found, 3)}" for why, found in left.items() if found)])
 
 
 def _innermost(module: nn.Module) -> nn.Module:

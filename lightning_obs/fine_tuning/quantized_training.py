@@ -1,16 +1,14 @@
 """The ranges of a model while it is trained: found, refreshed, learned, saved. No Lightning in it.
 
-A :class:`~lightning_obs.CalibrationSession` calibrates a model that stands still. Here the model changes
-between two observations, so weights and activations are observed at different times, and an incomplete observation can
-be saved and resumed.
+A :class:`~lightning_obs.CalibrationSession` calibrates a model that does not change. In training, weights and
+activations are observed at different times, and an incomplete observation can be saved and resumed.
 
     NEW ------> OBSERVING ----> TRAINING ------> VALIDATED --> (OBSERVING | TRAINING)
      |                             ^    \\
      +-----------------------------+     +-----> GATHERED ---> TRAINING
 
-The phase between two hooks is one value, which checkpoints hold. A transition records an event; nothing here foresees
-Lightning's next step. Lightning validates and tests under inference mode: no tensor that training needs may be made in
-it.
+The phase between two hooks is one value, which checkpoints hold. Lightning validates under inference mode: no tensor
+that training needs may be made there.
 """
 
 from __future__ import annotations
