@@ -30,7 +30,7 @@ from lightning_obs.numerics.qparams import ATTENTION, QParamsDict
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.statistic import all_finite, to_host
 from lightning_obs.ranks.sync import share_weights, sync_statistics
-from lightning_obs.schemes.planned_modules import PlannedModule
+from lightning_obs.schemes.planned_modules import Plan, PlannedModule
 
 if TYPE_CHECKING:
     from lightning_obs.calibration.session import CalibrationSession
@@ -81,7 +81,7 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
         collectives += again.observe(rounded, synced.owners, lambda _, rounding, rows: rounding(rows))
         for (name, _), rounding in roundings.items():
             qparams[name][ROUNDED] = rounding.rounded
-    _write(session, qparams)
+    write_all(session.plan, qparams)
     if weights:  # else they may have been trained on since their scale was chosen
         remember(session.model)
     return result_of(
@@ -176,8 +176,9 @@ def _weights(session: CalibrationSession, wanted: bool) -> tuple[_Weights, Calib
     return found, None
 
 
-def _write(session: CalibrationSession, qparams: Mapping[str, dict[str, torch.Tensor]]) -> None:
-    for target in session.plan.targets:
+def write_all(plan: Plan, qparams: Mapping[str, dict[str, torch.Tensor]]) -> None:
+    """Write the qparams ``{"layer": {"weight_scale": tensor}}`` of a plan; modules without any are left without."""
+    for target in plan.targets:
         if target.name in qparams:
             write_qparams(target.module, target.scheme, qparams[target.name])
         else:  # qparams of an earlier calibration would pass for this one's

@@ -15,10 +15,11 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 
+from lightning_obs.calibration.finalize import write_all
 from lightning_obs.errors import CalibrationError, name_list, refuse
 from lightning_obs.files.read import naming
 from lightning_obs.model.offload import at_rest
-from lightning_obs.model.qparams import CHECKSUMS, write_qparams
+from lightning_obs.model.qparams import CHECKSUMS
 from lightning_obs.model.wrappers import without_adapters, without_wrappers
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
@@ -95,9 +96,7 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
     refuse(unknown, "the saved calibration has modules that this model does not have")
     refuse(list(_misfits(plan, qparams)), "the saved calibration does not fit", remedy=_REMEDY)
     with torch.inference_mode(False), torch.no_grad(), at_rest():
-        for target in plan.targets:
-            if target.name in qparams:
-                write_qparams(target.module, target.scheme, qparams[target.name])
+        write_all(plan, qparams)
         with without_wrappers(model), without_adapters(model):
             for name, module in model.named_modules():
                 vars(module)[CHECKSUMS] = dict(state["checksums"].get(name, {}))

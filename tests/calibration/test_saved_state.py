@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_obs import CalibrationSession, quantized
 from lightning_obs.calibration.saved_state import sealed
@@ -38,6 +39,25 @@ def test_a_loaded_state_can_be_saved_again(mlp):
     again = session.state_dict()
     assert again["qparams"].keys() == state["qparams"].keys()
     assert all(torch.equal(again["qparams"][key], value) for key, value in state["qparams"].items())
+
+
+@pytest.mark.filterwarnings("ignore:.*left in full precision, because no data reached them")
+def test_a_module_that_a_loaded_state_left_out_loses_its_earlier_qparams():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.always, self.seldom = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, seldom=True):
+            return self.always(x) + (self.seldom(x) if seldom else 0)
+
+    model, x = Branches(), torch.randn(3, 4)
+    with CalibrationSession(model, STATIC, on_missing="warn") as session:
+        model(x, seldom=False)
+    state = session.state_dict()
+    calibrate(model, STATIC, x)
+    CalibrationSession(model, STATIC, on_missing="warn").load_state_dict(state)
+    assert [name for name, _ in calibrated_modules(model)] == ["always"]
 
 
 def test_a_saved_state_does_not_change_with_the_model(mlp):
