@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Set
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -99,20 +99,20 @@ def _export(
     require_ready(model, merged_for="a checkpoint of sharded weights" if sharded else None)
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
         stack.enter_context(without_adapters(model))
-        partial, writer, ranks = None, None, Collectives.of_group() if sharded else Collectives()
-        with on_all_ranks(ranks):
+        partial, writer, ranks = None, None, Collectives.of_group() if sharded else None
+        with on_all_ranks(ranks) if ranks else nullcontext():
             _refuse_misfits(model)
             stored = StoredTensors(model)
-            if ranks.rank == 0:
+            if ranks is None or ranks.rank == 0:
                 partial = stack.enter_context(whole_folder(folder, overwrite))
                 if is_transformers_model(model):  # before the tensors, whose files it would delete
                     _save_without_tensors(model, partial)
-                if not sharded:
+                if ranks is None:
                     _warn_if_not_smaller(model, stored.entries)
                 tally = Tally(sum(value.nbytes for value in stored.files.values()), progress)
                 require_room(partial, tally.total)
                 writer = stack.enter_context(closing(TensorWriter(partial, stored.files, size, tally=tally)))
-        _write(model, writer, stored, ranks, copy=sharded)
+        _write(model, writer, stored, ranks)
         if partial is not None:
             write_quantization_config(model, partial, stored.files.keys())
             if tokenizer is not None:
@@ -125,7 +125,8 @@ def _refuse_misfits(model: nn.Module) -> None:
     modules = [(n, m, s) for n, m in calibrated_modules(model) if not quantized_states(m) and (s := get_scheme(m))]
     held = {name: read_qparams(module) for name, module, _ in modules}
     away = [(x, key) for x in held.values() for key in x.keys() - {ROUNDED} if x[key].device.type != "cpu"]
-    for (qparams, key), value in zip(away, to_host([x[key] for x, key in away]), strict=True):  # in one transfer
+    on_host = to_host([x[key] for x, key in away]) if away else []  # in one transfer
+    for (qparams, key), value in zip(away, on_host, strict=True):
         qparams[key] = value
     refuse(
         [x for name, module, s in modules for x in find_misfits(PlannedModule(name, module, s), held[name])],
@@ -148,25 +149,24 @@ def _warn_if_not_smaller(model: nn.Module, entries: Mapping[str, torch.Tensor]) 
 # ---------------------------------------------------------------------- tensors and config
 
 
-def _write(
-    model: nn.Module, writer: TensorWriter | None, stored: StoredTensors, ranks: Collectives, copy: bool
-) -> None:
-    """Write every tensor, on the rank with a writer; every rank must call this. ``copy``: gathered ones are freed."""
+def _write(model: nn.Module, writer: TensorWriter | None, stored: StoredTensors, ranks: Collectives | None) -> None:
+    """Write every tensor, on the rank with a writer; every rank must call this. An error on one is raised on all."""
     small: list[tuple[str, torch.Tensor, int]] = []  # on an accelerator: they come in one transfer
 
     def put(name: str, rows: torch.Tensor, first: int) -> None:
         assert writer is not None
-        if rows.device.type != "cpu" and rows.numel() <= _SMALL and not copy:
+        if rows.device.type != "cpu" and rows.numel() <= _SMALL and ranks is None:
             small.append((name, rows, first))
         else:
-            stored.put(writer, name, rows, first, copy=copy)
+            stored.put(writer, name, rows, first, copy=ranks is not None)
 
     failure = store(model, stored.entries, None if writer is None else put)
-    with on_all_ranks(ranks):
+    with on_all_ranks(ranks) if ranks else nullcontext():
         if failure is not None:
             raise failure
         if writer is not None:
-            for (name, _, first), rows in zip(small, to_host([rows for _, rows, _ in small]), strict=True):
+            on_host = to_host([rows for _, rows, _ in small]) if small else []
+            for (name, _, first), rows in zip(small, on_host, strict=True):
                 stored.put(writer, name, rows, first, copy=False)
             stored.finish(writer)
 
