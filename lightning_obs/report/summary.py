@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
-from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -28,7 +26,7 @@ def summary(report: Report, worst: int = 5) -> RenderableType:
     known = facts(report)
     for name in result.facts():  # they are the first line
         del known[name]
-    parts: list[RenderableType] = [Text(f"{result.scheme} · {result.line(' · ')}", style="bold")]
+    parts: list[RenderableType] = [_text(f"{result.scheme} · {result.line(' · ')}", style="bold")]
     if report.errors:
         parts.append(layer_table(report.errors[:worst]))
     poor, experts = report.poor_layers, known.pop("experts", "")
@@ -39,7 +37,8 @@ def summary(report: Report, worst: int = 5) -> RenderableType:
         f"with the activations' range of their siblings: {name_list(result.fallback)}": result.fallback,
         "  ".join(f"{name} {text}" for name, text in known.items()): known,
     }
-    return Group(*parts, *(Text(line) for line, shown in lines.items() if shown), *map(Text, as_names(report.lines)))
+    shown = [line for line, is_known in lines.items() if is_known]
+    return Group(*parts, *map(_text, [*shown, *as_names(report.lines)]))
 
 
 def layer_table(errors: Sequence[LayerError]) -> Table:
@@ -96,10 +95,15 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], names: int = 1,
     """A table whose first ``names`` columns hold names, the others numbers. All of it is text, never markup."""
     table = Table(title_justify="left", box=None, pad_edge=False, **{"header_style": "dim", **style})
     for at, title in enumerate(titles):
-        table.add_column(Text(title), justify="left" if at < names else "right", overflow="fold")
+        table.add_column(_text(title), justify="left" if at < names else "right", overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*map(_text, row))
     return table
+
+
+def _text(text: str, style: str = "") -> Text:
+    """A text that cannot steer the terminal, no matter which names are in it."""
+    return Text(printable(text), style)
 
 
 def _known(value: float | None, form: str) -> str:
@@ -110,15 +114,4 @@ def print_report(report: RenderableType) -> None:
     """Print to the terminal, at a width that cuts no column of a table, wherever output goes."""
     console = Console()
     wanted = Measurement.get(console, console.options.update(width=1000), report).maximum
-    Console(width=max(console.width, wanted), highlight=False, soft_wrap=True).print(_Printable(report))
-
-
-@dataclass(frozen=True)
-class _Printable:
-    """A renderable whose text cannot steer the terminal, no matter which names are in it."""
-
-    inner: RenderableType
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        for text, style, control in console.render(self.inner, options):
-            yield Segment(text if control else printable(text), style, control)
+    Console(width=max(console.width, wanted), highlight=False, soft_wrap=True).print(report)
