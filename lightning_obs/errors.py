@@ -103,7 +103,7 @@ def require_choice(name: str, value: object, choices: Collection[str]) -> None:
     Traceback (most recent call last):
     lightning_obs.errors.CalibrationError: on_missing. Got 'ignore', expected 'error', 'warn'.
     """
-    if value not in choices:
+    if value not in list(choices):  # it may have no hash
         got = repr(value) + likely(str(value), choices)
         raise CalibrationError(name, got=got, expected=", ".join(map(repr, choices)))
 

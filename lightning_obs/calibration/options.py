@@ -5,7 +5,7 @@ The session, both callbacks and the command line take these options, or their fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from inspect import Parameter, signature
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
@@ -14,9 +14,9 @@ from compressed_tensors.quantization import QuantizationConfig
 from typing_extensions import TypedDict, Unpack
 
 from lightning_obs.engines.engine import Engine, engine_of
-from lightning_obs.errors import refuse_unknown, require_choice
+from lightning_obs.errors import CalibrationError, refuse_unknown, require_choice
 from lightning_obs.schemes.attention_states import KVCacheLike
-from lightning_obs.schemes.config import ObserversLike, RoundingLike, SchemeLike, label, resolve_config
+from lightning_obs.schemes.config import ObserversLike, RoundingLike, SchemeLike, as_names, label, resolve_config
 from lightning_obs.schemes.planned_modules import check_own_sets
 
 OnMissing: TypeAlias = Literal["error", "warn", "siblings"]
@@ -116,8 +116,11 @@ class CalibrationOptions:
     def __post_init__(self) -> None:
         for name in ("scheme", *self.names(type(self))):
             value = _plain(getattr(self, name))
-            is_one = name in ("targets", "ignore", "engines") and isinstance(value, str)
-            object.__setattr__(self, name, [value] if is_one else value)
+            if name in ("targets", "ignore", "engines") and (name, value) != ("targets", None):
+                given, value = value, as_names(value) if isinstance(value, Iterable) else [None]
+                if not all(isinstance(each, str) for each in value):
+                    raise CalibrationError(name, got=repr(given), expected="a name, or a list of names")
+            object.__setattr__(self, name, value)
         require_choice("on_missing", self.on_missing, get_args(OnMissing))
         engine_of(self.reload)
         for name in self.engines:

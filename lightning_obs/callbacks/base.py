@@ -229,7 +229,7 @@ class SessionCallback(Results):
 def require_at_least(least: int, **options: float | None) -> None:
     """Refuse options, by their names, that are below zero or one; None is not."""
     for name, number in options.items():
-        if number is not None and number < least:
+        if number is not None and not (isinstance(number, (int, float)) and number >= least):
             raise CalibrationError(name, got=number, expected="one or more" if least else "zero or more")
 
 

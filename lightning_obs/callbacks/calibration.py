@@ -77,7 +77,7 @@ class CalibrationCallback(ObservedBatches):
         super().__init__(scheme, **options)
         masked = self.token_mask is not None
         self._auto = None if candidates is None else AutoObservers(self.options, masked, candidates)
-        if not 0 <= float(evaluate) <= 1:
+        if not isinstance(evaluate, (int, float)) or not 0 <= evaluate <= 1:
             raise CalibrationError("evaluate", got=evaluate, expected="True, False, or a share in (0, 1]")
         require_at_least(1, every_n_epochs=every_n_epochs)
         if self._auto is not None and self.save_to is not None:

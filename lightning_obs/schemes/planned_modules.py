@@ -70,7 +70,7 @@ def scheme_identity(scheme: QuantizationScheme) -> str:
 
 def check_own_sets(own: Sequence[Sequence[str]]) -> None:
     """Refuse values other than a list of fused sets: two or more attribute names each, and no name in two sets."""
-    if isinstance(own, str) or any(isinstance(fused, str) for fused in own):
+    if not isinstance(own, (list, tuple)) or not all(isinstance(fused, (list, tuple)) for fused in own):
         raise CalibrationError("fused_sets", got=repr(own), expected="a list of lists of names, [['a', 'b']]")
     names = [name for fused in own for name in fused]
     bad = [str(name) for name in names if not isinstance(name, str) or not name or "." in name]

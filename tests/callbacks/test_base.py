@@ -40,6 +40,22 @@ def test_options_of_another_type_are_refused_by_the_constructor(callback):
         callback("FP8", module=3)
     with pytest.raises(CalibrationError, match=r"token_mask. Got 3, expected a key of the batch, or a function of it"):
         callback("FP8", token_mask=3)
+    with pytest.raises(CalibrationError, match=r"export_folder. Got 3, expected a folder"):
+        callback("FP8", export_folder=3)
+
+
+@pytest.mark.parametrize(
+    ("callback", "option", "expected"),
+    [
+        (CalibrationCallback, "evaluate", "True, False, or a share"),
+        (CalibrationCallback, "every_n_epochs", "one or more"),
+        (CalibrationCallback, "max_batches", "one or more"),
+        (QuantizationAwareTraining, "start_step", "zero or more"),
+    ],
+)
+def test_a_number_that_is_a_text_is_refused(callback, option, expected):
+    with pytest.raises(CalibrationError, match=rf"{option}. Got half, expected {expected}"):
+        callback("FP8", **{option: "half"})
 
 
 class Wrapped(torch.nn.Module):
