@@ -26,9 +26,8 @@ def main() -> None:
     options = parser.parse_args()
 
     warnings.filterwarnings("ignore")
-    sys.path = [
-        entry for entry in sys.path if entry != str(Path(__file__).parent)
-    ]  # the files beside this one are not packages
+    here = str(Path(__file__).parent)  # the files beside this one are not packages
+    sys.path = [entry for entry in sys.path if entry != here]
     import torch
     import transformers
     from safetensors.torch import load_file

@@ -179,8 +179,8 @@ class Report:
 
 
 def facts(report: Report, arrow: str = "->") -> dict[str, str]:
-    """The run's results by name, in the order of a report; the arrow stands between before and after."""
-    found = {} if report.result is None else report.result.facts()
+    """What the run has measured, by name, in the order of a report; the arrow stands between before and after."""
+    found = dict[str, str]()
     for name, (before, after) in report.metrics.items():
         if before is not None and after is not None:
             percent = f" ({100 * (after / before - 1):+.1f} %)" if before else ""

@@ -116,7 +116,8 @@ def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -
 def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
     """All that the page shows as numbers, strings, lists and dicts."""
     above = {*_LEFT_OUT, *(sign["label"] for sign in judgement.signs)}
-    known = {_LABELS.get(k, k): v for k, v in facts(report, "\N{RIGHTWARDS ARROW}").items() if k not in above}
+    known = {**(report.result.facts() if report.result else {}), **facts(report, "\N{RIGHTWARDS ARROW}")}
+    known = {_LABELS.get(k, k): v for k, v in known.items() if k not in above}
     ignored = [] if report.config is None else report.config.ignore or []
     as_they_are = ("title", "metrics", "sensitivity_unit", "kinds", "frontier", "scores", "curves")
     return {

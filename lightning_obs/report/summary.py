@@ -24,8 +24,6 @@ def summary(report: Report, worst: int = 5) -> RenderableType:
     result = report.result
     assert result is not None
     known = facts(report)
-    for name in result.facts():  # they are the first line
-        del known[name]
     parts: list[RenderableType] = [_text(f"{result.scheme} · {result.line(' · ')}", style="bold")]
     if report.errors:
         parts.append(layer_table(report.errors[:worst]))

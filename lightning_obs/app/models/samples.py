@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchmetrics import MeanSquaredError, Metric
+from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.regression import CosineSimilarity
 from typing_extensions import override
@@ -55,18 +55,14 @@ class OneOutputPerSample(TaskModule):
     @override
     def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
         output = self.output(batch).float()
-        name: str
-        metric: Metric | None
         if LABELS in batch:
-            predicted, expected = self._against_labels(output, batch)
-            name, metric = ("accuracy", self.accuracy) if self.mse is None else ("mse", self.mse)
+            name, compared = "accuracy" if self.mse is None else "mse", self._against_labels(output, batch)
         else:
             if batch_idx == len(self._first):
                 self._first.append(output)
-            predicted, expected = output, self._first[batch_idx].to(output.device)
-            name, metric = SIMILARITY, self.similarity
-        assert metric is not None
-        metric.update(predicted, expected)
+            name, compared = SIMILARITY, (output, self._first[batch_idx].to(output.device))
+        metric = getattr(self, name)
+        metric.update(*compared)
         self.log(name, metric)
 
     def _against_labels(

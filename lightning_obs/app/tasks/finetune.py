@@ -103,15 +103,11 @@ class Finetune(Calibrate):
     def label(self) -> str:
         return f"{super().label}, fine-tuned"
 
-    @property
-    def recovered(self) -> float | None:
-        """The share of calibration's loss that training has recovered."""
-        return recovered_share(self.full, self.calibrated, self.quantized)
-
     @override
     def row(self) -> dict[str, Any]:
         """Also the numbers of the checkpoint before training and loaded again."""
-        stages: dict[str, Any] = {"recovered": self.recovered, "seconds_trained": self.seconds_trained}
+        stages: dict[str, Any] = {"seconds_trained": self.seconds_trained}
+        stages["recovered"] = recovered_share(self.full, self.calibrated, self.quantized)
         for when, found in (("calibrated", self.calibrated), ("reloaded", self.reloaded)):
             stages |= {} if found is None else {f"{found.name}_{when}": found.value}
             stages |= {} if found is None or found.moved is None else {f"divergence_{when}": found.moved.divergence}
@@ -127,5 +123,6 @@ class Finetune(Calibrate):
             lines.append(f"{self.calibrated.name} on held-out data: {text}")
             moved = [f"{when} {found.moved.divergence:.4f}" for when, found in measured.items() if found.moved]
             lines += [f"KL divergence from the original [nats]: {', '.join(moved)}"] if moved else []
-        brought = "" if self.recovered is None else f", and brought back {self.recovered:.0%} of what calibration lost"
+        share = recovered_share(self.full, self.calibrated, self.quantized)
+        brought = "" if share is None else f", and brought back {share:.0%} of what calibration lost"
         return [*lines, f"fine-tuning took {self.seconds_trained / 60:.1f} minutes{brought}"]
