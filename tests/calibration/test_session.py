@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_obs import CalibrationSession, export_checkpoint
-from lightning_obs.calibration import finalize, saved_state
+from lightning_obs.calibration import finalize
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from lightning_obs.model.qparams import calibrated_modules, read_qparams, write_qparams
 from tests.calibration.common import STATIC, Experts, attributes, calibrate, hooks, input_scale
@@ -252,7 +252,7 @@ def test_a_state_is_loaded_whole_or_not_at_all(mlp, monkeypatch):
             raise KeyboardInterrupt
         write_qparams(module, scheme, values)
 
-    monkeypatch.setattr(saved_state, "write_qparams", interrupted)
+    monkeypatch.setattr(finalize, "write_qparams", interrupted)
     session = CalibrationSession(other, STATIC)
     with pytest.raises(KeyboardInterrupt):
         session.load_state_dict(state)
