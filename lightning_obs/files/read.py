@@ -12,10 +12,8 @@ from typing import Any
 from lightning_obs.errors import CalibrationError
 
 
-def read_json(
-    path: str | os.PathLike[str], *, expected: str | None = None, remedy: str | None = None, unique: bool = False
-) -> Any:
-    """The JSON object in a file. ``unique``: refuse an object that has a key twice, of which JSON would take the last.
+def read_json(path: str | os.PathLike[str], *, expected: str | None = None, remedy: str | None = None) -> Any:
+    """The JSON object in a file.
 
     Raises:
         CalibrationError: the file does not exist, is not valid JSON (cut off, not UTF-8, nested too deep), or holds no
@@ -23,19 +21,12 @@ def read_json(
     """
     with naming(path, expected=expected, remedy=remedy):
         try:
-            value = json.loads(Path(path).read_bytes(), object_pairs_hook=_unique if unique else None)
+            value = json.loads(Path(path).read_bytes())
         except FileNotFoundError as error:
             raise CalibrationError(f"{os.fspath(path)} does not exist", expected=expected, remedy=remedy) from error
         if not isinstance(value, dict):
             raise TypeError(f"a JSON object is expected, not {type(value).__name__}")
     return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if twice := sorted({key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else ()):
-        raise ValueError(f"{twice[0]} appears twice")
-    return dict(pairs)
 
 
 @contextmanager

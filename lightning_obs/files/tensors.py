@@ -267,7 +267,7 @@ def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:
 
 def _read_index(folder: Path) -> dict[str, str]:
     path = folder / INDEX_FILE
-    found = read_json(path, remedy=_DAMAGED, unique=True)
+    found = read_json(path, remedy=_DAMAGED)
     with naming(path, remedy=_DAMAGED):
         files = dict(found["weight_map"])
         refuse(
