@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from compressed_tensors.quantization.utils import should_generate_mx_scales
 
-from lightning_obs.numerics.candidates import candidate_ranges, on_device, shrink, visited
+from lightning_obs.numerics.candidates import candidate_ranges, improves, on_device, shrink, visited
 from lightning_obs.numerics.formats import format_of_dtype
 from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.search import definition
@@ -43,19 +43,20 @@ def visit(rows: Rows, search: GridSearch) -> Visited:
     if rows.size > _ROW:
         return loops.long_rows(search.limit)
     found, maybe = loops.all_rows()
-    if search.limit is None and not search.is_part:
+    if (search.limit is None and not search.is_part) or found.improved.all():
         return found
     improved, bits = found.improved, int(np.bitwise_or.reduce(maybe.numpy()))
     unsure = ~improved & torch.tensor([bool(bits >> k % 31 & 1) for k in range(len(improved))])
     ends = [visited(flags, search.limit) for flags in (improved, improved | unsure)]
     if unsure.any() and (search.is_part or not torch.equal(*ends)):  # the definition decides for the rows in question
         wanted = sum({1 << k % 31 for k in unsure.nonzero().flatten().tolist()})
-        for _, copied in rows.copies(maybe & wanted != 0):
+        for _, copied in rows.copies((maybe & wanted).nonzero().squeeze(-1)):
             improved = improved | definition.visit(copied, loops.search).improved
     stop = int(visited(improved, search.limit).sum())
-    for late, copied in rows.copies(found.best >= stop):  # their candidate comes after the end, which excludes it
+    late = (found.best >= stop).nonzero().squeeze(-1)  # their candidate comes after the end, which excludes it
+    for some, copied in rows.copies(late):
         sooner = visit(copied, search._replace(factors=search.factors[:stop], patience=None, is_part=False))
-        found.low[late], found.high[late], found.best[late] = sooner.low, sooner.high, sooner.best
+        found.low[some], found.high[some], found.best[some] = sooner.low, sooner.high, sooner.best
     return found._replace(improved=improved[:stop])
 
 
@@ -86,16 +87,15 @@ class _Loops:
     def all_rows(self) -> tuple[Visited, torch.Tensor]:
         """What all candidates find, and ``maybe`` of :class:`.cpu_kernel.Choices`."""
         rows, count = self.rows, len(self.factors)
-        low, high = (torch.empty(rows.count, dtype=rows.dtype) for _ in range(2))
+        ends = torch.empty(2, rows.count, dtype=rows.dtype)
         best, maybe = (torch.empty(rows.count, dtype=dtype) for dtype in (torch.int16, torch.int32))
         improved = torch.zeros(count, dtype=torch.int64)
         for start in range(0, rows.count, _SLAB):
             part = slice(start, min(start + _SLAB, rows.count))
-            ends, (index, rival, maybe[part]), sure = self._search(part)
-            low[part], high[part] = ends
-            improved += sure + self._settle(start, low[part], high[part], index, rival)
+            ends[:, part], (index, rival, maybe[part]), sure = self._search(part)
+            improved += sure + self._settle(start, ends[:, part], index, rival)
             best[part] = index
-        return Visited(low, high, best, improved > 0), maybe
+        return Visited(ends[0], ends[1], best, improved > 0), maybe
 
     def _search(self, part: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The fields of :class:`.cpu_kernel.Choices` of some rows: of floats, of integers, of candidates."""
@@ -116,24 +116,32 @@ class _Loops:
         launch.in_threads(len(starts), work, count * self.rows.size * len(self.factors))
         return torch.from_numpy(ends), torch.from_numpy(chosen), torch.from_numpy(improved.sum(0))
 
-    def _settle(
-        self, start: int, low: torch.Tensor, high: torch.Tensor, best: torch.Tensor, rival: torch.Tensor
-    ) -> torch.Tensor:
-        """Write chosen ranges over observed ones; count what improved rows that are left to the definition."""
-        improved = torch.zeros(len(self.factors), dtype=torch.int64)
-        for some, only in self.rows.copies(rival >= 0, start):
-            pair = torch.stack([best[some], rival[some]]).sort(0).values  # the first of equals wins
-            lows, highs = (shrink(end[some], self.factors[pair]) for end in (low, high))
-            errors = definition.measure(only, slice(0, only.count), (lows, highs), self.search)
-            best[some] = torch.where(errors[1] < errors[0], pair[1], pair[0])
+    def _settle(self, start: int, ends: torch.Tensor, best: torch.Tensor, rival: torch.Tensor) -> torch.Tensor:
+        """Write chosen ranges over observed ones; the definition decides between ``best`` and its rivals first.
+
+        Returns which candidates improved a row of which it measured all, ``(C,)``.
+        """
+        left = (rival != -1).nonzero().squeeze(-1)
+        if not len(left):
+            ends.copy_(shrink(ends, self.factors[best]))
+            return torch.zeros(len(self.factors), dtype=torch.bool)
+        every = rival[left] == self.kernel.ALL
+        for some, only in self.rows.copies(left[every], start):  # the loops do not see a NaN
+            ends[:, some] = torch.stack(only.observed_range()) * self.search.expand
+        measured = every[:, None].repeat(1, len(self.factors))
+        measured.scatter_(1, torch.stack([best[left], rival[left].clamp(min=0)], 1).long(), True)
+        row, candidate = measured.nonzero(as_tuple=True)
+        errors, first = torch.full(measured.shape, torch.inf), 0
+        for some, only in self.rows.copies(left[row], start):
+            here = slice(first, first := first + len(some))
+            low, high = shrink(ends[:, some], self.factors[candidate[here]]).split(1)
+            found = definition.measure(only, slice(0, only.count), (low, high), self.search)
+            errors[row[here], candidate[here]] = found[0]
+        best[left] = errors.argmin(1).int()  # the first of equals
         chosen = self.factors[best]
-        low.copy_(shrink(low, chosen))
-        high.copy_(shrink(high, chosen))
-        for some, only in self.rows.copies(rival == self.kernel.ALL, start):
-            every = definition.visit(only, self.search)
-            low[some], high[some], best[some] = every.low, every.high, every.best.int()
-            improved += every.improved
-        return improved
+        chosen[left[errors.amin(1) == torch.inf]] = 1.0
+        ends.copy_(shrink(ends, chosen))
+        return improves(errors[every].T).any(1)
 
     # ------------------------------------------------------------------ longer rows
 

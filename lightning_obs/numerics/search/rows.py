@@ -49,12 +49,13 @@ class Rows:
         low, high = extremes(self.view)
         return low.reshape(-1).to(self.dtype), high.reshape(-1).to(self.dtype)
 
-    def copies(self, which: torch.Tensor, first: int = 0) -> Iterator[tuple[torch.Tensor, Rows]]:
-        """The rows from ``first`` on where ``which`` is true, a few at a time: their places in it, and a copy."""
-        for places in which.nonzero().squeeze(-1).split(max(1, _COPIED // self.size)) if which.any() else ():
-            index, columns = places + first, self.view.shape[1]
+    def copies(self, places: torch.Tensor, first: int = 0) -> Iterator[tuple[torch.Tensor, Rows]]:
+        """The rows of these numbers, counted from ``first``, about as many at a time: their numbers, and a copy."""
+        parts = -(-len(places) // max(1, _COPIED // self.size))
+        for some in places.tensor_split(parts) if parts else ():
+            index, columns = some + first, self.view.shape[1]
             importance = None if self.importance is None else self.importance[index % len(self.importance)]
-            yield places, Rows(self.view[index // columns, index % columns][None], importance, self.dtype)
+            yield some, Rows(self.view[index // columns, index % columns][None], importance, self.dtype)
 
     def pieces(self, part: slice, tile: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         """Values ``(rows, values)`` in float32 with their importance, in pieces of at most ``tile`` values of a row."""

@@ -147,9 +147,9 @@ def test_nearly_all_rows_are_decided_by_the_loops(monkeypatch):
     left = []
     settle = cpu._Loops._settle
 
-    def counting(self, start, low, high, best, rival):
+    def counting(self, start, ends, best, rival):
         left.append((rival != -1).float().mean().item())
-        return settle(self, start, low, high, best, rival)
+        return settle(self, start, ends, best, rival)
 
     monkeypatch.setattr(cpu._Loops, "_settle", counting)
     for name in FORMATS:
