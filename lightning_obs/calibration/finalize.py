@@ -22,7 +22,6 @@ from lightning_obs.calibration.weights import Observe, ShardedWeights
 from lightning_obs.errors import CalibrationError, key_text, name_list, refuse, sendable, warn
 from lightning_obs.files.tensors import Tally
 from lightning_obs.model.checksums import remember
-from lightning_obs.model.kinds import count_heads
 from lightning_obs.model.offload import at_rest, is_offloaded
 from lightning_obs.model.qparams import ROUNDED, as_stored, clear_qparams, read_qparams, write_qparams
 from lightning_obs.model.weight import onloaded, place_of, reshard, rows_here
@@ -30,7 +29,7 @@ from lightning_obs.numerics.qparams import ATTENTION, QParamsDict
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.statistic import all_finite, to_host
 from lightning_obs.ranks.sync import share_weights, sync_statistics
-from lightning_obs.schemes.planned_modules import Plan, PlannedModule
+from lightning_obs.schemes.planned_modules import Plan, PlannedModule, expected_shapes
 
 if TYPE_CHECKING:
     from lightning_obs.calibration.session import CalibrationSession
@@ -73,7 +72,7 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
     left = [target for target in session.plan.targets if target.name not in session.skipped]
     qparams = {t.name: as_stored(t.module, _qparams_of(t, computed, weights, activations)) for t in left}
     _check_scales(qparams, {f"{name}.{base}_scale" for (name, base), o in session.observers.items() if o.signed})
-    _check_heads(session.model, qparams)
+    _check_heads(left, qparams)
     if weights and any(observer.rounding is not None for observer in session.observers.values()):
         roundings = make_roundings({key: session.observers[key] for key in searched}, session.fed, qparams)
         rounded = {key: held.modules[key] for key in roundings}
@@ -319,19 +318,16 @@ def _check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]], signed: Col
         )
 
 
-def _check_heads(model: nn.Module, qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+def _check_heads(targets: Sequence[PlannedModule], qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     """Raise a CalibrationError where scales per head do not fit the config, from which a checkpoint is loaded."""
-    per_head = {
-        (name, key): len(value)
-        for name, values in qparams.items()
-        for key, value in values.items()
-        if key.partition("_")[0] in ATTENTION and value.ndim == 3
-    }
-    expected = count_heads(model) if per_head else {}
+    shapes = {(t.name, key): x for t in targets for base in t.states for key, x in expected_shapes(t, base).items()}
     refuse(
-        [f"{name}.{key} ({heads})" for (name, key), heads in per_head.items() if heads != expected[key[0]]],
+        [
+            f"{name}.{key} {tuple(found.shape)} instead of {shape}"
+            for (name, key), shape in shapes.items()
+            if (found := qparams[name].get(key)) is not None and found.shape != shape
+        ],
         "attention has other heads than the config says, so the checkpoint would not load",
-        expected=", ".join(f"{base} {heads}" for base, heads in expected.items()),
         remedy="one scale per tensor (kv_cache='FP8').",
     )
 
