@@ -6,6 +6,7 @@
     python benchmarks/accuracy_4bit.py --bits 3 --group 32 --observer "imatrix_mse(norm=2.0)" hessian
     python benchmarks/accuracy_4bit.py --model FOLDER                        # another model of transformers
     python benchmarks/accuracy_4bit.py --model smollm2 --inputs quantized    # block by block: calibrate_layerwise
+    python benchmarks/accuracy_4bit.py --model smollm2 --eval-path FOLDER    # text of another kind than calibrated on
     python benchmarks/accuracy_4bit.py --model smollm2 --device cuda --peers
 
 In the environment of ``make parity`` llm-compressor's GPTQModifier is measured beside ours (``--peers``): on the same
@@ -104,13 +105,15 @@ def main() -> int:
     parser.add_argument("--inputs", choices=["full_precision", "quantized"], help="block by block: what a block reads")
     parser.add_argument("--batches", type=int, default=16, help="of 512 tokens: to calibrate a causal model")
     parser.add_argument("--eval-batches", type=int, default=16, help="of 512 tokens: to measure it")
+    parser.add_argument("--path", help="text to calibrate a causal model on: file or folder")
+    parser.add_argument("--eval-path", help="text to measure it on, of another kind")
     parser.add_argument("--device", default="cpu", help="that runs the model, ours and theirs: cpu or cuda")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("highest")
     folder = _folder(options.model)
     is_causal = any("CausalLM" in name for name in AutoConfig.from_pretrained(folder).architectures)
-    number = options.batches, options.eval_batches
-    subject = Language(folder, options.device, *number) if is_causal else Encoder(folder, options.device)
+    text = {name: getattr(options, name) for name in ("batches", "eval_batches", "path", "eval_path")}
+    subject = Language(folder, options.device, text) if is_causal else Encoder(folder, options.device)
     scheme = options.scheme or {"weights": {"num_bits": options.bits, "group_size": options.group}}
     name = options.scheme or f"int{options.bits}, groups of {options.group}"
     is_goal = options.model == "minilm" and options.scheme is None and (options.bits, options.group) == (4, 64)
@@ -242,17 +245,18 @@ class Language:
     ignore: tuple[str, ...] = ("lm_head",)
     pipeline, token_mask = "sequential", None
 
-    def __init__(self, folder: Path, device: str, batches: int, eval_batches: int) -> None:
+    def __init__(self, folder: Path, device: str, text: dict[str, Any]) -> None:
+        """``text``: options of the data."""
         self.folder, self.device = folder, device
         self.model, self.tokenizer = load_pretrained(folder, dtype="float32")
         self.model.eval().to(device)
-        data = TextData(self.tokenizer, batches=batches, eval_batches=eval_batches)
+        data = TextData(self.tokenizer, **text)
         self._calibration, self._held_out = list(data.val_dataloader()), list(data.test_dataloader())
         self._original = Predictions()
         with self._original.kept(self.model):
             self._loss = self._next_token_loss(self.model)
         self.plain = seconds_of_second(self.calibrate, self.model, device)
-        self.title = f"{512 * eval_batches:,} held-out tokens, perplexity {math.exp(self._loss):.2f}"
+        self.title = f"{512 * len(self._held_out):,} held-out tokens, perplexity {math.exp(self._loss):.2f}"
 
     def batches(self) -> list[dict[str, torch.Tensor]]:
         return self._calibration
