@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,17 +27,20 @@ from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import require_plain, sync_statistics
 from lightning_obs.schemes.planned_modules import Plan, find_misfits
 
-_FORMAT = 3
+_FORMAT = 4
 _SEAL = "crc"
 _REMEDY = "load the checkpoint of this model, or calibrate again."
 
 
 def dump_state(
-    plan: Plan, qparams: Mapping[str, torch.Tensor], checksums: Mapping[str, Mapping[str, int]]
+    plan: Plan,
+    qparams: Mapping[str, torch.Tensor],
+    checksums: Mapping[str, Mapping[str, int]],
+    skipped: Iterable[str],
 ) -> dict[str, Any]:
-    """The ``{"layer.weight_scale": tensor}`` of a plan and ``{"layer": {"weight": checksum}}`` of its model."""
-    config = plan.config.model_dump_json()
-    return sealed({"format": _FORMAT, "config": config, "qparams": dict(qparams), "checksums": dict(checksums)})
+    """``{"layer.weight_scale": tensor}``, ``{"layer": {"weight": checksum}}``, modules left in full precision."""
+    found = {"qparams": dict(qparams), "checksums": dict(checksums), "skipped": sorted(skipped)}
+    return sealed({"format": _FORMAT, "config": plan.config.model_dump_json(), **found})
 
 
 def by_module(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

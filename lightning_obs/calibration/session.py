@@ -337,7 +337,7 @@ class CalibrationSession:
         with without_wrappers(self.model), without_adapters(self.model):
             own = {name: self._own.get(module, {}) for name, module in self.model.named_modules()}
         checksums = {name: dict(plain[CHECKSUMS]) for name, plain in own.items() if plain.get(CHECKSUMS)}
-        return dump_state(self.plan, self.qparams, checksums)
+        return dump_state(self.plan, self.qparams, checksums, self.skipped)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Write the qparams of a :meth:`state_dict` to the modules.
@@ -347,6 +347,7 @@ class CalibrationSession:
         """
         with self._writing():
             load_state(self.model, self.plan, state)
+            self.skipped = {*state["skipped"]}
 
     @torch.no_grad()
     def write_scales(self, scales: Mapping[str, torch.Tensor], *, of_present_weights: bool) -> None:
