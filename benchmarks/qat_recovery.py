@@ -62,7 +62,7 @@ def run(*overrides: str) -> dict[str, Any]:
 def row(name: str, report: dict[str, Any]) -> str:
     """A line of the table."""
     full, tuned = report["perplexity"]
-    figures = (full, report["perplexity_calibrated"], tuned, report["perplexity_reloaded"])
+    figures = (full, report["perplexity_calibrated"], tuned, report.get("perplexity_reloaded"))
     shown = " | ".join("" if figure is None else f"{figure:.3f}" for figure in figures)
     recovered = "nothing lost" if report["recovered"] is None else f"{report['recovered']:.0%}"
     return f"| {name} | {shown} | {recovered} | {report['seconds_trained'] / 60:.1f} |"
@@ -73,7 +73,7 @@ def shortcomings(report: dict[str, Any]) -> list[str]:
     found = []
     if report["recovered"] is not None and report["recovered"] < 0.5:
         found.append(f"brought back {report['recovered']:.0%}, less than half")
-    if report["perplexity_reloaded"] != report["perplexity"][1]:
+    if report.get("perplexity_reloaded") != report["perplexity"][1]:
         found.append("the reloaded checkpoint has another perplexity")
     if report["seconds_trained"] > MINUTES * 60:
         found.append(f"fine-tuning took {report['seconds_trained'] / 60:.1f} minutes")

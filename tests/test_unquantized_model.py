@@ -55,7 +55,7 @@ def test_the_same_seed_gives_the_same_weights(script):
 
 @pytest.mark.slow
 def test_a_model_that_did_not_become_good_is_not_kept(script, tmp_path, monkeypatch, tiny):
-    monkeypatch.setattr(script, "load_pretrained", lambda *_: tiny)
+    monkeypatch.setattr(script, "load_pretrained", lambda **_: tiny)
     monkeypatch.setattr(script, "STEPS", 2)
     monkeypatch.setattr(script, "WARM_UP", 1)
     with pytest.raises(SystemExit, match=r"above 16\.0, so nothing was written"):

@@ -70,7 +70,9 @@ def quantize_checkpoint(
         folder: a checkpoint of transformers, in full precision: ``config.json`` and safetensors files.
         out: written whole or not at all.
         scheme: weight-only or dynamic activations.
-        overwrite, max_shard_size, progress: as of :func:`~lightning_obs.export_checkpoint`.
+        overwrite: replace the checkpoint in ``out``; files that no export wrote are never deleted.
+        max_shard_size: bytes of one file of weights, or ``"5GB"``.
+        progress: called with the name of each tensor written, the bytes written so far, and the bytes in all.
         workers: how many processes share the work. They are started, so a script needs ``if __name__ == "__main__":``;
             each imports torch, and has one set of weights at a time. Or ``Collectives.of_group()``: the ranks of
             torchrun share it; every rank must call this, and is told the progress of its own share.
