@@ -32,8 +32,8 @@ from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession, QuantizationAwareTraining, export_checkpoint
 from lightning_obs.app.data.module import TextData
-from lightning_obs.app.models.language import CausalLM, load_pretrained
-from lightning_obs.app.models.pretrained import default_model_folder
+from lightning_obs.app.models.language import CausalLM
+from lightning_obs.app.models.pretrained import default_model_folder, load_pretrained
 from lightning_obs.engines import Verdict
 from lightning_obs.report.numbers import folder_size, human_size
 

@@ -41,3 +41,13 @@ def test_block_by_block_on_inputs_in_full_precision_loses_what_a_session_in_memo
     )
     assert as_before == in_memory
     assert quantized != in_memory
+
+
+@pytest.mark.slow
+def test_the_text_measured_on_is_the_one_named(tmp_path):
+    text = tmp_path / "other.txt"
+    text.write_text(" ".join(f"{number} bottles of beer on the wall." for number in range(999)))
+    own, other = (
+        lost_by(tmp_path, *path, observers=["memoryless_minmax"]) for path in ([], ["--eval-path", str(text)])
+    )
+    assert own != other

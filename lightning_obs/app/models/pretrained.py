@@ -69,8 +69,7 @@ def load_pretrained(
     expected = "a folder with config.json and weights, or a name on the hub"
     if not folder.exists():
         settle_dead(Path(os.path.abspath(folder)).parent)
-        in_folder = folder.parent != Path() and folder.parent.exists()
-        if not folder.exists() and (in_folder or name.startswith(("/", ".", "~")) or name.count("/") > 1):
+        if not folder.exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
             raise CalibrationError(f"model.path={name} does not exist", expected=expected)  # the hub is not asked
     if source is not None and folder.is_dir():
         refuse_damage(folder)
