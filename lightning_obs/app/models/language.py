@@ -31,12 +31,11 @@ class TaskModule(LightningModule):
     Args:
         model: of any package.
         learning_rate: of AdamW, after a warm-up over a tenth of the steps, and down to zero along a cosine.
-        eps: of AdamW. Gradients far below it move a parameter in proportion, not by the learning rate.
     """
 
-    def __init__(self, model: Any, learning_rate: float, eps: float = 1e-8) -> None:
+    def __init__(self, model: Any, learning_rate: float) -> None:
         super().__init__()
-        self.model, self.learning_rate, self.eps = model, learning_rate, eps
+        self.model, self.learning_rate = model, learning_rate
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Keyword arguments of ``self.model``: the batch without labels."""
@@ -58,7 +57,7 @@ class TaskModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW without weight decay: a few hundred steps from a trained model."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=self.learning_rate, eps=self.eps, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(trained, lr=self.learning_rate, weight_decay=0.0)
         steps = int(self.trainer.estimated_stepping_batches)
         warm_up = max(1, steps // 10)
 
@@ -78,7 +77,7 @@ class LanguageModel(TaskModule):
         path, dtype, attn_implementation, device_map, offload_folder: of
             :func:`~lightning_obs.app.models.pretrained.load_pretrained`.
         linearize_experts: give every expert Linear modules of its own, so that they can be quantized.
-        learning_rate, eps: of AdamW, see :class:`TaskModule`.
+        learning_rate: of AdamW, see :class:`TaskModule`.
     """
 
     auto_class: ClassVar[Any]
@@ -92,11 +91,10 @@ class LanguageModel(TaskModule):
         offload_folder: str | None = None,
         linearize_experts: bool = True,
         learning_rate: float = 2e-5,
-        eps: float = 1e-8,
     ) -> None:
         where = {"device_map": device_map, "offload_folder": offload_folder}
         model, tokenizer = load_pretrained(path, self.auto_class, dtype, attn_implementation, **where)
-        super().__init__(model, learning_rate, eps)
+        super().__init__(model, learning_rate)
         self.tokenizer = tokenizer
         self.perplexity = Perplexity(ignore_index=-100)  # the label that transformers' losses leave out
         if linearize_experts:
