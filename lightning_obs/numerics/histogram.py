@@ -75,18 +75,6 @@ def count_nan(counts: torch.Tensor) -> int:
     return int(counts[..., _NAN_FROM:0x8000].sum() + counts[..., 0x8000 + _NAN_FROM :].sum())
 
 
-def fingerprint(counts: torch.Tensor) -> list[int]:
-    """A number of 64 bits for the counts of each scale, ``(..., 65536)``: other counts have another one."""
-    return (counts.detach() * _random_weights(counts.device)).sum(-1).flatten().tolist()
-
-
-@functools.cache
-def _random_weights(device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    with torch.inference_mode(False):
-        return torch.randint(-(2**63), 2**63 - 1, (BINS,), generator=generator).to(device)
-
-
 def support(counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> Support:
     """The occupied bins of one scale, ascending.
 

@@ -170,7 +170,8 @@ class Observer(Statistics, Registry):
 
         Args:
             value: the tensor.
-            measured: by kind, the statistics measured in ``value`` so far; added to.
+            measured: by kind, the statistics measured in ``value`` so far; added to. Observers that have seen the same
+                tensors share their statistics: one histogram is added up and kept for q, k and v.
         """
         cls = type(self)
         if cls.update_statistics_from_observed is not Observer.update_statistics_from_observed or not value.numel():
@@ -178,16 +179,15 @@ class Observer(Statistics, Registry):
             return
         with self._observing():
             if self._kind not in measured:
-                measured[self._kind] = self.measure(flatten_for_calibration(value, self.base_name, self.args))
-            self.combine(measured[self._kind])
+                measured[self._kind] = self.measure(flatten_for_calibration(value, self.base_name, self.args)), {}
+            self._combine_once(False, *measured[self._kind])
 
     def observe_inputs(self, value: torch.Tensor, measured: dict[Hashable, Any] | None = None) -> None:
         """Take in an input ``(..., C)`` of the module whose weight is observed; called if ``needs_inputs``.
 
         Args:
             value: the module's input. An empty one changes nothing.
-            measured: see :meth:`observe_shared`. Observers that have seen the same inputs share their statistics: one
-                Hessian is added up and kept for all of them.
+            measured: see :meth:`observe_shared`.
         """
         if not value.numel():
             return
@@ -195,13 +195,21 @@ class Observer(Statistics, Registry):
         with self._observing():
             if kind not in measured:
                 measured[kind] = self.measure_inputs(value), {}
-            new, combined = measured[kind]
-            before = [getattr(self, name, None) for name in self.input_statistics]
-            same = tuple(map(id, before))
-            if same not in combined:
-                self._combine(new, of_inputs=True)
-                combined[same] = before, {name: getattr(self, name) for name in self.input_statistics}
-            self.__dict__ |= combined[same][1]
+            self._combine_once(True, *measured[kind])
+
+    def _combine_once(self, of_inputs: bool, new: Sequence[torch.Tensor], combined: dict[Any, Any]) -> None:
+        """Combine with ``new``, once for all observers of a kind whose statistics are the same objects."""
+        names = [statistic.name for statistic in self.declared if statistic.of_inputs == of_inputs]
+        before = [vars(self).get(name) for name in names]
+        same = tuple(map(id, before))
+        if same not in combined or not self._declares_all:
+            if of_inputs:
+                self._combine(new, of_inputs)
+            else:
+                self.combine(new)
+            # ``before`` is kept: an id is of one object while that is alive
+            combined[same] = before, {name: vars(self)[name] for name in names if name in vars(self)}
+        self.__dict__ |= combined[same][1]
 
     @property
     def _kind_of_inputs(self) -> Hashable:
@@ -331,4 +339,5 @@ class Observer(Statistics, Registry):
         Kept for code written to the guide; :mod:`lightning_obs.ranks.sync` packs all observers' statistics.
         """
         present = {name: op for name, op in self._act_sync_dict.items() if hasattr(self, name)}
+        self.load_statistics({name: getattr(self, name).clone() for name in present})  # others may share them
         return [dist.all_reduce(getattr(self, name), op=op, async_op=True) for name, op in present.items()]

@@ -23,14 +23,13 @@ from lightning_obs.numerics.histogram import (
     candidate_divergences,
     count_nan,
     count_values,
-    fingerprint,
     percentile_range,
     support,
 )
 from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers.base import MinMaxTuple, Observer
-from lightning_obs.observers.statistic import Statistic
+from lightning_obs.observers.statistic import Statistic, equal_values
 
 CRITERIA = ("mse", "percentile", "entropy")
 _STRATEGIES = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
@@ -167,7 +166,6 @@ class HistogramObserver(PercentileObserver):
         "grid": 100.0,
         "norm": 2.0,
     }
-    _settings: ClassVar[tuple[str, ...]] = (*CountingObserver._settings, "_chosen")
     criterion: str
     maxshrink: float
     patience: int | None
@@ -176,7 +174,6 @@ class HistogramObserver(PercentileObserver):
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        self._chosen: tuple[str, MinMaxTuple] | None = None
         self._require("criterion", self.criterion in CRITERIA, f"one of {', '.join(CRITERIA)}")
         self._require("maxshrink", 0 <= self.maxshrink <= 1, "a value in [0, 1]")
         self._require("patience", self.patience is None or self.patience > 0, "a value above 0, or None")
@@ -191,11 +188,10 @@ class HistogramObserver(PercentileObserver):
         """
         self._require_statistics()
         names = [name for cls in type(self).__mro__ for name in vars(cls).get("hyperparameters") or ()]
-        ends = [(end.tolist(), end.dtype, end.device) for end in (self.min_vals, self.max_vals)]
-        of_it = fingerprint(self.counts), ends, self.args, [getattr(self, name) for name in names]
-        state = repr((type(self), *of_it))
-        searched = [o._chosen for o in (self, *self._fused_observers) if isinstance(o, HistogramObserver) and o._chosen]
-        self._chosen = next((found for found in searched if found[0] == state), None) or (state, self._search())
+        asked = [self.counts, self.min_vals, self.max_vals, vars(self.args).copy(), [getattr(self, n) for n in names]]
+        alike = [o for o in (self, *self._fused_observers) if type(o) is type(self) and o._chosen is not None]
+        known = (o._chosen for o in alike if all(map(equal_values, o._chosen[0], asked)))
+        self._chosen = next(known, None) or (asked, self._search())
         low, high = self._chosen[1]
         return low.clone(), high.clone()
 

@@ -5,6 +5,8 @@ From the declaration follow, and are written nowhere else: how batches are combi
 
 A statistic that was not observed yet has no attribute, which stands for its identity: combining and reducing omit it.
 Its shape and dtype follow from the first tensor observed, so ranks agree on them (:mod:`lightning_obs.ranks`).
+
+A tensor is replaced when it changes, never written to: several observers may hold it.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class Statistic(NamedTuple):
     def combine(self, old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
         """The statistic of two batches, in memory of its own; ``old`` is None before the first."""
         if old is None or self.reduction in ("keep", "mean"):
-            return new.clone()  # observers that read one tensor share ``new``, and a reduction may be made in place
+            return new.clone()  # it may be a view of the observed tensor
         if self.reduction == "sum":
             return old + new
         return torch.minimum(old, new) if self.reduction == "min" else torch.maximum(old, new)
@@ -122,13 +124,23 @@ class Statistics:
     keeps_extremes: ClassVar[bool] = False
 
     #: attributes that are set from outside, which ``reset`` keeps, and that are not statistics
-    _settings: ClassVar[tuple[str, ...]] = ("qparams_dtype", "_fused_observers", "_joins_ranges", "is_finite", "_kind")
+    _settings: ClassVar[tuple[str, ...]] = (
+        "qparams_dtype",
+        "_fused_observers",
+        "_joins_ranges",
+        "is_finite",
+        "_chosen",
+        "_kind",
+    )
 
     #: whether ``statistics`` are all that observing sets
     _declares_all: ClassVar[bool] = False
 
     #: whether the statistics were found to be finite since they were last changed
     is_finite: bool = False
+
+    #: a range that was searched in the statistics, beside what it was searched in; None since they were last changed
+    _chosen: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A class that observes differently from its parent, and does not declare its statistics, declares nothing."""
@@ -152,7 +164,7 @@ class Statistics:
     def _observing(self) -> Iterator[None]:
         # Lightning validates under inference mode; a statistic born in it could not be updated in training.
         with torch.inference_mode(False), torch.no_grad():
-            self.is_finite = False
+            self.is_finite, self._chosen = False, None
             yield
 
     def _combine(self, measured: Sequence[torch.Tensor], of_inputs: bool) -> None:
@@ -174,7 +186,7 @@ class Statistics:
             return found
         new = vars(self._new())
         others = vars(self).keys() - found.keys() - set(self._settings)
-        changed = [n for n in vars(self) if n in others and not (n in new and _equal(new[n], vars(self)[n]))]
+        changed = [n for n in vars(self) if n in others and not (n in new and equal_values(new[n], vars(self)[n]))]
         return found | {name: vars(self)[name] for name in changed}
 
     def load_statistics(self, statistics: Mapping[str, Any]) -> None:
@@ -186,7 +198,7 @@ class Statistics:
         own = {"args", "base_name", *self._settings}
         behaviour = [n for n in statistics if callable(of := getattr(type(self), n, None)) or isinstance(of, property)]
         refuse(sorted(own & statistics.keys()) + behaviour, f"{type(self).__name__} has no such statistic")
-        self.__dict__ |= {**statistics, "is_finite": False}
+        self.__dict__ |= {**statistics, "is_finite": False, "_chosen": None}
 
     def reset(self, keep: Collection[str] = ()) -> None:
         """Forget everything observed, except the statistics named in ``keep``; settings and hyperparameters stay."""
@@ -223,8 +235,8 @@ class Statistics:
         return ", ".join(f"{bad} of {n} {name.lstrip('_')} not finite" for name, (bad, n) in counted.items() if bad)
 
 
-def _equal(before: Any, now: Any) -> bool:
-    """Whether observing has not changed an attribute. An object of a class of its own is taken for unchanged."""
+def equal_values(before: Any, now: Any) -> bool:
+    """Whether an attribute has not changed. An object of a class of its own is taken for unchanged."""
     if type(before) is not type(now):
         return False
     if isinstance(before, torch.Tensor):

@@ -60,14 +60,28 @@ def test_what_ranks_add_up_is_what_one_rank_counts(name, kwargs):
     assert same(ranks[0].get_min_max(), whole.get_min_max())
 
 
-def test_observers_that_share_a_measurement_do_not_share_their_counts():
-    x, measured = torch.randn(3, 8), {}
+def test_observers_that_see_the_same_tensors_keep_one_histogram_until_one_sees_another():
     first, second = make("histogram"), make("histogram")
+    for _ in range(2):
+        x, measured = torch.randn(3, 8), {}
+        first.observe_shared(x, measured)
+        second.observe_shared(x, measured)
+        assert len(measured) == 1
+    assert first.counts is second.counts
+    assert int(first.counts.sum()) == 48
+    first.observe_shared(torch.randn(3, 8), {})
+    assert int(first.counts.sum()) == 72
+    assert int(second.counts.sum()) == 48
+
+
+def test_observers_that_have_seen_other_tensors_before_keep_their_own_histograms():
+    first, second, measured = make("histogram"), make("histogram"), {}
+    first(torch.randn(3, 8))
+    x = torch.randn(3, 8)
     first.observe_shared(x, measured)
     second.observe_shared(x, measured)
-    assert len(measured) == 1
-    first.counts.add_(second.counts)  # as a sum over two ranks does, in place
-    assert int(second.counts.sum()) == int(next(iter(measured.values())).counts.sum()) == 24
+    assert int(first.counts.sum()) == 48
+    assert int(second.counts.sum()) == 24
 
 
 # ---------------------------------------------------------------------- any data

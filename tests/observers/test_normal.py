@@ -104,16 +104,6 @@ def test_nothing_observed_is_said_and_reset_forgets():
     assert not observer.has_statistics
 
 
-def test_a_shared_measurement_is_not_changed_by_a_sum_over_ranks():
-    x, measured = torch.randn(3, 8), {}
-    first, second = make(), make()
-    first.observe_shared(x, measured)
-    second.observe_shared(x, measured)
-    assert len(measured) == 1
-    first.number.mul_(2)
-    assert second.number.item() == 24
-
-
 @pytest.mark.parametrize("k", [0, -1, float("nan")])
 def test_k_must_be_above_0(k):
     with pytest.raises(CalibrationError, match=r"k. Got .*, expected a value above 0"):

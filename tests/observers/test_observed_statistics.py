@@ -180,10 +180,16 @@ def on_sync(rank):
         for handle in handles:
             handle.wait()
         found[name] = [len(handles), *(end.item() for end in observer.get_min_max())]
-    return found
+    shared, measured = [make("histogram"), make("histogram")], {}
+    for observer in shared:
+        observer.observe_shared(torch.ones(1, 8), measured)
+    for observer in shared:
+        for handle in observer.sync_activation_stats():
+            handle.wait()
+    return found | {"counts": [int(observer.counts.sum()) for observer in shared]}
 
 
 def test_two_ranks_reduce_with_two_collectives_each():
-    """static_minmax by MIN and MAX, minmax by AVG."""
+    """static_minmax by MIN and MAX, minmax by AVG; counts that two observers share are added once for each."""
     for found in run_ranks(on_sync, 2):
-        assert found == {"static_minmax": [2, -4, 3], "minmax": [2, -2.5, 2.5]}
+        assert found == {"static_minmax": [2, -4, 3], "minmax": [2, -2.5, 2.5], "counts": [16, 16]}

@@ -135,7 +135,7 @@ def on_shared_reads(rank):
     measured = {}
     for observer in observers.values():
         observer.observe_shared(batches(2)[rank], measured)
-    low, high = next(iter(measured.values()))
+    (low, high), _ = next(iter(measured.values()))
     before = low.clone(), high.clone()
     sync_statistics(observers, Collectives.of_group())
     q, k, v = (observer.min_vals for observer in observers.values())
