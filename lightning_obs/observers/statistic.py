@@ -203,6 +203,7 @@ class Statistics:
     def reset(self, keep: Collection[str] = ()) -> None:
         """Forget everything observed, except the statistics named in ``keep``; settings and hyperparameters stay."""
         if self._declares_all:  # a new observer costs much more
+            self._chosen = None
             for statistic in self.statistics:
                 if statistic.name not in keep:
                     vars(self).pop(statistic.name, None)

@@ -247,11 +247,12 @@ def test_statistics_of_inference_mode_are_searched_when_they_are_others(monkeypa
     assert len(searches) == 2
 
 
-def test_new_data_lets_go_of_the_old_counts():
+@pytest.mark.parametrize("change", [after_new_data, lambda observer: observer.reset()], ids=["new data", "reset"])
+def test_the_old_counts_are_let_go_of(change):
     observer = make("histogram")(SEARCHED)
     observer.get_min_max()
     old = weakref.ref(observer.counts)
-    observer(SEARCHED)
+    change(observer)
     assert old() is None
 
 
