@@ -13,6 +13,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from torch import nn
 from typing_extensions import override
 
+from lightning_obs.engines.conversions import dequantized_weights, initializer_fault
 from lightning_obs.engines.engine import Engine, Hardware, PlannedCheckpoint
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.kinds import is_transformers_model, kind_of
@@ -44,6 +45,7 @@ class Transformers(Engine):
                 "precision",
                 remedy='list them in `ignore`, or set reload="unchecked" and load the checkpoint with load_checkpoint.',
             )
+            _check_layout(planned.model, targets)
             _check_experts(planned.model, targets, self.dequantize)
         if self.dequantize:
             _check_dequantized(targets, in_transformers)
@@ -51,6 +53,14 @@ class Transformers(Engine):
         for target in targets:
             if target.scheme.weights is not None:
                 _check_weight(target, target.scheme.weights, in_transformers)
+        packed = {t.name for t in targets if "pack" in storage_format(nn.Linear, t.scheme)}
+        if packed and (fault := initializer_fault(planned.model, packed)) is not None:
+            raise CalibrationError(
+                f"transformers 5.23 cannot load packed weights of {type(planned.model).__name__}, which initializes "
+                "weights while it loads",
+                got=fault,
+                remedy=f"{_DEQUANTIZED}), use a scheme that is not packed (FP8, INT8), or {_UNCHECKED}",
+            )
         return None
 
 
@@ -116,6 +126,44 @@ def _check_weight(target: PlannedModule, weights: QuantizationArgs, in_transform
         )
 
 
+# ---------------------------------------------------------------------- weights that are merged or split
+
+
+def _check_layout(model: nn.Module, targets: list[PlannedModule]) -> None:
+    """Refuse weights in full precision that transformers merges or splits while it loads them.
+
+    They go through a reader of the scheme's format: FP8's alone takes weights without a scale, and none can split.
+    """
+    planned = {target.name for target in targets}
+    merged, split = dequantized_weights(model, planned)
+    refuse(
+        split,
+        "transformers 5.23 splits these weights of its files, and cannot do so in a quantized checkpoint where the "
+        f"modules they become are in full precision, or {type(model).__name__} has none",
+        remedy=f"quantize these modules, too, or {_UNCHECKED}",
+    )
+    experts = {**fused_experts(model), **linear_experts(model)}
+    left = [
+        name
+        for name, module in experts.items()
+        if model_type(module) in HUB_NAMES and not any(t.startswith(f"{name}.") for t in planned)
+    ]
+    left = list(dict.fromkeys([*left, *(name.rpartition(".")[0] for name in merged)]))
+    of_weights = [t.scheme for t in targets if t.scheme.weights is not None] or [t.scheme for t in targets]
+    other = [scheme for scheme in of_weights if number_format(scheme.weights) != "float8"]
+    if left and other:
+        remedy = f"use FP8 for the other modules, or {_UNCHECKED}"
+        if experts:
+            remedy = f"quantize the experts too (linearize_experts(model), nothing of them in `ignore`), {remedy}"
+        raise CalibrationError(
+            f"transformers 5.23 cannot load {'experts' if set(left) <= set(experts) else 'weights that it merges'} in "
+            "full precision beside other modules in this format",
+            where=left,
+            got=storage_format(nn.Linear, other[0]),
+            remedy=remedy,
+        )
+
+
 # ---------------------------------------------------------------------- experts
 
 
@@ -124,25 +172,10 @@ def _check_experts(model: nn.Module, targets: list[PlannedModule], dequantize: b
 
     It has no Linear per expert: it dequantizes every expert while it loads and stacks the weights, also where
     ``dequantize`` was not asked for. So experts' inputs are not quantized there, and only the formats that its
-    loader knows can be read. Experts in full precision go through the same loader, whose reader of FP8 alone takes
-    weights without a scale.
+    loader knows can be read.
     """
     containers = linear_experts(model)
     inside = [t for t in targets if t.name.startswith(tuple(f"{name}." for name in containers))]
-    left = [
-        name
-        for name, module in {**fused_experts(model), **containers}.items()
-        if model_type(module) in HUB_NAMES and not any(t.name.startswith(f"{name}.") for t in targets)
-    ]
-    other = [t.scheme for t in targets if number_format(t.scheme.weights) != "float8"]
-    if left and other:
-        raise CalibrationError(
-            "transformers 5.23 cannot load experts in full precision beside other modules in this format",
-            where=left,
-            got=storage_format(nn.Linear, other[0]),
-            remedy="quantize the experts too (linearize_experts(model), nothing of them in `ignore`), use FP8 for the "
-            f"other modules, or {_UNCHECKED}",
-        )
     if not inside:
         return
     refuse(

@@ -8,15 +8,14 @@ checked, except that it has no T5, BART or Marian: an architecture that it lacks
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Container, Iterator, Sequence
 from typing import ClassVar
 
-import torch
 from torch import nn
 from typing_extensions import override
 
 from lightning_obs.engines import families as fit
+from lightning_obs.engines.conversions import names_in_files
 from lightning_obs.engines.engine import Engine, FusedSets, Hardware, PlannedCheckpoint
 from lightning_obs.engines.families import Family, FamilyEngine, fits, full
 from lightning_obs.errors import CalibrationError
@@ -105,15 +104,7 @@ class VLLM(FamilyEngine):
     @override
     def config_names(self, model: nn.Module, names: list[str]) -> dict[str, str]:
         """The names of the stored tensors: ``save_pretrained`` renames modules that transformers renamed on loading."""
-        # The function with which save_pretrained itself renames; transformers is not imported here.
-        home = sys.modules.get(getattr(type(model), "save_pretrained", find_fused).__module__)
-        rename = getattr(home, "revert_weight_conversion", None)
-        if rename is None:
-            return super().config_names(model, names)
-        # The value of a stand-in weight says which name its key came from.
-        renamed = rename(model, {f"{name}.weight": torch.tensor(index) for index, name in enumerate(names)})
-        found = {int(value): key.removesuffix(".weight") for key, value in renamed.items()}
-        return {name: found.get(index, name) for index, name in enumerate(names)}
+        return names_in_files(model, names)
 
     @override
     def matches_class(self, model: nn.Module, module: nn.Module) -> bool:

@@ -97,3 +97,10 @@ def test_experts_left_in_full_precision_do_not_load_beside_all_formats(scheme, l
         linearize_experts(model)
     with pytest.raises(CalibrationError, match=r"experts in full precision beside.*model\.layers\.0\.mlp\.experts"):
         CalibrationSession(model, scheme, ignore=["lm_head", "re:.*experts.*"], reload="dequantize")
+
+
+def test_experts_stay_in_full_precision_beside_fp8_and_its_kv_cache_but_not_beside_a_kv_cache_alone():
+    model, options = tiny_moe("mixtral"), {"kv_cache": "FP8", "ignore": ["lm_head", "re:.*experts"]}
+    CalibrationSession(model, "FP8", **options)
+    with pytest.raises(CalibrationError, match="experts in full precision beside"):
+        CalibrationSession(model, None, **options)

@@ -1,0 +1,96 @@
+"""How transformers changes a model's tensors between its modules and its files: it renames, merges and splits them.
+
+Layouts on the hub are older than its modules: one matrix for q, k and v, say. Its loader knows that for weights, and
+not for the scales beside them. What it does is asked of its own functions; transformers is not imported here.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_obs.model.kinds import is_transformers_model
+
+
+def names_in_files(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """The names of modules in files; the same where transformers has no other, or merges or splits the weight."""
+    loading, converters = _converters(model)
+    if loading is None:
+        return dict(zip(names, names, strict=True))
+    back = [one.reverse_transform() for one in converters]
+    alone = [name for name in names if loading.apply_converters(f"{name}.weight", back)[1] is None]
+    # The value of a stand-in weight says which name its key came from.
+    stand_ins = {f"{name}.weight": torch.tensor(index) for index, name in enumerate(alone)}
+    renamed = loading.revert_weight_conversion(model, stand_ins)
+    found = {alone[int(value)]: key.removesuffix(".weight") for key, value in renamed.items()}
+    return {name: found.get(name, name) for name in names}
+
+
+def dequantized_weights(model: nn.Module, planned: Collection[str]) -> tuple[list[str], list[str]]:
+    """What the loader of a quantized checkpoint dequantizes before it merges, or splits, it.
+
+    It does so with each ``weight`` that becomes another one, unless a ``planned`` module holds the result, and looks
+    for scales beside it.
+
+    Returns:
+        Names of parameters that it merges; names in files of weights that it splits, at which it fails.
+    """
+    loading, converters = _converters(model)
+    merges, split = [], list[str]()
+    for one in converters:
+        sources, targets = one._original_source_patterns, one._original_target_patterns
+        held = any(re.search(f"{targets[0]}$", f"{name}.weight") for name in planned)
+        if held or not all(source.endswith(".weight") for source in sources):
+            continue
+        if len(targets) == 1:
+            merges.append(one.reverse_transform())
+        elif not any(operation.supports_many_to_many for operation in one.operations):
+            split += sources
+    names = [name for name, _ in model.named_parameters()] if merges else []
+    return [name for name in names if loading.apply_converters(name, merges)[1] is not None], split
+
+
+def _converters(model: nn.Module) -> tuple[Any, list[Any]]:
+    """The module of transformers' loader, and what it does to weights beyond renaming; None: not of transformers."""
+    loading, mapping = (
+        sys.modules.get(f"transformers.{name}") for name in ("core_model_loading", "conversion_mapping")
+    )
+    if loading is None or mapping is None or not is_transformers_model(model):
+        return None, []
+    found = mapping.get_model_conversion_mapping(model, add_legacy=False)  # without those of a quantizer
+    return loading, [one for one in found if isinstance(one, loading.WeightConverter)]
+
+
+def initializer_fault(model: nn.Module, without: Collection[str]) -> str | None:
+    """The error with which loading ends where the modules ``without`` have no ``weight``; None: there is none.
+
+    While it loads, transformers lets a model's class initialize what it takes for missing, and ``_init_weights`` of
+    some classes reads weights of modules without asking whether they are there. That code runs here, on a copy of the
+    architecture on the meta device.
+    """
+    kind: Any = type(model)
+    if not kind.__module__.startswith("transformers.") or not any(map(_initializes, model.modules())):
+        return None
+    with torch.device("meta"):
+        twin = kind(copy.deepcopy(model.config))
+    for name, module in twin.named_modules():
+        vars(module).pop("_is_hf_initialized", None)
+        if name in without:
+            del module.weight
+    try:
+        twin.initialize_weights()
+    except AttributeError as error:
+        return str(error)
+    return None
+
+
+def _initializes(module: nn.Module) -> bool:
+    """Whether its class has an ``_init_weights`` of its own, not the one of all models."""
+    defined = next((cls for cls in type(module).__mro__ if "_init_weights" in vars(cls)), None)
+    return defined is not None and defined.__name__ != "PreTrainedModel"

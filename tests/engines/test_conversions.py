@@ -1,0 +1,123 @@
+"""Architectures whose tensors transformers changes between modules and files: what it loads, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, CompressedTensorsConfig
+
+from lightning_obs import CalibrationSession, export_checkpoint, quantized
+from lightning_obs.engines.conversions import initializer_fault, names_in_files
+from lightning_obs.errors import CalibrationError
+
+W4 = {"weights": {"num_bits": 4, "group_size": 32}}
+SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0}
+IDS = torch.arange(3, 35).view(2, 16)
+SWIGLU = {"use_swiglu_ffn": True, "mlp_ratio": 3}  # an inner width of 128
+
+
+def make(kind: str, **own):
+    """A random model of two layers, and an input of it."""
+    torch.manual_seed(0)
+    name, _, task = kind.partition(" ")
+    if name == "dinov2":
+        own = {"image_size": 32, "patch_size": 8, **own}
+    sizes = {n: v for n, v in SIZES.items() if hasattr(AutoConfig.for_model(name), n)}
+    if name == "t5":
+        sizes, own = {"vocab_size": 128}, {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    config = AutoConfig.for_model(name, **{**sizes, **own})
+    model = getattr(transformers, f"AutoModelFor{task}").from_config(config).eval()
+    if name == "dinov2":
+        return model, {"pixel_values": torch.randn(1, 3, 32, 32)}
+    return model, {"input_ids": IDS} | ({"decoder_input_ids": IDS} if name == "t5" else {})
+
+
+def difference_after_loading(model: nn.Module, inputs, folder, scheme, reload="default", **options) -> float:
+    options = {"ignore": [], **options}
+    with torch.no_grad(), CalibrationSession(model, scheme, reload=reload, **options) as session:
+        if session.needs_data:
+            model(**inputs)
+    with torch.no_grad(), quantized(model):
+        expected = model(**inputs).logits
+    export_checkpoint(model, folder)
+    how = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if reload == "dequantize" else {}
+    loaded = type(model).from_pretrained(folder, dtype="auto", **how).eval()
+    with torch.no_grad():
+        return (loaded(**inputs).logits - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("kind", ["nomic_bert MaskedLM", "gte MaskedLM", "hrm_text CausalLM"])
+@pytest.mark.parametrize("scheme", ["INT8_STATIC", W4], ids=["int8", "int4"])
+def test_weights_that_are_one_in_files_are_loaded_with_their_scales(kind, scheme, tmp_path):
+    model, inputs = make(kind)
+    assert difference_after_loading(model, inputs, tmp_path / "m", scheme, ignore=["lm_head"] * ("Causal" in kind)) == 0
+
+
+def test_q_k_and_v_that_are_one_in_files_may_stay_in_full_precision(tmp_path):
+    model, inputs = make("nomic_bert MaskedLM")
+    assert difference_after_loading(model, inputs, tmp_path / "m", "INT8_STATIC", ignore=["re:.*self_attn.*"]) == 0
+
+
+def test_names_of_modules_that_are_one_in_files_are_their_own():
+    model, _ = make("nomic_bert MaskedLM")
+    names = [f"nomic_bert.layers.0.{name}" for name in ("self_attn.q_proj", "self_attn.o_proj")]
+    assert names_in_files(model, names)[names[0]] == names[0]
+    assert names_in_files(model, names)[names[1]] != names[1]
+
+
+@pytest.mark.parametrize("scheme", ["INT8_STATIC", "FP8"])
+@pytest.mark.parametrize("reload", ["default", "dequantize"])
+def test_an_architecture_whose_loader_splits_a_weight_that_it_has_not_is_refused(scheme, reload):
+    model, _ = make("dinov2 ImageClassification")
+    with pytest.raises(
+        CalibrationError, match=r"splits these weights.*Dinov2ForImageClassification.*weights_in\.weight"
+    ):
+        CalibrationSession(model, scheme, reload=reload)
+    CalibrationSession(model, scheme, reload="unchecked")
+
+
+def test_the_loader_does_fail_on_it(tmp_path):
+    model, inputs = make("dinov2 ImageClassification")
+    with pytest.raises(ValueError, match="one to many"):
+        difference_after_loading(model, inputs, tmp_path / "m", "FP8", "unchecked")
+
+
+def test_the_same_architecture_with_these_weights_is_loaded(tmp_path):
+    model, inputs = make("dinov2 ImageClassification", **SWIGLU)
+    assert difference_after_loading(model, inputs, tmp_path / "m", "INT8_STATIC") == 0
+
+
+@pytest.mark.parametrize("kind", ["t5 Seq2SeqLM", "modernbert MaskedLM"])
+def test_packed_weights_that_a_class_initializes_are_refused_and_load_dequantized(kind, tmp_path):
+    model, inputs = make(kind)
+    expected = rf"packed weights of {type(model).__name__}.*has no attribute 'weight'.*reload=\"dequantize\""
+    with pytest.raises(CalibrationError, match=expected):
+        CalibrationSession(model, W4)
+    CalibrationSession(model, "FP8_DYNAMIC")
+    assert difference_after_loading(model, inputs, tmp_path / "m", W4, "dequantize") == 0
+
+
+def test_the_loader_does_fail_on_packed_weights_that_a_class_initializes(tmp_path):
+    model, inputs = make("t5 Seq2SeqLM")
+    with pytest.raises(AttributeError, match="no attribute 'weight'"):
+        difference_after_loading(model, inputs, tmp_path / "m", W4, "unchecked")
+
+
+def test_initializers_that_ask_whether_a_weight_is_there_are_no_fault(tiny_llama):
+    model, _ = make("bert MaskedLM")
+    names = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert initializer_fault(model, names) is None
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert initializer_fault(tiny_llama(), {"model.layers.0.mlp.up_proj"}) is None
+
+
+def test_a_weight_that_is_merged_stays_in_full_precision_beside_fp8_alone(tmp_path):
+    own = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
+    model, inputs = make("olmo_hybrid CausalLM", **own)
+    with pytest.raises(CalibrationError, match=r"weights that it merges in full precision.*conv1d.*use FP8"):
+        CalibrationSession(model, "INT8_STATIC", ignore=["lm_head"])
+    assert difference_after_loading(model, inputs, tmp_path / "m", "FP8_DYNAMIC", ignore=["lm_head"]) == 0
