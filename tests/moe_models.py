@@ -14,6 +14,7 @@ EXPERTS, HIDDEN, INNER = 4, 32, 32
 _FULL = {"layer_types": ["full_attention", "full_attention"]}
 _LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
 _GROUPED = {"n_routed_experts": EXPERTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+_SPARSE = {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 8}
 #: architectures that store experts as one of those below does
 FAMILY = {
     "qwen3_next": ("Qwen3Next", {"num_experts": EXPERTS, "shared_expert_intermediate_size": INNER, **_FULL}),
@@ -28,6 +29,14 @@ FAMILY = {
     "minimax_m2": ("MiniMaxM2", {"num_local_experts": EXPERTS, "rotary_dim": 32}),
     "phimoe": ("Phimoe", {"num_local_experts": EXPERTS}),
     "lfm2_moe": ("Lfm2Moe", {"num_experts": EXPERTS, "num_dense_layers": 1, **_FULL}),
+    "deepseek_v32": ("DeepseekV32", {**_GROUPED, **_LATENT, **_SPARSE}),
+    "glm4_moe_lite": ("Glm4MoeLite", {**_GROUPED, **_LATENT}),
+    "glm_moe_dsa": ("GlmMoeDsa", {**_GROUPED, **_LATENT, **_SPARSE}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", {"num_experts": EXPERTS}),
+    "cohere2_moe": ("Cohere2Moe", {"num_experts": EXPERTS}),
+    "exaone_moe": ("ExaoneMoe", {"num_experts": EXPERTS}),
+    "flex_olmo": ("FlexOlmo", {"num_experts": EXPERTS}),
+    "solar_open": ("SolarOpen", {"n_routed_experts": EXPERTS, "n_group": 1, "topk_group": 1}),
 }
 
 

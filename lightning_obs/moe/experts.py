@@ -28,7 +28,8 @@ _USUAL = "gate_proj", "up_proj", "down_proj"
 HUB_NAMES: dict[str, tuple[str, str, str]] = {
     **dict.fromkeys(["mixtral", "minimax", "minimax_m2", "phimoe", "lfm2_moe"], ("w1", "w3", "w2")),
     **dict.fromkeys(["qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3"], _USUAL),
-    **dict.fromkeys(["glm4_moe", "dots1", "ernie4_5_moe"], _USUAL),
+    **dict.fromkeys(["glm4_moe", "dots1", "ernie4_5_moe", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"], _USUAL),
+    **dict.fromkeys(["hunyuan_v1_moe", "cohere2_moe", "exaone_moe", "flex_olmo", "solar_open"], _USUAL),
 }
 
 

@@ -216,12 +216,14 @@ def _check_scales(model: Any, args: QuantizationArgs, names: list[str]) -> None:
     config = model.config.get_text_config(decoder=True)
     try:
         count_heads(model), get_head_dim(config)
-    except ValueError as error:
-        lacking = "num_key_value_heads" if "key_value" in str(error) else "heads"
+    except (ValueError, RuntimeError) as error:
+        lacking = "without num_key_value_heads" if "key_value" in str(error) else "without heads"
+        if isinstance(error, RuntimeError):  # transformers' own, as of Gemma 4
+            lacking = "whose layers have heads of different sizes"
         raise CalibrationError(
             "compressed-tensors cannot tell the number of heads, so the checkpoint would not load",
             where=names,
-            got=f"{type(config).__name__} without {lacking}",
+            got=f"{type(config).__name__} {lacking}",
             remedy="leave the kv cache in full precision.",
         ) from error
 

@@ -129,6 +129,18 @@ def test_cross_attention_is_refused():
         plan(model, kv_cache="FP8")
 
 
+def test_heads_of_different_sizes_in_each_layer_are_refused():
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "vocab_size": 64}
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**sizes, **layers, pad_token_id=0))
+    plan(model, "INT8_STATIC")
+    with pytest.raises(CalibrationError, match="Got Gemma4TextConfig whose layers have heads of different sizes"):
+        plan(model, kv_cache="FP8")
+
+
 def test_a_config_that_does_not_tell_the_heads_is_refused():
     from transformers import OPTConfig, OPTForCausalLM
 
