@@ -110,7 +110,9 @@ def test_initializers_that_ask_whether_a_weight_is_there_are_no_fault(tiny_llama
     model, _ = make("bert MaskedLM")
     names = {name for name, module in model.named_modules() if type(module) is nn.Linear}
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
     assert initializer_fault(model, names) is None
+    assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert initializer_fault(tiny_llama(), {"model.layers.0.mlp.up_proj"}) is None
 
