@@ -1,6 +1,6 @@
 """Which architectures of transformers give the same numbers after export and loading, and which are refused.
 
-    python benchmarks/architectures.py                          # all that a tiny config makes; half an hour of one core
+    python benchmarks/architectures.py                          # all that a tiny config makes; ten minutes of one core
     python benchmarks/architectures.py --task CausalLM --only llama qwen3_moe --scheme int4
 
 Each model is random, of two layers. It is calibrated, exported and loaded by ``from_pretrained``, with the default
