@@ -12,31 +12,19 @@ EXPERTS, HIDDEN, INNER = 4, 32, 32
 
 
 _FULL = {"layer_types": ["full_attention", "full_attention"]}
-_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
-_GROUPED = {"n_routed_experts": EXPERTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-_SPARSE = {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 8}
-#: architectures that store experts as one of those below does
+_NEMOTRON = {"layers_block_type": ["moe", "full_attention"], "n_routed_experts": EXPERTS}
+_NEMOTRON |= {"moe_shared_expert_intermediate_size": INNER}
+_JAMBA = {"expert_layer_period": 1, "expert_layer_offset": 0, "attn_layer_period": 1, "attn_layer_offset": 0}
+_LLAMA4 = ("Llama4", {"num_local_experts": EXPERTS, "intermediate_size_mlp": INNER, "num_experts_per_tok": 1})
+#: one architecture for every other way in which transformers stores experts
 FAMILY = {
     "qwen3_next": ("Qwen3Next", {"num_experts": EXPERTS, "shared_expert_intermediate_size": INNER, **_FULL}),
-    "deepseek_v2": ("DeepseekV2", {**_GROUPED, **_LATENT}),
-    "glm4_moe": ("Glm4Moe", _GROUPED),
-    "dots1": ("Dots1", {**_GROUPED, "n_shared_experts": 1}),
-    "ernie4_5_moe": (
-        "Ernie4_5_Moe",
-        {"moe_num_experts": EXPERTS, "moe_k": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 1},
-    ),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", {"num_experts": EXPERTS, "shared_expert_intermediate_size": INNER, **_FULL}),
     "minimax": ("MiniMax", {"num_local_experts": EXPERTS, "block_size": 16, **_FULL}),
-    "minimax_m2": ("MiniMaxM2", {"num_local_experts": EXPERTS, "rotary_dim": 32}),
     "phimoe": ("Phimoe", {"num_local_experts": EXPERTS}),
     "lfm2_moe": ("Lfm2Moe", {"num_experts": EXPERTS, "num_dense_layers": 1, **_FULL}),
-    "deepseek_v32": ("DeepseekV32", {**_GROUPED, **_LATENT, **_SPARSE}),
-    "glm4_moe_lite": ("Glm4MoeLite", {**_GROUPED, **_LATENT}),
-    "glm_moe_dsa": ("GlmMoeDsa", {**_GROUPED, **_LATENT, **_SPARSE}),
-    "hunyuan_v1_moe": ("HunYuanMoEV1", {"num_experts": EXPERTS}),
-    "cohere2_moe": ("Cohere2Moe", {"num_experts": EXPERTS}),
-    "exaone_moe": ("ExaoneMoe", {"num_experts": EXPERTS}),
-    "flex_olmo": ("FlexOlmo", {"num_experts": EXPERTS}),
-    "solar_open": ("SolarOpen", {"n_routed_experts": EXPERTS, "n_group": 1, "topk_group": 1}),
+    "jamba": ("Jamba", {"num_experts": EXPERTS, **_JAMBA}),
+    "nemotron_h": ("NemotronH", _NEMOTRON),
 }
 
 
@@ -64,6 +52,7 @@ def tiny_moe(kind: str, dtype: torch.dtype = torch.float32, **options) -> nn.Mod
         "qwen2_moe": (t.Qwen2MoeForCausalLM, t.Qwen2MoeConfig, {"num_experts": EXPERTS}),
         "olmoe": (t.OlmoeForCausalLM, t.OlmoeConfig, {"num_experts": EXPERTS}),
         "mixtral": (t.MixtralForCausalLM, t.MixtralConfig, {"num_local_experts": EXPERTS}),
+        "granitemoe": (t.GraniteMoeForCausalLM, t.GraniteMoeConfig, {"num_local_experts": EXPERTS}),
         "gpt_oss": (t.GptOssForCausalLM, t.GptOssConfig, {"num_local_experts": EXPERTS, "head_dim": 16}),
         "deepseek_v3": (
             t.DeepseekV3ForCausalLM,
@@ -81,9 +70,10 @@ def tiny_moe(kind: str, dtype: torch.dtype = torch.float32, **options) -> nn.Mod
             },
         ),
     }
-    if kind in FAMILY:
-        name, own = FAMILY[kind]
-        model, config = getattr(t, f"{name}ForCausalLM"), getattr(t, f"{name}Config")
+    if kind in FAMILY or kind == "llama4_text":
+        name, own = FAMILY.get(kind, _LLAMA4)
+        model = getattr(t, f"{name}ForCausalLM")
+        config = model.config_class
         base |= {"moe_intermediate_size": INNER, "head_dim": 32}
     else:
         model, config, own = configs[kind]

@@ -24,7 +24,7 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import first_input
 from lightning_obs.forward.quantized_forward import INSIDE
 from lightning_obs.model.additions import keep_hook_out
-from lightning_obs.moe.experts import LinearExperts, expert_containers
+from lightning_obs.moe.experts import LinearExperts, SortedExperts, expert_containers
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.min_max import StaticMinMaxObserver
 
@@ -130,6 +130,8 @@ class ExpertWatch:
         wrong = sorted({call for call in calls if call})
         if tokens is None or not tokens.is_floating_point():
             wrong.append(f"{type(module).__name__} called without hidden states")
+        elif isinstance(module, SortedExperts):
+            wrong.append("tokens that are already multiplied by the router's weight for each expert")
         elif not calls and tokens.numel():
             wrong.append(f"{type(module).__name__} ran without calling any of them")
         if wrong or tokens is None:

@@ -199,7 +199,7 @@ class _LayerByLayer:
         """Load a module outside the blocks when it first runs, for all batches; of an embedding the rows in use."""
         module = self.source.model.get_submodule(name)
         if isinstance(module, torch.nn.Embedding) and name not in self._streaming.taken:
-            self.source.look_up(name)
+            self.source.look_up(name, self._device)
             return
 
         def load(*_: Any) -> None:

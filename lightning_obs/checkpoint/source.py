@@ -23,6 +23,7 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.tensors import TensorReader
 from lightning_obs.files.write import refuse_damage
+from lightning_obs.model.conversions import converted
 from lightning_obs.moe.experts import LinearExpert, fused_experts, linearize_experts, rows_of_expert
 
 CONFIG_FILE = "config.json"
@@ -34,6 +35,7 @@ class Source(NamedTuple):
     name: str  # of the tensor, perhaps a stack of experts
     item: int | None = None  # the expert's number in the stack
     role: str = ""  # the expert's projection: gate, up, down
+    joined: bool = False  # whether the stack holds gate and up together
     expert: LinearExpert | None = None
 
 
@@ -90,12 +92,18 @@ class CheckpointSource:
             role = next(role for role, known_as in expert.projections.items() if known_as == projection)
             suffix = "_bias" if key == "bias" else ""
             for stack in (f"{role}_proj{suffix}", f"gate_up_proj{suffix}"):
-                stored = stacks.get(f"{container}.{stack}", "")
-                if stored in self.reader:
-                    return Source(stored, int(index), role, expert)
+                own = f"{container}.{stack}"
+                for stored in {stacks[own], own} if own in stacks else ():
+                    if stored in self.reader:
+                        return Source(stored, int(index), role, stack.startswith("gate_up"), expert)
         return None
 
     def _require_fit(self, folder: Path, missing: list[str]) -> None:
+        refuse(
+            converted(self.model, missing),
+            f"transformers makes these from other tensors of the files of {folder}, which is not done here",
+            remedy="load the model with from_pretrained, and calibrate it in memory (CalibrationSession).",
+        )
         wrong = [f"{name} (missing)" for name in missing]
         for name, source in self.sources.items():
             here, there = self.reader.meta(source.name).shape, self.meta(name).shape
@@ -118,8 +126,7 @@ class CheckpointSource:
         source, meta = self.sources[name], self.meta(name)
         value = self.reader.read(source.name, source.item)
         if source.expert is not None:
-            halves, is_bias = "gate_up_proj" in source.name, name.endswith(".bias")
-            value = rows_of_expert(source.expert.origin, value[0], source.role, halves, is_bias)
+            value = rows_of_expert(source.expert.origin, value[0], source.role, source.joined, name.endswith(".bias"))
         return value.to(meta.dtype).contiguous()
 
     @contextmanager
@@ -144,11 +151,15 @@ class CheckpointSource:
                 held[key] = meta
                 self._loaded.pop(id(meta), None)
 
-    def look_up(self, embedding: str) -> None:
-        """Let an embedding have, from now on, the rows of its weight that are looked up, on the CPU."""
+    def look_up(self, embedding: str, device: torch.device) -> None:
+        """Let an embedding have, from now on, the rows of its weight that are looked up, on the CPU.
+
+        ``device``: as which the weight's own is given to code of the model that asks for it.
+        """
         name = f"{embedding}.weight"
         weight = self.meta(name).detach().as_subclass(_LookedUp)
         weight.origin, weight.read = self.meta(name), partial(self.reader.read, self.sources[name].name)
+        weight.given_as = device
         weight.places, weight.rows = torch.full((len(weight),), -1), torch.empty(0, weight.shape[1], dtype=weight.dtype)
         self.model.get_submodule(embedding)._parameters["weight"] = weight
 
@@ -158,12 +169,17 @@ class CheckpointSource:
         for holder in model.modules():  # the innermost model of transformers knows its modules
             if hasattr(holder, "_init_weights"):
                 owners |= dict.fromkeys(holder.modules(), holder)
-        for module, owner in owners.items():
+        for module in owners:
             own = {key: module._buffers[key] for key in module._non_persistent_buffers_set}
-            lacking = {key: torch.empty_like(x, device=device) for key, x in own.items() if x is not None}
-            if lacking:
-                module._buffers.update(lacking)
-                owner._init_weights(module)
+            # NaN: one that is not computed after all is found where it is used.
+            module._buffers.update({key: _unknown(x, device) for key, x in own.items() if x is not None})
+        for module, owner in reversed(owners.items()):  # those inside first, as transformers does
+            owner._init_weights(module)
+
+
+def _unknown(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    made = torch.empty_like(buffer, device=device)
+    return made.fill_(torch.nan) if made.is_floating_point() else made
 
 
 class _LookedUp(torch.Tensor):
@@ -172,10 +188,16 @@ class _LookedUp(torch.Tensor):
     origin: torch.Tensor  # the model's own meta tensor, whose id names it
     places: torch.Tensor
     rows: torch.Tensor
-    read: Callable[[int], torch.Tensor]
+    read: Callable[..., torch.Tensor]
+    given_as: torch.device
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == torch.Tensor.device.__get__:
+            return args[0].given_as
+        if function in (torch.Tensor.__getitem__, torch.Tensor.index_select):  # learned positions
+            weight, *chosen = args
+            return function(weight.read().to(weight.dtype), *chosen).to(weight.given_as)
         if function is not F.embedding:
             return super().__torch_function__(function, types, args, kwargs)
         tokens, weight = args
@@ -204,6 +226,9 @@ def _on_meta(folder: Path, reader: TensorReader) -> Any:
     floating = (dtype for name in reader if (dtype := reader.meta(name).dtype).is_floating_point)
     with torch.device("meta"):
         model = kind._from_config(config, dtype=config.dtype or next(floating, None))
+    # Some constructors make tensors elsewhere, which have numbers that no file holds.
+    made = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if not tensor.is_meta}
+    model.load_state_dict(made, strict=False, assign=True)
     model.tie_weights()
     return model.eval()
 

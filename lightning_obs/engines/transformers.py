@@ -5,6 +5,7 @@ Every case was tried with compressed-tensors 0.20 and transformers 5.23.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import ClassVar
 
 import torch
@@ -13,13 +14,19 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from torch import nn
 from typing_extensions import override
 
-from lightning_obs.engines.conversions import dequantized_weights, initializer_fault
 from lightning_obs.engines.engine import Engine, Hardware, PlannedCheckpoint
 from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.model.conversions import (
+    converted,
+    dequantized_weights,
+    initializer_fault,
+    is_replaced,
+    stacked_weights,
+)
 from lightning_obs.model.kinds import is_transformers_model, kind_of
 from lightning_obs.model.qparams import storage_format
 from lightning_obs.model.weight import matrix_shape
-from lightning_obs.moe.experts import HUB_NAMES, fused_experts, linear_experts, model_type, split_experts
+from lightning_obs.moe.experts import SortedExperts, fused_experts, linear_experts, split_experts
 from lightning_obs.schemes.config import number_format
 from lightning_obs.schemes.planned_modules import PlannedModule, scheme_identity
 
@@ -37,6 +44,7 @@ class Transformers(Engine):
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
         targets, in_transformers = planned.targets, is_transformers_model(planned.model)
+        packed = {t.name for t in targets if "pack" in storage_format(nn.Linear, t.scheme)}
         if in_transformers:
             # compressed-tensors cannot store these: from_pretrained would give the model unquantized, without a word.
             refuse(
@@ -45,7 +53,7 @@ class Transformers(Engine):
                 "precision",
                 remedy='list them in `ignore`, or set reload="unchecked" and load the checkpoint with load_checkpoint.',
             )
-            _check_layout(planned.model, targets)
+            _check_layout(planned.model, targets, packed)
             _check_experts(planned.model, targets, self.dequantize)
         if self.dequantize:
             _check_dequantized(targets, in_transformers)
@@ -53,13 +61,14 @@ class Transformers(Engine):
         for target in targets:
             if target.scheme.weights is not None:
                 _check_weight(target, target.scheme.weights, in_transformers)
-        packed = {t.name for t in targets if "pack" in storage_format(nn.Linear, t.scheme)}
         if packed and (fault := initializer_fault(planned.model, packed)) is not None:
             raise CalibrationError(
                 f"transformers 5.23 cannot load packed weights of {type(planned.model).__name__}, which initializes "
                 "weights while it loads",
-                got=fault,
-                remedy=f"{_DEQUANTIZED}), use a scheme that is not packed (FP8, INT8), or {_UNCHECKED}",
+                where=[fault[0]],
+                got=fault[1],
+                remedy=f"list it, or the modules in it, in `ignore`, {_DEQUANTIZED}), use a scheme that is not packed "
+                f"(FP8, INT8), or {_UNCHECKED}",
             )
         return None
 
@@ -129,12 +138,17 @@ def _check_weight(target: PlannedModule, weights: QuantizationArgs, in_transform
 # ---------------------------------------------------------------------- weights that are merged or split
 
 
-def _check_layout(model: nn.Module, targets: list[PlannedModule]) -> None:
+def _check_layout(model: nn.Module, targets: list[PlannedModule], packed: Collection[str]) -> None:
     """Refuse weights in full precision that transformers merges or splits while it loads them.
 
     They go through a reader of the scheme's format: FP8's alone takes weights without a scale, and none can split.
     """
     planned = {target.name for target in targets}
+    refuse(
+        [n.rpartition(".")[0] for n in converted(model, [f"{name}.weight_shape" for name in packed], "Permute")],
+        "transformers 5.23 reorders the rows of these weights while it loads them, and cannot if they are packed",
+        remedy=f"list them in `ignore`, use a scheme that is not packed (FP8, INT8), or {_UNCHECKED}",
+    )
     merged, split = dequantized_weights(model, planned)
     refuse(
         split,
@@ -142,13 +156,17 @@ def _check_layout(model: nn.Module, targets: list[PlannedModule]) -> None:
         f"modules they become are in full precision, or {type(model).__name__} has none",
         remedy=f"quantize these modules, too, or {_UNCHECKED}",
     )
-    experts = {**fused_experts(model), **linear_experts(model)}
-    left = [
-        name
-        for name, module in experts.items()
-        if model_type(module) in HUB_NAMES and not any(t.startswith(f"{name}.") for t in planned)
-    ]
-    left = list(dict.fromkeys([*left, *(name.rpartition(".")[0] for name in merged)]))
+    stacked, taken_apart = fused_experts(model), linear_experts(model)
+    refuse(
+        [name for name, module in stacked.items() if is_replaced(module)],
+        "transformers 5.23 expects a Linear per expert in quantized checkpoints of this architecture, and would give "
+        "these experts random weights",
+        remedy=f"call linearize_experts(model) first (`ignore` may still list them), or {_UNCHECKED}",
+    )
+    experts = {*stacked, *taken_apart}
+    left = [name for name in taken_apart if not any(t.startswith(f"{name}.") for t in planned)]
+    merged = [*stacked_weights(model, [f"{name}.down_proj" for name in left]), *merged]
+    left = list(dict.fromkeys(name.rpartition(".")[0] for name in merged))
     of_weights = [t.scheme for t in targets if t.scheme.weights is not None] or [t.scheme for t in targets]
     other = [scheme for scheme in of_weights if number_format(scheme.weights) != "float8"]
     if left and other:
@@ -156,7 +174,7 @@ def _check_layout(model: nn.Module, targets: list[PlannedModule]) -> None:
         if experts:
             remedy = f"quantize the experts too (linearize_experts(model), nothing of them in `ignore`), {remedy}"
         raise CalibrationError(
-            f"transformers 5.23 cannot load {'experts' if set(left) <= set(experts) else 'weights that it merges'} in "
+            f"transformers 5.23 cannot load {'experts' if set(left) <= experts else 'weights that it merges'} in "
             "full precision beside other modules in this format",
             where=left,
             got=storage_format(nn.Linear, other[0]),
@@ -174,15 +192,15 @@ def _check_experts(model: nn.Module, targets: list[PlannedModule], dequantize: b
     ``dequantize`` was not asked for. So experts' inputs are not quantized there, and only the formats that its
     loader knows can be read.
     """
-    containers = linear_experts(model)
+    containers = {n: m for n, m in linear_experts(model).items() if not isinstance(m, SortedExperts)}
     inside = [t for t in targets if t.name.startswith(tuple(f"{name}." for name in containers))]
     if not inside:
         return
+    stacked = {name.rpartition(".")[0] for name in stacked_weights(model, [f"{name}.down_proj" for name in containers])}
     refuse(
-        sorted({str(model_type(module)) for module in containers.values()} - HUB_NAMES.keys()),
-        "it was not tried whether transformers loads experts one by one for this architecture",
-        expected=f"one of {', '.join(sorted(HUB_NAMES))}",
-        remedy=_UNCHECKED,
+        [name for name in containers if name not in stacked],
+        f"transformers 5.23 loads no experts one by one into {type(model).__name__}",
+        remedy=f"list them in `ignore` and do not call linearize_experts, or {_UNCHECKED}",
     )
     refuse(
         split_experts(model, {t.name for t in targets}),

@@ -15,10 +15,10 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_obs.engines import families as fit
-from lightning_obs.engines.conversions import names_in_files
 from lightning_obs.engines.engine import Engine, FusedSets, Hardware, PlannedCheckpoint
 from lightning_obs.engines.families import Family, FamilyEngine, fits, full
 from lightning_obs.errors import CalibrationError
+from lightning_obs.model.conversions import names_in_files
 from lightning_obs.moe.experts import expert_containers, modules_beside, split_experts
 from lightning_obs.schemes.config import describe, number_format
 from lightning_obs.schemes.planned_modules import find_fused

@@ -20,17 +20,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.model.conversions import stacked_weights
 from lightning_obs.model.kinds import is_dispatched
 from lightning_obs.model.weight import whole_shape
-
-_USUAL = "gate_proj", "up_proj", "down_proj"
-#: the names of gate, up and down in checkpoints on the hub, by the ``model_type`` of the config
-HUB_NAMES: dict[str, tuple[str, str, str]] = {
-    **dict.fromkeys(["mixtral", "minimax", "minimax_m2", "phimoe", "lfm2_moe"], ("w1", "w3", "w2")),
-    **dict.fromkeys(["qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3"], _USUAL),
-    **dict.fromkeys(["glm4_moe", "dots1", "ernie4_5_moe", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"], _USUAL),
-    **dict.fromkeys(["hunyuan_v1_moe", "cohere2_moe", "exaone_moe", "flex_olmo", "solar_open"], _USUAL),
-}
 
 
 class LinearExpert(nn.Module):
@@ -107,12 +99,33 @@ class LinearExperts(nn.Module):
         return output
 
 
+class SortedExperts(LinearExperts):
+    """Experts of Llama 4: each gets every token, multiplied by its router weight, which is zero unless it is selected.
+
+    A zero token gives a zero output, so an expert computes, and observes, the others only.
+    """
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
+        """``(experts x tokens, hidden)``, sorted by expert, to the same shape."""
+        tokens = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
+        output = torch.zeros_like(tokens)
+        self.total = tokens.shape[1]
+        try:
+            sent = tokens.any(-1).cpu()  # one wait for all experts
+            for index in sent.any(1).nonzero()[:, 0].tolist():
+                self.rows = sent[index].nonzero()[:, 0].to(tokens.device)
+                output[index, self.rows] = self.get_submodule(str(index))(tokens[index, self.rows])
+        finally:
+            self.rows = None
+        return output.view_as(hidden_states)
+
+
 def linearize_experts(model: nn.Module) -> list[str]:
     """Replace every module that stacks experts in 3-D parameters by one of a Linear per expert and projection.
 
     Outputs stay the same: bit for bit those of transformers' ``eager`` experts wherever a matrix product does not
     depend on how many columns are computed together (on the CPU that was tried it does not, in float32 and bfloat16).
-    With biases (gpt-oss), and compared with other implementations (``grouped_mm``, ``batched_mm``), numbers are added
+    With biases (gpt-oss), in Llama 4, and compared with other implementations (``grouped_mm``, ``batched_mm``), numbers are added
     in another order and the last bits differ. Weights are copied one layer at a time; dtype, device, ``requires_grad``
     and training mode are kept, forward hooks on the stacked module are not. Call it before optimizers are made.
 
@@ -131,11 +144,12 @@ def linearize_experts(model: nn.Module) -> list[str]:
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(name)
+    projections = hub_names(model)
     for name, module in fused_experts(model).items():
         if not name:
             raise CalibrationError("the model is itself the experts", remedy="wrap it in a module.")
         _require_known(name, module)
-        experts = _build(module)
+        experts = _build(module, projections[name])
         if type(module) not in checked:
             _require_same(name, module, experts)
             checked.add(type(module))
@@ -165,15 +179,22 @@ def modules_beside(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module
         yield (f"{parent}.{leaf}" if parent else leaf), module
 
 
-def model_type(module: nn.Module) -> str | None:
-    """``model_type`` of the config that experts were built from."""
-    return getattr(getattr(module, "config", None), "model_type", None)
+def hub_names(model: nn.Module) -> dict[str, dict[str, str]]:
+    """How checkpoints on the hub name the projections of stacked experts, by module and role (gate, up, down).
 
-
-def hub_names(module: nn.Module) -> dict[str, str]:
-    """How the projections of stacked experts are named in checkpoints, by role (``gate``, ``up``, ``down``)."""
-    gate, up, down = HUB_NAMES.get(model_type(module) or "", _USUAL)
-    return {"gate": gate, "up": up, "down": down} if hasattr(module, "gate_up_proj") else {"up": up, "down": down}
+    As transformers' loader knows them; ``gate_proj``, ``up_proj`` and ``down_proj`` where it knows none.
+    """
+    found = {}
+    stacked = fused_experts(model)
+    sources = stacked_weights(
+        model, [f"{name}.{key}" for name in stacked for key in ("gate_up_proj", "up_proj", "down_proj")]
+    )
+    for name, module in stacked.items():
+        inputs, roles = ("gate_up_proj", ("gate", "up")) if hasattr(module, "gate_up_proj") else ("up_proj", ("up",))
+        found[name] = {role: f"{role}_proj" for role in (*roles, "down")}
+        found[name].update(zip(roles, sources.get(f"{name}.{inputs}", ()), strict=False))
+        found[name].update(zip(["down"], sources.get(f"{name}.down_proj", ()), strict=False))
+    return found
 
 
 def expert_containers(model: nn.Module) -> dict[str, list[nn.Module]]:
@@ -227,7 +248,8 @@ def _require_known(name: str, module: nn.Module) -> None:
     suffixes = ("", "_bias") if getattr(module, "has_bias", False) else ("",)
     inputs = "gate_up_proj" if hasattr(module, "gate_up_proj") else "up_proj"
     expected = {name + suffix for name in (inputs, "down_proj") for suffix in suffixes}
-    if set(parameters) != expected or len(inspect.signature(module.forward).parameters) < 3:
+    is_called_as_known = len(inspect.signature(module.forward).parameters) > 2 or _is_sorted(module)
+    if set(parameters) != expected or not is_called_as_known:
         raise CalibrationError(
             "stacked experts in a layout that is not known",
             where=[f"{name} ({type(module).__name__})"],
@@ -246,8 +268,12 @@ def _require_known(name: str, module: nn.Module) -> None:
         )
 
 
-def _build(module: nn.Module) -> LinearExperts:
-    stacks, names = dict(module.named_parameters(recurse=False)), hub_names(module)
+def _is_sorted(module: nn.Module) -> bool:
+    return any(cls.__name__ == "Llama4TextExperts" for cls in type(module).__mro__)
+
+
+def _build(module: nn.Module, names: dict[str, str]) -> LinearExperts:
+    stacks = dict(module.named_parameters(recurse=False))
 
     def taken(role: str, suffix: str, index: int) -> nn.Parameter:
         joined = role != "down" and "gate_up_proj" in stacks
@@ -265,7 +291,7 @@ def _build(module: nn.Module) -> LinearExperts:
             if bias:
                 layers[role].bias = taken(role, "_bias", index)
         experts.append(LinearExpert(module, names, layers))
-    return LinearExperts(module, experts)
+    return (SortedExperts if _is_sorted(module) else LinearExperts)(module, experts)
 
 
 def rows_of_expert(origin: nn.Module, item: torch.Tensor, role: str, joined: bool, is_bias: bool) -> torch.Tensor:
@@ -273,7 +299,7 @@ def rows_of_expert(origin: nn.Module, item: torch.Tensor, role: str, joined: boo
 
     ``origin`` is the stacked module, which tells the layout; ``joined``: the stack holds gate and up together.
     """
-    rows = item.T if getattr(origin, "is_transposed", False) and not is_bias else item
+    rows = item.T if getattr(origin, "is_transposed", _is_sorted(origin)) and not is_bias else item
     if not joined:
         return rows
     place = ("gate", "up").index(role)
@@ -297,11 +323,13 @@ def _require_same(name: str, module: nn.Module, experts: LinearExperts) -> None:
     width = next(m for m in experts.modules() if isinstance(m, nn.Linear)).in_features
     with torch.inference_mode(False), torch.no_grad():
         # Not random: the caller's random number generator is not advanced.
-        tokens = torch.linspace(0, 97, 8 * width, dtype=torch.float64).sin().view(8, width).to(weight)
+        count = 8 * experts.num_experts if _is_sorted(module) else 8
+        tokens = torch.linspace(0, 97, count * width, dtype=torch.float64).sin().view(count, width).to(weight)
         index = torch.arange(16, device=weight.device).view(8, 2) % experts.num_experts
         share = torch.full((8, 2), 0.5, dtype=weight.dtype, device=weight.device)
-        expected = inspect.unwrap(type(module).forward)(module, tokens, index, share).double()
-        got = experts(tokens, index, share).double()
+        inputs = (tokens,) if _is_sorted(module) else (tokens, index, share)
+        expected = inspect.unwrap(type(module).forward)(module, *inputs).double()
+        got = experts(*inputs).double()
     tolerance = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 0.05
     if bool(torch.isfinite(expected).all()) and (got - expected).norm() > tolerance * expected.norm():
         raise CalibrationError(

@@ -111,13 +111,13 @@ def check_patterns(model: nn.Module, targets: list[str], ignore: list[str]) -> N
 
 def check_stacked_experts(model: nn.Module, targets: list[str], ignore: list[str]) -> None:
     """Refuse experts in 3-D parameters whose projections the targets would match, unless ``ignore`` names them."""
-    linear = nn.Linear(1, 1, device="meta")
+    linear, projections = nn.Linear(1, 1, device="meta"), hub_names(model)
     refuse(
         [
             f"{name} ({type(module).__name__})"
             for name, module in fused_experts(model).items()
             if not is_match(name, module, ignore)
-            and any(is_match(f"{name}.0.{leaf}", linear, targets, ignore) for leaf in hub_names(module).values())
+            and any(is_match(f"{name}.0.{leaf}", linear, targets, ignore) for leaf in projections[name].values())
         ],
         "experts are stacked in 3-D parameters, so no target reaches them and they would stay in full precision",
         remedy="call lightning_obs.linearize_experts(model) first (in the constructor or configure_model), or list "
@@ -156,11 +156,14 @@ def _shared_weights(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
 
 def check_targets(model: nn.Module, targets: list[PlannedModule]) -> None:
     """Refuse modules that cannot be quantized as their scheme says. The user reads of the first problem."""
-    uncalled = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    uncalled = [getattr(m, "out_proj", None) for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
+    uncalled += [getattr(m, "dt_proj", None) for m in model.modules() if "Mamba" in type(m).__name__]
+    read = [t for t in targets if any(t.module is module for module in uncalled)]
     refuse(
-        [t.name for t in targets if id(t.module) in uncalled],
-        "nn.MultiheadAttention reads the weight of its out_proj without calling it, so it cannot be quantized",
-        remedy="list them in `ignore` (`re:.*out_proj$`).",
+        [t.name for t in read],
+        "nn.MultiheadAttention and Mamba read the weights of these modules without calling them, so they cannot be "
+        "quantized",
+        remedy=f"list them in `ignore` (`re:.*{read[0].name.rpartition('.')[2]}$`)." if read else "",
     )
     _check_adapters(model, targets)
     others = [t for t in targets if not t.states and kind_of(t.module).stored_as is None]

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_obs import (
     CalibrationError,
@@ -82,18 +82,43 @@ def test_tensors_are_those_of_an_export_from_memory(scheme, tied, tmp_path):
 
 
 @pytest.mark.parametrize("own_names", [False, True], ids=["hub names", "3-D experts"])
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "llama4_text", "nemotron_h"])
 def test_experts_are_those_of_an_export_from_memory(kind, own_names, tmp_path):
     model = tiny_moe(kind, torch.bfloat16)
     model.save_pretrained(tmp_path / "hub")
     model.save_pretrained(tmp_path / "moe", save_original_format=not own_names)
-    options = {"ignore": [*IGNORE, *(["re:.*router"] if kind == "gpt_oss" else [])], "reload": "unchecked"}
+    routers = ["re:.*router"] if kind in ("gpt_oss", "granitemoe", "llama4_text") else []
+    options = {"ignore": [*IGNORE, *routers], "reload": "unchecked"}
     expected = in_memory(tmp_path / "hub", tmp_path / "memory", W4A16_32, **options)
     quantize_checkpoint(tmp_path / "moe", tmp_path / "files", W4A16_32, **options)
     assert sums(tmp_path / "files") == sums(expected)
     one, other = quantization(tmp_path / "files"), quantization(expected)
     assert sorted(one.pop("ignore")) == sorted(other.pop("ignore"))
     assert one == other
+
+
+@pytest.mark.filterwarnings("ignore:.*bytes of XLNet")
+@pytest.mark.parametrize("kind", ["diffllama", "xlnet"])
+def test_tensors_that_a_constructor_makes_itself_are_those_of_the_files(kind, tmp_path):
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    sizes = {"vocab_size": 96, "d_model": 64, "n_layer": 1, "n_head": 4, "d_inner": 64} if kind == "xlnet" else sizes
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "hub")
+    options = {"ignore": ["lm_loss" if kind == "xlnet" else "lm_head"], "observers": {"weight": "memoryless_mse"}}
+    expected = in_memory(tmp_path / "hub", tmp_path / "memory", W4A16_32, **options)
+    quantize_checkpoint(tmp_path / "hub", tmp_path / "files", W4A16_32, **options)
+    assert sums(tmp_path / "files") == sums(expected)
+
+
+def test_an_architecture_whose_tensors_are_merged_from_those_of_files_is_refused(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = AutoConfig.for_model("nomic_bert", vocab_size=96, **sizes)
+    AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path / "hub")
+    with pytest.raises(CalibrationError, match=r"makes these from other tensors.*q_proj\.weight.*in memory"):
+        quantize_checkpoint(tmp_path / "hub", tmp_path / "files", W4A16_32)
+    assert not (tmp_path / "files").exists()
 
 
 def test_members_of_a_fused_set_lie_in_different_files(tmp_path):

@@ -9,9 +9,10 @@ from torch import nn
 
 from lightning_obs import (
     CalibrationError,
+    CalibrationSession,
     linearize_experts,
 )
-from lightning_obs.moe.experts import HUB_NAMES, fused_experts, hub_names, routers
+from lightning_obs.moe.experts import fused_experts, hub_names, routers
 from tests.moe_models import EXPERTS, HIDDEN, StackedBlock, StackedExperts, tiny_moe
 
 KINDS = ["qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "deepseek_v3"]
@@ -63,22 +64,6 @@ def test_a_linearized_model_is_saved_under_the_names_of_the_hub(kind, tmp_path):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("kind", list(HUB_NAMES))
-def test_the_names_are_those_of_transformers_own_mapping(kind):
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    stacked = StackedExperts()
-    stacked.config = type("Config", (), {"model_type": kind})()
-    names = hub_names(stacked)
-    sources = {
-        source.removesuffix(".weight").rpartition(".")[2]
-        for conversion in get_checkpoint_conversion_mapping(kind)
-        for source in getattr(conversion, "source_patterns", ())
-        if "experts.*." in source
-    }
-    assert set(names.values()) == sources
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("training", [True, False])
 def test_dtype_requires_grad_and_mode_are_kept(dtype, training):
@@ -91,6 +76,52 @@ def test_dtype_requires_grad_and_mode_are_kept(dtype, training):
     assert expert.up_proj.weight.requires_grad
     assert not expert.down_proj.weight.requires_grad
     assert all(module.training == training for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("qwen3_moe", ["gate_proj", "up_proj", "down_proj"]),
+        ("mixtral", ["w1", "w3", "w2"]),
+        ("nemotron_h", ["up_proj", "down_proj"]),
+        ("gpt_oss", ["gate_proj", "up_proj", "down_proj"]),  # transformers knows no names
+    ],
+)
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_names_of_projections_are_those_of_transformers_own_mapping(kind, names, wrapped):
+    model = tiny_moe(kind)
+    found = hub_names(nn.ModuleDict({"model": nn.ModuleDict({"inner": model})}) if wrapped else model)
+    assert list(found) == [f"model.inner.{name}" if wrapped else name for name in fused_experts(model)]
+    assert [list(roles.values()) for roles in found.values()] == [names] * len(found)
+
+
+def test_names_of_a_block_of_one_s_own_are_the_usual_ones():
+    assert hub_names(StackedBlock()) == {"experts": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}}
+
+
+@pytest.mark.filterwarnings("ignore:no token reached")
+def test_experts_of_llama_4_compute_and_observe_the_tokens_that_they_are_sent(tokens):
+    model = tiny_moe("llama4_text")
+    with torch.no_grad():
+        before = model(tokens).logits
+        assert linearize_experts(model) == [f"model.layers.{i}.feed_forward.experts" for i in range(2)]
+        torch.testing.assert_close(model(tokens).logits, before, rtol=1e-4, atol=1e-4)
+    mask = torch.ones_like(tokens)
+    mask[1, 5:] = 0
+    options = {"token_mask": "attention_mask", "on_missing": "siblings"}
+    with CalibrationSession(model, "FP8", ignore=["re:.*router"], **options) as session:
+        model(tokens, attention_mask=mask)
+    assert [sum(counts) for counts in session.result.expert_tokens.values()] == [mask.sum(), mask.sum()]
+
+
+def test_experts_of_llama_4_cannot_observe_tokens_of_others(tokens):
+    model = tiny_moe("llama4_text")
+    linearize_experts(model)
+    with (
+        pytest.raises(CalibrationError, match="already multiplied by the router's weight"),
+        CalibrationSession(model, "FP8", ignore=["re:.*router"], calibrate_all_experts=True),
+    ):
+        model(tokens)
 
 
 def test_linearizing_twice_is_fine():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -120,3 +122,22 @@ def test_a_fused_set_with_one_scheme_in_two_groups_is_fine(tiny_llama):
 def test_a_fused_set_that_is_partly_ignored_is_said(tiny_llama):
     with pytest.warns(CalibrationWarning, match=r"only a part is targeted: gate_proj/up_proj in model.layers.1.mlp"):
         plan(tiny_llama(), "FP8", ignore=["lm_head", "model.layers.1.mlp.up_proj"])
+
+
+class _MambaMixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.in_proj, self.dt_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.in_proj(x) @ self.dt_proj.weight.T
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"), [(_MambaMixer, "dt_proj"), (partial(nn.MultiheadAttention, 8, 2), "out_proj")]
+)
+def test_a_weight_that_is_read_without_a_call_is_refused(layer, name):
+    model = nn.Sequential(layer(), nn.Linear(64, 64))
+    with pytest.raises(CalibrationError, match=rf"without calling them.*0\.{name}.*re:\.\*{name}\$"):
+        plan(model, "FP8_DYNAMIC")
+    plan(model, "FP8_DYNAMIC", ignore=[f"re:.*{name}$"])

@@ -85,7 +85,7 @@ def already_compressed():
             nn.TransformerEncoderLayer(8, 2),
             "FP8",
             {},
-            r"reads the weight of its out_proj without calling it.*: self_attn.out_proj.*`re:.\*out_proj\$`",
+            r"read the weights of these modules without calling them.*: self_attn.out_proj.*`re:.\*out_proj\$`",
         ),
         (already_compressed(), "FP8", {}, r"already quantized, its weights are on another grid: 0"),
         (

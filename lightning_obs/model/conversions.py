@@ -1,7 +1,7 @@
 """How transformers changes a model's tensors between its modules and its files: it renames, merges and splits them.
 
 Layouts on the hub are older than its modules: one matrix for q, k and v, say. Its loader knows that for weights, and
-not for the scales beside them. What it does is asked of its own functions; transformers is not imported here.
+not for the scales beside them. What it does is asked of its own functions and tables; this file imports none of it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -20,16 +21,58 @@ from lightning_obs.model.kinds import is_transformers_model
 
 def names_in_files(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """The names of modules in files; the same where transformers has no other, or merges or splits the weight."""
-    loading, converters = _converters(model)
+    loading, _ = _converters(model)
     if loading is None:
         return dict(zip(names, names, strict=True))
-    back = [one.reverse_transform() for one in converters]
-    alone = [name for name in names if loading.apply_converters(f"{name}.weight", back)[1] is None]
+    changed = {*converted(model, [f"{name}.weight" for name in names])}
+    alone = [name for name in names if f"{name}.weight" not in changed]
     # The value of a stand-in weight says which name its key came from.
     stand_ins = {f"{name}.weight": torch.tensor(index) for index, name in enumerate(alone)}
     renamed = loading.revert_weight_conversion(model, stand_ins)
     found = {alone[int(value)]: key.removesuffix(".weight") for key, value in renamed.items()}
     return {name: found.get(name, name) for name in names}
+
+
+def converted(model: nn.Module, tensors: Iterable[str], step: str = "") -> list[str]:
+    """The names of those tensors that transformers does more than rename: it merges, splits or reorders them.
+
+    ``step``: a part of the class name of an operation; only conversions with such an operation count.
+    """
+    loading, converters = _converters(model)
+    back = [one.reverse_transform() for one in converters if _has(one, step)]
+    return [name for name in tensors if back and loading.apply_converters(name, back)[1] is not None]
+
+
+def stacked_weights(model: nn.Module, parameters: Iterable[str]) -> dict[str, list[str]]:
+    """Parameters into which transformers stacks weights of its files, a weight per expert.
+
+    Args:
+        model: of transformers, or a module around one.
+        parameters: candidates, by name.
+
+    Returns:
+        By parameter the last parts of the modules' names in files (gate before up); without those that it does not
+        stack.
+    """
+    found = {}
+    converters: dict[nn.Module, tuple[Any, list[Any]]] = {}
+    for parameter in parameters:
+        inner, name = model, parameter
+        while not is_transformers_model(inner) and "." in name:
+            child, _, name = name.partition(".")
+            inner = inner.get_submodule(child)
+        if inner not in converters:
+            loading, known = _converters(inner)
+            converters[inner] = (
+                loading,
+                [one for one in known if any(isinstance(step, loading.MergeModulelist) for step in one.operations)],
+            )
+        loading, known = converters[inner]
+        for one in known:
+            if loading.apply_converters(name, [one.reverse_transform()])[1] is not None:
+                sources = one._original_source_patterns
+                found[parameter] = [source.removesuffix(".weight").rpartition(".")[2] for source in sources]
+    return found
 
 
 def dequantized_weights(model: nn.Module, planned: Collection[str]) -> tuple[list[str], list[str]]:
@@ -56,6 +99,15 @@ def dequantized_weights(model: nn.Module, planned: Collection[str]) -> tuple[lis
     return [name for name in names if loading.apply_converters(name, merges)[1] is not None], split
 
 
+def is_replaced(module: nn.Module) -> bool:
+    """Whether transformers puts a module of another class in its place when it loads a quantized checkpoint."""
+    quantizers = sys.modules.get("transformers.quantizers.base")
+    if quantizers is None or not type(module).__module__.startswith("transformers."):
+        return False
+    replacement = quantizers.MODULES_TO_PATCH_FOR_QUANTIZATION.get(type(module).__name__, {})
+    return "compressed-tensors" in [method.value for method in replacement.get("quantization_methods", ())]
+
+
 def _converters(model: nn.Module) -> tuple[Any, list[Any]]:
     """The module of transformers' loader, and what it does to weights beyond renaming; None: not of transformers."""
     loading, mapping = (
@@ -67,8 +119,12 @@ def _converters(model: nn.Module) -> tuple[Any, list[Any]]:
     return loading, [one for one in found if isinstance(one, loading.WeightConverter)]
 
 
-def initializer_fault(model: nn.Module, without: Collection[str]) -> str | None:
-    """The error with which loading ends where the modules ``without`` have no ``weight``; None: there is none.
+def _has(converter: Any, step: str) -> bool:
+    return any(step in type(operation).__name__ for operation in converter.operations)
+
+
+def initializer_fault(model: nn.Module, without: Collection[str]) -> tuple[str, str] | None:
+    """Where loading fails if the modules ``without`` have no ``weight``, and the error; None: it does not.
 
     While it loads, transformers lets a model's class initialize what it takes for missing, and ``_init_weights`` of
     some classes reads weights of modules without asking whether they are there. That code runs here, on a copy of the
@@ -86,7 +142,9 @@ def initializer_fault(model: nn.Module, without: Collection[str]) -> str | None:
     try:
         twin.initialize_weights()
     except AttributeError as error:
-        return str(error)
+        names = {module: f"{name} ({type(module).__name__})" for name, module in twin.named_modules()}
+        frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == "_init_weights"]
+        return names.get(frames[-1].f_locals.get("module"), ""), str(error)
     return None
 
 

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoConfig, CompressedTensorsConfig
 
 from lightning_obs import CalibrationSession, export_checkpoint, quantized
-from lightning_obs.engines.conversions import initializer_fault, names_in_files
 from lightning_obs.errors import CalibrationError
+from lightning_obs.model.conversions import initializer_fault, names_in_files
 
 W4 = {"weights": {"num_bits": 4, "group_size": 32}}
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -61,6 +61,18 @@ def test_q_k_and_v_that_are_one_in_files_may_stay_in_full_precision(tmp_path):
     assert difference_after_loading(model, inputs, tmp_path / "m", "INT8_STATIC", ignore=["re:.*self_attn.*"]) == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*bytes of Kimi")
+def test_packed_weights_whose_rows_the_loader_reorders_are_refused():
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    latent = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    config = AutoConfig.for_model("kimi_k25", text_config=SIZES | latent, vision_config=vision)
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    with pytest.raises(CalibrationError, match=r"reorders the rows.*vision_tower\.layers\.0\.attn\.q_proj"):
+        CalibrationSession(model, W4, ignore=["lm_head"])
+    CalibrationSession(model, "FP8_DYNAMIC", ignore=["lm_head"])
+
+
 def test_names_of_modules_that_are_one_in_files_are_their_own():
     model, _ = make("nomic_bert MaskedLM")
     names = [f"nomic_bert.layers.0.{name}" for name in ("self_attn.q_proj", "self_attn.o_proj")]
@@ -90,10 +102,13 @@ def test_the_same_architecture_with_these_weights_is_loaded(tmp_path):
     assert difference_after_loading(model, inputs, tmp_path / "m", "INT8_STATIC") == 0
 
 
-@pytest.mark.parametrize("kind", ["t5 Seq2SeqLM", "modernbert MaskedLM"])
-def test_packed_weights_that_a_class_initializes_are_refused_and_load_dequantized(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [("t5 Seq2SeqLM", r"layer\.0\.SelfAttention \(T5Att"), ("modernbert MaskedLM", r"layers\.0\.attn \(ModernBertAtt")],
+)
+def test_packed_weights_that_a_class_initializes_are_refused_and_load_dequantized(kind, where, tmp_path):
     model, inputs = make(kind)
-    expected = rf"packed weights of {type(model).__name__}.*has no attribute 'weight'.*reload=\"dequantize\""
+    expected = rf"packed weights of {type(model).__name__}.*{where}.*no attribute 'weight'.*reload=\"dequantize\""
     with pytest.raises(CalibrationError, match=expected):
         CalibrationSession(model, W4)
     CalibrationSession(model, "FP8_DYNAMIC")
