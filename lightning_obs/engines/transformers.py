@@ -5,6 +5,7 @@ Every case was tried with compressed-tensors 0.20 and transformers 5.23.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection
 from typing import ClassVar
 
@@ -53,10 +54,15 @@ class Transformers(Engine):
                 "precision",
                 remedy='list them in `ignore`, or set reload="unchecked" and load the checkpoint with load_checkpoint.',
             )
+            refuse(
+                [str(t) for t in targets if not t.states and _takes_more(t.module)],
+                "compressed-tensors gives a loaded module one argument, and the forward of these has more",
+                remedy=f"list them in `ignore`, or {_UNCHECKED}",
+            )
             _check_layout(planned.model, targets, packed)
             _check_experts(planned.model, targets, self.dequantize)
         if self.dequantize:
-            _check_dequantized(targets, in_transformers)
+            _check_dequantized(planned.model, targets, in_transformers)
             return None
         for target in targets:
             if target.scheme.weights is not None:
@@ -81,12 +87,21 @@ class Dequantized(Transformers):
     dequantize = True
 
 
-def _check_dequantized(targets: list[PlannedModule], in_transformers: bool) -> None:
-    """Refuse attention states, several schemes, and zero points in one packed row."""
+def _takes_more(module: nn.Module) -> bool:
+    return len(inspect.signature(type(module).forward).parameters) > 2
+
+
+def _check_dequantized(model: nn.Module, targets: list[PlannedModule], in_transformers: bool) -> None:
+    """Refuse attention states, converted weights, several schemes, and zero points in one packed row."""
     refuse(
         [t.name for t in targets if t.states],
         "transformers drops the quantization of attention states and the kv cache when it dequantizes",
         remedy=f'reload="default", leave the kv cache in full precision, or {_UNCHECKED}',
+    )
+    refuse(
+        [t.name for t in targets if in_transformers and converted(model, [f"{t.name}.weight"])],
+        "transformers 5.23 cannot dequantize weights that it merges, splits or reorders while it loads them",
+        remedy=f'list them in `ignore`, reload="default", or {_UNCHECKED}',
     )
     if in_transformers and len({scheme_identity(t.scheme) for t in targets}) > 1:
         raise CalibrationError(

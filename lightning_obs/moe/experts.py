@@ -125,9 +125,10 @@ def linearize_experts(model: nn.Module) -> list[str]:
 
     Outputs stay the same: bit for bit those of transformers' ``eager`` experts wherever a matrix product does not
     depend on how many columns are computed together (on the CPU that was tried it does not, in float32 and bfloat16).
-    With biases (gpt-oss), in Llama 4, and compared with other implementations (``grouped_mm``, ``batched_mm``), numbers are added
-    in another order and the last bits differ. Weights are copied one layer at a time; dtype, device, ``requires_grad``
-    and training mode are kept, forward hooks on the stacked module are not. Call it before optimizers are made.
+    With biases (gpt-oss), in Llama 4, and compared with other implementations (``grouped_mm``, ``batched_mm``), numbers
+    are added in another order and the last bits differ. Weights are copied one layer at a time; dtype, device,
+    ``requires_grad`` and training mode are kept, forward hooks on the stacked module are not. Call it before optimizers
+    are made.
 
     Args:
         model: changed in place. Its ``state_dict`` has other keys afterwards.

@@ -61,6 +61,38 @@ def test_q_k_and_v_that_are_one_in_files_may_stay_in_full_precision(tmp_path):
     assert difference_after_loading(model, inputs, tmp_path / "m", "INT8_STATIC", ignore=["re:.*self_attn.*"]) == 0
 
 
+@pytest.mark.parametrize("scheme", ["INT8_STATIC", W4], ids=["int8", "int4"])
+@pytest.mark.parametrize("kind", ["nomic_bert MaskedLM", "gte MaskedLM", "hrm_text CausalLM"])
+def test_weights_that_are_one_in_files_cannot_be_dequantized(kind, scheme):
+    model, _ = make(kind)
+    ignore = ["lm_head"] * ("Causal" in kind)
+    with pytest.raises(CalibrationError, match=r"cannot dequantize weights that it merges.*_proj.*\"default\""):
+        CalibrationSession(model, scheme, reload="dequantize", ignore=ignore)
+
+
+@pytest.mark.filterwarnings("ignore::lightning_obs.CalibrationWarning")
+def test_the_loader_does_dequantize_weights_that_are_one_in_files_to_other_numbers(tmp_path):
+    model, inputs = make("nomic_bert MaskedLM")
+    with torch.no_grad(), CalibrationSession(model, W4), quantized(model):
+        expected = model(**inputs).logits
+    export_checkpoint(model, tmp_path / "m")
+    how = CompressedTensorsConfig(dequantize=True)
+    with torch.no_grad():
+        found = type(model).from_pretrained(tmp_path / "m", quantization_config=how).eval()(**inputs).logits
+    assert (found - expected).abs().max() > 0.01
+
+
+def test_a_module_whose_forward_has_more_arguments_is_refused(tmp_path):
+    model, inputs = make("opt CausalLM", word_embed_proj_dim=64, ffn_dim=64, tie_word_embeddings=False)
+    scheme = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    with pytest.raises(CalibrationError, match=r"embed_positions \(OPTLearnedPositionalEmbedding\)"):
+        CalibrationSession(model, scheme, targets=["Linear", "Embedding"])
+    CalibrationSession(model, scheme, targets=["Linear", "Embedding"], ignore=["re:.*embed_positions"])
+    options = {"targets": ["Linear", "Embedding"], "reload": "unchecked"}
+    with pytest.raises(TypeError, match="unexpected keyword argument"):  # where it does fail
+        difference_after_loading(model, inputs, tmp_path / "m", scheme, **options)
+
+
 @pytest.mark.filterwarnings("ignore:.*bytes of Kimi")
 def test_packed_weights_whose_rows_the_loader_reorders_are_refused():
     vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
