@@ -67,6 +67,8 @@ class ExpertWatch:
         self.tokens = {name: [0] * len(experts) for name, experts in self.containers.items()}
         self._calls = {name: [] for name in self.containers}
         for name, experts in self.containers.items():
+            if isinstance(self._holders[name], SortedExperts):
+                stack.enter_context(patch_attr(self._holders[name], "only_sent", True))
             for index, expert in enumerate(experts):
                 count = partial(self._count, session, name, index)
                 stack.callback(keep_hook_out(expert, expert.register_forward_pre_hook(count, with_kwargs=True)))

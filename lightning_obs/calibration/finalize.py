@@ -106,7 +106,7 @@ def result_of(session: CalibrationSession, **found: Any) -> CalibrationResult:
         "modules": [target.name for target in session.plan.targets],
         "observers": len(session.observers),
         "fused": session.together,
-        "tied": session.plan.tied,
+        "left_out": session.plan.left_out,
         "engines": session.engines,
         "ranks": session.collectives.size,
     }

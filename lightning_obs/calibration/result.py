@@ -35,7 +35,7 @@ class CalibrationResult:
         fallback: modules of experts that no data reached, whose activations have their siblings' ranges
             (``on_missing="siblings"``).
         fused: groups of modules that an engine takes quantized as a whole or not at all.
-        tied: modules left in full precision because they share a weight with an embedding: ``{module: embedding}``.
+        left_out: modules of a targeted class that cannot be quantized, by name the reason (tied to an embedding, say).
         engines: each engine's verdict on the checkpoint; empty for a model that is not of transformers.
         ranks: how many ranks took part.
         collectives: how many collectives reduced their statistics.
@@ -54,7 +54,7 @@ class CalibrationResult:
     expert_tokens: dict[str, list[int]] = field(default_factory=dict)
     fallback: list[str] = field(default_factory=list)
     fused: list[list[str]] = field(default_factory=list)
-    tied: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
     engines: Mapping[str, Verdict] = field(default_factory=dict)
     ranks: int = 1
     collectives: int = 0
@@ -93,7 +93,7 @@ class CalibrationResult:
             "qparams": f"{len(self.qparams)} tensors, {total:,} bytes",
             "widest input": widest and f"{widest} [{ranges[widest][0]:.4g}, {ranges[widest][1]:.4g}]",
             "skipped": name_list(self.skipped, 3),
-            "left out": name_list([f"{name} (tied to {other})" for name, other in self.tied.items()], 3),
+            "left out": name_list([f"{name} ({why})" for name, why in self.left_out.items()], 3),
             "fallback": name_list(self.fallback, 3),
         }
         lines = [f"  {key}: {value}" for key, value in rows.items() if value]

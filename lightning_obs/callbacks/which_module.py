@@ -92,13 +92,13 @@ def describe(pl_module: nn.Module, path: str, session: CalibrationSession) -> st
         adapters = inside_adapted(session.model)
         others = [(name, module) for name, module in session.model.named_modules() if module not in planned]
     inside = [name for name, module in others if type(module) in kinds and name not in adapters]
-    tied = session.plan.tied
-    inside = [f"{name} (tied to {tied[name]})" if name in tied else name for name in inside]
+    why = session.plan.left_out
+    inside = [f"{name} ({why[name]})" if name in why else name for name in inside]
     names = "/".join(sorted(kind.__name__ for kind in kinds))
     where = f"`{path}`" if path else "the LightningModule itself"
     text = f"calibrating {type(session.model).__name__} ({where}): {len(planned)} of {len(planned) + len(inside)} "
     left = {"left out": inside, "not part of it, and left in full precision": beside}
-    return "; ".join([text + names, *(f"{why}: {name_list(found, 3)}" for why, found in left.items() if found)])
+    return "; ".join([text + names, *(f"{how}: {name_list(found, 3)}" for how, found in left.items() if found)])
 
 
 def _innermost(module: nn.Module) -> nn.Module:

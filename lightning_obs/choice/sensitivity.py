@@ -71,7 +71,7 @@ class Sensitivity:
         groups: modules that choose together, in the model's order.
         layers: by scheme, the loss of each module alone.
         schemes: by name, the scheme of each module.
-        ignore: as given, left out by all candidates; and tied heads.
+        ignore: as given, left out by all candidates; and modules that cannot be quantized (tied heads).
         method: ``"divergence"``: losses are estimated KL divergences of the model's predictions, in nats per token;
             ``"weight error"``: relative squared errors of the weights, which no data was needed for and which say
             little about the model.
@@ -154,12 +154,12 @@ def sensitivity(
         losses, tokens = _weight_errors(model, twins, every), 0
     else:
         losses, tokens = divergences(model, measured, twins, every, seed)
-    names, tied = [name for group in groups for name in group], (s.plan.tied for s in sessions.values())
+    names, beside = [name for group in groups for name in group], (s.plan.left_out for s in sessions.values())
     return Sensitivity(
         groups=[_group(model, group, candidates, losses, twins) for group in groups],
         layers={scheme: {name: losses.get((scheme, (name,)), 0.0) for name in names} for scheme in candidates},
         schemes={k: {t.name: t.scheme for t in s.plan.targets if t.name not in s.skipped} for k, s in sessions.items()},
-        ignore=[*as_names(options.get("ignore", ())), *dict.fromkeys(chain.from_iterable(tied))],
+        ignore=[*as_names(options.get("ignore", ())), *dict.fromkeys(chain.from_iterable(beside))],
         method="weight error" if measured is None else "divergence",
         tokens=tokens,
         alone=any(_refused_together(pair, groups[0], engines) for pair in combinations(sessions.values(), 2)),

@@ -208,15 +208,16 @@ def _check_experts(model: nn.Module, targets: list[PlannedModule], dequantize: b
     loader knows can be read.
     """
     containers = {n: m for n, m in linear_experts(model).items() if not isinstance(m, SortedExperts)}
-    inside = [t for t in targets if t.name.startswith(tuple(f"{name}." for name in containers))]
-    if not inside:
-        return
     stacked = {name.rpartition(".")[0] for name in stacked_weights(model, [f"{name}.down_proj" for name in containers])}
     refuse(
         [name for name in containers if name not in stacked],
         f"transformers 5.23 loads no experts one by one into {type(model).__name__}",
-        remedy=f"list them in `ignore` and do not call linearize_experts, or {_UNCHECKED}",
+        remedy="list them in `ignore` and do not call linearize_experts (model.linearize_experts=false), or "
+        + _UNCHECKED,
     )
+    inside = [t for t in targets if t.name.startswith(tuple(f"{name}." for name in containers))]
+    if not inside:
+        return
     refuse(
         split_experts(model, {t.name for t in targets}),
         "transformers 5.23 stacks the experts of a layer while it loads them, so all of them have to be quantized",

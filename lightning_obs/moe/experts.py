@@ -102,13 +102,20 @@ class LinearExperts(nn.Module):
 class SortedExperts(LinearExperts):
     """Experts of Llama 4: each gets every token, multiplied by its router weight, which is zero unless it is selected.
 
-    A zero token gives a zero output, so an expert computes, and observes, the others only.
+    They compute zeros too, as transformers does, so a reloaded model gives the same bits; with ``only_sent``, while
+    observers watch, only the other tokens, of which alone the outputs are not zero.
     """
+
+    only_sent = False
 
     def forward(self, hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
         """``(experts x tokens, hidden)``, sorted by expert, to the same shape."""
         tokens = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
         output = torch.zeros_like(tokens)
+        if not self.only_sent:
+            for index, expert in enumerate(self.experts):
+                output[index] = expert(tokens[index])
+            return output.view_as(hidden_states)
         self.total = tokens.shape[1]
         try:
             sent = tokens.any(-1).cpu()  # one wait for all experts

@@ -27,6 +27,8 @@ from lightning_obs.schemes.attention_states import find_states
 from lightning_obs.schemes.config import config_groups
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, find_fused, scheme_identity
 
+_UNCALLED = "read without a call"
+
 
 def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequence[Sequence[str]] = ()) -> Plan:
     """Find the modules to quantize, and check them without data.
@@ -57,9 +59,9 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
             if is_meant(pattern, module):
                 targets.append(PlannedModule(name, module, by_target[pattern]))
                 by_class |= {name} if pattern in {kind.__name__ for kind in type(module).__mro__} else set()
-    tied = tied_heads(model, targets, by_class)
-    targets = [target for target in targets if target.name not in tied]
-    config.ignore = ignore = [*ignore, *tied]
+    left_out = unsuited(model, targets, by_class)
+    targets = [target for target in targets if target.name not in left_out]
+    config.ignore = ignore = [*ignore, *left_out]
     check_stacked_experts(model, list(by_target), ignore)
     if not targets:
         raise CalibrationError(
@@ -79,7 +81,7 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     )
     warn_cast_buffers(model)
     warn_left_in_float(model, targets, by_target, ignore)
-    return Plan(config, targets, fused, tied)
+    return Plan(config, targets, fused, left_out)
 
 
 def is_meant(target: str, module: nn.Module) -> bool:
@@ -128,20 +130,31 @@ def check_stacked_experts(model: nn.Module, targets: list[str], ignore: list[str
 # ---------------------------------------------------------------------- the modules that were chosen
 
 
-def tied_heads(model: nn.Module, targets: Sequence[PlannedModule], by_class: Set[str]) -> dict[str, str]:
-    """Planned modules that share their weight with an Embedding that is not planned; by their names its name.
+def unsuited(model: nn.Module, targets: Sequence[PlannedModule], by_class: Set[str]) -> dict[str, str]:
+    """Planned modules that cannot be quantized, by name the reason: their weight is that of an Embedding that is not
+    planned, or is read without a call.
 
     Only modules that a target selects by their class (``by_class``): one selected by a name or a pattern is refused
     later.
     """
     planned = {id(t.module) for t in targets if t.scheme.weights is not None}
-    return {
-        name: embedding
+    tied = {
+        name: f"tied to {embedding}"
         for sharing in _shared_weights(model)
         for embedding in [n for n, m in sharing if isinstance(m, nn.Embedding) and id(m) not in planned][:1]
         for name, module in sharing
         if name in by_class and id(module) in planned
     }
+    return tied | {t.name: _UNCALLED for t in _uncalled(model, targets) if t.name in by_class}
+
+
+def _uncalled(model: nn.Module, targets: Sequence[PlannedModule]) -> list[PlannedModule]:
+    """Planned modules whose weights code of PyTorch, transformers or mamba-ssm reads without calling them."""
+    read = [
+        getattr(module, "out_proj", None) for module in model.modules() if isinstance(module, nn.MultiheadAttention)
+    ]
+    read += [getattr(module, "dt_proj", None) for module in model.modules() if "Mamba" in type(module).__name__]
+    return [target for target in targets if any(target.module is module for module in read)]
 
 
 def _shared_weights(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
@@ -156,14 +169,11 @@ def _shared_weights(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
 
 def check_targets(model: nn.Module, targets: list[PlannedModule]) -> None:
     """Refuse modules that cannot be quantized as their scheme says. The user reads of the first problem."""
-    uncalled = [getattr(m, "out_proj", None) for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
-    uncalled += [getattr(m, "dt_proj", None) for m in model.modules() if "Mamba" in type(m).__name__]
-    read = [t for t in targets if any(t.module is module for module in uncalled)]
     refuse(
-        [t.name for t in read],
+        [target.name for target in _uncalled(model, targets)],
         "nn.MultiheadAttention and Mamba read the weights of these modules without calling them, so they cannot be "
         "quantized",
-        remedy=f"list them in `ignore` (`re:.*{read[0].name.rpartition('.')[2]}$`)." if read else "",
+        remedy="target the class (Linear), which leaves them out, or list them in `ignore`.",
     )
     _check_adapters(model, targets)
     others = [t for t in targets if not t.states and kind_of(t.module).stored_as is None]

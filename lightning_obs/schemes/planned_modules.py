@@ -56,11 +56,11 @@ class PlannedModule:
 class Plan:
     """A config laid over a model."""
 
-    config: QuantizationConfig  # the user's; its ``ignore`` also names the tied modules
+    config: QuantizationConfig  # the user's; its ``ignore`` also names ``left_out``
     targets: list[PlannedModule]  # the modules that will be quantized
     fused: list[list[str]] = field(default_factory=list)  # names of the modules of each fused set
-    #: modules that are left out because they share their weight with an embedding, by name its name
-    tied: dict[str, str] = field(default_factory=dict)
+    #: modules of a targeted class that cannot be quantized, by name the reason
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 def scheme_identity(scheme: QuantizationScheme) -> str:

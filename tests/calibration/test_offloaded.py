@@ -151,7 +151,7 @@ def test_tied_weights_are_recognized_wherever_they_rest(way, has_run, source, tm
     if has_run:
         with torch.no_grad():
             model(tokens())
-    assert CalibrationSession(model, "FP8").plan.tied == {"lm_head": "model.embed_tokens"}
+    assert CalibrationSession(model, "FP8").plan.left_out == {"lm_head": "tied to model.embed_tokens"}
     with pytest.raises(CalibrationError, match=r"shares its weight with model.embed_tokens \(tied\).*lm_head"):
         CalibrationSession(model, "FP8", targets=["lm_head"])
     whole = in_memory(source, tmp_path)

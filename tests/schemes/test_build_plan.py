@@ -136,8 +136,11 @@ class _MambaMixer(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "name"), [(_MambaMixer, "dt_proj"), (partial(nn.MultiheadAttention, 8, 2), "out_proj")]
 )
-def test_a_weight_that_is_read_without_a_call_is_refused(layer, name):
+def test_a_weight_that_is_read_without_a_call_is_left_out_or_refused(layer, name):
     model = nn.Sequential(layer(), nn.Linear(64, 64))
-    with pytest.raises(CalibrationError, match=rf"without calling them.*0\.{name}.*re:\.\*{name}\$"):
-        plan(model, "FP8_DYNAMIC")
-    plan(model, "FP8_DYNAMIC", ignore=[f"re:.*{name}$"])
+    found = plan(model, "FP8_DYNAMIC")
+    assert found.left_out == {f"0.{name}": "read without a call"}
+    assert f"0.{name}" in found.config.ignore
+    assert f"0.{name}" not in [target.name for target in found.targets]
+    with pytest.raises(CalibrationError, match=rf"without calling them.*0\.{name}.*target the class"):
+        plan(model, "FP8_DYNAMIC", targets=["Linear", f"re:.*{name}"])

@@ -46,7 +46,7 @@ def test_a_tied_head_that_its_class_targets_is_left_out():
     found = plan(model, "FP8")
     assert [t.name for t in found.targets] == ["fc"]
     assert found.config.ignore == ["tied.lm_head"]
-    assert found.tied == {"tied.lm_head": "tied.embed"}
+    assert found.left_out == {"tied.lm_head": "tied to tied.embed"}
 
 
 def test_two_linears_that_share_a_weight_are_refused():
@@ -84,8 +84,8 @@ def already_compressed():
         (
             nn.TransformerEncoderLayer(8, 2),
             "FP8",
-            {},
-            r"read the weights of these modules without calling them.*: self_attn.out_proj.*`re:.\*out_proj\$`",
+            {"targets": ["re:.*out_proj"]},
+            r"read the weights of these modules without calling them.*: self_attn.out_proj.*`ignore`",
         ),
         (already_compressed(), "FP8", {}, r"already quantized, its weights are on another grid: 0"),
         (

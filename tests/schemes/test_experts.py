@@ -74,11 +74,12 @@ def test_what_transformers_cannot_load_is_refused_before_calibration(scheme, rel
         CalibrationSession(model, scheme, ignore=["lm_head"], reload=reload)
 
 
-def test_an_architecture_whose_files_hold_stacks_is_refused():
+@pytest.mark.parametrize("ignore", [["lm_head"], ["lm_head", "re:.*experts"]])
+def test_linear_experts_of_an_architecture_whose_files_hold_stacks_are_refused(ignore):
     model = tiny_moe("gpt_oss")
     linearize_experts(model)
     with pytest.raises(CalibrationError, match=r"one by one into GptOssForCausalLM.*mlp\.experts.*\"unchecked\""):
-        CalibrationSession(model, W4A16_32, ignore=["lm_head"], reload="dequantize")
+        CalibrationSession(model, W4A16_32, ignore=ignore, reload="dequantize")
 
 
 @pytest.mark.parametrize("ignore", ["re:.*experts.0", "re:.*down_proj"])
