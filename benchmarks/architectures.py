@@ -162,8 +162,6 @@ def shrunk(kind: type[Any], only: Sequence[str] | None = None) -> Any:
 
 def compare(model: nn.Module, inputs: dict[str, torch.Tensor], scheme: Any) -> tuple[str, str]:
     ignore = [n for n, module in model.named_modules() if module is getattr(model, "get_output_embeddings", int)()]
-    ignore += [f"{n}.out_proj" for n, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
-    ignore += [n for n, _ in model.named_modules() if n.endswith(".dt_proj")]  # which Mamba does not call
     with torch.no_grad(), CalibrationSession(model, scheme, ignore=ignore, on_missing="siblings") as session:
         if session.needs_data:
             model(**inputs)

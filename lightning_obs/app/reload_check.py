@@ -37,8 +37,6 @@ def main() -> None:
     how = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if options.dequantize else {}
     written_by = transformers.AutoConfig.from_pretrained(options.checkpoint).architectures[0]
     model = getattr(transformers, written_by).from_pretrained(options.checkpoint, **how).eval()
-    if any("Experts" in type(module).__name__ for module in model.modules()):
-        model.set_experts_implementation("eager")  # the others add in another order
     align(model)
     inputs = load_file(options.reference)
     expected = inputs.pop("output")
@@ -54,11 +52,14 @@ def main() -> None:
 
 
 def align(model: Any) -> None:
-    """Move tensors whose address is not a multiple of 64 bytes to memory of their own, as torch allocates it.
+    """Let equal models give equal bits: experts run one by one, and tensors have memory of their own.
 
-    safetensors maps them from the file at any offset, and MKL's order of summation depends on the address of a matrix:
-    equal models at other addresses differ in the last bit.
+    transformers' other ways of running experts add in another order. safetensors maps tensors from the file at any
+    offset, and MKL's order of summation depends on the address of a matrix: those whose address is not a multiple of
+    64 bytes are copied to memory as torch allocates it.
     """
+    if any("Experts" in type(module).__name__ for module in model.modules()):
+        getattr(model, "set_experts_implementation", id)("eager")
     for tensor in [*model.parameters(), *model.buffers()]:
         data = tensor.data
         if not hasattr(data, "to_local") and data.data_ptr() % 64:  # the memory of a sharded one was allocated
