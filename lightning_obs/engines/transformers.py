@@ -98,8 +98,9 @@ def _check_dequantized(model: nn.Module, targets: list[PlannedModule], in_transf
         "transformers drops the quantization of attention states and the kv cache when it dequantizes",
         remedy=f'reload="default", leave the kv cache in full precision, or {_UNCHECKED}',
     )
+    weights = [f"{t.name}.weight" for t in targets] if in_transformers else []
     refuse(
-        [t.name for t in targets if in_transformers and converted(model, [f"{t.name}.weight"])],
+        [name.rpartition(".")[0] for name in converted(model, weights)],
         "transformers 5.23 cannot dequantize weights that it merges, splits or reorders while it loads them",
         remedy=f'list them in `ignore`, reload="default", or {_UNCHECKED}',
     )

@@ -55,22 +55,19 @@ def stacked_weights(model: nn.Module, parameters: Iterable[str]) -> dict[str, li
         stack.
     """
     found = {}
-    converters: dict[nn.Module, tuple[Any, list[Any]]] = {}
+    known: dict[nn.Module, tuple[Any, list[Any]]] = {}
     for parameter in parameters:
         inner, name = model, parameter
         while not is_transformers_model(inner) and "." in name:
             child, _, name = name.partition(".")
             inner = inner.get_submodule(child)
-        if inner not in converters:
-            loading, known = _converters(inner)
-            converters[inner] = (
-                loading,
-                [one for one in known if any(isinstance(step, loading.MergeModulelist) for step in one.operations)],
-            )
-        loading, known = converters[inner]
-        for one in known:
-            if loading.apply_converters(name, [one.reverse_transform()])[1] is not None:
-                sources = one._original_source_patterns
+        if inner not in known:
+            loading, converters = _converters(inner)
+            known[inner] = loading, [one.reverse_transform() for one in converters if _has(one, "MergeModulelist")]
+        loading, stacks = known[inner]
+        for back in stacks:
+            if loading.apply_converters(name, [back])[1] is not None:
+                sources = back._original_target_patterns
                 found[parameter] = [source.removesuffix(".weight").rpartition(".")[2] for source in sources]
     return found
 

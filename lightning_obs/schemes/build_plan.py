@@ -64,8 +64,11 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     config.ignore = ignore = [*ignore, *left_out]
     check_stacked_experts(model, list(by_target), ignore)
     if not targets:
+        known = sorted({type(module).__name__ for module in model.modules() if matrix_shape(module) is not None})
         raise CalibrationError(
-            "nothing is left to quantize", got=f"targets {list(by_target)}, all of them matched by ignore {ignore}"
+            "nothing is left to quantize",
+            got=f"targets {list(by_target)}, all of them matched by ignore {ignore}",
+            expected=f"a target that `ignore` leaves, among {', '.join(known)}",
         )
     taken = {id(target.scheme) for target in targets}
     if idle := [pattern for pattern, group in by_target.items() if id(group) not in taken]:
@@ -150,11 +153,12 @@ def unsuited(model: nn.Module, targets: Sequence[PlannedModule], by_class: Set[s
 
 def _uncalled(model: nn.Module, targets: Sequence[PlannedModule]) -> list[PlannedModule]:
     """Planned modules whose weights code of PyTorch, transformers or mamba-ssm reads without calling them."""
-    read = [
-        getattr(module, "out_proj", None) for module in model.modules() if isinstance(module, nn.MultiheadAttention)
-    ]
-    read += [getattr(module, "dt_proj", None) for module in model.modules() if "Mamba" in type(module).__name__]
-    return [target for target in targets if any(target.module is module for module in read)]
+    read = {
+        id(getattr(module, "out_proj" if isinstance(module, nn.MultiheadAttention) else "dt_proj", None))
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention) or "Mamba" in type(module).__name__
+    }
+    return [target for target in targets if id(target.module) in read]
 
 
 def _shared_weights(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:

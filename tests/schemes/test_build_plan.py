@@ -96,9 +96,8 @@ def test_an_ignore_that_matches_nothing_is_said(mlp):
 
 
 def test_a_model_of_which_everything_is_ignored_is_refused(mlp):
-    with pytest.raises(
-        CalibrationError, match=r"nothing is left to quantize. Got targets \['Linear'\].*ignore \['re:fc"
-    ):
+    expected = r"nothing is left to quantize. Got targets \['Linear'\].*ignore \['re:fc.*among Linear"
+    with pytest.raises(CalibrationError, match=expected):
         plan(mlp, "FP8", ignore=["re:fc"])
 
 
