@@ -27,7 +27,12 @@ def fisher_probe(logits: torch.Tensor, seed: int, alike: bool = False) -> torch.
 
 
 def tapped(output: torch.Tensor, see: Callable[[torch.Tensor], Any]) -> torch.Tensor:
-    """The output of a module; ``see`` is called with its gradient when backward reaches it."""
+    """The output of a module; ``see`` is called with its gradient when backward reaches it.
+
+    Of a call that the model makes without gradients (HRM: all cycles but the last), there is none.
+    """
+    if not torch.is_grad_enabled():
+        return output
     found = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
     found.register_hook(see)
     return found

@@ -52,6 +52,27 @@ def test_the_estimate_is_the_divergence_with_one_layer_quantized(classifier, sch
     assert found.tokens == 2048
 
 
+def test_calls_without_gradients_are_passed_over():
+    """HRM runs all cycles but the last without gradients, in training and evaluation."""
+
+    class Cycles(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cycle, self.head = nn.Linear(32, 32), nn.Linear(32, 16)
+
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.cycle(x)
+            return self.head(self.cycle(x))
+
+    model, x = Cycles(), torch.randn(512, 32)
+    with torch.no_grad():
+        first = model.cycle(x)
+    last = nn.Sequential(model.cycle, model.head)
+    found, alone = (sensitivity(m, [given], {"int4": INT4}).layers["int4"] for m, given in ((model, x), (last, first)))
+    assert list(found.values()) == pytest.approx(list(alone.values()), rel=1e-4)
+
+
 def test_candidates_with_other_parameters_do_not_share_them(classifier):
     """Zero points, global scales and input scales of one are not seen by the next."""
     x = torch.randn(256, 32)
