@@ -28,6 +28,12 @@ from lightning_obs.schemes.config import config_groups
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, find_fused, scheme_identity
 
 _UNCALLED = "read without a call"
+#: modules whose weights the code of a class reads without calling them, beside nn.MultiheadAttention's ``out_proj``
+_READS: dict[str, tuple[str, ...]] = {
+    "Mamba": ("dt_proj",),
+    "WavLMAttention": ("q_proj", "k_proj", "v_proj", "out_proj"),
+    "LongcatFlashTopkRouter": ("classifier",),
+}
 
 
 def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequence[Sequence[str]] = ()) -> Plan:
@@ -153,11 +159,11 @@ def unsuited(model: nn.Module, targets: Sequence[PlannedModule], by_class: Set[s
 
 def _uncalled(model: nn.Module, targets: Sequence[PlannedModule]) -> list[PlannedModule]:
     """Planned modules whose weights code of PyTorch, transformers or mamba-ssm reads without calling them."""
-    read = {
-        id(getattr(module, "out_proj" if isinstance(module, nn.MultiheadAttention) else "dt_proj", None))
-        for module in model.modules()
-        if isinstance(module, nn.MultiheadAttention) or "Mamba" in type(module).__name__
-    }
+    read = set[int]()
+    for module in model.modules():
+        kind = "Mamba" if "Mamba" in type(module).__name__ else type(module).__name__
+        names = ("out_proj",) if isinstance(module, nn.MultiheadAttention) else _READS.get(kind, ())
+        read.update(id(getattr(module, name, None)) for name in names)
     return [target for target in targets if id(target.module) in read]
 
 
@@ -175,8 +181,7 @@ def check_targets(model: nn.Module, targets: list[PlannedModule]) -> None:
     """Refuse modules that cannot be quantized as their scheme says. The user reads of the first problem."""
     refuse(
         [target.name for target in _uncalled(model, targets)],
-        "nn.MultiheadAttention and Mamba read the weights of these modules without calling them, so they cannot be "
-        "quantized",
+        "code of the model reads the weights of these modules without calling them, so they cannot be quantized",
         remedy="target the class (Linear), which leaves them out, or list them in `ignore`.",
     )
     _check_adapters(model, targets)

@@ -6,7 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+import transformers as t
 from torch import nn
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashTopkRouter
+from transformers.models.mamba.modeling_mamba import MambaMixer
+from transformers.models.wavlm.modeling_wavlm import WavLMAttention
 
 from lightning_obs import CalibrationSession
 from lightning_obs.errors import CalibrationError, CalibrationWarning
@@ -123,23 +127,27 @@ def test_a_fused_set_that_is_partly_ignored_is_said(tiny_llama):
         plan(tiny_llama(), "FP8", ignore=["lm_head", "model.layers.1.mlp.up_proj"])
 
 
-class _MambaMixer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.in_proj, self.dt_proj = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.in_proj(x) @ self.dt_proj.weight.T
+def _mamba():
+    config = t.MambaConfig(hidden_size=8, intermediate_size=16, state_size=4, time_step_rank=8)
+    return MambaMixer(config, 0)
 
 
 @pytest.mark.parametrize(
-    ("layer", "name"), [(_MambaMixer, "dt_proj"), (partial(nn.MultiheadAttention, 8, 2), "out_proj")]
+    ("layer", "read"),
+    [
+        (partial(nn.MultiheadAttention, 8, 2), {"out_proj"}),
+        (_mamba, {"dt_proj"}),
+        (partial(WavLMAttention, 8, 2), {"q_proj", "k_proj", "v_proj", "out_proj"}),
+        (lambda: LongcatFlashTopkRouter(t.LongcatFlashConfig(hidden_size=8)), {"classifier"}),
+    ],
+    ids=["PyTorch", "Mamba", "WavLM", "LongCat"],
 )
-def test_a_weight_that_is_read_without_a_call_is_left_out_or_refused(layer, name):
+def test_weights_that_are_read_without_a_call_are_left_out_or_refused(layer, read):
     model = nn.Sequential(layer(), nn.Linear(64, 64))
     found = plan(model, "FP8_DYNAMIC")
-    assert found.left_out == {f"0.{name}": "read without a call"}
-    assert f"0.{name}" in found.config.ignore
-    assert f"0.{name}" not in [target.name for target in found.targets]
+    assert found.left_out == {f"0.{name}": "read without a call" for name in read}
+    assert set(found.config.ignore) == set(found.left_out)
+    assert not set(found.left_out) & {target.name for target in found.targets}
+    name = min(read)
     with pytest.raises(CalibrationError, match=rf"without calling them.*0\.{name}.*target the class"):
         plan(model, "FP8_DYNAMIC", targets=["Linear", f"re:.*{name}"])

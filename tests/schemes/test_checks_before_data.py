@@ -85,7 +85,7 @@ def already_compressed():
             nn.TransformerEncoderLayer(8, 2),
             "FP8",
             {"targets": ["re:.*out_proj"]},
-            r"read the weights of these modules without calling them.*: self_attn.out_proj.*`ignore`",
+            r"reads the weights of these modules without calling them.*: self_attn.out_proj.*`ignore`",
         ),
         (already_compressed(), "FP8", {}, r"already quantized, its weights are on another grid: 0"),
         (
