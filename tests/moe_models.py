@@ -21,6 +21,7 @@ FAMILY = {
     "qwen3_next": ("Qwen3Next", {"num_experts": EXPERTS, "shared_expert_intermediate_size": INNER, **_FULL}),
     "qwen3_5_moe_text": ("Qwen3_5Moe", {"num_experts": EXPERTS, "shared_expert_intermediate_size": INNER, **_FULL}),
     "minimax": ("MiniMax", {"num_local_experts": EXPERTS, "block_size": 16, **_FULL}),
+    "minimax_m2": ("MiniMaxM2", {"num_local_experts": EXPERTS, "rotary_dim": 32}),
     "phimoe": ("Phimoe", {"num_local_experts": EXPERTS}),
     "lfm2_moe": ("Lfm2Moe", {"num_experts": EXPERTS, "num_dense_layers": 1, **_FULL}),
     "jamba": ("Jamba", {"num_experts": EXPERTS, **_JAMBA}),
