@@ -58,8 +58,9 @@ def align(model: Any) -> None:
     offset, and MKL's order of summation depends on the address of a matrix: those whose address is not a multiple of
     64 bytes are copied to memory as torch allocates it.
     """
-    if any("Experts" in type(module).__name__ for module in model.modules()):
-        getattr(model, "set_experts_implementation", id)("eager")
+    has_experts = any("Experts" in type(module).__name__ for module in model.modules())
+    if has_experts and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
     for tensor in [*model.parameters(), *model.buffers()]:
         data = tensor.data
         if not hasattr(data, "to_local") and data.data_ptr() % 64:  # the memory of a sharded one was allocated

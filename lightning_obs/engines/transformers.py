@@ -55,7 +55,7 @@ class Transformers(Engine):
                 remedy='list them in `ignore`, or set reload="unchecked" and load the checkpoint with load_checkpoint.',
             )
             refuse(
-                [str(t) for t in targets if not t.states and _takes_more(t.module)],
+                [str(t) for t in targets if not (t.states or self.dequantize) and _takes_more(t.module)],
                 "compressed-tensors gives a loaded module one argument, and the forward of these has more",
                 remedy=f"list them in `ignore`, or {_UNCHECKED}",
             )

@@ -141,7 +141,8 @@ def initializer_fault(model: nn.Module, without: Collection[str]) -> tuple[str, 
     except AttributeError as error:
         names = {module: f"{name} ({type(module).__name__})" for name, module in twin.named_modules()}
         frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == "_init_weights"]
-        return names.get(frames[-1].f_locals.get("module"), ""), str(error)
+        read = [names[frame.f_locals["module"]] for frame in frames if frame.f_locals.get("module") in names]
+        return (read or [kind.__name__])[-1], str(error)
     return None
 
 
