@@ -93,7 +93,7 @@ class CheckpointSource:
             suffix = "_bias" if key == "bias" else ""
             for stack in (f"{role}_proj{suffix}", f"gate_up_proj{suffix}"):
                 own = f"{container}.{stack}"
-                for stored in {stacks[own], own} if own in stacks else ():
+                for stored in dict.fromkeys((stacks[own], own)) if own in stacks else ():
                     if stored in self.reader:
                         return Source(stored, int(index), role, stack.startswith("gate_up"), expert)
         return None
