@@ -10,7 +10,7 @@ run fused experts with one activation scale, the widest. Its weights need no tok
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import torch
 from compressed_tensors.utils.helpers import patch_attr
 from torch import nn
 
-from lightning_obs.calibration.token_mask import Layout, TokenSelection
+from lightning_obs.calibration.token_mask import Layout, TokenSelection, take
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import first_input
 from lightning_obs.forward.quantized_forward import INSIDE
@@ -30,6 +30,10 @@ from lightning_obs.observers.min_max import StaticMinMaxObserver
 
 if TYPE_CHECKING:
     from lightning_obs.calibration.session import CalibrationSession
+
+
+#: bytes of activations that wait on an accelerator for the other experts of their layer
+_WAITING = 2**28
 
 
 class ExpertWatch:
@@ -54,6 +58,9 @@ class ExpertWatch:
         self._calls: dict[str, list[str]] = {}
         self.is_forcing = False  # whether experts run on all tokens now
         self._flattened = False
+        #: by kind of observer, inputs and outputs that wait for the other experts of their layer
+        self._waiting: dict[Hashable, dict[int, tuple[Observer, torch.Tensor, torch.Tensor | None]]] = {}
+        self._bytes = 0  # that wait
         if all_experts and not self.containers:
             raise CalibrationError(
                 "calibrate_all_experts, but no experts were found",
@@ -66,18 +73,64 @@ class ExpertWatch:
         """Register the hooks; ``stack`` removes them."""
         self.tokens = {name: [0] * len(experts) for name, experts in self.containers.items()}
         self._calls = {name: [] for name in self.containers}
+        self._waiting, self._bytes = {}, 0
         for name, experts in self.containers.items():
-            if isinstance(self._holders[name], SortedExperts):
-                stack.enter_context(patch_attr(self._holders[name], "only_sent", True))
+            holder = self._holders[name]
+            if isinstance(holder, SortedExperts):
+                stack.enter_context(patch_attr(holder, "only_sent", True))
+            if isinstance(holder, LinearExperts):
+                ended = holder.register_forward_hook(lambda *_: self.observe_waiting())
+                stack.callback(keep_hook_out(holder, ended))
             for index, expert in enumerate(experts):
                 count = partial(self._count, session, name, index)
                 stack.callback(keep_hook_out(expert, expert.register_forward_pre_hook(count, with_kwargs=True)))
             if self._all:
-                holder = self._holders[name]
                 outer = self._model.get_submodule(name.rpartition(".")[0])
                 reader = holder if isinstance(holder, LinearExperts) else outer
                 run = partial(self._run_all, session, name)
                 stack.callback(keep_hook_out(reader, reader.register_forward_hook(run, with_kwargs=True)))
+
+    def is_waiting(self, name: str) -> bool:
+        """Whether what a module reads may :meth:`wait`: inside an expert that a call of all experts runs."""
+        return isinstance(self._holders.get(self._of.get(name, "")), LinearExperts)
+
+    def wait(
+        self,
+        name: str,
+        observers: Sequence[Observer],
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        measured: dict[Hashable, Any],
+    ) -> Sequence[Observer]:
+        """Keep a value for the observers that can see it together with the layer's other experts; returns the others.
+
+        Only on an accelerator, where a launch costs more than memory does: see :meth:`Observer.observe_segments`.
+        ``measured`` holds, by kind, the object that waits for all observers of one tensor.
+        """
+        if value.device.type == "cpu" or value.ndim != 2 or not value.numel():
+            return observers
+        chosen = None if mask is None else self._chosen(mask, name)
+        able = [o for o in observers if o.takes_segments] if mask is None or chosen is not None else []
+        self._bytes += value.nbytes if able else 0
+        if self._bytes > _WAITING or any(id(observer) in kept for observer in able for kept in self._waiting.values()):
+            self.observe_waiting()
+        for observer in able:
+            kept = self._waiting.setdefault((observer._kind, value.dtype, value.shape[1:]), {})
+            kept[id(observer)] = observer, *measured.setdefault(observer._kind, (value, chosen))
+        return [observer for observer in observers if observer not in able]
+
+    def observe_waiting(self) -> None:
+        """Observe all values that wait."""
+        waiting, self._waiting, self._bytes = self._waiting, {}, 0
+        for kept in waiting.values():
+            observers, values, masks = zip(*kept.values(), strict=True)
+            seen = {id(value): (value, mask) for value, mask in zip(values, masks, strict=True)}
+            rows, lengths = torch.cat([value for value, _ in seen.values()]), [len(value) for value, _ in seen.values()]
+            if masks[0] is not None:
+                rows = take(rows, torch.cat([mask for _, mask in seen.values()]))
+                lengths = [int(mask.sum()) for _, mask in seen.values()]
+            numbers = {key: number for number, key in enumerate(seen)}
+            Observer.observe_segments(observers, rows, lengths, [numbers[id(value)] for value in values])
 
     def is_forced(self, name: str) -> bool:
         """Whether the observers of a module take part only while experts run on all tokens."""
@@ -89,13 +142,18 @@ class ExpertWatch:
         """The rows of an activation that count, also inside experts that got only some tokens."""
         if name not in self._of or layout != "tokens":
             return selection.of(value, mask, name, layout)
-        rows, total = self._rows(self._of[name])
-        of_tokens = _of_tokens(mask, total)
-        if rows is not None and total == of_tokens.numel():
-            return value[of_tokens.flatten()[rows].bool()]
+        chosen = self._chosen(mask, name)
+        if chosen is not None:
+            return take(value, chosen)
         if not self.is_forcing:
             return selection.of(value, mask, name, "routed")
         return selection.of(value, mask, name, "flattened" if self._flattened else "tokens")
+
+    def _chosen(self, mask: torch.Tensor, name: str) -> torch.Tensor | None:
+        """Which of the tokens that an expert was sent count, on the host; None if it is not known which were sent."""
+        rows, total = self._rows(self._of[name])
+        of_tokens = _of_tokens(mask, total)
+        return of_tokens.flatten()[rows].bool() if rows is not None and total == of_tokens.numel() else None
 
     def _rows(self, container: str) -> tuple[torch.Tensor | None, int]:
         module = self._holders[container]
@@ -117,7 +175,7 @@ class ExpertWatch:
         if session.mask is not None:
             mask = _of_tokens(session.mask, total or number)
             if rows is not None and total == mask.numel():
-                number = mask.flatten().to(rows.device)[rows].bool().sum()
+                number = mask.flatten()[rows].bool().sum()
             elif number == mask.numel():
                 number = mask.bool().sum()
         self.tokens[name][index] = self.tokens[name][index] + number  # stays on the device
@@ -153,6 +211,7 @@ class ExpertWatch:
                     raise
                 except (TypeError, RuntimeError) as error:
                     raise _cannot(name, [f"expert {index} on {tuple(tokens.shape)}: {error}"]) from error
+        self.observe_waiting()
 
 
 def _of_tokens(mask: torch.Tensor, total: int) -> torch.Tensor:

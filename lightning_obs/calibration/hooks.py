@@ -99,7 +99,7 @@ class ObserverHooks:
     ) -> Callable[[Any], None]:
         """A function that gives a value to the observers of a module; of a tuple, the first tensor."""
         session, experts, module, name = self._session, self._session.experts, target.module, target.name
-        is_forced = experts.is_forced(name)
+        is_forced, waits = experts.is_forced(name), experts.is_waiting(name)
 
         def observe(value: Any) -> None:
             deaf = session.is_paused or (is_forced and not experts.is_forcing)
@@ -129,13 +129,14 @@ class ObserverHooks:
             read = session.read
             read.see(value, stamp)
             tokens = value.detach()
-            if mask is not None:
+            before = len(read.measured)
+            observed = experts.wait(name, observers, tokens, mask, read.measured) if waits else observers
+            if mask is not None and (observed or of_weight):
                 if read.tokens is None:
                     layout: Layout = "heads" if target.states else "tokens" if value is given else "positions"
                     read.tokens = experts.select(tokens, mask, name, self._selection, layout)
                 tokens = read.tokens
-            before = len(read.measured)
-            for observer in observers:
+            for observer in observed:
                 observer.observe_shared(tokens, read.measured)
             if weighs:
                 tokens = session.token_weights.weigh(name, given.detach())

@@ -57,7 +57,7 @@ class TokenSelection:
         chosen = mask.bool()
         fits = value.shape[: chosen.ndim] == chosen.shape
         if layout == "positions" and fits:
-            return value[chosen]
+            return take(value, chosen)
         if layout == "positions":
             raise _unknown_rows(value, mask, name, layout)
         if value.ndim == 2:
@@ -70,16 +70,16 @@ class TokenSelection:
             return value[:0]
         if layout == "heads":
             if value.ndim == 4 and chosen.shape in ((len(value),), (len(value), value.shape[2])):
-                states = value.transpose(1, 2)[chosen]
+                states = take(value.transpose(1, 2), chosen)
                 return states.flatten(0, -3).transpose(0, 1).unsqueeze(0)
         elif layout != "routed" and value.ndim > 2 and fits:
             square = value.ndim == 3 and value.shape[0] == value.shape[1]
             if not square or self._known or self._shown.get(name, False):
-                return value[chosen]
+                return take(value, chosen)
         elif layout != "routed" and value.ndim == 2:
             kept = self._rows(chosen, len(value), name, layout == "flattened")
             if kept is not None:
-                return value[kept]
+                return take(value, kept)
         raise _unknown_rows(value, mask, name, layout)
 
     def _rows(self, chosen: torch.Tensor, rows: int, name: str, flattened: bool) -> torch.Tensor | None:
@@ -92,6 +92,11 @@ class TokenSelection:
         if chosen.ndim == 1 and rows % len(chosen) == 0 and flattened:
             return chosen.repeat_interleave(rows // len(chosen))
         return None
+
+
+def take(value: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """``value[chosen]``, of a mask on the host; an accelerator is given indices, for which the host does not wait."""
+    return value[tuple(index.to(value.device, non_blocking=True) for index in chosen.nonzero(as_tuple=True))]
 
 
 def _may_be_of(value: torch.Tensor, mask: torch.Tensor, layout: Layout) -> bool:

@@ -62,7 +62,7 @@ class LinearExperts(nn.Module):
             self.add_module(str(index), expert)
         for name, child in origin.named_children():  # act_fn may have parameters; they keep their names
             self.add_module(name, child)
-        #: while an expert runs, the indices ``(n,)`` of its tokens in the running call; None otherwise
+        #: while an expert runs, the indices ``(n,)`` of its tokens in the running call, on the host; None otherwise
         self.rows: torch.Tensor | None = None
         self.total = 0  # how many tokens the last call had
         self.train(origin.training)
@@ -85,15 +85,17 @@ class LinearExperts(nn.Module):
         output = torch.zeros_like(hidden_states)
         self.total = len(hidden_states)
         try:
-            by_place = top_k_index.T.cpu()  # only the router knows how many tokens each expert gets: one wait for all
-            for index in by_place.unique().tolist():
-                if not 0 <= index < self.num_experts:
-                    continue
-                place, self.rows = torch.where(by_place == index)
-                rows, place = self.rows.to(output.device), place.to(output.device)
-                given = self.get_submodule(str(index))(hidden_states[rows])
-                given = given * top_k_weights[rows, place, None]
-                output.index_add_(0, rows, given.to(output.dtype))
+            chosen = top_k_index.T.flatten().cpu()  # only the router knows how many tokens an expert gets: one wait
+            order = chosen.argsort(stable=True)
+            indices, counts = chosen[order].unique_consecutive(return_counts=True)
+            sent = order.to(output.device, non_blocking=True)
+            rows, lengths = sent % max(1, self.total), counts.tolist()
+            weights = top_k_weights[rows, sent // max(1, self.total), None]
+            parts = (order % max(1, self.total)).split(lengths), rows.split(lengths), weights.split(lengths)
+            for index, self.rows, own, weight in zip(indices.tolist(), *parts, strict=True):
+                if 0 <= index < self.num_experts:
+                    given = self.get_submodule(str(index))(hidden_states[own]) * weight
+                    output.index_add_(0, own, given.to(output.dtype))
         finally:
             self.rows = None
         return output
@@ -118,10 +120,11 @@ class SortedExperts(LinearExperts):
             return output.view_as(hidden_states)
         self.total = tokens.shape[1]
         try:
-            sent = tokens.any(-1).cpu()  # one wait for all experts
-            for index in sent.any(1).nonzero()[:, 0].tolist():
-                self.rows = sent[index].nonzero()[:, 0].to(tokens.device)
-                output[index, self.rows] = self.get_submodule(str(index))(tokens[index, self.rows])
+            chosen, rows = tokens.any(-1).cpu().nonzero(as_tuple=True)  # one wait for all experts
+            indices, counts = chosen.unique_consecutive(return_counts=True)
+            parts = (each.split(counts.tolist()) for each in (rows, rows.to(tokens.device, non_blocking=True)))
+            for index, self.rows, own in zip(indices.tolist(), *parts, strict=True):
+                output[index, own] = self.get_submodule(str(index))(tokens[index, own])
         finally:
             self.rows = None
         return output.view_as(hidden_states)

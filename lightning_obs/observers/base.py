@@ -197,6 +197,48 @@ class Observer(Statistics, Registry):
                 measured[kind] = self.measure_inputs(value), {}
             self._combine_once(True, *measured[kind])
 
+    @property
+    def takes_segments(self) -> bool:
+        """Whether :meth:`observe_segments` can observe for it: it measures as the class that has the method."""
+        owner = next((cls for cls in type(self).__mro__ if "measure_segments" in vars(cls)), None)
+        return owner is not None and all(
+            getattr(type(self), name) is getattr(owner, name) for name in ("measure", "update_statistics_from_observed")
+        )
+
+    @staticmethod
+    def observe_segments(
+        observers: Sequence[Any], rows: torch.Tensor, lengths: Sequence[int], numbers: Sequence[int]
+    ) -> None:
+        """Observe a part of the rows with each of several observers of one kind that take segments.
+
+        Parts are measured together and statistics combined together, in a number of operations that does not grow with
+        the number of observers (the experts of a layer). The statistics are those of ``observer(part)``, one after the
+        other.
+
+        Args:
+            observers: each once.
+            rows: activations ``(n, C)``, the parts one below the other.
+            lengths: rows of each part; one without rows changes nothing.
+            numbers: of the part that each observer observes; several may observe the same.
+        """
+        first, names = observers[0], [statistic.name for statistic in observers[0].statistics]
+        with first._observing():
+            on_device = torch.tensor(lengths).to(rows.device, non_blocking=True)
+            measured = first.measure_segments(flatten_for_calibration(rows, first.base_name, first.args), on_device)
+            parts = [*zip(*measured, strict=True)]
+            for seen in (True, False):
+                placed = zip(observers, numbers, strict=True)
+                own = [(o, parts[number]) for o, number in placed if lengths[number] and o.has_statistics == seen]
+                if not own:
+                    continue
+                together = first._new()
+                if seen:
+                    together.load_statistics({n: torch.stack([getattr(o, n) for o, _ in own]) for n in names})
+                together.combine([torch.stack(each) for each in zip(*(new for _, new in own), strict=True)])
+                combined = zip(*(getattr(together, name).unbind() for name in names), strict=True)
+                for (observer, _), statistics in zip(own, combined, strict=True):
+                    observer.load_statistics(dict(zip(names, statistics, strict=True)))
+
     def _combine_once(self, of_inputs: bool, new: Sequence[torch.Tensor], combined: dict[Any, Any]) -> None:
         """Combine with ``new``, once for all observers of a kind whose statistics are the same objects."""
         names = [statistic.name for statistic in self.declared if statistic.of_inputs == of_inputs]

@@ -35,6 +35,15 @@ class MemorylessMinMaxObserver(Observer):
     def measure(self, observed: torch.Tensor) -> MinMaxTuple:
         return observed_range(observed)
 
+    def measure_segments(self, observed: torch.Tensor, lengths: torch.Tensor) -> MinMaxTuple:
+        """The ranges of several tensors, ``(number, *Q)`` each: of ``lengths`` rows of ``(N, *Q, G)``, one below the
+        other.
+        """
+        low, high = torch.aminmax(observed, dim=-1)
+        return torch.segment_reduce(low, "min", lengths=lengths, unsafe=True), torch.segment_reduce(
+            high, "max", lengths=lengths, unsafe=True
+        )  # safe: the host looks at the lengths
+
 
 @Observer.register("static_minmax")
 class StaticMinMaxObserver(MemorylessMinMaxObserver):

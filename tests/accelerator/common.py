@@ -54,10 +54,10 @@ def llama(layers: int = 2, seed: int = 0, **options) -> torch.nn.Module:
     return model
 
 
-def mixture() -> torch.nn.Module:
-    """Two layers of four experts, each a Linear."""
+def mixture(experts: int = 4) -> torch.nn.Module:
+    """Two layers of experts, each a Linear."""
     torch.manual_seed(0)
-    model = tiny_moe("qwen3_moe", attn_implementation="eager")
+    model = tiny_moe("qwen3_moe", attn_implementation="eager", num_experts=experts)
     linearize_experts(model)
     return model
 

@@ -67,7 +67,7 @@ PATHS = {
         "INT8_STATIC", Budget(94, 0.34, 0), Budget(487, 12.61, 5), Budget(211, 19.11, 1), inputs("normal_observer")
     ),
     "token mask": Path(
-        "INT8_STATIC", Budget(44, 0.44, 1), Budget(487, 12.61, 5), Budget(211, 19.11, 1), {"masked": True}
+        "INT8_STATIC", Budget(48, 0.45, 1), Budget(487, 12.61, 5), Budget(211, 19.11, 1), {"masked": True}
     ),
     "token mask, histogram": Path(
         "INT8_STATIC",
@@ -121,9 +121,33 @@ PATHS = {
         weights("imatrix_mse", calibrate_all_experts=True),
         mixture,
     ),
+    "experts, FP8": Path(
+        "FP8",
+        Budget(110, 1.09, 2),
+        Budget(991, 2.97, 5),
+        Budget(585, 6.35, 3),
+        {"on_missing": "siblings", "reload": "vllm"},
+        mixture,
+    ),
+    "experts, FP8, all tokens": Path(
+        "FP8",
+        Budget(150, 2.12, 2),
+        Budget(991, 2.97, 5),
+        Budget(585, 6.35, 3),
+        {"calibrate_all_experts": True, "reload": "vllm"},
+        mixture,
+    ),
+    "experts, FP8, minmax, token mask": Path(
+        "FP8",
+        Budget(200, 1.62, 3),
+        Budget(991, 2.97, 5),
+        Budget(585, 6.35, 3),
+        {"on_missing": "siblings", "reload": "vllm", "masked": True, **inputs("minmax")},
+        mixture,
+    ),
     "experts, token mask": Path(
         W4A16_32,
-        Budget(250, 1.31, 3),
+        Budget(260, 1.34, 3),
         Budget(2023, 5.25, 5),
         Budget(407, 4.89, 3),
         weights("imatrix_mse", on_missing="siblings", masked=True),
@@ -198,6 +222,16 @@ def test_the_host_does_not_read_more_of_more_modules(name):
         watched(PATHS[name]._replace(model=lambda layers=layers: llama(layers)))[2]["finalize"] for layers in (1, 2)
     )
     assert few.reads.total() == many.reads.total()
+
+
+@pytest.mark.parametrize("name", ["experts, FP8", "experts, FP8, minmax, token mask", "experts, FP8, all tokens"])
+def test_neither_launches_of_observers_nor_uploads_grow_with_the_number_of_experts(name):
+    def asked(experts):
+        counts = watched(PATHS[name]._replace(model=lambda: mixture(experts)))[2]["batch"]
+        launches = {place: count for place, count in counts.launches.items() if place.startswith("observers/")}
+        return sum(launches.values()), counts.uploads.total()
+
+    assert asked(4) == asked(8)
 
 
 def by_hooks(model):

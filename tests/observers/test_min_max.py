@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.observers import Observer
+from lightning_obs.observers import Observer, StaticMinMaxObserver
 
 INT8 = QuantizationArgs(num_bits=8)
 
@@ -115,3 +115,44 @@ def test_ranges_have_the_shape_of_the_scales(name, base_name, args, shape, range
     observer = make(name, base_name, args)(torch.randn(shape))(torch.randn(shape))
     assert observer.min_vals.shape == observer.max_vals.shape == ranges
     assert observer.get_qparams()["scale"].shape == ranges
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("static_minmax", {}),
+        ("minmax", {"observer_kwargs": {"averaging_constant": 0.3}}),
+        ("memoryless_minmax", {"strategy": "group", "group_size": 2}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_segments_are_observed_as_tensors_one_after_the_other(name, args, dtype):
+    def make():
+        return [Observer.load_from_registry(name, base_name="input", args=QuantizationArgs(**args)) for _ in range(4)]
+
+    torch.manual_seed(0)
+    apart, together, lengths = make(), make(), [3, 0, 5]
+    for numbers in ([0, 1, 2, 2], [2, 0, 0, 1]):  # the second and the fourth have statistics in one round only
+        parts = torch.randn(8, 4, dtype=dtype).split(lengths)
+        for observer, number in zip(apart, numbers, strict=True):
+            observer(parts[number])
+        Observer.observe_segments(together, torch.cat(parts), lengths, numbers)
+    for one, other in zip(apart, together, strict=True):
+        assert one.get_statistics().keys() == other.get_statistics().keys()
+        assert all(torch.equal(*ends) for ends in zip(one.get_min_max(), other.get_min_max(), strict=True))
+        assert one.min_vals.dtype == other.min_vals.dtype
+
+
+def test_an_observer_that_measures_in_another_way_takes_no_segments():
+    class Half(StaticMinMaxObserver):
+        def measure(self, observed):
+            return tuple(end / 2 for end in super().measure(observed))
+
+    class ByGuide(StaticMinMaxObserver):
+        def update_statistics_from_observed(self, observed):
+            self.min_vals, self.max_vals = observed.amin((0, -1)), observed.amax((0, -1))
+
+    args = QuantizationArgs()
+    assert StaticMinMaxObserver("input", args).takes_segments
+    assert not any(cls("input", args).takes_segments for cls in (Half, ByGuide))
+    assert not Observer.load_from_registry("mse", base_name="input", args=args).takes_segments
