@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from typing_extensions import Unpack, override
 
@@ -96,6 +97,8 @@ class ObservedBatches(SessionCallback):
         self.dataloaders = [dataloaders] if isinstance(dataloaders, (str, int)) else dataloaders and list(dataloaders)
         self.save_to = None if save_to is None else Path(save_to)
         self._save: _Save | None = None  # of the validation that runs now
+        #: on an accelerator, by number and loader, batches that were fetched and not run, on the host
+        self._fetched: dict[tuple[int, int], Any] = {}
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -117,6 +120,11 @@ class ObservedBatches(SessionCallback):
             expected = f"some of the {len(loaders)} validation loaders: {known}"
             raise CalibrationError("dataloaders", got=wrong or "none", expected=expected)
         super().observe_validation(trainer, session)
+        self._fetched = {}
+        fetcher = _fetcher(trainer)
+        if isinstance(fetcher, _PrefetchDataFetcher) and _moves_batches_only(trainer):
+            self._fetched = {(number, loader): batch for batch, number, loader in fetcher.batches}
+            fetcher.iterator = self._kept(_iterator(fetcher))
         if self.save_to is not None and trainer.state.fn == TrainerFn.VALIDATING:
             mask = getattr(self.token_mask, "__qualname__", self.token_mask)  # a function has another address each run
             asked = {"max_batches": self.max_batches, "dataloaders": self.dataloaders, "token_mask": mask}
@@ -139,7 +147,16 @@ class ObservedBatches(SessionCallback):
             of_loader = self.dataloaders is None or not names.isdisjoint(self.dataloaders)
             wanted = of_loader and (self.max_batches is None or self.session.batches < self.max_batches)
             self.session.is_paused = not wanted
+        # A mask on the host is read without waiting for the accelerator.
+        batch = self._fetched.pop((batch_idx, dataloader_idx), batch)
         super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
+
+    def _kept(self, fetched: Iterator[Any]) -> Iterator[Any]:
+        """The loop's batches; each is kept until it runs."""
+        for found in iter(partial(next, fetched), None):  # iter(fetched) would begin at the first batch again
+            batch, number, loader = found
+            self._fetched[number, loader] = batch
+            yield found
 
     @override
     def on_validation_batch_end(self, *seen: Any) -> None:
@@ -177,14 +194,10 @@ class _Save:
 
     def resume(self, trainer: Trainer) -> int:
         """Load the last save and skip its batches; returns how many. Every rank must call this."""
-        loop, own = trainer._active_loop, self._session.collectives
-        assert isinstance(loop, _EvaluationLoop)
-        fetcher = loop._data_fetcher
-        assert fetcher is not None
-        assert fetcher.iterator is not None
+        fetcher, own = _fetcher(trainer), self._session.collectives
         # A loader without a length has fetched a batch in advance.
         self._batches = [_checksum(batch) for batch, *_ in getattr(fetcher, "batches", ())]
-        fetcher.iterator = self._watched(fetcher.iterator)
+        fetcher.iterator = self._watched(_iterator(fetcher))
         saved = self._files.steps
         with on_all_ranks(own):
             state = self._read(saved[-1]) if saved else {}
@@ -247,6 +260,27 @@ class _Save:
         for found in iter(partial(next, fetched), None):  # iter(fetched) would begin at the first batch again
             self._batches.append(_checksum(found[0]))
             yield found
+
+
+def _fetcher(trainer: Trainer) -> _DataFetcher:
+    """What takes batches from the loaders of the validation that starts."""
+    loop = trainer._active_loop
+    assert isinstance(loop, _EvaluationLoop)
+    assert loop._data_fetcher is not None
+    return loop._data_fetcher
+
+
+def _iterator(fetcher: _DataFetcher) -> Iterator[Any]:
+    assert fetcher.iterator is not None
+    return fetcher.iterator
+
+
+def _moves_batches_only(trainer: Trainer) -> bool:
+    """Whether Lightning moves the loaders' batches to an accelerator, and no hook of the user's changes them."""
+    hooks = "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"
+    owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
+    changed = any(is_overridden(hook, owner) for hook in hooks for owner in owners)
+    return trainer.strategy.root_device.type != "cpu" and not changed
 
 
 def _checksum(batch: Any) -> int:

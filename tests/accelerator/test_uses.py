@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_obs import (
     BlockRuns,
@@ -152,6 +153,53 @@ def test_the_callback_calibrates_where_lightning_runs_the_model_under_autocast()
         return callback.result.qparams
 
     assert_same_bits(validate("pretend", **on_trainer_device()), validate("cpu"))
+
+
+class Padded(Plain):
+    """Sequences ``(batch, tokens, 8)``; tokens that do not count are far out of the range of the others."""
+
+    def validation_step(self, batch, batch_idx):
+        self(batch["x"])
+
+
+class Reversed(Padded):
+    """Changes batches on the device."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return {name: value.flip(1) for name, value in batch.items()}
+
+
+def padded(batches):
+    torch.manual_seed(0)
+    data = [{"x": torch.randn(5, 8), "mask": torch.tensor([1, 1, 1, 0, i % 2])} for i in range(2 * batches)]
+    for one in data:
+        one["x"][one["mask"] == 0] = 1000.0
+    return DataLoader(data, batch_size=2)
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_a_token_mask_is_read_before_lightning_moves_the_batch(sized):
+    class Unsized(IterableDataset):
+        def __iter__(self):
+            yield from padded(self.batches)
+
+    def validate(batches, module=Padded, make_options=on_trainer_device, **more):
+        Unsized.batches = batches
+        data = padded(batches) if sized else DataLoader(Unsized(), batch_size=None)
+        torch.manual_seed(0)
+        callback = CalibrationCallback("INT8_STATIC", token_mask="mask", show=False, **more)
+        with counting() as counts:
+            trainer(callback, **make_options()).validate(module(), data, verbose=False)
+        return callback.result, counts.of_package()[2]
+
+    (found, few), (_, many) = validate(2), validate(4)
+    assert few == many  # none in a batch
+    assert_same_bits(found.qparams, validate(2, make_options=dict)[0].qparams)
+    assert found.input_ranges["net.0"][1] < 10
+    assert_same_bits(validate(4, max_batches=2)[0].qparams, found.qparams)
+    changed, reads = validate(2, Reversed)
+    assert changed.input_ranges["net.0"][1] < 10
+    assert reads == few + 2  # the mask of the loader is not the mask of the batch
 
 
 def fit(callback, **options):
