@@ -60,6 +60,11 @@ class CalibrationError(ValueError):
         text += f" Remedy: {self.remedy}" if self.remedy else ""
         return text.encode("utf-8", "backslashreplace").decode()  # a lone surrogate in a name cannot be printed
 
+    def said_of(self, owner: str) -> CalibrationError:
+        """This error, with the rank, or the candidate, whose it is."""
+        given: dict[str, Any] = {"where": self.where, "got": self.got, "expected": self.expected, "remedy": self.remedy}
+        return CalibrationError(f"{owner}: {self.what}", **given)
+
     def __reduce__(self) -> tuple[object, ...]:
         # An exception with keyword-only arguments does not survive pickling (spawned ranks) by itself.
         given: dict[str, Any] = {"where": self.where, "got": self.got, "expected": self.expected, "remedy": self.remedy}
@@ -151,10 +156,7 @@ def require_no_failure(failures: Sequence[CalibrationError | None]) -> None:
     if failed:
         rank, first = failed[0]
         others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-        what = first.what if len(failures) == 1 else f"rank {rank}{others}: {first.what}"
-        raise CalibrationError(
-            what, where=first.where, got=first.got, expected=first.expected, remedy=first.remedy
-        ) from first
+        raise first if len(failures) == 1 else first.said_of(f"rank {rank}{others}")
 
 
 def warn(message: str) -> None:

@@ -116,7 +116,7 @@ class ExpertWatch:
             self.observe_waiting()
         for observer in able:
             kept = self._waiting.setdefault((observer._kind, value.dtype, value.shape[1:]), {})
-            kept[id(observer)] = observer, *measured.setdefault(observer._kind, (value, chosen))
+            kept[id(observer)] = observer, *measured.setdefault((ExpertWatch, observer._kind), (value, chosen))
         return [observer for observer in observers if observer not in able]
 
     def observe_waiting(self) -> None:

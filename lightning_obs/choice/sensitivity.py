@@ -172,12 +172,13 @@ def _sessions(
     """A session of each candidate that all engines take; a warning names the others."""
     elsewhere = [name for name, module in model.named_modules() if in_shards(module)]
     refuse(elsewhere, "sensitivities need whole weights")
-    sessions = {
-        name: CalibrationSession(model, candidate_options(scheme, **options))
-        for name, scheme in named.items()
-        if scheme is not None
-    }
-    refused = {}
+    sessions, refused = dict[str, CalibrationSession](), {}
+    for name, scheme in named.items():
+        if scheme is not None:
+            try:
+                sessions[name] = CalibrationSession(model, candidate_options(scheme, **options))
+            except CalibrationError as failure:
+                raise failure.said_of(name) from failure
     for engine, (name, session) in product(engines, sessions.items()):
         if (error := _refusal(engine, session, session.plan.targets)) is not None:
             warn(f"{name} is not a candidate: {error}")

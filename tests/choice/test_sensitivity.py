@@ -212,6 +212,14 @@ def test_a_candidate_that_stands_twice_is_refused(classifier):
         sensitivity(classifier, None, ["FP8", None, "FP8"])
 
 
+def test_a_candidate_that_does_not_fit_is_named(classifier):
+    candidates = {"wide": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 7}}, "int8": INT8}
+    with pytest.raises(CalibrationError, match=r"^wide: ") as caught:
+        sensitivity(classifier, None, candidates)
+    assert caught.value.where
+    assert str(caught.value).endswith(str(caught.value.remedy))
+
+
 def test_a_model_without_logits_is_refused(classifier):
     class Pair(nn.Module):
         def __init__(self):
