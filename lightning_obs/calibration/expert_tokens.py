@@ -73,7 +73,7 @@ class ExpertWatch:
         """Register the hooks; ``stack`` removes them."""
         self.tokens = {name: [0] * len(experts) for name, experts in self.containers.items()}
         self._calls = {name: [] for name in self.containers}
-        self._waiting, self._bytes = {}, 0
+        stack.callback(self._forget)  # what waits when a call of the model fails
         for name, experts in self.containers.items():
             holder = self._holders[name]
             if isinstance(holder, SortedExperts):
@@ -118,6 +118,9 @@ class ExpertWatch:
             kept = self._waiting.setdefault((observer._kind, value.dtype, value.shape[1:]), {})
             kept[id(observer)] = observer, *measured.setdefault((ExpertWatch, observer._kind), (value, chosen))
         return [observer for observer in observers if observer not in able]
+
+    def _forget(self) -> None:
+        self._waiting, self._bytes = {}, 0
 
     def observe_waiting(self) -> None:
         """Observe all values that wait."""

@@ -181,6 +181,12 @@ class ObservedBatches(SessionCallback):
         super().on_exception(trainer, pl_module, exception)
         self._save = None
 
+    @override
+    def clean_up(self) -> None:
+        """Take every hook out, and let batches go."""
+        super().clean_up()
+        self._fetched = {}
+
 
 class _Save:
     """This rank's statistics of a validation, saved after ``done`` batches that it has run or skipped."""

@@ -234,6 +234,22 @@ def test_neither_launches_of_observers_nor_uploads_grow_with_the_number_of_exper
     assert asked(4) == asked(8)
 
 
+def test_what_waits_for_other_experts_is_forgotten_with_the_hooks():
+    model = mixture().to(DEVICE)
+    session = CalibrationSession(model, "FP8", ignore=["lm_head", "re:.*gate$"], reload="vllm")
+
+    def fail(*_):
+        raise RuntimeError("the user's own")
+
+    model.model.layers[0].mlp.experts.get_submodule("2").register_forward_hook(fail)
+    session.attach()
+    with pytest.raises(RuntimeError, match="the user's own"), torch.no_grad():
+        model(input_ids=token_batches(1)[0].to(DEVICE), use_cache=False)
+    assert session.experts._waiting
+    session.detach()
+    assert not session.experts._waiting
+
+
 def by_hooks(model):
     """The first layer here, the second there, and a hook of the user's own between them."""
     first, second = model.model.layers

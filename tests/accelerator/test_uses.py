@@ -190,6 +190,7 @@ def test_a_token_mask_is_read_before_lightning_moves_the_batch(sized):
         callback = CalibrationCallback("INT8_STATIC", token_mask="mask", show=False, **more)
         with counting() as counts:
             trainer(callback, **make_options()).validate(module(), data, verbose=False)
+        assert not callback._fetched
         return callback.result, counts.of_package()[2]
 
     (found, few), (_, many) = validate(2), validate(4)
