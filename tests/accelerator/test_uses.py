@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, IterableDataset
@@ -190,7 +191,6 @@ def test_a_token_mask_is_read_before_lightning_moves_the_batch(sized):
         callback = CalibrationCallback("INT8_STATIC", token_mask="mask", show=False, **more)
         with counting() as counts:
             trainer(callback, **make_options()).validate(module(), data, verbose=False)
-        assert not callback._fetched
         return callback.result, counts.of_package()[2]
 
     (found, few), (_, many) = validate(2), validate(4)
@@ -201,6 +201,18 @@ def test_a_token_mask_is_read_before_lightning_moves_the_batch(sized):
     changed, reads = validate(2, Reversed)
     assert changed.input_ranges["net.0"][1] < 10
     assert reads == few + 2  # the mask of the loader is not the mask of the batch
+
+
+def test_batches_on_the_host_are_let_go_when_a_validation_fails():
+    class Failing(Callback):
+        def on_validation_batch_start(self, *_):
+            assert callback._fetched.keys() == {(0, 0)}
+            raise RuntimeError("the user's own")
+
+    callback = CalibrationCallback("INT8_STATIC", token_mask="mask", show=False)
+    with pytest.raises(RuntimeError, match="the user's own"):
+        trainer(Failing(), callback, **on_trainer_device()).validate(Padded(), padded(2), verbose=False)
+    assert not callback._fetched
 
 
 def fit(callback, **options):
