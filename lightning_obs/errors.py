@@ -61,7 +61,7 @@ class CalibrationError(ValueError):
         return text.encode("utf-8", "backslashreplace").decode()  # a lone surrogate in a name cannot be printed
 
     def said_of(self, owner: str) -> CalibrationError:
-        """This error, with the rank, or the candidate, whose it is."""
+        """This error, beginning with the rank or the candidate that it belongs to."""
         given: dict[str, Any] = {"where": self.where, "got": self.got, "expected": self.expected, "remedy": self.remedy}
         return CalibrationError(f"{owner}: {self.what}", **given)
 

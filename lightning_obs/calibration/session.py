@@ -229,7 +229,8 @@ class CalibrationSession:
     def mask_tokens(self, mask: torch.Tensor | None) -> None:
         """Keep padding out of every observer from the next call of the model on.
 
-        ``mask`` is ``(batch, tokens)``, nonzero for a token that counts; None for all. Another shape is an error.
+        ``mask`` is ``(batch, tokens)``, nonzero for a token that counts; None for all. Another shape is an error. Give
+        one that lies on the CPU where you have it: for one on an accelerator the host waits.
         """
         self.mask = None if mask is None else require_mask(mask, "mask_tokens").cpu()
         self.read.forget()
