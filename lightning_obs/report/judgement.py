@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import name_list
 from lightning_obs.files.read import read_json
 from lightning_obs.numerics.histogram import median_size
@@ -91,10 +92,11 @@ def judge(report: Report, folder: str | Path = ".") -> Judgement:
     signs = _signs(report)
     grades: list[Grade] = [sign["grade"] for sign in signs]
     grade: Grade = max(grades, key=["good", "usable", "broken"].index, default="not measured")
-    losses = layer_losses(report)
-    remedies = _Remedies(report, Path(folder), losses)
-    steps, cause = (list(remedies.of_use()), "") if grade == "good" else (remedies.best(), _cause(report, losses))
-    return Judgement(grade, _SAID[grade], signs, cause, steps)
+    losses, steps = layer_losses(report), list[Step]()
+    if report.result is not None:
+        remedies = _Remedies(report, report.result, Path(folder), losses)
+        steps = list(remedies.of_use()) if grade == "good" else remedies.best()
+    return Judgement(grade, _SAID[grade], signs, "" if grade == "good" else _cause(report, losses), steps)
 
 
 def layer_losses(report: Report) -> list[LayerLoss]:
@@ -244,19 +246,16 @@ def command(words: Sequence[str], *changes: str, drop: Sequence[str] = (), name:
 class _Remedies:
     """Remedies for a run that loses."""
 
-    def __init__(self, report: Report, folder: Path, losses: Sequence[LayerLoss]) -> None:
-        self.report, self.losses = report, losses
+    def __init__(self, report: Report, result: CalibrationResult, folder: Path, losses: Sequence[LayerLoss]) -> None:
+        self.report, self.result, self.losses = report, result, losses
         self.total = sum(one.loss for one in losses) or 1.0
         self.inputs = sum(one.loss * one.input for one in losses) / self.total
         self.weights = sum(one.loss * one.weight for one in losses) / self.total
-        label = "" if report.result is None else report.result.scheme
-        self.scheme = f'"{label}"' if label in preset_names() else "scheme"
+        self.scheme = f'"{result.scheme}"' if result.scheme in preset_names() else "scheme"
         self.file = _from_here(folder / "report.json")
 
     def best(self) -> list[Step]:
         """The three that remove most noise."""
-        if self.report.result is None:
-            return []
         found = [*self.of_layers(), *self.of_inputs(), *self.of_weights(), *self.of_training()]
         worth = (one for one in found if one.share >= _WORTH)
         # training costs most; of equals the one that costs least is first
@@ -270,14 +269,11 @@ class _Remedies:
 
     def of_use(self) -> Iterator[Step]:
         """Next steps after a good run: serve its checkpoint, load it; where there is none, write one."""
-        report = self.report
-        if report.result is None:
-            return
-        if report.checkpoint is None:
+        if self.report.checkpoint is None:
             python, why = 'callback.export("checkpoint")', "this run has exported nothing"
             yield self.step("exported", "Export it", why, 1.0, python, "export=checkpoint")
             return
-        folder, takes = Path(report.checkpoint), report.result.engines
+        folder, takes = Path(self.report.checkpoint), self.result.engines
         shown, config = _from_here(folder), folder / "config.json"
         kind = ([*(read_json(config).get("architectures") or []), ""] if config.is_file() else [""])[0]
         if "vLLM" in takes and takes["vLLM"].loads and kind.endswith(("ForCausalLM", "ForConditionalGeneration")):
