@@ -75,7 +75,7 @@ def write_report(folder: str | os.PathLike[str], report: Report) -> Path:
     folder = Path(folder)
     judgement = judge(report, folder)
     data = _data(report, judgement)
-    write_text(folder / "report.html", _page(report, data, judgement))
+    write_text(folder / "report.html", _page(report, data))
     write_text(folder / "report.json", as_json(data))
     if data["layers"]:
         rows = [{k: v for k, v in row.items() if k not in _ONLY_PAGE} for row in data["layers"]]
@@ -136,10 +136,8 @@ def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
     }
 
 
-def _page(report: Report, data: Mapping[str, Any], judgement: Judgement) -> str:
+def _page(report: Report, data: Mapping[str, Any]) -> str:
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {"human_size": human_size}
-    environment.globals |= {"comparison": comparison}
     titles = {"share": f"share of the {report.lost} [%]"}
     if report.sensitivity_unit:
         titles["sensitivity"] = f"sensitivity [{report.sensitivity_unit}]"
@@ -149,7 +147,7 @@ def _page(report: Report, data: Mapping[str, Any], judgement: Judgement) -> str:
     shown["fused"] = [] if report.result is None else report.result.fused
     shown["size"] = None if report.sizes is None else report.sizes[1]
     template = environment.get_template("report.html.j2")
-    return template.render(data=data, judgement=judgement, report=report, shown=shown)
+    return template.render(data=data, report=report, shown=shown, comparison=comparison, human_size=human_size)
 
 
 def _layers(report: Report) -> Iterable[dict[str, Any]]:
