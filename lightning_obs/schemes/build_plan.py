@@ -204,7 +204,22 @@ def check_targets(model: nn.Module, targets: list[PlannedModule]) -> None:
         remedy="give embeddings a weight-only group of their own.",
     )
     weighted = [t for t in targets if t.scheme.weights is not None]
-    _check_weights(weighted)
+    refuse(
+        [str(t) for t in weighted if matrix_shape(t.module) is None],
+        "has no weight matrix to quantize",
+        expected="a module with a weight of two or more dimensions",
+        remedy="list it in `ignore`, or target its input_activations only.",
+    )
+    refuse(
+        [t.name for t in weighted if is_parametrized(t.module, "weight")],
+        "the weight is computed at each access (torch.nn.utils.parametrize), so it cannot be quantized in place",
+        remedy="torch.nn.utils.parametrize.remove_parametrizations(module, 'weight') first.",
+    )
+    refuse(
+        [t.name for t in weighted if (home := qparams_home(t.module)) is not None and not home.is_floating_point()],
+        "the weight is not floating point",
+        remedy="list it in `ignore`.",
+    )
     _check_shared(model, weighted)
     _check_group_sizes(targets)
 
@@ -223,26 +238,6 @@ def _check_adapters(model: nn.Module, targets: list[PlannedModule]) -> None:
         [t.name for t in targets if unit_of(t.module) is not None and adapters_of(t.module) is not None],
         "adapters beside weights that FSDP1 shards are not supported",
         remedy="merge them first: model = model.merge_and_unload(), or use FSDP2 or DDP.",
-    )
-
-
-def _check_weights(weighted: list[PlannedModule]) -> None:
-    """Refuse a weight that is not a matrix, is computed at each access, or is not floating point."""
-    refuse(
-        [str(t) for t in weighted if matrix_shape(t.module) is None],
-        "has no weight matrix to quantize",
-        expected="a module with a weight of two or more dimensions",
-        remedy="list it in `ignore`, or target its input_activations only.",
-    )
-    refuse(
-        [t.name for t in weighted if is_parametrized(t.module, "weight")],
-        "the weight is computed at each access (torch.nn.utils.parametrize), so it cannot be quantized in place",
-        remedy="torch.nn.utils.parametrize.remove_parametrizations(module, 'weight') first.",
-    )
-    refuse(
-        [t.name for t in weighted if (home := qparams_home(t.module)) is not None and not home.is_floating_point()],
-        "the weight is not floating point",
-        remedy="list it in `ignore`.",
     )
 
 
