@@ -17,12 +17,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import (
-    QuantizationArgs,
-    QuantizationConfig,
-    QuantizationScheme,
-    QuantizationStrategy,
-)
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_range
 from torch import nn
 
@@ -107,7 +102,7 @@ def find_fused(names: Iterable[str], sets: Sequence[Sequence[str]]) -> list[list
 def expected_shapes(target: PlannedModule, base_name: str) -> dict[str, tuple[int, ...] | None]:
     """The parameters that quantizing a tensor takes: ``{"weight_scale": shape}``; None: the shape is not known."""
     args, shapes = target.args[base_name], dict[str, tuple[int, ...] | None]()
-    if args.strategy == QuantizationStrategy.TENSOR_GROUP:
+    if args.strategy == "tensor_group":
         shapes["global_scale"] = (1,)
     if args.dynamic is False:
         shapes["scale"] = scale_shape(target, base_name, args)
@@ -160,8 +155,7 @@ def _misfit(name: str, value: Any, shape: tuple[int, ...] | None, args: Quantiza
 def scale_shape(target: PlannedModule, base_name: str, args: QuantizationArgs) -> tuple[int, ...] | None:
     """The shape of a scale as it is stored; None where it depends on the data's shape."""
     if base_name in ATTENTION:
-        per_head = args.strategy == QuantizationStrategy.ATTN_HEAD
-        return (count_heads(target.module)[base_name], 1, 1) if per_head else (1,)
+        return (count_heads(target.module)[base_name], 1, 1) if args.strategy == "attn_head" else (1,)
     matrix = matrix_shape(target.module)
     if base_name == "weight" and matrix is not None:
         return tuple(flatten_for_calibration(torch.empty(matrix, device="meta"), "weight", args).shape[1:-1])
