@@ -10,8 +10,7 @@ from collections.abc import Collection
 from typing import ClassVar
 
 import torch
-from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 from typing_extensions import override
 
@@ -98,19 +97,20 @@ def _check_dequantized(model: nn.Module, targets: list[PlannedModule], in_transf
         "transformers drops the quantization of attention states and the kv cache when it dequantizes",
         remedy=f'reload="default", leave the kv cache in full precision, or {_UNCHECKED}',
     )
-    weights = [f"{t.name}.weight" for t in targets] if in_transformers else []
+    if not in_transformers:
+        return
     refuse(
-        [name.rpartition(".")[0] for name in converted(model, weights)],
+        [name.rpartition(".")[0] for name in converted(model, [f"{t.name}.weight" for t in targets])],
         "transformers 5.23 cannot dequantize weights that it merges, splits or reorders while it loads them",
         remedy=f'list them in `ignore`, reload="default", or {_UNCHECKED}',
     )
-    if in_transformers and len({scheme_identity(t.scheme) for t in targets}) > 1:
+    if len({scheme_identity(t.scheme) for t in targets}) > 1:
         raise CalibrationError(
             "transformers cannot dequantize a checkpoint with several schemes",
             remedy=f'reload="default", or {_UNCHECKED}',
         )
     refuse(
-        [t.name for t in targets if in_transformers and _packs_zero_points_into_one_row(t)],
+        [t.name for t in targets if _packs_zero_points_into_one_row(t)],
         "compressed-tensors 0.20 cannot unpack 4-bit zero points of groups where there are at most 8 output rows",
         remedy=f"list them in `ignore`, use a symmetric scheme (W4A16), or {_UNCHECKED}",
     )
@@ -120,7 +120,7 @@ def _packs_zero_points_into_one_row(target: PlannedModule) -> bool:
     weights, shape = target.scheme.weights, matrix_shape(target.module)
     if weights is None or shape is None or weights.symmetric or number_format(weights) != "int4":
         return False
-    packed = storage_format(nn.Linear, target.scheme) == CompressionFormat.pack_quantized.value
+    packed = storage_format(nn.Linear, target.scheme) == "pack-quantized"
     return packed and shape[0] <= 8 and shape[1] > (weights.group_size or shape[1]) > 0
 
 
@@ -128,7 +128,7 @@ def _check_weight(target: PlannedModule, weights: QuantizationArgs, in_transform
     """Refuse 4-bit and microscaling floats in models of other dtypes than bfloat16, in which they are decompressed; and
     packed integers (4-bit and weight-only ones) of other modules than symmetric Linear, which are not unpacked."""
     dtype = target.module.weight.dtype
-    nvfp4 = weights.strategy == QuantizationStrategy.TENSOR_GROUP
+    nvfp4 = weights.strategy == "tensor_group"
     mx = weights.scale_dtype == torch.uint8 and in_transformers
     if weights.type == "float" and (nvfp4 or mx) and dtype != torch.bfloat16:
         raise CalibrationError(
