@@ -8,7 +8,7 @@ when it loads the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from compressed_tensors.quantization import (
@@ -107,11 +107,11 @@ def find_states(
             attention function that would fail.
     """
     cached = {name: module for name, module in model.named_modules() if is_cached_attention_module(module)}
+    ignore = config.ignore or ()
     groups: dict[str, QuantizationScheme] = {}
     for name, module in cached.items():
         group = next((by_target[target] for target in match_targets(name, module, by_target)), None)
-        ignored = is_match(name, module, config.ignore or ())
-        if group is not None and not ignored and is_narrow_match(model, group.targets, name):
+        if group is not None and not is_match(name, module, ignore) and is_narrow_match(model, group.targets, name):
             groups[name] = group
     kv = config.kv_cache_scheme
     if kv is None and not groups:
@@ -120,8 +120,9 @@ def find_states(
     _check_schemes(kv, groups)
     if groups:
         _check_q(model, cached, groups)
-    else:
-        _warn_ignored(cached, config.ignore or ())
+    elif idle := [p for p in ignore if _names_attention(p) and any(is_match(n, m, p) for n, m in cached.items())]:
+        whole = "the kv cache of a model is quantized whole, ignore does not keep attention modules out of it"
+        warn(f"{whole}: {name_list(idle)}")
     scheme = next(iter(groups.values()), QuantizationScheme(targets=[*KV_CACHE_TARGETS], input_activations=kv))
     args = scheme.input_activations
     assert args is not None  # _check_schemes
@@ -226,13 +227,6 @@ def _check_scales(model: Any, args: QuantizationArgs, names: list[str]) -> None:
             got=f"{type(config).__name__} {lacking}",
             remedy="leave the kv cache in full precision.",
         ) from error
-
-
-def _warn_ignored(cached: Mapping[str, nn.Module], ignore: Iterable[str]) -> None:
-    patterns = [p for p in ignore if _names_attention(p) and any(is_match(n, m, p) for n, m in cached.items())]
-    if patterns:
-        whole = "the kv cache of a model is quantized whole, ignore does not keep attention modules out of it"
-        warn(f"{whole}: {name_list(patterns)}")
 
 
 def _names_attention(pattern: str) -> bool:
