@@ -68,9 +68,7 @@ def divergences(
     squares: dict[tuple[str, tuple[str, ...]], torch.Tensor] = {}
     finite: list[torch.Tensor] = []
     tokens = 0
-    with ExitStack() as stack:
-        stack.enter_context(run_eagerly())
-        stack.enter_context(in_evaluation_mode(model))
+    with run_eagerly(), in_evaluation_mode(model), ExitStack() as stack:
         stack.enter_context(set_checkpoint_early_stop(False))  # it would leave accelerate's hook before weights go
         with at_rest():
             offloaded = [module for module in model.modules() if is_offloaded(module) and holds_parameters(module)]
