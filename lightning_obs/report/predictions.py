@@ -131,7 +131,6 @@ def _each_call(model: nn.Module, see: Callable[[torch.Tensor], None]) -> Iterato
             counts = isinstance(mask, torch.Tensor) and mask.shape == logits.shape[:-1]
             see(logits[mask.bool()] if counts else logits.flatten(0, -2))
 
-    with ExitStack() as stack:
-        stack.enter_context(run_eagerly())
+    with run_eagerly(), ExitStack() as stack:
         stack.callback(keep_hook_out(model, model.register_forward_hook(hook, with_kwargs=True)))
         yield
