@@ -225,9 +225,8 @@ def _solve(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]
         constraints.append(LinearConstraint(of_scheme[None] / measured.weights, ub=share))
     # HiGHS' tolerances are absolute: losses in units of their mean. Of equal losses the smaller size is better.
     cost = losses / max(losses.mean(), np.finfo(float).tiny) + 1e-6 * sizes / max(sizes.max(), 1.0)
-    options = {"mip_rel_gap": 1e-4}
     with _silent_solver():
-        found = milp(cost, integrality=1, bounds=Bounds(0, 1), constraints=constraints, options=options)
+        found = milp(cost, integrality=1, bounds=Bounds(0, 1), constraints=constraints, options={"mip_rel_gap": 1e-4})
     if found.x is None:
         return None
     chosen = zip(groups, found.x.reshape(-1, count).argmax(1), strict=True)
