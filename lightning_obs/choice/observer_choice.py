@@ -188,8 +188,7 @@ def _key(base_name: str, label: str) -> str:
 
 def _candidate(asked: CalibrationOptions, base_name: str, one: _Named) -> dict[str, Any]:
     """The scheme with this observer, without the kv cache, which has no weights."""
-    config = asked.config.model_copy(update={"kv_cache_scheme": None})
-    return {"scheme": config, "observers": {base_name: one}}
+    return {"scheme": asked.config.model_copy(update={"kv_cache_scheme": None}), "observers": {base_name: one}}
 
 
 def fitting_candidates(
