@@ -73,8 +73,7 @@ def write_report(folder: str | os.PathLike[str], report: Report) -> Path:
     lacking = [f"point {at}" for at, point in enumerate(report.frontier) if not all(key in point for key in keys)]
     refuse(lacking, "a point of the frontier lacks something", expected=", ".join(keys))
     folder = Path(folder)
-    judgement = judge(report, folder)
-    data = _data(report, judgement)
+    data = _data(report, judge(report, folder))
     write_text(folder / "report.html", _page(report, data))
     write_text(folder / "report.json", as_json(data))
     if data["layers"]:
