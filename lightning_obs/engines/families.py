@@ -87,11 +87,9 @@ class FamilyEngine(Engine):
 
     def family_of(self, scheme: QuantizationScheme) -> Family | None:
         """The first family that a scheme fits; None: the engine refuses it."""
-        if scheme.output_activations is not None:
-            return None
-        return next(
-            (f for f in self.families if f.weights(scheme.weights) and f.inputs(scheme.input_activations)), None
-        )
+        weights, inputs = scheme.weights, scheme.input_activations
+        fitting = (family for family in self.families if family.weights(weights) and family.inputs(inputs))
+        return None if scheme.output_activations is not None else next(fitting, None)
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
