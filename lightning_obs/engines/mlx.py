@@ -34,11 +34,11 @@ class MLX(FamilyEngine):
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
-        config = getattr(planned.model, "config", None)
-        if getattr(config, "model_type", None) not in _MODELS:
+        kind = getattr(getattr(planned.model, "config", None), "model_type", type(planned.model).__name__)
+        if kind not in _MODELS:
             raise CalibrationError(
                 f"{self.release} reads compressed-tensors of {', '.join(_MODELS)} only",
-                got=getattr(config, "model_type", type(planned.model).__name__),
+                got=kind,
                 remedy="save the model in full precision and quantize it there: mlx_lm.convert -q.",
             )
         refuse(
