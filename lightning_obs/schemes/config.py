@@ -40,8 +40,8 @@ RoundingLike: TypeAlias = str | Mapping[str, Any] | None
 
 DEFAULT_TARGETS = ("Linear",)
 
-_INT8_WEIGHTS = QuantizationArgs(num_bits=8, strategy=QuantizationStrategy.CHANNEL)
-_INT8_INPUTS = QuantizationArgs(num_bits=8, strategy=QuantizationStrategy.TENSOR, observer="static_minmax")
+_INT8_WEIGHTS = QuantizationArgs(num_bits=8, strategy="channel")
+_INT8_INPUTS = QuantizationArgs(num_bits=8, strategy="tensor", observer="static_minmax")
 
 #: compressed-tensors' W8A8 (= INT8) quantizes activations dynamically; these are with calibrated activations. A zero
 #: point gives inputs that are not centred on zero (after SiLU, GELU, ReLU) their whole range, at the same cost.
@@ -49,9 +49,7 @@ OWN_PRESETS: dict[str, dict[str, QuantizationArgs]] = {
     "INT8_STATIC": {"weights": _INT8_WEIGHTS, "input_activations": _INT8_INPUTS},
     "INT8_STATIC_ASYM": {
         "weights": _INT8_WEIGHTS,
-        "input_activations": QuantizationArgs(
-            num_bits=8, strategy=QuantizationStrategy.TENSOR, observer="histogram", symmetric=False
-        ),
+        "input_activations": QuantizationArgs(num_bits=8, strategy="tensor", observer="histogram", symmetric=False),
     },
 }
 
