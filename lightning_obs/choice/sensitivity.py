@@ -35,8 +35,7 @@ from lightning_obs.schemes.config import SchemeLike, as_names
 from lightning_obs.schemes.planned_modules import PlannedModule
 
 Batches: TypeAlias = Iterable[Mapping[str, Any] | torch.Tensor]
-#: a scheme, or with ``scheme`` the options of a calibration:
-#: ``{"scheme": "W4A16", "observers": {"weight": {"name": "hessian", "signed": True}}, "rounding": "gptq"}``
+#: a scheme, or a dict of ``scheme`` and other options of a calibration
 Candidate: TypeAlias = SchemeLike | Mapping[str, Any]
 #: candidates by name; None is full precision
 Schemes: TypeAlias = Sequence[str | None] | Mapping[str, Candidate | None]

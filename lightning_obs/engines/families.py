@@ -1,7 +1,6 @@
 """Engines of language models that load schemes by family: a table of families and hardware.
 
-An engine of this kind is a table of :class:`Family` and the rules that concern several modules at once. A scheme
-belongs to the first family that it fits; one that fits none is refused.
+An engine of this kind is a table of :class:`Family` and the rules that concern several modules at once.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 Energy alone hides what hurts a language model: one token with an activation of 3,000 dominates any sum of squares while
 every other token of the layer is rounded to zero. So the signal-to-quantization-noise ratio of inputs and outputs is
 taken token by token, in dB, and then averaged. A token of a convolution is a pixel, with all its channels.
-
-The weights need no data, nor do inputs that a histogram observer counted: :func:`known_layer_errors`. Outputs
-need a pass: :func:`measure_layer_errors`.
 """
 
 from __future__ import annotations

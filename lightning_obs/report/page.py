@@ -1,8 +1,7 @@
 """One page with the run's results and the loss of each layer: a single file, no network.
 
 The judgement and its next steps are HTML. Pictures and table are drawn from the page's JSON when it is opened, rows a
-screenful at a time, a layer's own view when it is opened: 5,000 layers are as quick as 50. The same data are written
-beside it, as ``report.json`` and ``layers.csv``.
+screenful at a time, a layer's own view when it is opened: 5,000 layers are as quick as 50.
 """
 
 from __future__ import annotations
