@@ -136,11 +136,10 @@ def _unsupported(module: nn.Module, base: str, args: QuantizationArgs) -> str | 
         return f"{args.num_bits}-bit weights"
     if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
         return None
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    if args.strategy == QuantizationStrategy.GROUP and weight.ndim == 2 and not kind_of(module).rows:
+    dimensions = len(whole_shape(module) or ())
+    if args.strategy == QuantizationStrategy.GROUP and dimensions == 2 and not kind_of(module).rows:
         return "weights in activation order" if hasattr(module, "weight_g_idx") else None
-    return f"weights of {weight.ndim} dimensions per {args.strategy.value}"
+    return f"weights of {dimensions} dimensions per {args.strategy.value}"
 
 
 # ---------------------------------------------------------------------- tracing
