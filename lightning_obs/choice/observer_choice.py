@@ -134,9 +134,8 @@ def choose_observers(
     """
     asked = CalibrationOptions.of(scheme, **options)
     tried = fitting_candidates(model, asked, candidates)
-    observed = list(batches)
-    scored = observed[1::2] if held_out is None else list(held_out)
-    observed = observed[0::2] if held_out is None else observed
+    given = list(batches)
+    observed, scored = (given[0::2], given[1::2]) if held_out is None else (given, list(held_out))
     if not observed or not scored:
         raise CalibrationError("observers are compared on batches that they did not observe", got="too few batches")
     schemes = {
