@@ -20,8 +20,6 @@ from lightning_obs.schemes.planned_modules import scheme_identity
 
 _ANY = Hardware(cpu="any hardware")
 _INPUTS = "llama.cpp leaves the inputs alone, which the scheme quantizes"
-_PACKED = fits("int2 int4 int8", "group")
-_INT4 = fits("int2 int4", "group")
 _FP8 = either(fit.FP8_CHANNEL, fit.FP8_BLOCK)
 
 
@@ -36,8 +34,8 @@ class LlamaCpp(FamilyEngine):
     families = (
         Family("NVFP4A16", fit.NVFP4, full, _ANY, _ANY),
         Family("NVFP4", fit.NVFP4, fit.NVFP4, _ANY, _ANY),
-        Family("packed integers", _PACKED, full, _ANY, _ANY),
-        Family("packed integers, inputs", _INT4, fit.DYNAMIC, _ANY, _ANY, _INPUTS),
+        Family("packed integers", fits("int2 int4 int8", "group"), full, _ANY, _ANY),
+        Family("packed integers, inputs", fits("int2 int4", "group"), fit.DYNAMIC, _ANY, _ANY, _INPUTS),
         Family("FP8", _FP8, full, _ANY, _ANY),
         Family("FP8 or INT8, inputs", either(_FP8, fit.INT8_CHANNEL), fit.DYNAMIC, _ANY, _ANY, _INPUTS),
     )
