@@ -145,8 +145,7 @@ class CalibrationSession:
             #: names of modules that are quantized together or not at all
             self.together = [*self.plan.fused, *self._whole_layers()]
         self.observers, second = _make_observers(self.plan)
-        #: the observers that data reach, and second observers of inputs: of their extremes, for the result, and of the
-        #: Hessian, for a rounding
+        #: the observers that data reach, second ones included
         self.fed = {key: observer for key, observer in self.observers.items() if observer.observes_data} | second
         inputs_of = {(name, "weight"): observer for (name, base), observer in second.items() if base == HESSIAN}
         check_inputs_fit(self.plan.targets, self.observers | inputs_of)
@@ -212,7 +211,7 @@ class CalibrationSession:
             ObserverHooks(self).attach(stack)
             handle = self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)
             stack.callback(keep_hook_out(self.model, handle))
-            self.token_weights = TokenWeights(self, self.weighed) if self.weighed else None
+            self.token_weights = TokenWeights(self) if self.weighed else None
             self._attached = stack.pop_all()
 
     def detach(self) -> None:

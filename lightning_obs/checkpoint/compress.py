@@ -51,10 +51,10 @@ def stored_layout(model: nn.Module) -> _Tensors:
     state = _state(model)
     layout = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
     for prefix, module, keys in _own(model, state):
-        sources = {key: (place_of(module, key).shape, getattr(module, key).dtype) for key in keys}
-        entries = {key: torch.empty(shape, dtype=dtype, device="meta") for key, (shape, dtype) in sources.items()}
+        entries = _Tensors()
         for key in keys:
             del layout[prefix + key]
+            entries[key] = torch.empty(place_of(module, key).shape, dtype=getattr(module, key).dtype, device="meta")
         if (scheme := get_scheme(module)) is not None:
             entries |= {key: value.to("meta") for key, value in read_qparams(module).items()}
             if not quantized_states(module):
