@@ -20,7 +20,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
-from lightning_obs.calibration.finalize import finalize
+from lightning_obs.calibration.finalize import finalize, on_host
 from lightning_obs.calibration.hooks import HESSIAN, RANGE, ObserverHooks, Read
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.result import CalibrationResult
@@ -52,7 +52,6 @@ from lightning_obs.moe.experts import LinearExperts
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.observers import HessianObserver, Observer, StaticMinMaxObserver
 from lightning_obs.observers.base import Key
-from lightning_obs.observers.statistic import to_host
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
 from lightning_obs.schemes.config import SchemeLike, make_observer
@@ -314,9 +313,7 @@ class CalibrationSession:
     @property
     def qparams(self) -> dict[str, torch.Tensor]:
         """The qparams that this session has written, ``{"layer.weight_scale": tensor}`` on the CPU."""
-        own = {t.name: qparams_of(self._own, t.module) for t in self.plan.targets}
-        named = {f"{name}.{key}": value for name, found in own.items() for key, value in found.items()}
-        return dict(zip(named, to_host(list(named.values())), strict=True))
+        return on_host({t.name: qparams_of(self._own, t.module) for t in self.plan.targets})
 
     @property
     def input_counts(self) -> dict[str, Support]:
