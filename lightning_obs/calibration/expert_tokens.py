@@ -43,7 +43,6 @@ class ExpertWatch:
     """
 
     def __init__(self, model: nn.Module, all_experts: bool = False) -> None:
-        self._model = model
         self._all = all_experts
         self.containers = expert_containers(model)
         self._holders = {name: model.get_submodule(name) for name in self.containers}
@@ -85,7 +84,7 @@ class ExpertWatch:
                 count = partial(self._count, session, name, index)
                 stack.callback(keep_hook_out(expert, expert.register_forward_pre_hook(count, with_kwargs=True)))
             if self._all:
-                outer = self._model.get_submodule(name.rpartition(".")[0])
+                outer = session.model.get_submodule(name.rpartition(".")[0])
                 reader = holder if isinstance(holder, LinearExperts) else outer
                 run = partial(self._run_all, session, name)
                 stack.callback(keep_hook_out(reader, reader.register_forward_hook(run, with_kwargs=True)))
