@@ -1,7 +1,4 @@
-"""A calibration as tensors and strings, for a checkpoint, and back onto a model.
-
-Nothing is written to the model before all of the state is known to fit it.
-"""
+"""A calibration as tensors and strings, for a checkpoint, and back onto a model."""
 
 from __future__ import annotations
 
