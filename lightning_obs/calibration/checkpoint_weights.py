@@ -202,13 +202,11 @@ class Streaming:
         if isinstance(item, str):
             self.copy(writer, item)
             return
-        with self.source.loaded(item):
-            part = part_of(self.session, item)
+        with self.source.loaded(item), part_of(self.session, item) as part:
             if part.plan.targets:
                 part.finalize()
             for name in item:
                 self.write_module(writer, name)
-            forget(part)
 
     def write_module(self, writer: TensorWriter, name: str) -> None:
         """Write the entries of a loaded module."""
@@ -267,8 +265,9 @@ def _write_here(item: list[str] | str) -> tuple[str, int]:
     return item if isinstance(item, str) else item[-1], job.tally.done - before
 
 
-def part_of(session: CalibrationSession, names: Collection[str]) -> CalibrationSession:
-    """The session of these modules alone, with their statistics."""
+@contextmanager
+def part_of(session: CalibrationSession, names: Collection[str]) -> Iterator[CalibrationSession]:
+    """The session of these modules alone; their statistics and qparams are removed at the end of the ``with`` block."""
     part, plan, kept = copy(session), session.plan, set(names)
     part.plan = replace(
         plan,
@@ -280,11 +279,7 @@ def part_of(session: CalibrationSession, names: Collection[str]) -> CalibrationS
     part.experts = copy(session.experts)
     part.experts.tokens = {name: counts for name, counts in session.experts.tokens.items() if name in kept}
     part.model = nn.ModuleList(target.module for target in part.plan.targets)
-    return part
-
-
-def forget(part: CalibrationSession) -> None:
-    """Remove the statistics of a part, and the qparams of its modules."""
+    yield part
     for module in part.model.modules():
         clear_qparams(module)
     for observer in (part.observers | part.fed).values():

@@ -43,7 +43,6 @@ class ExpertWatch:
     """
 
     def __init__(self, model: nn.Module, all_experts: bool = False) -> None:
-        self._model = model
         self._all = all_experts
         self.containers = expert_containers(model)
         self._holders = {name: model.get_submodule(name) for name in self.containers}
@@ -85,7 +84,7 @@ class ExpertWatch:
                 count = partial(self._count, session, name, index)
                 stack.callback(keep_hook_out(expert, expert.register_forward_pre_hook(count, with_kwargs=True)))
             if self._all:
-                outer = self._model.get_submodule(name.rpartition(".")[0])
+                outer = session.model.get_submodule(name.rpartition(".")[0])
                 reader = holder if isinstance(holder, LinearExperts) else outer
                 run = partial(self._run_all, session, name)
                 stack.callback(keep_hook_out(reader, reader.register_forward_hook(run, with_kwargs=True)))
@@ -109,7 +108,7 @@ class ExpertWatch:
         """
         if value.device.type == "cpu" or value.ndim != 2 or not value.numel():
             return observers
-        chosen = None if mask is None else self._chosen(mask, name)
+        chosen = None if mask is None else self._chosen(mask, self._of[name])
         able = [o for o in observers if o.takes_segments] if mask is None or chosen is not None else []
         self._bytes += value.nbytes if able else 0
         if self._bytes > _WAITING or any(id(observer) in kept for observer in able for kept in self._waiting.values()):
@@ -145,22 +144,20 @@ class ExpertWatch:
         """The rows of an activation that count, also inside experts that got only some tokens."""
         if name not in self._of or layout != "tokens":
             return selection.of(value, mask, name, layout)
-        chosen = self._chosen(mask, name)
+        chosen = self._chosen(mask, self._of[name])
         if chosen is not None:
             return take(value, chosen)
         if not self.is_forcing:
             return selection.of(value, mask, name, "routed")
         return selection.of(value, mask, name, "flattened" if self._flattened else "tokens")
 
-    def _chosen(self, mask: torch.Tensor, name: str) -> torch.Tensor | None:
+    def _chosen(self, mask: torch.Tensor, container: str) -> torch.Tensor | None:
         """Which of the tokens that an expert was sent count, on the host; None if it is not known which were sent."""
-        rows, total = self._rows(self._of[name])
-        of_tokens = _of_tokens(mask, total)
-        return of_tokens.flatten()[rows].bool() if rows is not None and total == of_tokens.numel() else None
-
-    def _rows(self, container: str) -> tuple[torch.Tensor | None, int]:
-        module = self._holders[container]
-        return (module.rows, module.total) if isinstance(module, LinearExperts) else (None, 0)
+        experts = self._holders[container]
+        if not isinstance(experts, LinearExperts) or experts.rows is None:
+            return None
+        of_tokens = _of_tokens(mask, experts.total)
+        return of_tokens.flatten()[experts.rows].bool() if experts.total == of_tokens.numel() else None
 
     def _count(
         self, session: CalibrationSession, name: str, index: int, module: nn.Module, args: Any, kwargs: Any
@@ -173,13 +170,11 @@ class ExpertWatch:
         self._calls[name].append("" if fits else f"expert {index} called with {len(given)} arguments")
         if value is None:
             return
-        rows, total = self._rows(name)
         number: Any = value.shape[:-1].numel()
         if session.mask is not None:
-            mask = _of_tokens(session.mask, total or number)
-            if rows is not None and total == mask.numel():
-                number = mask.flatten()[rows].bool().sum()
-            elif number == mask.numel():
+            chosen = self._chosen(session.mask, name)
+            mask = _of_tokens(session.mask, number) if chosen is None else chosen
+            if number == mask.numel():
                 number = mask.bool().sum()
         self.tokens[name][index] = self.tokens[name][index] + number  # stays on the device
 

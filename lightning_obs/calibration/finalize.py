@@ -90,7 +90,7 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
         measurements=session.measurements,
         collectives=collectives if session.collectives.size > 1 else 0,
         seconds=time.perf_counter() - session.started,
-        qparams=_on_host(qparams),
+        qparams=on_host({n: {k: x for k, x in own.items() if k != ROUNDED} for n, own in qparams.items()}),
         input_ranges=_observed_ranges(session.fed),
         chosen_input_ranges=_chosen_ranges(session.observers),
         skipped=sorted(session.skipped),
@@ -184,10 +184,10 @@ def write_all(plan: Plan, qparams: Mapping[str, dict[str, torch.Tensor]]) -> Non
             clear_qparams(target.module)
 
 
-def _on_host(qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """All qparams but rounded weights, by ``module.name``."""
-    plain = {f"{n}.{key}": value for n, found in qparams.items() for key, value in found.items() if key != ROUNDED}
-    return dict(zip(plain, to_host(list(plain.values())), strict=True))
+def on_host(qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Qparams ``{"layer": {"weight_scale": tensor}}`` as ``{"layer.weight_scale": tensor}``, on the CPU."""
+    flat = {f"{name}.{key}": value for name, found in qparams.items() for key, value in found.items()}
+    return dict(zip(flat, to_host(list(flat.values())), strict=True))
 
 
 def _bring_to_host(observers: Mapping[Key, Observer]) -> None:

@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_obs.calibration.token_mask import Layout, TokenSelection
 from lightning_obs.errors import CalibrationError
@@ -74,25 +74,23 @@ class ObserverHooks:
             for base_name in target.states:
                 observe = self._observation(target, [self._session.fed[target.name, base_name]])
                 stack.callback(register_state_hook(target.module, base_name, observe))
-            for register, hook in self._hooks(target):
-                stack.callback(keep_hook_out(target.module, register(hook, with_kwargs=True)))
+            for handle in self._hooked(target):
+                stack.callback(keep_hook_out(target.module, handle))
 
-    def _hooks(self, target: PlannedModule) -> Iterator[tuple[Any, Any]]:
-        """``(how to register it, hook)`` of one module."""
+    def _hooked(self, target: PlannedModule) -> Iterator[RemovableHandle]:
+        """Register the hooks of one module."""
+        module = target.module
         inputs, of_weight, outputs = (
             [fed for base in bases if (fed := self._session.fed.get((target.name, base))) is not None]
             for bases in (("input", RANGE), ("weight", HESSIAN), ("output",))
         )
         if inputs or of_weight:
             read = self._observation(target, inputs, of_weight)
-            yield target.module.register_forward_pre_hook, lambda _, args, kwargs: read((*args, *kwargs.values()))
+            yield module.register_forward_pre_hook(lambda _, args, kw: read((*args, *kw.values())), with_kwargs=True)
         if outputs:
             written = self._observation(target, outputs)
             # In training a hook of ours quantizes the output; the observer has to see it before that.
-            yield (
-                partial(target.module.register_forward_hook, prepend=True),
-                lambda _, args, kwargs, value: written(value),
-            )
+            yield module.register_forward_hook(lambda _, __, output: written(output), prepend=True)
 
     def _observation(
         self, target: PlannedModule, observers: list[Observer], of_weight: Sequence[Observer] = ()

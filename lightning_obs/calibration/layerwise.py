@@ -19,7 +19,7 @@ import torch
 from typing_extensions import Unpack
 
 from lightning_obs.calibration.blocks import Relay, find_blocks
-from lightning_obs.calibration.checkpoint_weights import Streaming, forget, part_of
+from lightning_obs.calibration.checkpoint_weights import Streaming, part_of
 from lightning_obs.calibration.finalize import result_of
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.result import CalibrationResult
@@ -147,7 +147,7 @@ class _LayerByLayer:
         names = dict(source.model.named_modules())
         inside = [[n for n in names if f"{n}.".startswith(f"{name}.{index}.")] for index in range(len(blocks))]
         #: the modules of each block; last, the modules outside of blocks
-        self._parts = [*inside, [n for n in names if not n.startswith(f"{name}.") or n == name]]
+        self._parts = [*inside, [n for n in names if not n.startswith(f"{name}.")]]
         self._relay = Relay(session, list(blocks), batches, self._device)
         for config in (source.model.config, source.model.config.get_text_config()):
             config.use_cache = False  # it would grow from block to block
@@ -217,24 +217,23 @@ class _LayerByLayer:
         if needs_data:
             with on_all_ranks(session.collectives):
                 self._relay.run(index, keep=not as_quantized)
-        part = part_of(session, self._parts[index])
-        part.progress = lambda *_: give_back_freed()  # after each weight: a Hessian's inverse leaves holes
-        if part.plan.targets:
-            found = vars(part.finalize())
-            for name in _ADDED:
-                known = vars(self.result)[name]
-                vars(self.result)[name] = known | found[name] if isinstance(known, dict) else known + found[name]
-        self.result.measurements = session.measurements
-        with on_all_ranks(session.collectives):
-            if as_quantized:
-                with quantized(session.model), weights_kept(session.model):
-                    self._relay.run(index, observe=False)
-            self._write(index, here)
-            if is_block:
-                facts = {name: vars(self.result)[name] for name in (*_ADDED, "measurements")}
-                state = {"asked": self._asked, "files": self._files, "result": facts, "outputs": self._relay.outputs}
-                self.unfinished.save(index + 1, {**state, "size": self._streaming.tally.done})
-        forget(part)
+        with part_of(session, self._parts[index]) as part:
+            part.progress = lambda *_: give_back_freed()  # after each weight: a Hessian's inverse leaves holes
+            if part.plan.targets:
+                found = vars(part.finalize())
+                for name in _ADDED:
+                    known = vars(self.result)[name]
+                    vars(self.result)[name] = known | found[name] if isinstance(known, dict) else known + found[name]
+            self.result.measurements = session.measurements
+            with on_all_ranks(session.collectives):
+                if as_quantized:
+                    with quantized(session.model), weights_kept(session.model):
+                        self._relay.run(index, observe=False)
+                self._write(index, here)
+                if is_block:
+                    facts = {name: vars(self.result)[name] for name in (*_ADDED, "measurements")}
+                    state = {"asked": self._asked, "files": self._files, "size": self._streaming.tally.done}
+                    self.unfinished.save(index + 1, {**state, "result": facts, "outputs": self._relay.outputs})
 
     def _write(self, index: int, modules: set[str]) -> None:
         """Write the file of a block, on rank 0."""

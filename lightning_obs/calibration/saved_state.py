@@ -1,7 +1,4 @@
-"""A calibration as tensors and strings, for a checkpoint, and back onto a model.
-
-Nothing is written to the model before all of the state is known to fit it.
-"""
+"""A calibration as tensors and strings, for a checkpoint, and back onto a model."""
 
 from __future__ import annotations
 
@@ -214,6 +211,6 @@ def _is_exact(observer: Observer) -> bool:
 def _misfits(plan: Plan, saved: Mapping[str, dict[str, Any]]) -> Iterator[str]:
     # Before the first data, no module has qparams of activations. Modules that no data reached have none at all.
     known = {"weight"} | {key.partition("_")[0] for qparams in saved.values() for key in qparams}
-    for target in plan.targets if saved else ():
+    for target in plan.targets:
         if target.name in saved:
             yield from find_misfits(target, saved[target.name], known)

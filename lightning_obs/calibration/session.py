@@ -20,7 +20,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
-from lightning_obs.calibration.finalize import finalize
+from lightning_obs.calibration.finalize import finalize, on_host
 from lightning_obs.calibration.hooks import HESSIAN, RANGE, ObserverHooks, Read
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.result import CalibrationResult
@@ -52,7 +52,6 @@ from lightning_obs.moe.experts import LinearExperts
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.observers import HessianObserver, Observer, StaticMinMaxObserver
 from lightning_obs.observers.base import Key
-from lightning_obs.observers.statistic import to_host
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
 from lightning_obs.schemes.config import SchemeLike, make_observer
@@ -145,8 +144,7 @@ class CalibrationSession:
             #: names of modules that are quantized together or not at all
             self.together = [*self.plan.fused, *self._whole_layers()]
         self.observers, second = _make_observers(self.plan)
-        #: the observers that data reach, and second observers of inputs: of their extremes, for the result, and of the
-        #: Hessian, for a rounding
+        #: the observers that data reach, second ones included
         self.fed = {key: observer for key, observer in self.observers.items() if observer.observes_data} | second
         inputs_of = {(name, "weight"): observer for (name, base), observer in second.items() if base == HESSIAN}
         check_inputs_fit(self.plan.targets, self.observers | inputs_of)
@@ -212,7 +210,7 @@ class CalibrationSession:
             ObserverHooks(self).attach(stack)
             handle = self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)
             stack.callback(keep_hook_out(self.model, handle))
-            self.token_weights = TokenWeights(self, self.weighed) if self.weighed else None
+            self.token_weights = TokenWeights(self) if self.weighed else None
             self._attached = stack.pop_all()
 
     def detach(self) -> None:
@@ -315,9 +313,7 @@ class CalibrationSession:
     @property
     def qparams(self) -> dict[str, torch.Tensor]:
         """The qparams that this session has written, ``{"layer.weight_scale": tensor}`` on the CPU."""
-        own = {t.name: qparams_of(self._own, t.module) for t in self.plan.targets}
-        named = {f"{name}.{key}": value for name, found in own.items() for key, value in found.items()}
-        return dict(zip(named, to_host(list(named.values())), strict=True))
+        return on_host({t.name: qparams_of(self._own, t.module) for t in self.plan.targets})
 
     @property
     def input_counts(self) -> dict[str, Support]:

@@ -14,7 +14,6 @@ Reference:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -35,17 +34,16 @@ if TYPE_CHECKING:
 
 
 class TokenWeights:
-    """The weights of the tokens of the call of ``session.model`` that runs now.
+    """The weights of the tokens of the call of ``session.model`` that runs now, in the session's ``weighed`` modules.
 
-    ``names`` are the modules whose tokens are weighed. Modules of a fused set read one tensor, and share the sum of
-    their weights.
+    Modules of a fused set read one tensor, and share the sum of their weights.
 
     Raises:
         CalibrationError: the model lies in shards, on other devices or on disk, or has experts.
     """
 
-    def __init__(self, session: CalibrationSession, names: Sequence[str]) -> None:
-        self._session, self.modules = session, {name: session.model.get_submodule(name) for name in names}
+    def __init__(self, session: CalibrationSession) -> None:
+        self._session, self.modules = session, {name: session.model.get_submodule(name) for name in session.weighed}
         text, remedy = "weigh_tokens runs the model backward, as a whole and in memory", "leave out weigh_tokens."
         refuse([n for n, m in self.modules.items() if in_shards(m) or is_dispatched(m)], text, remedy=remedy)
         refuse(list(session.experts.containers), "weigh_tokens does not know the tokens of experts", remedy=remedy)

@@ -51,10 +51,10 @@ def stored_layout(model: nn.Module) -> _Tensors:
     state = _state(model)
     layout = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
     for prefix, module, keys in _own(model, state):
-        sources = {key: (place_of(module, key).shape, getattr(module, key).dtype) for key in keys}
-        entries = {key: torch.empty(shape, dtype=dtype, device="meta") for key, (shape, dtype) in sources.items()}
+        entries = _Tensors()
         for key in keys:
             del layout[prefix + key]
+            entries[key] = torch.empty(place_of(module, key).shape, dtype=getattr(module, key).dtype, device="meta")
         if (scheme := get_scheme(module)) is not None:
             entries |= {key: value.to("meta") for key, value in read_qparams(module).items()}
             if not quantized_states(module):
@@ -155,7 +155,7 @@ def _entries(module: nn.Module, keys: list[str], prefix: str) -> Iterable[Entry]
                 own = compress_rows(module)
             except Exception as error:
                 raise sendable(error, (prefix.rstrip("."), "weight")) from error
-        own = {key: gather_rows(value) for key, value in own.items()}
+        own = {key: whole_tensor(value) for key, value in own.items()}
     for key in keys:
         if not (by_rows and key == "weight"):
             value = full_weight(module) if key == "weight" else getattr(module, key)
@@ -296,14 +296,6 @@ def compress_rows(module: nn.Module) -> dict[str, torch.Tensor]:
         name: _sharded(value[:0] if empty else value, weight, height) if (height := heights.get(name)) else value
         for name, value in entries.items()
     }
-
-
-def gather_rows(entry: torch.Tensor) -> torch.Tensor:
-    """An entry of :func:`compress_rows`, or any tensor, whole; every rank must call this."""
-    if not isinstance(entry, DTensor) or entry.itemsize > 1:
-        return whole_tensor(entry)
-    rows = entry.to_local()
-    return whole_tensor(_sharded(rows.view(torch.uint8), entry, 1)).view(rows.dtype)  # gloo knows no float8
 
 
 def _sharded(rows: torch.Tensor, weight: DTensor, height: int) -> DTensor:

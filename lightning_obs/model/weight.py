@@ -131,7 +131,11 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
     if not isinstance(value, DTensor):
         return value
     with all_ranks_answer():
-        return value.full_tensor()
+        if value.itemsize > 1:
+            return value.full_tensor()
+        bits, mesh, placements = value.to_local().view(torch.uint8), value.device_mesh, value.placements
+        whole = DTensor.from_local(bits, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
+        return whole.full_tensor().view(value.dtype)  # gloo knows no float8
 
 
 def reshard(model: nn.Module) -> None:

@@ -15,11 +15,11 @@ from lightning_obs import CalibrationError, CalibrationSession, export_checkpoin
 from lightning_obs.checkpoint.compress import (
     compress_rows,
     compressor_of,
-    gather_rows,
     is_compressed_by_rows,
     module_entries,
 )
 from lightning_obs.model.qparams import get_scheme, read_qparams
+from lightning_obs.model.weight import whole_tensor
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.config import preset_names
 from tests.rank_processes import run_ranks
@@ -73,7 +73,7 @@ def on_compressing(rank, ranks, schemes, dtype):
                 continue
             entries = compress_rows(sharded)
             held = sum(entry.to_local().nbytes if hasattr(entry, "to_local") else 0 for entry in entries.values())
-            rows = {key: plain(gather_rows(entry)) for key, entry in entries.items()}
+            rows = {key: plain(whole_tensor(entry)) for key, entry in entries.items()}
             own = {"weight": layer.weight.detach().clone()} | read_qparams(layer)
             compressed = compressor_of(get_scheme(layer)).compress(own, get_scheme(layer))
             found[scheme, name] = rows, {key: plain(v) for key, v in compressed.items() if v is not None}, held
