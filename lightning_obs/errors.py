@@ -57,8 +57,7 @@ class CalibrationError(ValueError):
         facts = ", ".join(f"{word} {value}" for word, value in given.items() if value is not None)
         text = f"{self.what}{': ' if self.where else ''}{name_list(self.where)}."
         text += f" {facts[0].upper()}{facts[1:]}." if facts else ""
-        text += f" Remedy: {self.remedy}" if self.remedy else ""
-        return text.encode("utf-8", "backslashreplace").decode()  # a lone surrogate in a name cannot be printed
+        return f"{text} Remedy: {self.remedy}" if self.remedy else text
 
     def said_of(self, owner: str) -> CalibrationError:
         """This error, beginning with the rank or the candidate that it belongs to."""

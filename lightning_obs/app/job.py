@@ -6,7 +6,7 @@ Hydra's containers become dicts and lists here; nothing below the app knows of H
 from __future__ import annotations
 
 import inspect
-from contextlib import ExitStack
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -113,14 +113,12 @@ class Job(Task):
         if not self.config.evaluate:
             return None
         say(f"· measuring {what}")
-        model = self.model if again is None else find_module(again, self.config.module)[1]
-        with ExitStack() as stack:
-            if not as_quantized:
-                stack.enter_context(self.predictions.kept(model))
+        if not as_quantized:
+            with self.predictions.kept(self.model):
                 return measure_quality(self.module, self.evaluator, self.data)
-            if again is None:
-                stack.enter_context(quantized(model))
-            comparison = stack.enter_context(self.predictions.compared(model))
+        model = self.model if again is None else find_module(again, self.config.module)[1]
+        how = quantized(model) if again is None else nullcontext()
+        with how, self.predictions.compared(model) as comparison:
             found = measure_quality(again or self.module, self.evaluator, self.data)
         return found and replace(found, moved=comparison.reduced(collectives_of(self.evaluator)))
 
@@ -177,8 +175,7 @@ def _make_module(config: DictConfig, **given: Any) -> LightningModule:
     wanted = deepcopy(config.model)
     with open_dict(wanted):
         wanted.pop("layerwise", None)  # of the task, not of the module
-    module: LightningModule = made(wanted, **given)
-    return module
+    return made(wanted, **given)
 
 
 def check_data(config: DictConfig) -> None:
@@ -190,9 +187,7 @@ def check_data(config: DictConfig) -> None:
 
 def make_data(config: DictConfig, module: LightningModule) -> LightningDataModule:
     """The data that ``data`` describes; its constructor gets the values of ``module.for_data()`` that it takes."""
-    offered: dict[str, Any] = {"tokenizer": getattr(module, "tokenizer", None)}
-    if hasattr(module, "for_data"):
-        offered = module.for_data()
+    offered = module.for_data() if hasattr(module, "for_data") else {"tokenizer": getattr(module, "tokenizer", None)}
     asked = inspect.signature(get_object(config.data._target_)).parameters
     told = {name: value for name, value in offered.items() if name in asked}
     with step("reading the data"):

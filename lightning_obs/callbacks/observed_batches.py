@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -121,10 +120,8 @@ class ObservedBatches(SessionCallback):
             raise CalibrationError("dataloaders", got=wrong or "none", expected=expected)
         super().observe_validation(trainer, session)
         self._fetched = {}
-        fetcher = _fetcher(trainer)
-        if isinstance(fetcher, _PrefetchDataFetcher) and _moves_batches_only(trainer):
-            self._fetched = {(number, loader): batch for batch, number, loader in fetcher.batches}
-            fetcher.iterator = self._kept(_iterator(fetcher))
+        if isinstance(_fetcher(trainer), _PrefetchDataFetcher) and _moves_batches_only(trainer):
+            _show_fetched(trainer, self._keep)
         if self.save_to is not None and trainer.state.fn == TrainerFn.VALIDATING:
             mask = getattr(self.token_mask, "__qualname__", self.token_mask)  # a function has another address each run
             asked = {"max_batches": self.max_batches, "dataloaders": self.dataloaders, "token_mask": mask}
@@ -151,12 +148,8 @@ class ObservedBatches(SessionCallback):
         batch = self._fetched.pop((batch_idx, dataloader_idx), batch)
         super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
 
-    def _kept(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """The loop's batches; each is kept until it runs."""
-        for found in iter(partial(next, fetched), None):  # iter(fetched) would begin at the first batch again
-            batch, number, loader = found
-            self._fetched[number, loader] = batch
-            yield found
+    def _keep(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        self._fetched[batch_idx, dataloader_idx] = batch
 
     @override
     def on_validation_batch_end(self, *seen: Any) -> None:
@@ -200,11 +193,8 @@ class _Save:
 
     def resume(self, trainer: Trainer) -> int:
         """Load the last save and skip its batches; returns how many. Every rank must call this."""
-        fetcher, own = _fetcher(trainer), self._session.collectives
-        # A loader without a length has fetched a batch in advance.
-        self._batches = [_checksum(batch) for batch, *_ in getattr(fetcher, "batches", ())]
-        fetcher.iterator = self._watched(_iterator(fetcher))
-        saved = self._files.steps
+        _show_fetched(trainer, lambda batch, *_: self._batches.append(_checksum(batch)))
+        own, saved = self._session.collectives, self._files.steps
         with on_all_ranks(own):
             state = self._read(saved[-1]) if saved else {}
         every = own.gather_object(saved)
@@ -213,7 +203,7 @@ class _Save:
         with on_all_ranks(own):
             if start:
                 state = state if start == saved[-1] else self._read(start)
-                self._skip(fetcher, state["batches"])
+                self._skip(_fetcher(trainer), state["batches"])
                 load_statistics(self._session.fed, state["statistics"])
                 self._session.experts.tokens = state["tokens"]
                 self._session.batches, self._session.measurements = state["counts"]
@@ -261,24 +251,24 @@ class _Save:
                     "start over.",
                 )
 
-    def _watched(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """The loop's batches; the checksum of each is kept."""
-        for found in iter(partial(next, fetched), None):  # iter(fetched) would begin at the first batch again
-            self._batches.append(_checksum(found[0]))
-            yield found
-
 
 def _fetcher(trainer: Trainer) -> _DataFetcher:
     """What takes batches from the loaders of the validation that starts."""
-    loop = trainer._active_loop
-    assert isinstance(loop, _EvaluationLoop)
-    assert loop._data_fetcher is not None
-    return loop._data_fetcher
+    return trainer._active_loop._data_fetcher
 
 
-def _iterator(fetcher: _DataFetcher) -> Iterator[Any]:
-    assert fetcher.iterator is not None
-    return fetcher.iterator
+def _show_fetched(trainer: Trainer, see: Callable[[Any, int, int], None]) -> None:
+    """Show ``see`` each batch of the validation that starts, with its number and loader, when it is fetched."""
+    fetcher = _fetcher(trainer)
+    for found in getattr(fetcher, "batches", ()):  # a loader without a length has fetched a batch in advance
+        see(*found)
+
+    def shown(fetched: Iterator[Any]) -> Iterator[Any]:
+        for found in iter(partial(next, fetched), None):  # iter(fetched) would begin at the first batch again
+            see(*found)
+            yield found
+
+    fetcher.iterator = shown(fetcher.iterator)
 
 
 def _moves_batches_only(trainer: Trainer) -> bool:

@@ -52,8 +52,6 @@ class QuantizedValidation:
     def __init__(self, trainer: Trainer, pl_module: LightningModule, model: nn.Module, share: float) -> None:
         self._trainer, self._pl_module = trainer, pl_module
         loop = trainer._active_loop
-        assert isinstance(loop, _EvaluationLoop)
-        assert loop._data_fetcher is not None
         batches = loop.max_batches if loop._is_sequential else [loop._data_fetcher.length or math.inf]
         if share < 1 and any(map(math.isinf, batches)):
             raise CalibrationError(
@@ -146,7 +144,6 @@ class _Loop(_EvaluationLoop):
 
     def __init__(self, trainer: Trainer, kept: list[KeptBatches], predictions: Predictions) -> None:
         outer = trainer._active_loop
-        assert isinstance(outer, _EvaluationLoop)
         super().__init__(trainer, outer._trainer_fn, outer._stage, False, outer.inference_mode)
         self._combined_loader = outer._combined_loader  # is asked how many loaders there are
         self._max_batches = [len(batches) for batches in kept]
@@ -206,7 +203,6 @@ class _Connector(_LoggerConnector):
         A value that the user's ``self.log`` has reduced is equal on all ranks: its largest is itself.
         """
         results, values = self.trainer._results, self.metrics["callback"]
-        assert results is not None
         for _, logged in results.valid_items():
             reduced = logged.meta.sync.should or not logged.is_tensor  # torchmetrics reduces its own
             how = {"prog_bar": logged.meta.prog_bar, "sync_dist": reduced, "reduce_fx": "max"}

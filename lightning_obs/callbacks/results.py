@@ -61,8 +61,7 @@ class Results(Callback):
         self.moved: Moved | None = None
         #: the scheme in the names of quantized metrics, where several callbacks measure theirs; else empty
         self.measured_as = ""
-        #: the metrics that each validation has logged, with their ``step``; read by the host when they are shown
-        self._logged: list[dict[str, Any]] = []
+        self._logged: list[dict[str, Any]] = []  # as ``curves``, not read by the host yet
 
     @property
     def result(self) -> CalibrationResult | None:

@@ -53,9 +53,7 @@ def collectives_of(trainer: Trainer) -> Collectives:
 
     def reduce(tensor: torch.Tensor, op: Op) -> torch.Tensor:
         with all_ranks_answer():
-            reduced = strategy.reduce(tensor, None, op)
-        assert isinstance(reduced, torch.Tensor)
-        return reduced
+            return strategy.reduce(tensor, None, op)
 
     return Collectives(reduce, gather_objects, trainer.global_rank, strategy.root_device, trainer.world_size)
 

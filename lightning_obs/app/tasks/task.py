@@ -46,5 +46,4 @@ def make_task(config: DictConfig) -> Task:
     if not issubclass(kind, Task):
         expected = f"a subclass of {Task.__module__}.Task"
         raise CalibrationError(f"task._target_={target} is not a task", expected=expected)
-    task: Task = kind(config)
-    return task
+    return kind(config)
