@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_obs.calibration.expert_tokens import borrow_ranges
-from lightning_obs.calibration.hooks import HESSIAN, RANGE
+from lightning_obs.calibration.hooks import GRADIENTS, HESSIAN, RANGE
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.rounding import make_roundings
 from lightning_obs.calibration.weights import Observe, ShardedWeights
@@ -227,7 +227,7 @@ def _left_out(session: CalibrationSession, unreached: set[Key]) -> set[str]:
 
     An error if no observer saw any data, or one saw none and ``on_missing`` is ``"error"``.
     """
-    other = (RANGE, HESSIAN) if session.options.on_missing == "siblings" else (RANGE,)  # experts may lack a Hessian
+    other = {RANGE, GRADIENTS} | ({HESSIAN} if session.options.on_missing == "siblings" else set())  # of an expert
     needing = [key for key in session.fed if key[1] not in other]
     lacking = [key for key in needing if key in unreached]
     if not lacking:

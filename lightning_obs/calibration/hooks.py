@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lightning_obs.calibration.session import CalibrationSession
 
 #: base names of second observers
-RANGE, HESSIAN = "input range", "weight by its inputs"
+RANGE, HESSIAN, GRADIENTS = "input range", "weight by its inputs", "weight by the gradients at its outputs"
 
 
 @dataclass

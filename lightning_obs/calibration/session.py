@@ -21,12 +21,12 @@ from typing_extensions import Unpack
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.finalize import finalize, on_host
-from lightning_obs.calibration.hooks import HESSIAN, RANGE, ObserverHooks, Read
+from lightning_obs.calibration.hooks import GRADIENTS, HESSIAN, RANGE, ObserverHooks, Read
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
 from lightning_obs.calibration.token_mask import PADDING, require_mask
-from lightning_obs.calibration.token_weights import TokenWeights
+from lightning_obs.calibration.token_weights import MOST_OUTPUTS, TokenWeights
 from lightning_obs.engines.engine import PlannedCheckpoint, ask_engines, engine_of
 from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, require_kind, warn
 from lightning_obs.files.tensors import Progress
@@ -46,7 +46,7 @@ from lightning_obs.model.qparams import (
     read_qparams,
     write_qparams,
 )
-from lightning_obs.model.weight import register_fsdp_units
+from lightning_obs.model.weight import matrix_shape, register_fsdp_units
 from lightning_obs.model.wrappers import unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import LinearExperts
 from lightning_obs.numerics.histogram import Support
@@ -70,9 +70,12 @@ def _make_observers(plan: Plan) -> tuple[dict[Key, Observer], dict[Key, Observer
             observer.qparams_dtype = None if home is None else home.dtype
             if base_name == "input" and not observer.keeps_extremes:
                 second[target.name, RANGE] = StaticMinMaxObserver("input", QuantizationArgs())
-            elif observer.rounding is not None and not isinstance(observer, HessianObserver):
+            elif observer.rounding is not None:
                 weighs = getattr(observer, "weigh_tokens", False)
-                second[target.name, HESSIAN] = HessianObserver("weight", QuantizationArgs(), weigh_tokens=weighs)
+                if not isinstance(observer, HessianObserver):
+                    second[target.name, HESSIAN] = HessianObserver("weight", QuantizationArgs(), weigh_tokens=weighs)
+                if weighs and (matrix_shape(target.module) or (0,))[0] <= MOST_OUTPUTS:
+                    second[target.name, GRADIENTS] = HessianObserver("weight", QuantizationArgs())
     return observers, second
 
 

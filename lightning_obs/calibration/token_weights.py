@@ -4,11 +4,14 @@ A module's output that changes by ``d`` at a token moves the predictions by ``1/
 second order), g the gradient at the output from a random probe of the logits. An error d is unknown before the weight
 is quantized, so all its directions count alike: the token's ``x x^T`` counts ``|g|^2`` times.
 
-Before each call of the model that is observed, the model runs once more, with gradients.
+Before each call of the model that is observed, the model runs once more, with gradients. For a rounding it also gathers
+``sum |x|^2 g g^T``, by which outputs go together: beside the weighed ``x x^T`` a Kronecker factor of the Fisher
+information.
 
 Reference:
     Martens, New Insights and Perspectives on the Natural Gradient Method, 2020, arXiv:1412.1193 (KL and the Fisher);
-    Kim et al., GuidedQuant, 2025, arXiv:2505.07004 (gradients of outputs as weights of a layer's quadratic form).
+    Kim et al., GuidedQuant, 2025, arXiv:2505.07004 (gradients of outputs as weights of a layer's quadratic form);
+    Martens, Grosse, K-FAC, 2015, arXiv:1503.05671 (Kronecker factors).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from lightning_obs.calibration.hooks import GRADIENTS
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.forward.calls import in_evaluation_mode, logits_of
 from lightning_obs.forward.probe import fisher_probe, parameters_without_gradients, tapped
@@ -31,6 +35,9 @@ from lightning_obs.model.weight import in_shards
 
 if TYPE_CHECKING:
     from lightning_obs.calibration.session import CalibrationSession
+
+#: the most outputs whose products are gathered: 1 GiB, where a vocabulary would take more than the model
+MOST_OUTPUTS = 1 << 14
 
 
 class TokenWeights:
@@ -65,17 +72,21 @@ class TokenWeights:
             stack.enter_context(in_evaluation_mode(model))
             stack.enter_context(parameters_without_gradients(model))
 
-            def tap(name: str, output: torch.Tensor) -> torch.Tensor:
+            def tap(name: str, args: Any, output: torch.Tensor) -> torch.Tensor:
                 own, call = self._found.setdefault(self._together.get(name, name), {}), number[name]
                 number[name] += 1
+                outputs = self._session.fed.get((name, GRADIENTS))
+                length = 1.0 if outputs is None else args[0].detach().float().norm(dim=-1, keepdim=True)
 
                 def see(gradient: torch.Tensor) -> None:
                     own[call] = own.get(call, 0) + gradient.float().square().sum(-1)
+                    if outputs is not None:
+                        outputs.observe_inputs(gradient.float() * length)
 
                 return tapped(output, see)
 
             for name, module in self.modules.items():
-                hook = module.register_forward_hook(lambda _, __, output, name=name: tap(name, output))
+                hook = module.register_forward_hook(lambda _, args, output, name=name: tap(name, args, output))
                 stack.callback(keep_hook_out(module, hook))
             # Inference tensors have no backward. Not a call of the model: its hooks see the observed call alone.
             args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))

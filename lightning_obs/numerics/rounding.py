@@ -5,6 +5,10 @@ up the error, ``w[j] -= (w[i] - q[i]) * U[i, j] / U[i, i]``, U the upper Cholesk
 whose inputs are largest come first (``act_order``), when most columns are left to take up an error. Since scales belong
 to columns as they are stored, that order leaves no trace in a checkpoint.
 
+Where the moments of the gradients at the module's outputs are known, too, rows are rounded one block after the other,
+and the rows that follow take up its errors in the same way: rows whose outputs act on the predictions alike compensate
+each other.
+
 The error travels inside a panel of columns first, and to all later columns in one matrix product per panel.
 """
 
@@ -20,6 +24,10 @@ from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import QParamsDict, exact_products
 
 _PANEL = 128
+# Rows of a block, and most blocks of a weight: each takes as many steps as there are columns.
+_ROWS, _BLOCKS = 64, 32
+# Damping of the gradients' moments: they come from one random probe of each prediction.
+_OUTPUT_DAMPING = 0.5
 
 
 @torch.no_grad()
@@ -29,11 +37,14 @@ def round_by_hessian(
     qparams: QParamsDict,
     args: QuantizationArgs,
     hessian: torch.Tensor,
+    outputs: torch.Tensor | None = None,
     *,
     act_order: bool = True,
     damping: float = 0.01,
 ) -> torch.Tensor:
-    """Levels of the grid for ``weight`` that keep ``d @ hessian @ d.T`` of each row's error ``d`` small.
+    """Levels of the grid for ``weight`` whose errors D change the module's output, or the predictions, little.
+
+    ``trace(D @ hessian @ D.T)`` is kept small, with ``outputs`` ``trace(outputs @ D @ hessian @ D.T)``.
 
     Args:
         weight: ``(R, C)``.
@@ -41,6 +52,8 @@ def round_by_hessian(
         args: number format and strategy.
         hessian: ``(C, C)``, the sum or mean of ``x x^T`` over the module's inputs. A column that no input reached
             (zero on the diagonal) is rounded to nearest.
+        outputs: ``(R, R)``, the sum or mean of ``g g^T`` over gradients g at the module's outputs; None: rows are
+            rounded independently.
         act_order: round columns in the order of the diagonal, largest first; off: as stored.
         damping: share of the diagonal's mean that is added to it.
 
@@ -52,7 +65,8 @@ def round_by_hessian(
         CalibrationError: the Hessian is not positive definite, not even with this damping.
 
     Reference:
-        Frantar et al., GPTQ, 2023, arXiv:2210.17323, algorithm 1.
+        Frantar et al., GPTQ, 2023, arXiv:2210.17323, algorithm 1; Tseng, Sun, De Sa, Model-Preserving Adaptive
+        Rounding, 2025, arXiv:2505.22988 (rounding by moments of inputs and of the gradients at outputs).
 
     >>> weight, inputs = torch.tensor([[0.4, 0.4]]), torch.tensor([[1.0, 1.0]])
     >>> args = QuantizationArgs(num_bits=4, strategy="channel")
@@ -69,15 +83,42 @@ def round_by_hessian(
     step, zero = elementwise(scale, weight, args).T.index_select(0, order), torch.zeros_like(left)
     if zero_point is not None:
         zero = elementwise(zero_point.float(), weight, args).T.index_select(0, order)
+    rows, height, across = None, len(weight), None
+    if outputs is not None:
+        outputs = outputs.to(weight.device)
+        rows, height = outputs.diagonal().argsort(descending=True, stable=True), max(_ROWS, -(-len(weight) // _BLOCKS))
+        across = inverse_factor(outputs[rows[:, None], rows], _OUTPUT_DAMPING)
+        left, step, zero = (each.index_select(1, rows) for each in (left, step, zero))
     levels = torch.empty_like(left)
+    for start in range(0, len(weight), height):
+        own, later = slice(start, start + height), slice(start + height, None)
+        of_rows = step[:, own].contiguous(), zero[:, own].contiguous()
+        _round_rows(left[:, own].contiguous(), *of_rows, factor, grid, levels[:, own])
+        if across is not None and start + height < len(weight):
+            error = left[:, own] - (levels[:, own] - zero[:, own]) * step[:, own]
+            taken = torch.linalg.solve_triangular(across[own, own], across[own, later], upper=True)
+            left[:, later].addmm_(error, taken, alpha=-1)
+    codes = torch.int8 if grid.number is None else grid.number.codes
+    placed = torch.empty_like(levels).index_copy_(0, order, levels)
+    if rows is not None:
+        placed = torch.empty_like(levels).index_copy_(1, rows, placed)
+    return placed.T.to(codes).contiguous()
+
+
+def _round_rows(
+    left: torch.Tensor,
+    step: torch.Tensor,
+    zero: torch.Tensor,
+    factor: torch.Tensor,
+    grid: NumberGrid,
+    levels: torch.Tensor,
+) -> None:
+    """Write the levels of some rows, panel by panel. All but the factor are ``(C, r)``; ``left`` is written over."""
     round_panel = on_gpu.round_panel if on_gpu.can_run(left) else on_gpu.round_panel_plainly
     for start in range(0, len(left), _PANEL):
         part = slice(start, min(start + _PANEL, len(left)))
-        of_panel = left[part], step[part], zero[part], factor[part, part], grid
-        levels[part], errors = round_panel(*of_panel)
+        levels[part], errors = round_panel(left[part], step[part], zero[part], factor[part, part], grid)
         left[part.stop :].addmm_(factor[part, part.stop :].T, errors, alpha=-1)
-    codes = torch.int8 if grid.number is None else grid.number.codes
-    return torch.empty_like(levels).index_copy_(0, order, levels).T.to(codes).contiguous()
 
 
 def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from safetensors.torch import load_file
@@ -19,6 +20,7 @@ from lightning_obs import (
     export_checkpoint,
     sensitivity,
 )
+from lightning_obs.numerics.rounding import round_by_hessian
 from lightning_obs.report.layer_errors import known_layer_errors, measure_layer_errors
 from tests.accelerator.common import Budget, assert_same_bits, llama, on_trainer_device, token_batches
 from tests.callbacks import qat_modules
@@ -254,3 +256,16 @@ def test_a_copy_of_a_calibrated_model_is_on_the_device():
     scale = model.model.layers[0].mlp.up_proj.weight_scale
     assert isinstance(scale, PretendTensor)
     assert on_cpu(scale).isfinite().all()
+
+
+def test_rounding_by_inputs_and_outputs_has_the_bits_of_the_cpu():
+    torch.manual_seed(0)
+    args, weight = QuantizationArgs(num_bits=4, strategy="group", group_size=32), torch.randn(160, 96)
+    moments = [rows.T @ rows for rows in (torch.randn(512, 96), torch.randn(512, 160))]
+    qparams = {"scale": torch.rand(160, 3) / 4 + 0.1}
+    expected = round_by_hessian(weight, qparams, args, *moments)
+    given = on_device((weight, qparams, args, *moments))
+    with counting() as counts:
+        found = round_by_hessian(*given)
+    assert counts.reads.total() == 2  # whether a factor failed, of both
+    assert torch.equal(on_cpu(found), expected)

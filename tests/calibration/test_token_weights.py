@@ -18,8 +18,9 @@ from lightning_obs import (
     linearize_experts,
     quantized,
 )
-from lightning_obs.calibration.hooks import HESSIAN
+from lightning_obs.calibration.hooks import GRADIENTS, HESSIAN
 from lightning_obs.forward.probe import fisher_probe
+from lightning_obs.numerics.rounding import round_by_hessian
 from tests.calibration.test_checkpoint_weights import tiny_llama as tiny_llama_of
 from tests.callbacks.calibration_modules import trainer
 from tests.moe_models import tiny_moe
@@ -234,24 +235,59 @@ def test_the_predictions_change_less_than_with_tokens_that_count_alike():
     assert divergence(True) < 0.75 * divergence(False)
 
 
+def test_a_rounding_knows_which_outputs_go_together(monkeypatch):
+    monkeypatch.setattr("lightning_obs.numerics.rounding._ROWS", 4)
+    model, x = Reader(half=False), inputs()
+    session = CalibrationSession(model, INT4, observers=WEIGHED, rounding="gptq", ignore=["head"])
+    with session, torch.no_grad():
+        model(x)
+        moments = session.fed["inner", "weight"].input_hessian, session.fed["inner", GRADIENTS].input_hessian
+    hidden = model.inner(x)
+    logits = model.head(hidden.tanh())
+    (gradient,) = torch.autograd.grad(logits, hidden, fisher_probe(logits.detach(), 0, alike=True))
+    outputs = torch.einsum("bt,btr,bts->rs", x.square().sum(-1), gradient, gradient)
+    torch.testing.assert_close(moments[1], outputs, rtol=1e-4, atol=1e-4 * float(outputs.max()))
+
+    qparams = {"scale": model.inner.weight_scale}
+    args = session.plan.targets[0].args["weight"]
+    assert torch.equal(model.inner.weight_rounded, round_by_hessian(model.inner.weight, qparams, args, *moments))
+    assert not torch.equal(model.inner.weight_rounded, round_by_hessian(model.inner.weight, qparams, args, moments[0]))
+
+
+def test_a_rounding_knows_outputs_of_weighed_tokens_and_of_no_vocabulary(monkeypatch):
+    def gathered(observers):
+        session = CalibrationSession(Reader(), {"weights": {"num_bits": 8}}, observers=observers, rounding="gptq")
+        return [name for name, kind in session.fed if kind == GRADIENTS]
+
+    monkeypatch.setattr("lightning_obs.calibration.session.MOST_OUTPUTS", 5)
+    assert gathered(WEIGHED) == ["head"]
+    assert gathered({"weight": "hessian"}) == []
+
+
 def on_ranks(rank, ranks):
     from lightning_obs.ranks.collectives import Collectives
 
     model = Reader()
-    session = CalibrationSession(model, INT4, observers=WEIGHED, collectives=Collectives.of_group())
+    own = Collectives.of_group()
+    session = CalibrationSession(model, INT4, observers=WEIGHED, rounding="gptq", collectives=own)
     with session, torch.no_grad():
         model(inputs()[rank::ranks])
-    return session.qparams
+        outputs = session.fed["inner", GRADIENTS]
+    return session.qparams | {"outputs": outputs.input_hessian}
 
 
 def test_two_ranks_end_with_the_scales_of_one():
     model = Reader()
-    with CalibrationSession(model, INT4, observers=WEIGHED) as session, torch.no_grad():
+    with CalibrationSession(model, INT4, observers=WEIGHED, rounding="gptq") as session, torch.no_grad():
         model(inputs())
     first, second = run_ranks(on_ranks, 2, 2)
-    for name, value in session.qparams.items():
+    expected = session.qparams | {"outputs": session.fed["inner", GRADIENTS].input_hessian}
+    for name, value in expected.items():
         assert torch.equal(first[name], second[name])
-        torch.testing.assert_close(first[name], value, rtol=0.05, atol=0)
+        if "rounded" in name:
+            assert (first[name] == value).float().mean() > 0.95
+        else:
+            torch.testing.assert_close(first[name], value, rtol=0.05, atol=1e-6)
 
 
 # ---------------------------------------------------------------------- errors

@@ -108,6 +108,38 @@ def test_a_column_that_no_input_reached_is_rounded_to_nearest():
     assert torch.equal(levels[:, 3].float(), (weight[:, 3] / qparams["scale"][:, 0]).round())
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_whose_outputs_go_together_compensate_each_other(name):
+    torch.manual_seed(0)
+    args, weight, hessian, outputs = FORMATS[name], torch.randn(160, 160) * 0.05, correlated(), correlated()
+    qparams = qparams_of(weight, args)
+    lost = []
+    for given in (None, outputs):
+        levels = round_by_hessian(weight, qparams, args, hessian, given)
+        kept = {"global_scale": qparams["global_scale"]}
+        error = dequantize(levels, qparams["scale"], qparams["zero_point"], args, **kept) - weight
+        lost.append(float((outputs @ error @ hessian * error).sum()))
+    assert lost[1] < 0.95 * lost[0]
+
+
+def test_each_row_takes_up_the_errors_of_the_rows_before_it(monkeypatch):
+    """By hand: with damping, the error of the first row counts 0.9 / 1.5 in the second."""
+    monkeypatch.setattr("lightning_obs.numerics.rounding._ROWS", 1)
+    args, qparams = QuantizationArgs(num_bits=8, strategy="channel"), {"scale": torch.ones(2, 1)}
+    outputs = torch.tensor([[1.0, 0.9], [0.9, 1.0]])
+    for second, expected in ((0.24, 0), (0.28, 1)):  # 0.24 + 0.6 * 0.4 < 0.5 < 0.28 + 0.6 * 0.4
+        weight = torch.tensor([[0.4], [second]])
+        assert round_by_hessian(weight, qparams, args, torch.ones(1, 1), outputs).tolist() == [[0], [expected]]
+
+
+def test_independent_outputs_change_nothing():
+    torch.manual_seed(0)
+    args, weight, hessian = FORMATS["int4 groups"], torch.randn(160, 160), correlated()
+    qparams, outputs = qparams_of(weight, args), torch.rand(160).diag()
+    levels = [round_by_hessian(weight, qparams, args, hessian, given) for given in (None, outputs)]
+    assert (levels[0] == levels[1]).float().mean() > 0.999  # products of other shapes round otherwise
+
+
 def test_a_hessian_that_is_not_positive_definite_is_an_error():
     args, weight = FORMATS["int8 channels"], torch.randn(2, 2)
     with pytest.raises(CalibrationError, match=r"not positive definite[\s\S]*damping"):
