@@ -146,22 +146,15 @@ class NumberGrid(NamedTuple):
             return scale.float() / self.global_scale, None
         return scale.float(), None if self.symmetric else zero_point.float()
 
-    def round(
-        self, value: torch.Tensor, *, out: torch.Tensor | None = None, scratch: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The nearest numbers of the format (ties to even) to a float32 tensor.
-
-        ``out`` is memory for the result (perhaps ``value``), ``scratch`` memory to write over; None: fresh memory.
-        """
-        near = torch.clamp(value, self.low, self.high, out=out)
+    def round(self, value: torch.Tensor) -> torch.Tensor:
+        """The nearest numbers of the format (ties to even) to a float32 tensor."""
+        near = torch.clamp(value, self.low, self.high)
         if self.number is None:
             return near.round_()
         # float32 rounds to the format's bits, ties to even, when 1.5 * 2**(23 - mantissa) times the value's power of
         # two is added.
-        bits = None if scratch is None else scratch.view(torch.int32)
-        power = torch.bitwise_and(near.view(torch.int32), 0x7F800000, out=bits).view(torch.float32)
-        power = torch.clamp(power, min=2.0**self.number.smallest, out=scratch)
-        power.mul_(1.5 * 2.0 ** (23 - self.number.mantissa))
+        power = torch.bitwise_and(near.view(torch.int32), 0x7F800000).view(torch.float32)
+        power.clamp_(min=2.0**self.number.smallest).mul_(1.5 * 2.0 ** (23 - self.number.mantissa))
         return near.add_(power).sub_(power)
 
     def error(
