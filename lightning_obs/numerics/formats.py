@@ -112,11 +112,6 @@ class NumberGrid(NamedTuple):
         return cls(args, -half, half - 1, None, signed, global_scale)
 
     @property
-    def symmetric(self) -> bool:
-        """Whether the zero point is zero."""
-        return bool(self.args.symmetric)
-
-    @property
     def last_step(self) -> float:
         """Distance of the two outermost numbers."""
         return 1.0 if self.number is None else self.number.last_step
@@ -144,7 +139,7 @@ class NumberGrid(NamedTuple):
             scale, zero_point = calculate_qparams(low, high, args, global_scale=self.global_scale)
         if self.global_scale is not None:
             return scale.float() / self.global_scale, None
-        return scale.float(), None if self.symmetric else zero_point.float()
+        return scale.float(), None if args.symmetric else zero_point.float()
 
     def round(self, value: torch.Tensor) -> torch.Tensor:
         """The nearest numbers of the format (ties to even) to a float32 tensor."""

@@ -34,7 +34,7 @@ def can_search(rows: Rows, search: GridSearch) -> bool:
     scale = dtype in (None, rows.dtype) or format_of_dtype(dtype) is not None or should_generate_mx_scales(grid.args)
     integers = grid.number is None and grid.args.zp_dtype in (None, torch.int8)
     known = rows.hessian is None and grid.global_scale is None and search.norm >= 1
-    return known and scale and (grid.symmetric or integers) and launch.can_read(rows.view)
+    return known and scale and (grid.args.symmetric or integers) and launch.can_read(rows.view)
 
 
 def visit(rows: Rows, search: GridSearch) -> Visited:
