@@ -16,6 +16,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,22 +51,16 @@ def available() -> bool:
     return True
 
 
-class _Memory:
-    """A tensor's memory as numpy reads it; the array keeps the tensor alive. After ``Tensor.numpy()`` the storage could
-    not be freed early, as FSDP1 does with gathered weights."""
-
-    def __init__(self, value: torch.Tensor, count: int) -> None:
-        self.value = value
-        where = {"data": (value.data_ptr(), False), "shape": (count,), "typestr": _PATTERNS[value.dtype]}
-        self.__array_interface__ = {**where, "version": 3}
-
-
 def memory(value: torch.Tensor) -> Any:
-    """The memory of a tensor from its first element to its last, as flat bit patterns."""
+    """The memory of a tensor from its first element to its last, as flat bit patterns; it keeps the tensor alive.
+
+    After ``Tensor.numpy()`` the storage could not be freed early, as FSDP1 does with gathered weights.
+    """
     import numpy
 
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return numpy.asarray(_Memory(value.detach(), span))
+    where = {"data": (value.data_ptr(), False), "shape": (span,), "typestr": _PATTERNS[value.dtype], "version": 3}
+    return numpy.asarray(SimpleNamespace(__array_interface__=where, tensor=value.detach()))
 
 
 def run(loop: Any, *arguments: Any) -> Any:
