@@ -108,12 +108,12 @@ class _Loops:
         factors, expand = self.factors.numpy().astype(np.float32), np.float32(self.search.expand)
         sources = self._source(self.rows.view), self._source(self.importance)
 
-        def work(number: int) -> None:
-            here = slice(starts[number], starts[number] + step)
-            found = self.kernel.Choices(*ends[:, here], *chosen[:, here], improved[number])
-            launch.run(self.kernel.search, *sources, part.start + here.start, factors, expand, self.measure, found)
+        def work(start: int, better: Any) -> None:
+            here = slice(start, start + step)
+            found = self.kernel.Choices(*ends[:, here], *chosen[:, here], better)
+            launch.run(self.kernel.search, *sources, part.start + start, factors, expand, self.measure, found)
 
-        launch.in_threads(len(starts), work, count * self.rows.size * len(self.factors))
+        launch.in_threads(work, starts, improved, steps=count * self.rows.size * len(self.factors))
         return torch.from_numpy(ends), torch.from_numpy(chosen), torch.from_numpy(improved.sum(0))
 
     def _settle(self, start: int, ends: torch.Tensor, best: torch.Tensor, rival: torch.Tensor) -> torch.Tensor:
@@ -195,11 +195,10 @@ class _Loops:
         sums = np.zeros((len(starts), len(scale) + 2))
         row = [None if x is None else x[divmod(r, x.shape[1])][None, None] for x in (self.rows.view, self.importance)]
 
-        def work(number: int) -> None:
-            n, g = starts[number]
+        def work(start: tuple[int, int], total: Any) -> None:
+            n, g = start
             parts = (None if x is None else x[..., n : n + across, g : g + _PIECE] for x in row)
-            candidates = scale, zeros, unit
-            launch.run(self.kernel.sum_errors, *map(self._source, parts), *candidates, self.measure, sums[number])
+            launch.run(self.kernel.sum_errors, *map(self._source, parts), scale, zeros, unit, self.measure, total)
 
-        launch.in_threads(len(starts), work, self.rows.size * len(scale))
+        launch.in_threads(work, starts, sums, steps=self.rows.size * len(scale))
         return sums.sum(0)
