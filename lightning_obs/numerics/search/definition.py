@@ -70,10 +70,6 @@ def visit(rows: Rows, search: GridSearch) -> Visited:
     """Choose the best candidate of every row, among the candidates before the search ends.
 
     Where no candidate has a finite error, a row keeps the expanded range.
-
-    Args:
-        rows: the values, and their importance.
-        search: candidates and error.
     """
     factors = on_device(tuple(search.factors), rows.device)
     ends = torch.stack(rows.observed_range()) * search.expand
