@@ -19,7 +19,7 @@ from lightning_obs.numerics.formats import format_of_dtype
 from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.search import definition
 from lightning_obs.numerics.search.cpu_power import fit_power
-from lightning_obs.numerics.search.definition import GridSearch, Visited
+from lightning_obs.numerics.search.definition import Found, GridSearch
 from lightning_obs.numerics.search.rows import Rows
 
 # Values of the longest row that is visited as a whole; of a piece of a longer one.
@@ -37,12 +37,12 @@ def can_search(rows: Rows, search: GridSearch) -> bool:
     return known and scale and (grid.args.symmetric or integers) and launch.can_read(rows.view)
 
 
-def visit(rows: Rows, search: GridSearch) -> Visited:
+def visit(rows: Rows, search: GridSearch) -> Found:
     """As :func:`.definition.visit`; ``improved`` ends where the search does."""
     loops = _Loops(rows, search._replace(patience=None))
     if rows.size > _ROW:
         return loops.long_rows(search.limit)
-    found, maybe = loops.all_rows()
+    found, best, maybe = loops.all_rows()
     if (search.limit is None and not search.is_part) or found.improved.all():
         return found
     improved, bits = found.improved, int(np.bitwise_or.reduce(maybe.numpy()))
@@ -53,10 +53,10 @@ def visit(rows: Rows, search: GridSearch) -> Visited:
         for _, copied in rows.copies((maybe & wanted).nonzero().squeeze(-1)):
             improved = improved | definition.visit(copied, loops.search).improved
     stop = int(visited(improved, search.limit).sum())
-    late = (found.best >= stop).nonzero().squeeze(-1)  # their candidate comes after the end, which excludes it
+    late = (best >= stop).nonzero().squeeze(-1)  # their candidate comes after the end, which excludes it
     for some, copied in rows.copies(late):
         sooner = visit(copied, search._replace(factors=search.factors[:stop], patience=None, is_part=False))
-        found.low[some], found.high[some], found.best[some] = sooner.low, sooner.high, sooner.best
+        found.low[some], found.high[some] = sooner.low, sooner.high
     return found._replace(improved=improved[:stop])
 
 
@@ -84,8 +84,8 @@ class _Loops:
 
     # ------------------------------------------------------------------ rows that are visited as a whole
 
-    def all_rows(self) -> tuple[Visited, torch.Tensor]:
-        """What all candidates find, and ``maybe`` of :class:`.cpu_kernel.Choices`."""
+    def all_rows(self) -> tuple[Found, torch.Tensor, torch.Tensor]:
+        """What all candidates find, the best one of each row, and ``maybe`` of :class:`.cpu_kernel.Choices`."""
         rows, count = self.rows, len(self.factors)
         ends = torch.empty(2, rows.count, dtype=rows.dtype)
         best, maybe = (torch.empty(rows.count, dtype=dtype) for dtype in (torch.int16, torch.int32))
@@ -95,7 +95,7 @@ class _Loops:
             ends[:, part], (index, rival, maybe[part]), sure = self._search(part)
             improved += sure + self._settle(start, ends[:, part], index, rival)
             best[part] = index
-        return Visited(ends[0], ends[1], best, improved > 0), maybe
+        return Found(ends[0], ends[1], improved > 0), best, maybe
 
     def _search(self, part: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The fields of :class:`.cpu_kernel.Choices` of some rows: of floats, of integers, of candidates."""
@@ -145,7 +145,7 @@ class _Loops:
 
     # ------------------------------------------------------------------ longer rows
 
-    def long_rows(self, limit: int | None) -> Visited:
+    def long_rows(self, limit: int | None) -> Found:
         rows, search, count = self.rows, self.search, len(self.factors)
         low, high = rows.observed_range()
         size = torch.maximum(-low, high).float().numpy()
@@ -184,7 +184,7 @@ class _Loops:
                 idle = 0 if better else idle + 1
                 improved.append(better)
         at = torch.from_numpy(best).unsqueeze(0)
-        return Visited(lows.gather(0, at)[0], highs.gather(0, at)[0], at[0], torch.tensor(improved))
+        return Found(lows.gather(0, at)[0], highs.gather(0, at)[0], torch.tensor(improved))
 
     def _sum_errors(self, r: int, scale: Any, zeros: Any, unit: Any) -> Any:
         """Errors of candidates ``(c,)`` on row r in units of ``unit``, its sum of weighed squares and of weights."""
