@@ -1,8 +1,4 @@
-"""Candidate ranges of a search: the observed range times one factor after another, and where the search ends.
-
-Factors, ties and early stopping are llm-compressor's: the first of two equal errors is kept, and a search ends after
-``patience`` candidates in a row that improved no scale.
-"""
+"""Candidate ranges of a search: the observed range times one factor after another, and where the search ends."""
 
 from __future__ import annotations
 

@@ -112,11 +112,6 @@ class NumberGrid(NamedTuple):
         return cls(args, -half, half - 1, None, signed, global_scale)
 
     @property
-    def symmetric(self) -> bool:
-        """Whether the zero point is zero."""
-        return bool(self.args.symmetric)
-
-    @property
     def last_step(self) -> float:
         """Distance of the two outermost numbers."""
         return 1.0 if self.number is None else self.number.last_step
@@ -144,24 +139,17 @@ class NumberGrid(NamedTuple):
             scale, zero_point = calculate_qparams(low, high, args, global_scale=self.global_scale)
         if self.global_scale is not None:
             return scale.float() / self.global_scale, None
-        return scale.float(), None if self.symmetric else zero_point.float()
+        return scale.float(), None if args.symmetric else zero_point.float()
 
-    def round(
-        self, value: torch.Tensor, *, out: torch.Tensor | None = None, scratch: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The nearest numbers of the format (ties to even) to a float32 tensor.
-
-        ``out`` is memory for the result (perhaps ``value``), ``scratch`` memory to write over; None: fresh memory.
-        """
-        near = torch.clamp(value, self.low, self.high, out=out)
+    def round(self, value: torch.Tensor) -> torch.Tensor:
+        """The nearest numbers of the format (ties to even) to a float32 tensor."""
+        near = torch.clamp(value, self.low, self.high)
         if self.number is None:
             return near.round_()
         # float32 rounds to the format's bits, ties to even, when 1.5 * 2**(23 - mantissa) times the value's power of
         # two is added.
-        bits = None if scratch is None else scratch.view(torch.int32)
-        power = torch.bitwise_and(near.view(torch.int32), 0x7F800000, out=bits).view(torch.float32)
-        power = torch.clamp(power, min=2.0**self.number.smallest, out=scratch)
-        power.mul_(1.5 * 2.0 ** (23 - self.number.mantissa))
+        power = torch.bitwise_and(near.view(torch.int32), 0x7F800000).view(torch.float32)
+        power.clamp_(min=2.0**self.number.smallest).mul_(1.5 * 2.0 ** (23 - self.number.mantissa))
         return near.add_(power).sub_(power)
 
     def error(

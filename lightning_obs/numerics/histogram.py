@@ -31,7 +31,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from lightning_obs.numerics import on_gpu
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.kernels import launch
-from lightning_obs.numerics.qparams import compute_qparams, tile_size
+from lightning_obs.numerics.qparams import compute_qparams, observed_range, tile_size
 
 BINS = 1 << 16
 _TILE = 1 << 22  # values whose codes lie beside them at once
@@ -227,11 +227,7 @@ def _count_plainly(observed: torch.Tensor) -> Histogram:
         if scales > 1:
             places += torch.arange(0, scales * BINS, BINS, dtype=torch.int32, device=device)[:, None]
         counts.view(-1).index_add_(0, places.view(-1), _one(device).expand(places.numel()))
-    if scales == 1:
-        low, high = (end.view(1) for end in torch.aminmax(observed))
-    else:
-        low, high = observed.amin((0, 2)), observed.amax((0, 2))
-    return Histogram(counts, low, high)
+    return Histogram(counts, *observed_range(observed))
 
 
 @functools.cache

@@ -158,7 +158,7 @@ def errors_of_ranges(
 
 def _half_of_range(grid: NumberGrid, dtype: torch.dtype) -> float | None:
     """The number of steps by which the magnitude of a range is divided; None: its scale takes more than that."""
-    if not grid.symmetric or grid.signed or grid.global_scale is not None or grid.scale_dtype is not None:
+    if not grid.args.symmetric or grid.signed or grid.global_scale is not None or grid.scale_dtype is not None:
         return None
     return (torch.tensor(grid.high - grid.low).to(dtype) / 2).item()
 

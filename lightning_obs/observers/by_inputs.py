@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.utils.helpers import patch_attr
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
@@ -21,10 +22,7 @@ class ByInputsObserver(MemorylessMSEObserver):
     ``_search_by``. Batches and ranks are merged by addition.
 
     Keyword Args:
-        strict (bool): a weight whose inputs were not seen is an error. Off: all its columns count alike.
-        weigh_tokens (bool): count each token by the squared length of the gradient at the module's output: as much as
-            the predictions depend on it (:mod:`lightning_obs.calibration.token_weights`). Each call of the model is run
-            forward and backward once more; its output needs logits. A rounding by the Hessian weighs tokens, too.
+        strict, weigh_tokens: as of ``imatrix_mse``.
 
     Raises:
         CalibrationError: observed is not a weight; no inputs, or inputs of another width.
@@ -58,11 +56,8 @@ class ByInputsObserver(MemorylessMSEObserver):
     @override
     def observe_without_inputs(self, weight: torch.Tensor) -> None:
         """All columns count alike where no data reached the module, even if ``strict``."""
-        strict, self.strict = self.strict, False
-        try:
+        with patch_attr(self, "strict", False):
             self(weight)
-        finally:
-            self.strict = strict
 
     def _moments(self) -> torch.Tensor | None:
         """The mean of the statistic over tokens, in float32 and relative to the mean of ``E[x ** 2]``; None if no input

@@ -117,14 +117,13 @@ class LocalHessianObserver(ByInputsObserver):
         if self.args.strategy == QuantizationStrategy.BLOCK:
             value = _in_whole_blocks(value, self.args)
             moments = pad(moments, (0, 0, 0, 0, 0, value.shape[1] // part - parts))
-            return self._search(value, hessian=moments.view(-1, width // part, part, part))
-        if width < value.shape[1]:
-            observed = flatten_for_calibration(value, "weight", self.args)
-            return self._search(observed, hessian=moments.view(-1, width // part, part, part))
-        # The last part ends in columns without inputs, in which nothing is lost.
-        value = torch.cat([value, value[:, -1:].expand(-1, channels - width)], 1)
-        of_tensor = self.args.strategy == QuantizationStrategy.TENSOR
-        return self._search(value.unsqueeze(1) if of_tensor else value[None, :, None], hessian=moments[None])
+        elif width < value.shape[1]:
+            value = flatten_for_calibration(value, "weight", self.args)
+        else:  # the last part ends in columns without inputs, in which nothing is lost
+            value = torch.cat([value, value[:, -1:].expand(-1, channels - width)], 1)
+            value = value.unsqueeze(1) if self.args.strategy == QuantizationStrategy.TENSOR else value[None, :, None]
+            width = channels
+        return self._search(value, hessian=moments.view(-1, width // part, part, part))
 
 
 @Observer.register("hessian")

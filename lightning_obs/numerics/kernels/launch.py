@@ -14,8 +14,9 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,22 +51,16 @@ def available() -> bool:
     return True
 
 
-class _Memory:
-    """A tensor's memory as numpy reads it; the array keeps the tensor alive. After ``Tensor.numpy()`` the storage could
-    not be freed early, as FSDP1 does with gathered weights."""
-
-    def __init__(self, value: torch.Tensor, count: int) -> None:
-        self.value = value
-        where = {"data": (value.data_ptr(), False), "shape": (count,), "typestr": _PATTERNS[value.dtype]}
-        self.__array_interface__ = {**where, "version": 3}
-
-
 def memory(value: torch.Tensor) -> Any:
-    """The memory of a tensor from its first element to its last, as flat bit patterns."""
+    """The memory of a tensor from its first element to its last, as flat bit patterns; it keeps the tensor alive.
+
+    After ``Tensor.numpy()`` the storage could not be freed early, as FSDP1 does with gathered weights.
+    """
     import numpy
 
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return numpy.asarray(_Memory(value.detach(), span))
+    where = {"data": (value.data_ptr(), False), "shape": (span,), "typestr": _PATTERNS[value.dtype], "version": 3}
+    return numpy.asarray(SimpleNamespace(__array_interface__=where, tensor=value.detach()))
 
 
 def run(loop: Any, *arguments: Any) -> Any:
@@ -83,21 +78,17 @@ def run(loop: Any, *arguments: Any) -> Any:
     return result
 
 
-def in_threads(parts: int, work: Callable[[int], object], steps: int | None = None) -> None:
-    """Do all parts of some work that does not hold Python's lock, in as many threads as torch uses.
+def in_threads(work: Callable[..., object], *parts: Collection[Any], steps: int = _WORTH) -> None:
+    """Map ``work``, which does not hold Python's lock, over ``parts``, in as many threads as torch uses.
 
-    Args:
-        parts: how many there are.
-        work: does one.
-        steps: of the loops, in all; few are done in this thread. None: many.
+    ``steps`` are those of the loops, in all; few are done in this thread.
     """
-    threads = 1 if steps is not None and steps < _WORTH else min(torch.get_num_threads(), parts)
+    threads = 1 if steps < _WORTH else min(torch.get_num_threads(), len(parts[0]))
     if threads <= 1:
-        for part in range(parts):
-            work(part)
+        list(map(work, *parts))
         return
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(work, range(parts)))
+        list(pool.map(work, *parts))
 
 
 # ---------------------------------------------------------------------- results of the loops
@@ -113,11 +104,11 @@ def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     signed = torch.int32 if view.itemsize == 4 else torch.int16
     infinity = torch.tensor(torch.inf, dtype=view.dtype).view(signed).item()
 
-    def work(number: int) -> None:
-        part, found = parts[number], ends[number].view(signed).numpy()
+    def work(part: torch.Tensor, end: torch.Tensor) -> None:
+        found = end.view(signed).numpy()
         run(loops.extremes, memory(part).view(found.dtype), infinity, part.stride(), tuple(part.shape), found)
 
-    in_threads(len(parts), work)
+    in_threads(work, parts, ends)
     low, high = torch.cat(ends, 1) if axis == 0 else torch.stack(ends, 1)
     return (low, high) if axis == 0 else (low.amin(0), high.amax(0))
 
@@ -128,12 +119,8 @@ def count_values(values: torch.Tensor) -> torch.Tensor:
 
     parts = values.contiguous().chunk(1 if len(values) <= _PART else torch.get_num_threads())
     counts = torch.zeros(len(parts), 1 << 16, dtype=torch.int64)
-
-    def work(number: int) -> None:
-        loop = loops.count if values.dtype == torch.bfloat16 else loops.count_rounded
-        run(loop, memory(parts[number]), counts[number].numpy())
-
-    in_threads(len(parts), work)
+    loop = loops.count if values.dtype == torch.bfloat16 else loops.count_rounded
+    in_threads(lambda part, found: run(loop, memory(part), found), parts, counts.numpy())
     return counts.sum(0) if len(parts) > 1 else counts[0]
 
 
@@ -143,11 +130,9 @@ def channel_squares(rows: torch.Tensor) -> torch.Tensor:
 
     parts = rows.chunk(1 if rows.numel() <= _PART else torch.get_num_threads(), 1)
     sums = torch.zeros(rows.shape[1], dtype=torch.float64)
-    each = sums.split([part.shape[1] for part in parts])
 
-    def work(number: int) -> None:
-        part = parts[number]
-        run(loops.squares, memory(part), part.shape[1], part.stride(0), each[number].numpy())
+    def work(part: torch.Tensor, found: torch.Tensor) -> None:
+        run(loops.squares, memory(part), part.shape[1], part.stride(0), found.numpy())
 
-    in_threads(len(parts), work)
+    in_threads(work, parts, sums.split([part.shape[1] for part in parts]))
     return sums

@@ -19,7 +19,7 @@ from lightning_obs.numerics.formats import format_of_dtype
 from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.search import definition
 from lightning_obs.numerics.search.cpu_power import fit_power
-from lightning_obs.numerics.search.definition import GridSearch, Visited
+from lightning_obs.numerics.search.definition import Found, GridSearch
 from lightning_obs.numerics.search.rows import Rows
 
 # Values of the longest row that is visited as a whole; of a piece of a longer one.
@@ -34,15 +34,15 @@ def can_search(rows: Rows, search: GridSearch) -> bool:
     scale = dtype in (None, rows.dtype) or format_of_dtype(dtype) is not None or should_generate_mx_scales(grid.args)
     integers = grid.number is None and grid.args.zp_dtype in (None, torch.int8)
     known = rows.hessian is None and grid.global_scale is None and search.norm >= 1
-    return known and scale and (grid.symmetric or integers) and launch.can_read(rows.view)
+    return known and scale and (grid.args.symmetric or integers) and launch.can_read(rows.view)
 
 
-def visit(rows: Rows, search: GridSearch) -> Visited:
+def visit(rows: Rows, search: GridSearch) -> Found:
     """As :func:`.definition.visit`; ``improved`` ends where the search does."""
     loops = _Loops(rows, search._replace(patience=None))
     if rows.size > _ROW:
         return loops.long_rows(search.limit)
-    found, maybe = loops.all_rows()
+    found, best, maybe = loops.all_rows()
     if (search.limit is None and not search.is_part) or found.improved.all():
         return found
     improved, bits = found.improved, int(np.bitwise_or.reduce(maybe.numpy()))
@@ -53,10 +53,10 @@ def visit(rows: Rows, search: GridSearch) -> Visited:
         for _, copied in rows.copies((maybe & wanted).nonzero().squeeze(-1)):
             improved = improved | definition.visit(copied, loops.search).improved
     stop = int(visited(improved, search.limit).sum())
-    late = (found.best >= stop).nonzero().squeeze(-1)  # their candidate comes after the end, which excludes it
+    late = (best >= stop).nonzero().squeeze(-1)  # their candidate comes after the end, which excludes it
     for some, copied in rows.copies(late):
         sooner = visit(copied, search._replace(factors=search.factors[:stop], patience=None, is_part=False))
-        found.low[some], found.high[some], found.best[some] = sooner.low, sooner.high, sooner.best
+        found.low[some], found.high[some] = sooner.low, sooner.high
     return found._replace(improved=improved[:stop])
 
 
@@ -84,8 +84,8 @@ class _Loops:
 
     # ------------------------------------------------------------------ rows that are visited as a whole
 
-    def all_rows(self) -> tuple[Visited, torch.Tensor]:
-        """What all candidates find, and ``maybe`` of :class:`.cpu_kernel.Choices`."""
+    def all_rows(self) -> tuple[Found, torch.Tensor, torch.Tensor]:
+        """What all candidates find, the best one of each row, and ``maybe`` of :class:`.cpu_kernel.Choices`."""
         rows, count = self.rows, len(self.factors)
         ends = torch.empty(2, rows.count, dtype=rows.dtype)
         best, maybe = (torch.empty(rows.count, dtype=dtype) for dtype in (torch.int16, torch.int32))
@@ -95,7 +95,7 @@ class _Loops:
             ends[:, part], (index, rival, maybe[part]), sure = self._search(part)
             improved += sure + self._settle(start, ends[:, part], index, rival)
             best[part] = index
-        return Visited(ends[0], ends[1], best, improved > 0), maybe
+        return Found(ends[0], ends[1], improved > 0), best, maybe
 
     def _search(self, part: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The fields of :class:`.cpu_kernel.Choices` of some rows: of floats, of integers, of candidates."""
@@ -108,12 +108,12 @@ class _Loops:
         factors, expand = self.factors.numpy().astype(np.float32), np.float32(self.search.expand)
         sources = self._source(self.rows.view), self._source(self.importance)
 
-        def work(number: int) -> None:
-            here = slice(starts[number], starts[number] + step)
-            found = self.kernel.Choices(*ends[:, here], *chosen[:, here], improved[number])
-            launch.run(self.kernel.search, *sources, part.start + here.start, factors, expand, self.measure, found)
+        def work(start: int, better: Any) -> None:
+            here = slice(start, start + step)
+            found = self.kernel.Choices(*ends[:, here], *chosen[:, here], better)
+            launch.run(self.kernel.search, *sources, part.start + start, factors, expand, self.measure, found)
 
-        launch.in_threads(len(starts), work, count * self.rows.size * len(self.factors))
+        launch.in_threads(work, starts, improved, steps=count * self.rows.size * len(self.factors))
         return torch.from_numpy(ends), torch.from_numpy(chosen), torch.from_numpy(improved.sum(0))
 
     def _settle(self, start: int, ends: torch.Tensor, best: torch.Tensor, rival: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ class _Loops:
 
     # ------------------------------------------------------------------ longer rows
 
-    def long_rows(self, limit: int | None) -> Visited:
+    def long_rows(self, limit: int | None) -> Found:
         rows, search, count = self.rows, self.search, len(self.factors)
         low, high = rows.observed_range()
         size = torch.maximum(-low, high).float().numpy()
@@ -184,7 +184,7 @@ class _Loops:
                 idle = 0 if better else idle + 1
                 improved.append(better)
         at = torch.from_numpy(best).unsqueeze(0)
-        return Visited(lows.gather(0, at)[0], highs.gather(0, at)[0], at[0], torch.tensor(improved))
+        return Found(lows.gather(0, at)[0], highs.gather(0, at)[0], torch.tensor(improved))
 
     def _sum_errors(self, r: int, scale: Any, zeros: Any, unit: Any) -> Any:
         """Errors of candidates ``(c,)`` on row r in units of ``unit``, its sum of weighed squares and of weights."""
@@ -195,11 +195,10 @@ class _Loops:
         sums = np.zeros((len(starts), len(scale) + 2))
         row = [None if x is None else x[divmod(r, x.shape[1])][None, None] for x in (self.rows.view, self.importance)]
 
-        def work(number: int) -> None:
-            n, g = starts[number]
+        def work(start: tuple[int, int], total: Any) -> None:
+            n, g = start
             parts = (None if x is None else x[..., n : n + across, g : g + _PIECE] for x in row)
-            candidates = scale, zeros, unit
-            launch.run(self.kernel.sum_errors, *map(self._source, parts), *candidates, self.measure, sums[number])
+            launch.run(self.kernel.sum_errors, *map(self._source, parts), scale, zeros, unit, self.measure, total)
 
-        launch.in_threads(len(starts), work, self.rows.size * len(scale))
+        launch.in_threads(work, starts, sums, steps=self.rows.size * len(scale))
         return sums.sum(0)

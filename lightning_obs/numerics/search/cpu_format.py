@@ -49,14 +49,14 @@ def loop_format(search: GridSearch, dtype: torch.dtype) -> tuple[Format, float]:
     rounded = None if mx or grid.scale_dtype in (None, dtype) else format_of_dtype(grid.scale_dtype)
     # A scale may be narrower than its range asks for, by the last bit of its mantissa.
     slack = 2.0 if mx else 1.01 if rounded is None else 1 + 0.56 * 2.0**-rounded.mantissa
-    span = -grid.low if grid.signed else (grid.high - grid.low) / (2 if grid.symmetric else 1)
+    span = -grid.low if grid.signed else (grid.high - grid.low) / (2 if grid.args.symmetric else 1)
     most, narrowest = span * slack / (search.expand * factors[0]), min(factors) / factors[0]
     distance = max(grid.last_step * max(factors) / factors[0], most - (span - 1) * narrowest / slack + 1)
     zero = torch.zeros(1, dtype=dtype)
     form = Format(
-        *(f32(grid.low), f32(grid.high), number and _bits(number)[:2], grid.symmetric, grid.signed),
+        *(f32(grid.low), f32(grid.high), number and _bits(number)[:2], grid.args.symmetric, grid.signed),
         divisor=f32(span),
-        exact=half is not None or rounded is not None or mx or not grid.symmetric or grid.signed,
+        exact=half is not None or rounded is not None or mx or not grid.args.symmetric or grid.signed,
         range=_bits(half),
         scale=_bits(rounded),
         mx_round=i32(1 << (22 - number.mx_mantissa) if mx and number is not None else 0),

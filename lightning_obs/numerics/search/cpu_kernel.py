@@ -109,14 +109,7 @@ def root_above(x: Any, exponent: Any) -> Any:
 def doubt(best: Any, unit: Any, size: Any, squares: Any, weight: Any, steps: int, measure: Measure) -> Any:
     """A bound on how wrong a row's least error and another candidate's can be together, relative to it; -1: not known.
 
-    Args:
-        best: the least error.
-        unit: one over the first scale.
-        size: the largest magnitude.
-        squares: sum of the weighed squares.
-        weight: sum of the weights.
-        steps: how many terms are added up in float32.
-        measure: of the search.
+    ``size`` is the row's largest magnitude, ``steps`` how many terms are added up in float32; see :class:`Rows`.
     """
     form, power = measure.form, measure.power
     if squares == f32(0) and (size == f32(0) or weight == f32(0)):
@@ -318,11 +311,9 @@ def sum_errors(
     """Errors of candidates on a piece of a long row, the sum of its weighed squares, and of its weights.
 
     Args:
-        values: the piece, as a single row.
-        weights: of each value, the same; empty: all 1.
+        values, weights, measure: as of :func:`search`; the piece is a single row.
         scales, zeros: of the candidates, ``(C,)``.
         unit: the scale that errors are measured in.
-        measure: of the errors.
         sums: receives the result, ``(C + 2,)`` in float64; the sum of weights only where there are any.
     """
     inverse, ratio, zero, total = lanes(), lanes(), lanes(), lanes()

@@ -53,27 +53,22 @@ class GridSearch(NamedTuple):
         return None if self.patience is None or self.is_part else max(1, self.patience)
 
 
-class Visited(NamedTuple):
-    """Rows (R) after the visited candidates (C).
+class Found(NamedTuple):
+    """Smallest and largest value of each chosen range, ``(R,)`` of rows, ``(*Q,)`` of a tensor, in their dtype.
 
-    ``best`` is the best candidate of each row, ``low`` and ``high`` are the ends of its range, ``(R,)`` in the dtype of
-    the rows. ``improved``, ``(C,)``, tells which candidates were better for some row than all before.
+    ``improved``, ``(C,)``, tells which factors improved any scale: of a search of a part for certain; otherwise it may
+    hold factors after the end of the search.
     """
 
     low: torch.Tensor
     high: torch.Tensor
-    best: torch.Tensor
     improved: torch.Tensor
 
 
-def visit(rows: Rows, search: GridSearch) -> Visited:
+def visit(rows: Rows, search: GridSearch) -> Found:
     """Choose the best candidate of every row, among the candidates before the search ends.
 
     Where no candidate has a finite error, a row keeps the expanded range.
-
-    Args:
-        rows: the values, and their importance.
-        search: candidates and error.
     """
     factors = on_device(tuple(search.factors), rows.device)
     ends = torch.stack(rows.observed_range()) * search.expand
@@ -101,7 +96,7 @@ def visit(rows: Rows, search: GridSearch) -> Visited:
         chosen = [_least(errors.masked_fill_(after, torch.inf)) for errors, *_ in chosen]
     best, known = chosen[0] if len(chosen) == 1 else map(torch.cat, zip(*chosen, strict=True))
     low, high = torch.where(known, shrink(ends, factors[best]), ends)
-    return Visited(low, high, best, improved)
+    return Found(low, high, improved)
 
 
 def measure(rows: Rows, part: slice, ranges: Range, search: GridSearch) -> torch.Tensor:

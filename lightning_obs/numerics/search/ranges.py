@@ -17,26 +17,12 @@ certain. Many bfloat16 values of one scale are counted instead, and each distinc
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from lightning_obs.numerics.qparams import split_blocks
 from lightning_obs.numerics.search import cpu, definition
-from lightning_obs.numerics.search.definition import GridSearch
+from lightning_obs.numerics.search.definition import Found, GridSearch
 from lightning_obs.numerics.search.rows import Rows, rows_of_counts, rows_of_observed
-
-
-class Found(NamedTuple):
-    """Smallest and largest value of each chosen range, ``(*Q,)``.
-
-    ``improved``, ``(C,)``, tells which factors improved any scale: of a search of a part for certain; otherwise it may
-    hold factors after the end of the search.
-    """
-
-    low: torch.Tensor
-    high: torch.Tensor
-    improved: torch.Tensor
 
 
 def search_range(
@@ -72,7 +58,7 @@ def search_range(
     shape = rows.view.shape[:2] if observed.ndim == 2 else observed.shape[1:-1]
     if search.factors:
         visit = cpu.visit if cpu.can_search(rows, search) else definition.visit
-        low, high, _, improved = visit(rows, search)
+        low, high, improved = visit(rows, search)
     else:
         low, high = (end * search.expand for end in rows.observed_range())
         improved = torch.zeros(0, dtype=torch.bool)
