@@ -91,7 +91,8 @@ class CheckpointSource:
             container, _, index = path.rpartition(".")
             role = next(role for role, known_as in expert.projections.items() if known_as == projection)
             suffix = "_bias" if key == "bias" else ""
-            for stack in (f"{role}_proj{suffix}", f"gate_up_proj{suffix}"):
+            fused = () if role == "down" else (f"gate_up_proj{suffix}",)
+            for stack in (f"{role}_proj{suffix}", *fused):
                 own = f"{container}.{stack}"
                 for stored in dict.fromkeys((stacks[own], own)) if own in stacks else ():
                     if stored in self.reader:

@@ -6,6 +6,7 @@ from lightning_obs import CalibrationError
 from lightning_obs.__main__ import versions
 from lightning_obs.app.job import Quality, make_options, recovered_share
 from lightning_obs.app.main import run
+from lightning_obs.app.tasks import compare  # noqa: F401  (imports job's functions, which tests here replace)
 from lightning_obs.app.tasks.task import make_task
 
 

@@ -240,6 +240,15 @@ def test_a_folder_that_cannot_be_quantized_is_named_and_nothing_is_written(damag
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
 
 
+def test_a_stack_of_experts_that_is_missing_is_not_read_from_another(tmp_path):
+    source, stack = tmp_path / "moe", "model.layers.0.mlp.experts.down_proj"
+    tiny_moe("qwen3_moe", torch.bfloat16).save_pretrained(source, save_original_format=False)
+    drop(stack)(source)
+    with pytest.raises(CalibrationError, match=r"experts\.0\.down_proj\.weight \(missing\)"):
+        quantize_checkpoint(source, tmp_path / "out", W4A16_32, ignore=IGNORE)
+    assert [path.name for path in tmp_path.iterdir()] == ["moe"]
+
+
 def test_too_little_disk_is_named_before_anything_is_written(tmp_path, monkeypatch):
     source = tiny_llama(tmp_path / "llama")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
