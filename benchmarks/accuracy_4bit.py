@@ -77,6 +77,7 @@ OBSERVERS = [
     "imatrix_mse(signed=True, norm=2.0) + gptq",
     "hessian(signed=True, weigh_tokens=True)",
     "imatrix_mse(signed=True, norm=2.0, weigh_tokens=True) + gptq",
+    "imatrix_mse(signed=True, norm=2.0, weigh_tokens=True, rounding={'name': 'gptq', 'damping': 0.1})",
 ]
 #: the most that MiniLM may lose with int4 in groups of 64
 MOST = {
