@@ -72,11 +72,11 @@ class TokenWeights:
             stack.enter_context(in_evaluation_mode(model))
             stack.enter_context(parameters_without_gradients(model))
 
-            def tap(name: str, args: Any, output: torch.Tensor) -> torch.Tensor:
+            def tap(name: str, value: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
                 own, call = self._found.setdefault(self._together.get(name, name), {}), number[name]
                 number[name] += 1
                 outputs = self._session.fed.get((name, GRADIENTS))
-                length = 1.0 if outputs is None else args[0].detach().float().norm(dim=-1, keepdim=True)
+                length = 1.0 if outputs is None else value.detach().float().norm(dim=-1, keepdim=True)
 
                 def see(gradient: torch.Tensor) -> None:
                     own[call] = own.get(call, 0) + gradient.float().square().sum(-1)
@@ -86,8 +86,11 @@ class TokenWeights:
                 return tapped(output, see)
 
             for name, module in self.modules.items():
-                hook = module.register_forward_hook(lambda _, args, output, name=name: tap(name, args, output))
-                stack.callback(keep_hook_out(module, hook))
+
+                def hook(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> torch.Tensor:
+                    return tap(name, next(iter((*args, *kwargs.values()))), output)
+
+                stack.callback(keep_hook_out(module, module.register_forward_hook(hook, with_kwargs=True)))
             # Inference tensors have no backward. Not a call of the model: its hooks see the observed call alone.
             args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
             logits = logits_of(model.forward(*args, **kwargs))

@@ -254,6 +254,18 @@ def test_a_rounding_knows_which_outputs_go_together(monkeypatch):
     assert not torch.equal(model.inner.weight_rounded, round_by_hessian(model.inner.weight, qparams, args, moments[0]))
 
 
+def test_an_input_may_be_given_by_name():
+    class ByName(Reader):
+        def forward(self, x):
+            return {"logits": self.head(self.inner(input=x).tanh())}
+
+    found = []
+    for model in (Reader(half=False), ByName()):
+        session = observed(model, [{"x": inputs()}], rounding="gptq", ignore=["head"])
+        found.append(session.fed["inner", GRADIENTS].input_hessian)
+    torch.testing.assert_close(*found)
+
+
 def test_a_rounding_knows_outputs_of_weighed_tokens_and_of_no_vocabulary(monkeypatch):
     def gathered(observers):
         session = CalibrationSession(Reader(), {"weights": {"num_bits": 8}}, observers=observers, rounding="gptq")
