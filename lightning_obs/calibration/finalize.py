@@ -227,7 +227,8 @@ def _left_out(session: CalibrationSession, unreached: set[Key]) -> set[str]:
 
     An error if no observer saw any data, or one saw none and ``on_missing`` is ``"error"``.
     """
-    other = {RANGE, GRADIENTS} | ({HESSIAN} if session.options.on_missing == "siblings" else set())  # of an expert
+    # Experts may lack a Hessian.
+    other = {RANGE, GRADIENTS, *([HESSIAN] if session.options.on_missing == "siblings" else [])}
     needing = [key for key in session.fed if key[1] not in other]
     lacking = [key for key in needing if key in unreached]
     if not lacking:

@@ -79,9 +79,10 @@ class CalibrationOptions:
         rounding: ``"gptq"``: after the scales of weights, choose numbers that are not the nearest ones, so that the
             outputs change least (:func:`~lightning_obs.numerics.rounding.round_by_hessian`); or
             ``{"name": "gptq", "act_order": ..., "damping": ...}``. It needs data, and gathers the whole Hessian of each
-            module's inputs (4 bytes per pair of channels). The weights of the model do not change: a module gets
-            the numbers beside its scale. None: as the scheme says of each group, beside the hyperparameters of its
-            observer (``{"name": "hessian", "rounding": "gptq"}``); else the nearest numbers.
+            module's inputs (4 bytes per pair of channels), with ``weigh_tokens`` also the products of the gradients at
+            its outputs. The weights of the model do not change: a module gets the numbers beside its scale. None: as
+            the scheme says of each group, beside the hyperparameters of its observer (``{"name": "hessian",
+            "rounding": "gptq"}``); else the nearest numbers.
 
     Attributes:
         config: the one ``QuantizationConfig`` that scheme, targets, ignore, observers, kv_cache and rounding say
