@@ -5,11 +5,13 @@ import signal
 import time
 
 import pytest
+import torch.distributed as dist
 
 from tests.rank_processes import run_ranks
 
 
 def on_abort(rank, folder, times):
+    dist.barrier()  # all have connected; else the run counts as one that did not, and is repeated
     runs = len(list(folder.glob(f"{rank}.*")))
     (folder / f"{rank}.{runs}").touch()
     if rank == 0 and runs < times:
