@@ -52,7 +52,11 @@ class QuantizedTraining:
     """The ranges of a session's model; ``train``: ``"weights"``, ``"scales"`` that can be ``learned``, or ``"all"``."""
 
     def __init__(self, session: CalibrationSession, train: str = "weights") -> None:
-        refuse(session.weighed, "weigh_tokens is of a calibration, not of training", remedy="leave it out.")
+        refuse(
+            session.weighed if train != "scales" else [],
+            "weigh_tokens is of weights that are chosen once, and these are trained",
+            remedy="leave it out, or set train='scales'.",
+        )
         self.session = session
         self.switch = Switch()  # the tensors that are quantized now
         self.learned = None if train == "weights" else LearnedScales(session.plan, alone=train == "scales")

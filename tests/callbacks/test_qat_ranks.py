@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -73,6 +74,13 @@ class Trained(Module):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
 
+class WithoutExperts(Trained):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 4)).double()
+
+
 def share(x, rank=0, ranks=1):
     """Batches of 4 over all ranks together."""
     return DataLoader(TensorDataset(x[rank::ranks]), batch_size=4 // ranks)
@@ -116,9 +124,9 @@ OPTIONS = {
 }
 
 
-def on_fit(rank, ranks, options):
+def on_fit(rank, ranks, options, make=Trained):
     like_torchrun(rank, ranks)
-    module, callback = Trained(), qat(**options)
+    module, callback = make(), qat(**options)
     fit(callback, module, rank=rank, ranks=ranks)
     learned = callback._training.learned
     scales = {} if learned is None else learned.state_dict()["log_factors"]
@@ -151,6 +159,17 @@ def test_two_ranks_train_as_one_device_and_end_alike(options):
     assert close(first["qparams"], qparams_of(one), rtol)
     interleaved = torch.stack([first["validated"], second["validated"]], 1).flatten(0, 1)
     torch.testing.assert_close(interleaved, torch.cat(one.validated), rtol=rtol, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_scales_are_trained_from_a_rounding_by_weighed_tokens_of_all_ranks():
+    weighed = {"weight": {"name": "imatrix_mse", "weigh_tokens": True}}
+    options = {"scheme": SYMMETRIC_W4, "train": "scales", "observers": weighed, "rounding": "gptq"}
+    first, second = run_ranks(on_fit, 2, 2, {**options, "calibration_batches": 3}, WithoutExperts)
+    assert same(first["qparams"], second["qparams"])
+    assert same(first["scales"], second["scales"])
+    assert all(factors.any() for factors in first["scales"].values())
+    assert first["losses"][3:] != second["losses"][3:]
 
 
 def on_two_halves(rank, ranks, halves):

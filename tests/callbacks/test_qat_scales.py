@@ -129,6 +129,20 @@ def test_weights_are_observed_once_though_their_observer_wants_inputs():
     assert torch.equal(module.net[0].weight_scale, learned.values()["net.0.weight_scale"])
 
 
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_first_batches_give_the_weighed_rounding_that_their_validation_gives(precision, tiny_llama, batches):
+    options = {"observers": {"weight": {"name": "imatrix_mse", "weigh_tokens": True}}, "ignore": ["lm_head"]}
+    found = []
+    for fits in (False, True):
+        callback = qat(W4A16, rounding="gptq", calibration_batches=len(batches), **options)
+        tr = trainer(callback, max_steps=len(batches) + 1, limit_val_batches=float(not fits), precision=precision)
+        module, data = Fast(tiny_llama()), language_data(batches)
+        tr.fit(module, data, data) if fits else tr.validate(module, data, verbose=False)
+        found.append(callback.result.qparams)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def test_batch_norms_and_dropout_are_frozen_and_train_again_afterwards():
     class Normed(Classifier):
         def build(self):
