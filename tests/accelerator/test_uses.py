@@ -269,3 +269,21 @@ def test_rounding_by_inputs_and_outputs_has_the_bits_of_the_cpu():
         found = round_by_hessian(*given)
     assert counts.reads.total() == 2  # whether a factor failed, of both
     assert torch.equal(on_cpu(found), expected)
+
+
+def test_weighed_tokens_have_the_cpus_sums_and_a_batch_is_read_by_the_model_alone():
+    observers = {"weight": {"name": "hessian", "weigh_tokens": True}}
+    found = {}
+    for device in (torch.device("cpu"), DEVICE):
+        model = llama(1).float().to(device)
+        session = CalibrationSession(model, "W4A16", ignore=["lm_head"], observers=observers, rounding="gptq")
+        with session, torch.no_grad(), counting() as counts:
+            for ids in token_batches():
+                model(input_ids=ids.to(device), use_cache=False)
+            found[device] = {key: observer.input_hessian for key, observer in session.fed.items()}
+            reads = counts.reads.total()
+    for key, expected in found[torch.device("cpu")].items():
+        sums = on_cpu(found[DEVICE][key])
+        torch.testing.assert_close(sums, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert reads == 2 * len(token_batches())  # transformers looks at the mask, in each of two calls
+    assert all(on_cpu(weight).any() for name, weight in session.qparams.items() if "rounded" in name)
