@@ -141,7 +141,7 @@ def check_stacked_experts(model: nn.Module, targets: list[str], ignore: list[str
 
 def unsuited(model: nn.Module, targets: Sequence[PlannedModule], by_class: Set[str]) -> dict[str, str]:
     """Planned modules that cannot be quantized, by name the reason: their weight is that of an Embedding that is not
-    planned, or is read without a call.
+    planned, is read without a call, or has no elements.
 
     Only modules that a target selects by their class (``by_class``): one selected by a name or a pattern is refused
     later.
@@ -154,7 +154,8 @@ def unsuited(model: nn.Module, targets: Sequence[PlannedModule], by_class: Set[s
         for name, module in sharing
         if name in by_class and id(module) in planned
     }
-    return tied | {t.name: _UNCALLED for t in _uncalled(model, targets) if t.name in by_class}
+    empty = {t.name: "no elements" for t in targets if t.name in by_class and 0 in (matrix_shape(t.module) or ())}
+    return tied | empty | {t.name: _UNCALLED for t in _uncalled(model, targets) if t.name in by_class}
 
 
 def _uncalled(model: nn.Module, targets: Sequence[PlannedModule]) -> list[PlannedModule]:

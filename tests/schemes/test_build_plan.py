@@ -151,3 +151,11 @@ def test_weights_that_are_read_without_a_call_are_left_out_or_refused(layer, rea
     name = min(read)
     with pytest.raises(CalibrationError, match=rf"without calling them.*0\.{name}.*target the class"):
         plan(model, "FP8_DYNAMIC", targets=["Linear", f"re:.*{name}"])
+
+
+def test_a_weight_without_elements_is_left_out():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1, bias=False))
+    model[1].weight = nn.Parameter(torch.empty(0, 8))
+    found = plan(model, "FP8_DYNAMIC")
+    assert found.left_out == {"1": "no elements"}
+    assert [target.name for target in found.targets] == ["0"]
