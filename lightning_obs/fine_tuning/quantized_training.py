@@ -54,7 +54,7 @@ class QuantizedTraining:
     def __init__(self, session: CalibrationSession, train: str = "weights") -> None:
         refuse(
             session.weighed if train != "scales" else [],
-            "weigh_tokens is of weights that are chosen once, and these are trained",
+            "weigh_tokens needs weights that stay as they are, and these are trained",
             remedy="leave it out, or set train='scales'.",
         )
         self.session = session

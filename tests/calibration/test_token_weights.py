@@ -339,5 +339,5 @@ def test_block_by_block_it_is_refused(tmp_path, batches):
 
 def test_training_is_refused(tiny_llama, batches):
     callback = QuantizationAwareTraining(INT4, observers=WEIGHED, module="model")
-    with pytest.raises(CalibrationError, match=r"weigh_tokens is of weights that are chosen once.*train='scales'"):
+    with pytest.raises(CalibrationError, match=r"weigh_tokens needs weights that stay as they are.*train='scales'"):
         trainer(callback, max_epochs=1).fit(LanguageModule(tiny_llama()), loader(batches), loader(batches))
