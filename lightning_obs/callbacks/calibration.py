@@ -80,8 +80,6 @@ class CalibrationCallback(ObservedBatches):
         if not isinstance(evaluate, (int, float)) or not 0 <= evaluate <= 1:
             raise CalibrationError("evaluate", got=evaluate, expected="True, False, or a share in (0, 1]")
         require_at_least(1, every_n_epochs=every_n_epochs)
-        if self._auto is not None and self.save_to is not None:
-            raise CalibrationError("save_every with chosen observers, which run kept batches again", remedy="drop one.")
         self.evaluate, self.every_n_epochs, self.show = float(evaluate), every_n_epochs, show
         self._second_pass: QuantizedValidation | None = None  # of the validation that runs now
 

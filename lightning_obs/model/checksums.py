@@ -17,7 +17,6 @@ highest bit would cancel, since every multiplier is odd.)
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Hashable, Iterator, Sequence
 
 import torch
@@ -111,12 +110,6 @@ def remember(model: nn.Module) -> None:
         by_module.setdefault(module, {})[name] = found
     for module in model.modules():
         vars(module)[CHECKSUMS] = by_module.get(module, {})
-
-
-@at_rest()
-def weights_checksum(model: nn.Module) -> int:
-    """One number for everything that a checkpoint of ``model`` holds."""
-    return zlib.crc32(repr([found for _, found in _checksums_of(model)]).encode())
 
 
 def _checksums_of(model: nn.Module) -> list[tuple[tuple[nn.Module, str], int]]:

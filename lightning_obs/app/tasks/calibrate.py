@@ -80,7 +80,6 @@ class Calibrate(Job):
     def make_callback(self, options: CalibrationOptions) -> SessionCallback:
         """The callback that this task runs."""
         of_callback = {"module": self.config.module, "token_mask": self.config.token_mask}
-        of_callback |= {name: self.config.task.get(name) for name in ("save_every", "save_to")}
         return CalibrationCallback(options, show=False, **of_callback)  # the run's own report shows more
 
     def check_task(self) -> None:
