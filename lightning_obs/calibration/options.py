@@ -63,10 +63,10 @@ class CalibrationOptions:
             ``"siblings"``, which quantizes an expert without tokens by its weights alone, its activations with the
             range of all other experts of the layer (and is an error for other modules).
         reload: the engine that will load the checkpoint: ``"default"`` (``from_pretrained``), ``"dequantize"``
-            (``CompressedTensorsConfig(dequantize=True)``), ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"mlx"``,
-            ``"openvino"``, the name of an engine of your own, or ``"unchecked"``. A checkpoint that the engine would
-            refuse is an error now. A warning says where an engine computes a scheme differently.
-        engines: further engines that have to take the checkpoint, by their names in ``reload``: ``["vllm", "mlx"]``.
+            (``CompressedTensorsConfig(dequantize=True)``), ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, the name of an
+            engine of your own, or ``"unchecked"``. A checkpoint that the engine would refuse is an error now. A
+            warning says where an engine computes a scheme differently.
+        engines: further engines that have to take the checkpoint, by their names in ``reload``: ``["vllm", "sglang"]``.
             A refusal by one of them is an error; the functions that choose schemes leave such candidates out.
         calibrate_all_experts: let every expert observe all tokens, not only its own. Outputs do not change. Off: an
             expert's range is that of the tokens that the router sends it.

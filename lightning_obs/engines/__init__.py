@@ -9,6 +9,6 @@ from lightning_obs.engines.transformers import Transformers
 from lightning_obs.engines.vllm import VLLM
 
 # In the order in which a run reports them.
-from lightning_obs.engines import sglang, llama_cpp, mlx, openvino  # isort: skip
+from lightning_obs.engines import sglang, llama_cpp  # isort: skip
 
-__all__ = ["VLLM", "Hardware", "Transformers", "Verdict", "ask_engines", "llama_cpp", "mlx", "openvino", "sglang"]
+__all__ = ["VLLM", "Hardware", "Transformers", "Verdict", "ask_engines", "llama_cpp", "sglang"]

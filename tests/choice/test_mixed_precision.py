@@ -306,6 +306,6 @@ def test_candidates_of_which_no_engine_takes_one_are_refused(tiny_llama, batches
         pytest.warns(CalibrationWarning, match="int8 is not a candidate"),
         pytest.raises(CalibrationError, match="no candidate is taken by all engines"),
     ):
-        mixed_precision(tiny_llama(), [batches[0]], {"int8": "W8A8"}, ignore="lm_head", engines="openvino")
+        mixed_precision(tiny_llama(), [batches[0]], {"int8": "INT8_STATIC"}, ignore="lm_head", engines="llama.cpp")
     with pytest.raises(CalibrationError, match=r"engines\. Got 'vlm' \(did you mean `vllm`\?\)"):
         mixed_precision(tiny_llama(), [batches[0]], {"int8": "W8A8"}, ignore="lm_head", engines="vlm")

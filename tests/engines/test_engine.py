@@ -56,7 +56,7 @@ def test_an_engine_is_asked_once(tiny_engine, tiny_llama, monkeypatch):
         check = type(each).check
         monkeypatch.setattr(each, "check", lambda *a, e=each, c=check: asked.append(e.name) or c(e, *a), raising=False)
     CalibrationSession(tiny_llama(), "W8A8", ignore=["lm_head"], reload="vllm")
-    assert sorted(asked) == ["MLX", "OpenVINO", "SGLang", "Tiny", "llama.cpp", "transformers", "vLLM"]
+    assert sorted(asked) == ["SGLang", "Tiny", "llama.cpp", "transformers", "vLLM"]
 
 
 def test_an_unknown_engine_is_refused_with_the_names_of_all(tiny_engine, tiny_llama):

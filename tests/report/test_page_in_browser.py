@@ -242,13 +242,13 @@ def test_the_page_says_what_each_engine_says_and_why_not(tmp_path, browser):
     report = made_up(6, checkpoint="out")
     report.result.engines = {
         "vLLM": Verdict(True, "CUDA 7.5 or newer"),
-        "MLX": Verdict(False, "long", "no such scheme"),
+        "SGLang": Verdict(False, "long", "no such scheme"),
     }
     browser.open(write_report(tmp_path, report))
     lines = "[...document.querySelectorAll('.engines tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
-    assert browser.run(lines) == [["vLLM", "yes", "CUDA 7.5 or newer"], ["MLX", "no", "no such scheme"]]
+    assert browser.run(lines) == [["vLLM", "yes", "CUDA 7.5 or newer"], ["SGLang", "no", "no such scheme"]]
     written = json.loads((tmp_path / "report.json").read_text())["engines"]
-    assert written["MLX"] == {"loads": False, "text": "long", "what": "no such scheme"}
+    assert written["SGLang"] == {"loads": False, "text": "long", "what": "no such scheme"}
 
 
 @in_chromium
