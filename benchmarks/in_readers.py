@@ -2,11 +2,12 @@
 
     .venv-engines/bin/python benchmarks/in_readers.py READER CHECKPOINTS
 
-``READER``: llama.cpp or sglang. ``CHECKPOINTS``: a folder of checkpoints. For each checkpoint the reader's own code gives
-either a reason to refuse it or tensors, which are written into the checkpoint as ``READER.safetensors``: llama.cpp's
-converter makes a GGUF file, whose weights are dequantized here under their names in transformers; SGLang gives the
-tensors of its Linear layers after loading. ``READER.json`` has the reasons by checkpoint, empty where there is none.
-llama.cpp's converter is looked for in the folder that the variable LLAMA_CPP names, or where `make engines` puts it.
+``READER``: llama.cpp or sglang. ``CHECKPOINTS``: a folder of checkpoints. For each checkpoint the reader's own code
+gives either a reason to refuse it or tensors, which are written into the checkpoint as ``READER.safetensors``:
+llama.cpp's converter makes a GGUF file, whose weights are dequantized here under their names in transformers; SGLang
+gives the tensors of its Linear layers after loading. ``READER.json`` has the reasons by checkpoint, empty where there
+is none. llama.cpp's converter is looked for in the folder that the variable LLAMA_CPP names, or where `make engines`
+puts it.
 """
 
 from __future__ import annotations
