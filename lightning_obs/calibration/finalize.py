@@ -1,7 +1,8 @@
 """From observers' statistics to qparams on modules: reduce the ranks, observe the weights, compute, check, write.
 
-The ranks agree on which observers saw data, then each searches its share of the weights, then all get all ranges. A
-rank that fails goes on with the collectives, so that none is left waiting, and all raise alike.
+The ranks agree on which observers saw data, then each searches its share of the weights, then all get all ranges, and
+in the end they agree that all have written them. A rank that fails goes on with the collectives, so that none is left
+waiting, and all raise alike (:class:`.Stretch`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import nn
 from lightning_obs.calibration.expert_tokens import borrow_ranges
 from lightning_obs.calibration.hooks import GRADIENTS, HESSIAN, RANGE
 from lightning_obs.calibration.result import CalibrationResult
-from lightning_obs.calibration.rounding import make_roundings
+from lightning_obs.calibration.rounding import WeightRounding, make_roundings
 from lightning_obs.calibration.weights import Observe, ShardedWeights
 from lightning_obs.errors import CalibrationError, key_text, name_list, refuse, sendable, warn
 from lightning_obs.files.tensors import Tally
@@ -28,6 +29,7 @@ from lightning_obs.model.weight import onloaded, place_of, reshard, rows_here
 from lightning_obs.numerics.qparams import ATTENTION, QParamsDict
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.statistic import all_finite, to_host
+from lightning_obs.ranks.collectives import Stretch
 from lightning_obs.ranks.sync import share_weights, sync_statistics
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, expected_shapes
 
@@ -43,20 +45,33 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
 
     It can be called again, after the weights have changed: activations are reduced only once.
     """
-    reshard(session.model)
-    held, failure = _weights(session, weights)
-    if activations and session.collectives.size == 1:
-        _bring_to_host(session.fed)  # else the ranks reduce them where they are
+    collectives = session.collectives
+    stretch = Stretch(collectives)
+    shared = _Weights(session, {}, {})
+    tokens: dict[str, list[int]] = {}
+    with stretch:
+        reshard(session.model)
+        shared = _weights(session, weights)
+        tokens = {name: [int(count) for count in counts] for name, counts in session.experts.tokens.items()}
+        if activations and collectives.size == 1:
+            _bring_to_host(session.fed)  # else the ranks reduce them where they are
     synced = sync_statistics(
         session.fed if activations and session.unreached is None else {},
-        session.collectives,
-        weights=held.sizes,
-        failure=failure,
-        note={name: [int(count) for count in counts] for name, counts in session.experts.tokens.items()},
+        collectives,
+        weights=shared.sizes,
+        failure=stretch.failure,
+        note=tokens,
     )
+    taken = synced.collectives
+
+    stretch = Stretch(collectives, synced.failure)
+    borrowed: dict[Key, Observer] = {}
+    computed: dict[Key, QParamsDict] = {}
     if activations:
-        _bring_to_host(session.fed)
-    borrowed, computed, failure = _activations(session, synced.unreached) if activations else ({}, {}, None)
+        with stretch:
+            _bring_to_host(session.fed)
+            borrowed = _stand_ins(session, synced.unreached)
+            computed = _compute(session, {**session.observers, **borrowed}, weights=False)
 
     def observe(key: Key, observer: Observer, rows: torch.Tensor) -> None:
         # Inputs may be missing where on_missing allows it, and where only weights are finalized.
@@ -65,38 +80,74 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
         else:
             observer(rows)
 
-    searched = [key for key in held.modules if key[0] not in session.skipped]
-    collectives = synced.collectives + held.observe(searched, synced.owners, observe, failure)
-    if weights:
-        computed |= _compute(session, session.observers, weights=True)
+    searched = [key for key in shared.modules if key[0] not in session.skipped]
+    taken += shared.observe(searched, synced.owners, observe, stretch)
+
+    qparams: dict[str, dict[str, torch.Tensor]] = {}
+    with stretch:
+        if weights:
+            computed |= _compute(session, session.observers, weights=True)
+        qparams = _checked_qparams(session, computed, weights, activations)
+    if weights and any(observer.rounding is not None for observer in session.observers.values()):
+        stretch.agree()  # weights are gathered to be rounded, by all ranks or none
+        taken += 1 + _round(session, shared, searched, synced.owners, qparams, stretch)
+    with stretch:
+        write_all(session.plan, qparams)
+    with stretch:
+        if weights:  # else they may have been trained on since their scale was chosen
+            remember(session.model)  # called by all ranks: they add up the checksums of sharded weights
+    result: CalibrationResult | None = None
+    with stretch:
+        result = result_of(
+            session,
+            modules=list(qparams),
+            batches=session.batches,
+            measurements=session.measurements,
+            collectives=taken + 1 if collectives.size > 1 else 0,
+            seconds=time.perf_counter() - session.started,
+            qparams=on_host({n: {k: x for k, x in own.items() if k != ROUNDED} for n, own in qparams.items()}),
+            input_ranges=_observed_ranges(session.fed),
+            chosen_input_ranges=_chosen_ranges(session.observers),
+            skipped=sorted(session.skipped),
+            expert_tokens=_add_up(synced.notes),
+            fallback=sorted({name for name, _ in borrowed}),
+        )
+    stretch.agree()
+    assert result is not None
+    return result
+
+
+def _checked_qparams(
+    session: CalibrationSession, computed: Mapping[Key, QParamsDict], weights: bool, activations: bool
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The qparams of all modules that are not skipped, as they will be stored; an error names those that cannot be."""
     left = [target for target in session.plan.targets if target.name not in session.skipped]
     qparams = {t.name: as_stored(t.module, _qparams_of(t, computed, weights, activations)) for t in left}
-    _check_scales(qparams, {f"{name}.{base}_scale" for (name, base), o in session.observers.items() if o.signed})
+    signed = {f"{name}.{base}_scale" for (name, base), observer in session.observers.items() if observer.signed}
+    _check_scales(qparams, signed)
     _check_heads(left, qparams)
-    if weights and any(observer.rounding is not None for observer in session.observers.values()):
+    return qparams
+
+
+def _round(
+    session: CalibrationSession,
+    shared: _Weights,
+    searched: Sequence[Key],
+    owners: Mapping[Key, int],
+    qparams: dict[str, dict[str, torch.Tensor]],
+    stretch: Stretch,
+) -> int:
+    """Add the rounded weights to ``qparams``; returns how many collectives that took."""
+    roundings: dict[Key, WeightRounding] = {}
+    again = _Weights(session, {}, {})
+    with stretch:
         roundings = make_roundings({key: session.observers[key] for key in searched}, session.fed, qparams)
-        rounded = {key: held.modules[key] for key in roundings}
-        again = _Weights(session, rounded, roundings)
-        collectives += again.observe(rounded, synced.owners, lambda _, rounding, rows: rounding(rows))
+        again = _Weights(session, {key: shared.modules[key] for key in roundings}, roundings)
+    taken = again.observe(list(roundings), owners, lambda _, rounding, rows: rounding(rows), stretch)
+    with stretch:
         for (name, _), rounding in roundings.items():
             qparams[name][ROUNDED] = rounding.rounded
-    write_all(session.plan, qparams)
-    if weights:  # else they may have been trained on since their scale was chosen
-        remember(session.model)
-    return result_of(
-        session,
-        modules=list(qparams),
-        batches=session.batches,
-        measurements=session.measurements,
-        collectives=collectives if session.collectives.size > 1 else 0,
-        seconds=time.perf_counter() - session.started,
-        qparams=on_host({n: {k: x for k, x in own.items() if k != ROUNDED} for n, own in qparams.items()}),
-        input_ranges=_observed_ranges(session.fed),
-        chosen_input_ranges=_chosen_ranges(session.observers),
-        skipped=sorted(session.skipped),
-        expert_tokens=_add_up(synced.notes),
-        fallback=sorted({name for name, _ in borrowed}),
-    )
+    return taken
 
 
 def result_of(session: CalibrationSession, **found: Any) -> CalibrationResult:
@@ -136,9 +187,7 @@ class _Weights:
         #: of the other weights, the number that this rank observes
         self._parts = {key: (stop - start) * shapes[key][1:].numel() for key, (start, stop) in rows.items()}
 
-    def observe(
-        self, keys: Collection[Key], owners: Mapping[Key, int], observe: Observe, failure: Exception | None = None
-    ) -> int:
+    def observe(self, keys: Collection[Key], owners: Mapping[Key, int], observe: Observe, stretch: Stretch) -> int:
         """As :meth:`.ShardedWeights.observe`, whether weights are sharded or not; progress is told."""
         ranks, rank = self._collectives.size, self._collectives.rank
         if self._progress is not None:
@@ -147,14 +196,17 @@ class _Weights:
             tally = Tally(sum(mine[key] * weight.itemsize for key, weight in weights.items()), self._progress)
             observe = partial(_tell, observe, tally, ranks)
         if self._sharded is not None:
-            return self._sharded.observe(keys, owners, failure, observe)
+            return self._sharded.observe(keys, owners, observe, stretch)
 
         def search(key: Key) -> None:
             with onloaded(self.modules[key]):
                 observe(key, self._observers[key], rows_here(self.modules[key]))
 
         own = {key: self._observers[key] for key in keys}
-        return share_weights(own, owners, search, self._collectives, failure).collectives
+        shared = share_weights(own, owners, search, self._collectives, stretch.failure)
+        if shared.failure is not None:
+            stretch.keep(shared.failure)
+        return shared.collectives
 
 
 def _tell(observe: Observe, tally: Tally, ranks: int, key: Key, observer: Observer, rows: torch.Tensor) -> None:
@@ -162,17 +214,18 @@ def _tell(observe: Observe, tally: Tally, ranks: int, key: Key, observer: Observ
     tally.add(key[0] if ranks == 1 else f"{key[0]} (this rank's share)", rows.nbytes)
 
 
-def _weights(session: CalibrationSession, wanted: bool) -> tuple[_Weights, CalibrationError | None]:
-    """The weights to observe; none, and an error, if they cannot be read."""
+def _weights(session: CalibrationSession, wanted: bool) -> _Weights:
+    """The weights to observe, and their observers without statistics of an earlier weight."""
     observers = session.observers
-    modules = {k: t.module for t in session.plan.targets if wanted and (k := (t.name, "weight")) in observers}
-    try:
-        found = _Weights(session, modules, observers)
-    except CalibrationError as error:
-        return _Weights(session, {}, {}), error
+    modules: dict[Key, nn.Module] = {}
+    for target in session.plan.targets:
+        key = (target.name, "weight")
+        if wanted and key in observers:
+            modules[key] = target.module
+    shared = _Weights(session, modules, observers)
     for key in modules:
         observers[key].reset(keep=observers[key].input_statistics)
-    return found, None
+    return shared
 
 
 def write_all(plan: Plan, qparams: Mapping[str, dict[str, torch.Tensor]]) -> None:
@@ -202,24 +255,16 @@ def _bring_to_host(observers: Mapping[Key, Observer]) -> None:
 # ---------------------------------------------------------------------- modules that no data reached
 
 
-def _activations(
-    session: CalibrationSession, unreached: list[Key]
-) -> tuple[dict[Key, Observer], dict[Key, QParamsDict], CalibrationError | None]:
-    """Stand-ins for observers that no data reached, the qparams of activations, and this rank's failure.
-
-    The error is raised on all ranks before weights are searched. Modules without a stand-in are skipped.
-    """
+def _stand_ins(session: CalibrationSession, unreached: list[Key]) -> dict[Key, Observer]:
+    """Observers in the place of those that no data reached; modules without one are skipped from now on."""
     if session.unreached is None:
         session.unreached = unreached
     borrowed: dict[Key, Observer] = {}
-    try:
-        if session.unreached and session.options.on_missing == "siblings":
-            join = session.options.join_fused_scales
-            borrowed = borrow_ranges(session.observers, session.experts.containers, session.plan.fused, join)
-        session.skipped = _left_out(session, set(session.unreached) - borrowed.keys())
-        return borrowed, _compute(session, {**session.observers, **borrowed}, weights=False), None
-    except CalibrationError as error:
-        return borrowed, {}, error
+    if session.unreached and session.options.on_missing == "siblings":
+        join = session.options.join_fused_scales
+        borrowed = borrow_ranges(session.observers, session.experts.containers, session.plan.fused, join)
+    session.skipped = _left_out(session, set(session.unreached) - borrowed.keys())
+    return borrowed
 
 
 def _left_out(session: CalibrationSession, unreached: set[Key]) -> set[str]:

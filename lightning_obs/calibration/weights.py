@@ -31,7 +31,7 @@ from lightning_obs.model.kinds import kind_of
 from lightning_obs.model.weight import by_unit, place_of, rows_here, unit_of, whole_matrix, whole_shape, whole_unit
 from lightning_obs.numerics.qparams import rows_per_scale
 from lightning_obs.observers import Key, Observer
-from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.sync import share_weights
 
 #: makes the observer of a key look at its weight, or at rows of it
@@ -66,19 +66,19 @@ class ShardedWeights:
         }
         self._gathered = places.keys() - self.rows.keys()
 
-    def observe(
-        self, keys: Collection[Key], owners: Mapping[Key, int], failure: Exception | None, observe: Observe
-    ) -> int:
+    def observe(self, keys: Collection[Key], owners: Mapping[Key, int], observe: Observe, stretch: Stretch) -> int:
         """Let the observers of ``keys`` observe their weights, shared out over ranks. All end with all ranges.
 
         ``keys`` are the same on every rank where nothing failed; ``owners`` are the ranks that observe the weights that
-        are not in :attr:`rows`; ``failure``, an earlier one of this rank, is raised on all ranks. Returns the number of
-        collectives, without gathered weights.
+        are not in :attr:`rows`; a failure in ``stretch``, an earlier one of this rank, is raised on all ranks, a
+        later one is kept there. Returns the number of collectives, without gathered weights.
         """
         whole = {key: self.observers[key] for key in keys if key not in self.rows}
-        shards = {key: list(self._shards(key)) for key in keys if key in self.rows}
+        shards: dict[Key, list[_Shard]] = {}
+        with stretch:
+            shards = {key: list(self._shards(key)) for key in keys if key in self.rows}
         parts = {shard.key: shard for of_weight in shards.values() for shard in of_weight}
-        gathered = self._observe_gathered(whole if failure is None else (), owners, observe)
+        gathered = self._observe_gathered(whole if stretch.failure is None else (), owners, observe)
 
         def search(key: Key) -> None:
             if key in parts:
@@ -90,7 +90,10 @@ class ShardedWeights:
 
         ranks = {part: shard.rank for part, shard in parts.items()}
         together = {**whole, **{part: shard.observer for part, shard in parts.items()}}
-        collectives = share_weights(together, {**owners, **ranks}, search, self.collectives, failure).collectives
+        shared = share_weights(together, {**owners, **ranks}, search, self.collectives, stretch.failure)
+        collectives = shared.collectives
+        if shared.failure is not None:
+            stretch.keep(shared.failure)
         again = {
             shard.key: shard.observer
             for key, of_weight in shards.items()
@@ -98,9 +101,10 @@ class ShardedWeights:
             for shard in of_weight
         }
         if again:
-            collectives += share_weights(again, ranks, search, self.collectives).collectives
-        for key, of_weight in shards.items():
-            self.observers[key].join([(shard.start, shard.observer) for shard in of_weight])
+            collectives += share_weights(again, ranks, search, self.collectives, stretch.failure).collectives
+        with stretch:
+            for key, of_weight in shards.items():
+                self.observers[key].join([(shard.start, shard.observer) for shard in of_weight])
         return collectives
 
     # ------------------------------------------------------------------ rows of each rank

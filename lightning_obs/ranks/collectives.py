@@ -89,15 +89,53 @@ def all_ranks_answer() -> Iterator[None]:
         ) from error
 
 
+class Stretch:
+    """What this rank does alone between two collectives: an error waits for the ranks' next agreement.
+
+    The other ranks enter the next collective whatever happens here, so this rank must enter it, too. A ``with`` block
+    keeps the first error in :attr:`failure`; after it, give that to the next collective, or :meth:`agree`. A single
+    process has nobody to wait for: there the block raises the error at once.
+
+    Args:
+        collectives: of this rank.
+        failure: an error of this rank that no agreement has raised yet.
+    """
+
+    def __init__(self, collectives: Collectives, failure: Exception | None = None) -> None:
+        self._collectives = collectives
+        self.failure = failure
+
+    def __enter__(self) -> Stretch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> bool:
+        if not isinstance(error, Exception) or self._collectives.size == 1:
+            return False
+        self.keep(error)
+        return True
+
+    def keep(self, error: Exception) -> None:
+        """Keep an error, unless there is an earlier one."""
+        if self.failure is None:
+            self.failure = error
+
+    def agree(self) -> None:
+        """Raise the first failure of any rank on all ranks. Every rank must call this; it is one collective.
+
+        Raises:
+            CalibrationError: the same on every rank; it names the rank that failed.
+        """
+        failures = self._collectives.gather_object(None if self.failure is None else sendable(self.failure))
+        try:
+            require_no_failure(failures)
+        except CalibrationError as error:
+            raise error from self.failure
+
+
 @contextmanager
 def on_all_ranks(collectives: Collectives) -> Iterator[None]:
     """Raise an error of one rank in the ``with`` block on all ranks, at its end. Every rank must enter the block."""
-    failure: Exception | None = None
-    try:
+    stretch = Stretch(collectives)
+    with stretch:
         yield
-    except Exception as error:  # the others wait
-        failure = error
-    failures = collectives.gather_object(None if failure is None else sendable(failure))
-    if failure is not None and not (len(failures) > 1 and isinstance(failure, CalibrationError)):
-        raise failure
-    require_no_failure(failures)
+    stretch.agree()

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_obs.errors import CalibrationError, key_text
 from lightning_obs.observers import Key, Observer
-from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.ranks.collectives import Collectives, Op, Stretch
 
 #: the dtype that a dtype is widened to, without loss, before it is compared or ordered
 WIDE: dict[torch.dtype, torch.dtype] = {
@@ -76,41 +76,55 @@ _Part: TypeAlias = tuple[Agreed, list[torch.Tensor] | None]
 
 
 def reduce_statistics(
-    agreed: Iterable[Agreed], observers: Mapping[Key, Observer], collectives: Collectives
+    agreed: Iterable[Agreed], observers: Mapping[Key, Observer], collectives: Collectives, stretch: Stretch
 ) -> Iterator[dict[Key, dict[str, torch.Tensor]]]:
     """The reduced statistics of this rank's observers, in new tensors: one dict for each reduction that is made.
 
     Extremes first, then integers: a sum that does not fit is an error before any is handed out, and extremes can be
-    reduced again.
+    reduced again. A failure of this rank alone is kept in ``stretch``, and its reductions are made all the same.
     """
     kinds: list[list[Agreed]] = [[], [], []]
     for one in agreed:
         sums = 2 if one.form.dtype.is_floating_point else 1
         kinds[0 if one.form.reduction in ("min", "max") else sums].append(one)
-    buckets = [(_extremes, kinds[0]), (_sums, kinds[1]), *((_sums, bucket) for bucket in _cut(kinds[2]))]
+    buckets = [(_EXTREMES, kinds[0]), (_SUMS, kinds[1]), *((_SUMS, bucket) for bucket in _cut(kinds[2]))]
     for kind, bucket in buckets:
         if bucket:
-            yield _reduced(kind, bucket, observers, collectives)
+            yield _reduced(kind, bucket, observers, collectives, stretch)
 
 
 def _reduced(
-    kind: Callable[..., Iterable[Iterable[torch.Tensor]]],
+    kind: _Kind,
     bucket: Sequence[Agreed],
     observers: Mapping[Key, Observer],
     collectives: Collectives,
+    stretch: Stretch,
 ) -> dict[Key, dict[str, torch.Tensor]]:
     parts: list[_Part] = []
-    for one in bucket:
-        has_it = collectives.rank in one.ranks
-        parts.append((one, [getattr(observers[key], one.form.name) for key in one.keys] if has_it else None))
+    packed = None
+    with stretch:
+        for one in bucket:
+            has_it = collectives.rank in one.ranks
+            parts.append((one, [getattr(observers[key], one.form.name) for key in one.keys] if has_it else None))
+        packed = kind.pack(parts, collectives.device)
+    if packed is None:  # the other ranks reduce in any case
+        parts = [(one, None) for one in bucket]
+        packed = kind.pack(parts, collectives.device)
+    totals_of_all = kind.unpack(parts, collectives.reduce(packed, kind.op))
+    del packed
     reduced: dict[Key, dict[str, torch.Tensor]] = {}
-    for (one, mine), totals in zip(parts, kind(parts, collectives), strict=True):
-        if one.keys[0] not in observers:  # this rank holds all of the keys or none
-            continue
-        if mine is not None:
-            totals = [total.to(value.device) for total, value in zip(totals, mine, strict=True)]
-        for key, total in zip(one.keys, totals, strict=True):
-            reduced.setdefault(key, {})[one.form.name] = total
+    try:
+        for (one, mine), totals in zip(parts, totals_of_all, strict=True):
+            if one.keys[0] not in observers:  # this rank holds all of the keys or none
+                continue
+            if mine is not None:
+                totals = [total.to(value.device) for total, value in zip(totals, mine, strict=True)]
+            for key, total in zip(one.keys, totals, strict=True):
+                reduced.setdefault(key, {})[one.form.name] = total
+    except CalibrationError:
+        raise  # of the reduced numbers, which are the same on every rank
+    except Exception as error:
+        stretch.keep(error)
     return reduced
 
 
@@ -155,8 +169,8 @@ def _magnitude_of_negatives(keys: torch.Tensor) -> torch.Tensor:
     return (keys >> (torch.iinfo(keys.dtype).bits - 1)) & torch.iinfo(keys.dtype).max
 
 
-def _extremes(parts: Sequence[_Part], collectives: Collectives) -> Iterator[Sequence[torch.Tensor]]:
-    """Minima and maxima of all dtypes, in one minimum of integers that are ordered as the values are."""
+def _pack_extremes(parts: Sequence[_Part], device: torch.device) -> torch.Tensor:
+    """Minima and maxima of all dtypes, for one minimum of integers that are ordered as the values are."""
     keys = []
     for one, mine in parts:
         wide = WIDE[one.form.dtype]
@@ -164,11 +178,15 @@ def _extremes(parts: Sequence[_Part], collectives: Collectives) -> Iterator[Sequ
             key = _KEYS.get(wide, wide)
             flat = torch.full((len(one.keys) * one.form.numel,), torch.iinfo(key).max, dtype=key)
         else:
-            flat = ordered(torch.stack([value.to(collectives.device) for value in mine]).reshape(-1).to(wide))
+            flat = ordered(torch.stack([value.to(device) for value in mine]).reshape(-1).to(wide))
             flat = flat if one.form.reduction == "min" else ~flat
-        keys.append(flat.to(collectives.device))
-    reduced = collectives.reduce(torch.cat(keys), "min").split([len(k) for k in keys])
-    for (one, _), values in zip(parts, reduced, strict=True):
+        keys.append(flat.to(device))
+    return torch.cat(keys)
+
+
+def _unpack_extremes(parts: Sequence[_Part], reduced: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
+    lengths = [len(one.keys) * one.form.numel for one, _ in parts]
+    for (one, _), values in zip(parts, reduced.split(lengths), strict=True):
         values = values if one.form.reduction == "min" else ~values
         yield _apart(unordered(values, WIDE[one.form.dtype]), one)
 
@@ -200,20 +218,30 @@ def union_of_blocks(parts: Iterable[bytes]) -> torch.Tensor:
     return torch.from_numpy(np.flatnonzero(np.unpackbits(union, bitorder="little")))
 
 
-def _sums(parts: Sequence[_Part], collectives: Collectives) -> Iterator[Sequence[torch.Tensor]]:
-    """Sums in float64 or int64, of counts without their empty blocks; means as sums over the ranks that have them."""
+def _pack_sums(parts: Sequence[_Part], device: torch.device) -> torch.Tensor:
+    """Sums in float64 or int64, of counts without their empty blocks; zeros where this rank has none."""
     wide = torch.float64 if parts[0][0].form.dtype.is_floating_point else torch.int64
-    sizes = [[one.form.numel if b is None else len(b) * BLOCK for b in one.blocks] for one, _ in parts]
-    bucket = torch.zeros(sum(map(sum, sizes)), dtype=wide, device=collectives.device)
+    sizes = _sizes(parts)
+    bucket = torch.zeros(sum(map(sum, sizes)), dtype=wide, device=device)
     for (one, mine), place, each in zip(parts, bucket.split(list(map(sum, sizes))), sizes, strict=True):
         for value, blocks, into in zip(mine or (), one.blocks, place.split(each), strict=False):
             rows = value if blocks is None else value.reshape(-1, BLOCK)[blocks.to(value.device)]
             into.copy_(rows.reshape(-1))
-    bucket = collectives.reduce(bucket, "sum")
-    for (one, _), place, each in zip(parts, bucket.split(list(map(sum, sizes))), sizes, strict=True):
+    return bucket
+
+
+def _unpack_sums(parts: Sequence[_Part], reduced: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
+    """Each observer's sums; means are sums over the ranks that have them."""
+    sizes = _sizes(parts)
+    for (one, _), place, each in zip(parts, reduced.split(list(map(sum, sizes))), sizes, strict=True):
         if one.form.reduction == "mean":
             place /= len(one.ranks)
         yield [_read_sum(one.form, *of) for of in zip(one.keys, one.blocks, place.split(each), strict=True)]
+
+
+def _sizes(parts: Sequence[_Part]) -> list[list[int]]:
+    """Of each statistic and observer, how many elements are sent."""
+    return [[one.form.numel if b is None else len(b) * BLOCK for b in one.blocks] for one, _ in parts]
 
 
 def _read_sum(form: Form, key: Key, blocks: torch.Tensor | None, sums: torch.Tensor) -> torch.Tensor:
@@ -230,6 +258,18 @@ def _read_sum(form: Form, key: Key, blocks: torch.Tensor | None, sums: torch.Ten
             remedy="count in int64.",
         )
     return narrow.view(form.shape)
+
+
+class _Kind(NamedTuple):
+    """A reduction of one tensor: how statistics are put into it and taken out of it again."""
+
+    op: Op
+    pack: Callable[[Sequence[_Part], torch.device], torch.Tensor]
+    unpack: Callable[[Sequence[_Part], torch.Tensor], Iterator[Sequence[torch.Tensor]]]
+
+
+_EXTREMES = _Kind("min", _pack_extremes, _unpack_extremes)
+_SUMS = _Kind("sum", _pack_sums, _unpack_sums)
 
 
 # ---------------------------------------------------------------------- statistics without a reduction

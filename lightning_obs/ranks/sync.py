@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from lightning_obs.errors import CalibrationError, key_text, refuse, require_no_failure, sendable
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.statistic import all_finite
-from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.reduction import (
     WIDE,
     Agreed,
@@ -46,12 +46,14 @@ _REMEDY = "declare SUM, AVG, MIN or MAX of a tensor in _act_sync_dict."
 
 @dataclass(frozen=True)
 class Synced:
-    """The agreement of the ranks; the same on every rank."""
+    """The agreement of the ranks; the same on every rank, except for ``failure``."""
 
     unreached: list[Key]  # observers without statistics on every rank; ordered
     owners: dict[Key, int]  # for each weight the rank that searches its range, see :func:`partition`
     collectives: int  # how many this took
     notes: list[Any]  # of each rank, see :func:`sync_statistics`
+    #: of this rank alone, after the ranks had agreed: to be raised on all by their next agreement (:class:`.Stretch`)
+    failure: Exception | None = field(default=None, repr=False)
 
 
 def sync_statistics(
@@ -158,7 +160,8 @@ def _sync(
             _require_finite(every)
         except CalibrationError as error:
             raise error from failure
-        reductions = 0 if alone else _reduce_into(observers, every, collectives)
+        stretch = Stretch(collectives)
+        reductions = 0 if alone else _reduce_into(observers, every, collectives, stretch)
         for observer in observers.values():
             observer.is_finite = True
     sizes = {key: max(d.weights.get(key, 0) for d in every) for key in sorted({k for d in every for k in d.weights})}
@@ -166,7 +169,7 @@ def _sync(
     owners = dict(zip(sizes, partition(list(sizes.values()), len(every), holders), strict=True))
     unreached = {key for d in every for key in d.unreached}
     unreached -= {key for d in every for key in d.held.keys() - d.unreached}
-    return Synced(sorted(unreached), owners, 1 + reductions, [d.note for d in every])
+    return Synced(sorted(unreached), owners, 1 + reductions, [d.note for d in every], stretch.failure)
 
 
 # ---------------------------------------------------------------------- one rank's side
@@ -313,18 +316,33 @@ def _shown(form: Form) -> str:
     return f"{form.reduction} of {form.name} {shape} {str(form.dtype).removeprefix('torch.')}"
 
 
-def _reduce_into(observers: Mapping[Key, Observer], every: Sequence[_Description], collectives: Collectives) -> int:
-    """Give the observers the statistics of all ranks; returns how many reductions that took."""
+def _reduce_into(
+    observers: Mapping[Key, Observer], every: Sequence[_Description], collectives: Collectives, stretch: Stretch
+) -> int:
+    """Give the observers the statistics of all ranks; returns how many reductions that took.
+
+    A failure of this rank alone is kept in ``stretch``.
+    """
     reductions = 0
-    for reduced in reduce_statistics(_agree(every), observers, collectives):
+    for reduced in reduce_statistics(_agree(every), observers, collectives, stretch):
         reductions += 1
-        for key, statistics in reduced.items():
-            observers[key].load_statistics(statistics)
+        with stretch:
+            for key, statistics in reduced.items():
+                _load(key, observers[key], statistics)
     known: set[Key] = set()
-    for rank, description in enumerate(every):  # the lowest rank gives statistics without a reduction
-        lowest = {key: nest for key, nest in description.kept.items() if key in observers and key not in known}
-        known |= lowest.keys()
-        if lowest and rank != collectives.rank:
-            for key, statistics in unpack_tensors(lowest, description.packed, collectives.device).items():
-                observers[key].load_statistics(statistics)
+    with stretch:
+        for rank, description in enumerate(every):  # the lowest rank gives statistics without a reduction
+            lowest = {key: nest for key, nest in description.kept.items() if key in observers and key not in known}
+            known |= lowest.keys()
+            if lowest and rank != collectives.rank:
+                for key, statistics in unpack_tensors(lowest, description.packed, collectives.device).items():
+                    _load(key, observers[key], statistics)
     return reductions
+
+
+def _load(key: Key, observer: Observer, statistics: Mapping[str, Any]) -> None:
+    """Let an observer take over reduced statistics; an error names it."""
+    try:
+        observer.load_statistics(statistics)
+    except Exception as error:
+        raise sendable(error, key) from error
