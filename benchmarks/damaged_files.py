@@ -41,7 +41,7 @@ from lightning_obs.app.data.files import read_documents
 from lightning_obs.app.job import _ignored_by_report
 from lightning_obs.app.models.pretrained import load_pretrained
 from lightning_obs.app.tasks.compare import _row_of
-from lightning_obs.calibration.saved_state import state_checksum
+from lightning_obs.files.sealed import state_checksum
 
 
 @dataclass

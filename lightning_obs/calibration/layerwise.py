@@ -21,13 +21,13 @@ from typing_extensions import Unpack
 from lightning_obs.calibration.blocks import Relay, find_blocks
 from lightning_obs.calibration.checkpoint_weights import Streaming, part_of
 from lightning_obs.calibration.finalize import result_of
+from lightning_obs.calibration.finished_blocks import FinishedBlocks, facts_of_run
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.result import CalibrationResult
-from lightning_obs.calibration.saved_state import state_checksum
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.compress import stored_layout
 from lightning_obs.checkpoint.source import CheckpointSource
-from lightning_obs.errors import CalibrationError, refuse, require_choice
+from lightning_obs.errors import refuse, require_choice
 from lightning_obs.files.tensors import Progress, TensorWriter, give_back_freed, write_index
 from lightning_obs.files.unfinished import Unfinished
 from lightning_obs.files.write import require_room, whole_folder
@@ -151,24 +151,15 @@ class _LayerByLayer:
         self._relay = Relay(session, list(blocks), batches, self._device)
         for config in (source.model.config, source.model.config.get_text_config()):
             config.use_cache = False  # it would grow from block to block
-        self._first, options, collectives = 0, session.options, session.collectives
-        asked = [options.config.model_dump_json(), options.beside_scheme, runs.inputs, runs.token_mask]
-        here = [self._device.type, collectives.rank, collectives.size]
-        stats = [((stat := (source.folder / name).stat()).st_size, stat.st_mtime_ns) for name in source.reader.files]
-        #: a checksum of everything that the written files depend on
-        self._asked = state_checksum([source.reader.files, stats, asked, here, batches])
+        self._first = 0
+        ways = {"inputs": runs.inputs, "token_mask": runs.token_mask, "device": self._device.type}
+        self._finished = FinishedBlocks(unfinished, source, facts_of_run(source, session, batches, ways))
         self._files = dict[str, str]()  # the file of each tensor that is written
         self.result = result_of(session, batches=len(batches) if session.needs_data else 0)
 
     def go_on_after(self, step: int) -> None:
         """Take over the finished blocks of an earlier run, on all ranks."""
-        state = self.unfinished.load(step)
-        if state["asked"] != self._asked:
-            raise CalibrationError(
-                f"{self.unfinished.folder} was begun with other arguments",
-                expected="the same checkpoint, batches, scheme, options and ranks",
-                remedy="delete it to start over, or choose another folder.",
-            )
+        state = self._finished.load(step)
         self._first, self._relay.outputs = step, state["outputs"]
         self._files, self._streaming.tally.done = state["files"], state["size"]
         vars(self.result).update(state["result"])
@@ -232,8 +223,8 @@ class _LayerByLayer:
                 self._write(index, here)
                 if is_block:
                     facts = {name: vars(self.result)[name] for name in (*_ADDED, "measurements")}
-                    state = {"asked": self._asked, "files": self._files, "size": self._streaming.tally.done}
-                    self.unfinished.save(index + 1, {**state, "result": facts, "outputs": self._relay.outputs})
+                    state = {"files": self._files, "size": self._streaming.tally.done}
+                    self._finished.save(index + 1, {**state, "result": facts, "outputs": self._relay.outputs})
 
     def _write(self, index: int, modules: set[str]) -> None:
         """Write the file of a block, on rank 0."""
@@ -260,9 +251,11 @@ class _LayerByLayer:
             writer.require_complete()
         with path.open("rb") as written:
             os.fsync(written.fileno())
+        self._finished.add(file)
 
     def complete(self, partial: Path) -> None:
         """Put together the checkpoint."""
+        self._finished.require_whole()
         for file in sorted(set(self._files.values())):
             os.link(self.unfinished.folder / file, partial / file)
         write_index(partial, self._files, self._streaming.tally.done)

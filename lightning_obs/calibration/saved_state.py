@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,18 +13,17 @@ from torch import nn
 
 from lightning_obs.calibration.finalize import write_all
 from lightning_obs.errors import CalibrationError, name_list, refuse
-from lightning_obs.files.read import naming
+from lightning_obs.files.sealed import require_whole, sealed
 from lightning_obs.model.offload import at_rest
 from lightning_obs.model.qparams import CHECKSUMS
 from lightning_obs.model.wrappers import without_adapters, without_wrappers
 from lightning_obs.observers import Observer
 from lightning_obs.observers.base import Key
-from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.sync import require_plain, sync_statistics
 from lightning_obs.schemes.planned_modules import Plan, find_misfits
 
 _FORMAT = 4
-_SEAL = "crc"
 _REMEDY = "load the checkpoint of this model, or calibrate again."
 
 
@@ -47,33 +45,6 @@ def by_module(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         name, _, key = str(key).rpartition(".")
         nested.setdefault(name, {})[key] = value
     return nested
-
-
-def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with a checksum of all that it holds, for :func:`require_whole`."""
-    parts = {key: value for key, value in state.items() if key != _SEAL}
-    return {**parts, _SEAL: state_checksum(parts)}
-
-
-def require_whole(state: Mapping[str, Any]) -> None:
-    """Raise a CalibrationError if anything of a state was changed, lost or added since it was :func:`sealed`."""
-    with naming("the saved calibration", remedy=_REMEDY):
-        if state.get(_SEAL) != sealed(state)[_SEAL]:
-            raise CalibrationError("the saved calibration has changed since it was saved", remedy=_REMEDY)
-
-
-def state_checksum(value: Any, crc: int = 0) -> int:
-    """CRC-32 of tensors, numbers and strings, and of lists and dicts of them in any order of their keys."""
-    if isinstance(value, torch.Tensor):
-        crc = state_checksum([str(value.dtype), *value.shape], crc)
-        return zlib.crc32(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(), crc)
-    if isinstance(value, Mapping):
-        value = [part for key in sorted(value, key=repr) for part in (key, value[key])]
-    if isinstance(value, (list, tuple)):
-        for part in (f"{len(value)} parts", *value):
-            crc = state_checksum(part, crc)
-        return crc
-    return zlib.crc32(repr(value).encode(errors="backslashreplace"), crc)
 
 
 def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
@@ -105,10 +76,10 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
 def changed_options(state: Mapping[str, Any], config: QuantizationConfig) -> list[str]:
     """How a config differs from that of a saved calibration: ``["weights.num_bits: 8 -> 4", ...]``."""
     try:
-        saved = dict(_fields(json.loads(state["config"])))
+        saved = dict(flat_fields(json.loads(state["config"])))
     except (KeyError, TypeError, ValueError):
         return ["its config is missing or damaged"]
-    return changes(saved, dict(_fields(json.loads(config.model_dump_json()))))
+    return changes(saved, dict(flat_fields(json.loads(config.model_dump_json()))))
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -126,10 +97,11 @@ def refuse_other_options(state: Mapping[str, Any], config: QuantizationConfig) -
     )
 
 
-def _fields(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def flat_fields(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested dicts by their path: ``("weights.num_bits", 8)``..."""
     if isinstance(value, dict) and value:
         for key, each in value.items():
-            yield from _fields(each, f"{name}.{key}".lstrip("."))
+            yield from flat_fields(each, f"{name}.{key}".lstrip("."))
     else:
         yield name, value
 
@@ -172,17 +144,20 @@ def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives
     """
     apart: dict[str, dict[str, Any]] = {}
     copies: dict[Key, Observer] = {}
-    failure: Exception | None = None
-    try:
+    stretch = Stretch(collectives)
+    with stretch:
         apart = dump_statistics({key: o for key, o in observers.items() if not _is_exact(o)})
         for key, observer in observers.items():
             if _is_exact(observer):
                 copies[key] = type(observer)(observer.base_name, observer.args)
                 copies[key].load_statistics(observer.get_statistics())
-    except Exception as error:  # the others are waiting
-        failure = error
-    every = sync_statistics(copies, collectives, failure=failure, note=apart).notes
-    return copy.deepcopy({"reduced": dump_statistics(copies), "of_ranks": every})
+    synced = sync_statistics(copies, collectives, failure=stretch.failure, note=apart)
+    state: dict[str, Any] = {}
+    stretch = Stretch(collectives, synced.failure)
+    with stretch:
+        state = copy.deepcopy({"reduced": dump_statistics(copies), "of_ranks": synced.notes})
+    stretch.agree()
+    return state
 
 
 def load_observation(observers: Mapping[Key, Observer], state: Mapping[str, Any], collectives: Collectives) -> bool:

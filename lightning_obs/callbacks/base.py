@@ -17,7 +17,6 @@ from torch import nn
 from typing_extensions import Unpack, override
 
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
-from lightning_obs.calibration.saved_state import require_whole
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import PADDING, find_mask
 from lightning_obs.callbacks.results import Results
@@ -30,6 +29,7 @@ from lightning_obs.callbacks.strategies import (
 )
 from lightning_obs.callbacks.which_module import describe, find_module
 from lightning_obs.errors import CalibrationError, refuse_unknown, require_kind, warn
+from lightning_obs.files.sealed import require_whole
 from lightning_obs.model.checksums import refuse_unmerged
 from lightning_obs.model.weight import in_shards, register_fsdp_units, reshard
 from lightning_obs.schemes.config import SchemeLike

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import Unpack, override
 
 from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
-from lightning_obs.calibration.saved_state import changed_options, sealed
+from lightning_obs.calibration.saved_state import changed_options
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.auto_observers import AutoObservers, given_candidates
 from lightning_obs.callbacks.base import require_at_least
@@ -25,6 +25,7 @@ from lightning_obs.callbacks.quantized_validation import QuantizedValidation, qu
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.choice.observer_choice import Candidates
 from lightning_obs.errors import CalibrationError, name_list, refuse, warn
+from lightning_obs.files.sealed import sealed
 from lightning_obs.report.summary import layer_table, print_report
 from lightning_obs.schemes.config import SchemeLike
 

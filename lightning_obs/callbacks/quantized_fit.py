@@ -19,11 +19,12 @@ from torch import nn
 from typing_extensions import Unpack, override
 
 from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
-from lightning_obs.calibration.saved_state import refuse_other_options, sealed
+from lightning_obs.calibration.saved_state import refuse_other_options
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.base import SessionCallback, SessionKeywords, require_at_least
 from lightning_obs.errors import CalibrationError, require_choice, warn
 from lightning_obs.files.read import naming
+from lightning_obs.files.sealed import sealed
 from lightning_obs.fine_tuning.quantized_training import Phase, QuantizedTraining
 from lightning_obs.schemes.config import SchemeLike
 

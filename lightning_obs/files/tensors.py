@@ -13,6 +13,7 @@ import json
 import os
 import struct
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from safetensors.torch import _TYPES
 
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
+from lightning_obs.files.sealed import form_checksum, state_checksum
 
 #: called with the name of the tensor that was written or searched, the bytes done so far, and the bytes in all
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -174,6 +176,8 @@ class TensorReader(_Tensors):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
+        #: of each tensor, or item of one, that was read: the checksum; None: nobody asked for them (:meth:`watch`)
+        self.checksums: dict[tuple[str, int | None], int] | None = None
         #: names of the files that hold the tensors, and of their index
         self.files = [WEIGHTS_FILE]
         index = {}
@@ -233,6 +237,12 @@ class TensorReader(_Tensors):
 
     def read(self, name: str, item: int | None = None) -> torch.Tensor:
         """A tensor, or one item ``(1, ...)`` of its first dimension, in memory of its own."""
+        data = self._read(name, item)
+        if self.checksums is not None:
+            self._remember((name, item), state_checksum(data))
+        return data
+
+    def _read(self, name: str, item: int | None) -> torch.Tensor:
         place, meta = self._places[name], self._places[name].meta
         data = torch.empty_like(meta if item is None else meta[:1], device="cpu")
         _read_all(place.file, _bytes_of(data), place.start + (item or 0) * data.nbytes)
@@ -242,11 +252,41 @@ class TensorReader(_Tensors):
         """The bytes of a tensor, in order; each block is overwritten by the next."""
         place = self._places[name]
         size = place.meta.nbytes
+        checksum = form_checksum(place.meta)
         buffer = memoryview(bytearray(min(size, _BLOCK)))
         for done in range(0, size, _BLOCK):
             block = buffer[: min(_BLOCK, size - done)]
             _read_all(place.file, block, place.start + done)
+            if self.checksums is not None:
+                checksum = zlib.crc32(block, checksum)
             yield block
+        if self.checksums is not None:
+            self._remember((name, None), checksum)
+
+    def watch(self, checksums: Mapping[tuple[str, int | None], int] | None = None) -> None:
+        """Keep the checksums of all that is read from now on; what differs when it is read again is an error.
+
+        ``checksums``: of tensors that were read before.
+        """
+        self.checksums = {**(self.checksums or {}), **(checksums or {})}
+
+    def _remember(self, key: tuple[str, int | None], checksum: int) -> None:
+        assert self.checksums is not None
+        if self.checksums.setdefault(key, checksum) != checksum:
+            raise CalibrationError(
+                "a checkpoint has changed while it was read",
+                where=[key[0]],
+                remedy="start over, and leave its files alone meanwhile.",
+            )
+
+    def changed(self, checksums: Mapping[tuple[str, int | None], int]) -> list[str]:
+        """Names of the tensors that are not as they were when their ``checksums`` were kept; all are read again."""
+        names: dict[str, None] = {}
+        for (name, item), checksum in checksums.items():
+            is_there = name in self and (item is None or item < len(self.meta(name)))
+            if not is_there or state_checksum(self._read(name, item)) != checksum:
+                names[name] = None
+        return list(names)
 
 
 def deal_to_files(layout: Mapping[str, torch.Tensor], max_shard_size: int | str, file: str = WEIGHTS_FILE) -> Any:

@@ -155,7 +155,7 @@ def _writing(path: Path) -> Iterator[Path]:
 
 def write_contents(folder: Path) -> None:
     """List all that lies in ``folder``."""
-    files = {path.relative_to(folder).as_posix(): _checksum(path) for path in sorted(folder.rglob("*"))}
+    files = {path.relative_to(folder).as_posix(): file_checksum(path) for path in sorted(folder.rglob("*"))}
     (folder / CONTENTS_FILE).write_text(json.dumps({"files": files}, indent=1) + "\n")
 
 
@@ -171,7 +171,7 @@ def refuse_damage(folder: Path) -> None:
             remedy=_DAMAGED,
         )
         refuse(
-            [name for name in written if written[name] != _checksum(folder / name)],
+            [name for name in written if written[name] != file_checksum(folder / name)],
             f"files of {folder} have changed since they were written",
             remedy=f"{_DAMAGED} If you changed them on purpose, delete {CONTENTS_FILE}.",
         )
@@ -185,7 +185,7 @@ def foreign(folder: Path) -> list[str]:
         own = {}
     found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
     added = [name for name in found if name not in own and not (own and name == CONTENTS_FILE)]
-    changed = [name for name in found if name in own and own[name] != _checksum(folder / name)]
+    changed = [name for name in found if name in own and own[name] != file_checksum(folder / name)]
     return [*added, *(f"{name} (changed since)" for name in changed)]
 
 
@@ -205,7 +205,8 @@ def _contents(folder: Path) -> dict[str, int | None]:
         return dict(found["files"])
 
 
-def _checksum(path: Path) -> int | None:
+def file_checksum(path: Path) -> int | None:
+    """CRC-32 of a file's bytes; None of a folder, -1 of anything else."""
     if path.is_dir():
         return None
     if not path.is_file():  # a pipe, a device, a link to nothing

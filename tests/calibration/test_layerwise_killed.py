@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -74,7 +75,7 @@ def test_a_run_that_is_killed_anywhere_goes_on_to_the_same_files(inputs, tmp_pat
     killed_and_gone_on_with(tmp_path, [random.random() for _ in range(20)], inputs)
 
 
-def test_a_run_that_goes_on_reads_only_what_is_not_finished(tmp_path, monkeypatch):
+def test_a_run_that_goes_on_loads_only_what_is_not_finished(tmp_path, monkeypatch):
     source, read = tiny_llama(tmp_path / "llama"), Counter()
 
     def stop(name, done, total):
@@ -91,19 +92,41 @@ def test_a_run_that_goes_on_reads_only_what_is_not_finished(tmp_path, monkeypatc
     assert sums(tmp_path / "out") == sums(in_memory(source, tmp_path / "memory", make_batches(), "FP8", **STATIC)[0])
 
 
-def test_other_data_or_options_than_those_of_the_killed_run_are_refused(tmp_path):
-    source = tiny_llama(tmp_path / "llama")
-
+def stopped_in_the_second_block(source, out):
     def stop(name, done, total):
         if name.startswith("model.layers.1."):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate_layerwise(source, make_batches(), "FP8", tmp_path / "out", **STATIC, runs=BlockRuns(progress=stop))
-    for batches, scheme in ((make_batches(2), "FP8"), (make_batches(), "INT8_STATIC")):
-        with pytest.raises(CalibrationError, match=r"out.unfinished was begun with other arguments.*delete it"):
-            calibrate_layerwise(source, batches, scheme, tmp_path / "out", **STATIC)
-    assert not (tmp_path / "out").exists()
+        calibrate_layerwise(source, make_batches(), "FP8", out, **STATIC, runs=BlockRuns(progress=stop))
+
+
+@pytest.mark.parametrize(
+    ("batches", "scheme", "options", "runs", "text"),
+    [
+        (2, "FP8", {}, {}, "number of batches: 3 -> 2, checksum of the batches: "),
+        (3, "INT8_STATIC", {}, {}, "config_groups.group_0.weights.type: .*float.* -> .*int"),
+        (3, "FP8", {"ignore": ["lm_head", "re:.*up_proj"]}, {}, "ignore: .*re:.*up_proj"),
+        (3, "FP8", {"on_missing": "warn"}, {}, "on_missing: .*error.* -> .*warn"),
+        (3, "FP8", {}, {"inputs": "quantized"}, "inputs: 'full_precision' -> 'quantized'"),
+    ],
+)
+def test_other_data_or_options_than_those_of_the_killed_run_are_refused(batches, scheme, options, runs, text, tmp_path):
+    source, out = tiny_llama(tmp_path / "llama"), tmp_path / "out"
+    stopped_in_the_second_block(source, out)
+    message = rf"out.unfinished was begun with other arguments: .*{text}.*delete .*out.unfinished to start over"
+    with pytest.raises(CalibrationError, match=message):
+        calibrate_layerwise(source, make_batches(batches), scheme, out, **{**STATIC, **options}, runs=BlockRuns(**runs))
+    assert not out.exists()
+
+
+def test_a_copy_of_the_checkpoint_is_as_good_as_the_one_that_the_killed_run_read(tmp_path):
+    source, out = tiny_llama(tmp_path / "llama"), tmp_path / "out"
+    stopped_in_the_second_block(source, out)
+    copied = shutil.copytree(source, tmp_path / "copied", copy_function=shutil.copyfile)  # with times of its own
+    shutil.rmtree(source)
+    calibrate_layerwise(copied, make_batches(), "FP8", out, **STATIC)
+    assert sums(out) == sums(in_memory(copied, tmp_path / "memory", make_batches(), "FP8", **STATIC)[0])
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lightning_obs import CalibrationSession, quantized
-from lightning_obs.calibration.saved_state import sealed
 from lightning_obs.errors import CalibrationError
+from lightning_obs.files.sealed import sealed
 from lightning_obs.model.qparams import calibrated_modules, read_qparams
 from tests.calibration.common import STATIC, attributes, calibrate
 

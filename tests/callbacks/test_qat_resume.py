@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_obs import CalibrationError, QuantizationAwareTraining
-from lightning_obs.calibration.saved_state import sealed
+from lightning_obs.files.sealed import sealed
 from tests.callbacks.qat_modules import (
     ASYMMETRIC,
     NVFP4_SMALL,
