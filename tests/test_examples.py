@@ -24,7 +24,7 @@ EXPECTED = {
     "08_fine_tune_images": "largest difference of logits after loading: 0.0",
     "09_lora": "difference after loading: 0.0",
     "04_own_observer": "two_sigma {'0': '[",
-    "05_ddp": "14 modules on 2 ranks in 4 collectives",
+    "05_ddp": "14 modules on 2 ranks in 5 collectives",
     "06_fsdp2": "14 modules on 2 ranks",
     "13_fabric": "largest difference after loading: 0.0",
     "10_bit_budget": "largest difference of logits after loading: 0.0",

@@ -9,6 +9,9 @@ Smallest and largest values are sent as integers that are ordered as the values 
 dtype, and largest values too (``~key`` reverses the order, without overflow); -0.0 is less than 0.0, and NaN has a
 fixed place, where a minimum of floats gives each rank another result.
 
+A few integers beside floats (counts of tokens beside sums of squares) go with them, split into halves that float64
+holds exactly.
+
 Counts are mostly empty: 65,536 bins, of which a bell-shaped tensor occupies about 6,000, and these lie together. So
 only the blocks of bins that some rank has counted into are sent. A list of them takes 64 bytes per 65,536 bins.
 """
@@ -39,6 +42,7 @@ WIDE: dict[torch.dtype, torch.dtype] = {
 }
 _KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
 BLOCK = 128  # bins: one power of two of a histogram
+_FEW = 2**14  # integers that are sent with floats, which saves a collective
 BUCKET_BYTES = 2**28  # of sums of floats that are reduced at a time
 
 
@@ -87,7 +91,12 @@ def reduce_statistics(
     for one in agreed:
         sums = 2 if one.form.dtype.is_floating_point else 1
         kinds[0 if one.form.reduction in ("min", "max") else sums].append(one)
-    buckets = [(_EXTREMES, kinds[0]), (_SUMS, kinds[1]), *((_SUMS, bucket) for bucket in _cut(kinds[2]))]
+    extremes, integers, floats = kinds
+    buckets_of_floats = list(_cut(floats))
+    if floats and sum(len(one.keys) * one.form.numel for one in integers) <= _FEW:
+        buckets_of_floats[0] += integers
+        integers = []
+    buckets = [(_EXTREMES, extremes), (_SUMS, integers), *((_SUMS, bucket) for bucket in buckets_of_floats)]
     for kind, bucket in buckets:
         if bucket:
             yield _reduced(kind, bucket, observers, collectives, stretch)
@@ -219,14 +228,17 @@ def union_of_blocks(parts: Iterable[bytes]) -> torch.Tensor:
 
 
 def _pack_sums(parts: Sequence[_Part], device: torch.device) -> torch.Tensor:
-    """Sums in float64 or int64, of counts without their empty blocks; zeros where this rank has none."""
-    wide = torch.float64 if parts[0][0].form.dtype.is_floating_point else torch.int64
+    """Sums in float64 or int64, of counts without their empty blocks; zeros where this rank has none.
+
+    Integers among floats are sent as two halves of 32 bits, whose sums over ranks are exact in float64.
+    """
+    wide = _sum_dtype(parts)
     sizes = _sizes(parts)
     bucket = torch.zeros(sum(map(sum, sizes)), dtype=wide, device=device)
     for (one, mine), place, each in zip(parts, bucket.split(list(map(sum, sizes))), sizes, strict=True):
         for value, blocks, into in zip(mine or (), one.blocks, place.split(each), strict=False):
             rows = value if blocks is None else value.reshape(-1, BLOCK)[blocks.to(value.device)]
-            into.copy_(rows.reshape(-1))
+            into.copy_(_halves(rows) if _is_halved(one, wide) else rows.reshape(-1))
     return bucket
 
 
@@ -236,12 +248,45 @@ def _unpack_sums(parts: Sequence[_Part], reduced: torch.Tensor) -> Iterator[Sequ
     for (one, _), place, each in zip(parts, reduced.split(list(map(sum, sizes))), sizes, strict=True):
         if one.form.reduction == "mean":
             place /= len(one.ranks)
-        yield [_read_sum(one.form, *of) for of in zip(one.keys, one.blocks, place.split(each), strict=True)]
+        sums = [_whole(part) if _is_halved(one, reduced.dtype) else part for part in place.split(each)]
+        yield [_read_sum(one.form, *of) for of in zip(one.keys, one.blocks, sums, strict=True)]
+
+
+def _sum_dtype(parts: Sequence[_Part]) -> torch.dtype:
+    """The dtype in which a bucket of sums is reduced: float64 if there is a float among them."""
+    has_floats = any(one.form.dtype.is_floating_point for one, _ in parts)
+    return torch.float64 if has_floats else torch.int64
+
+
+def _is_halved(one: Agreed, dtype: torch.dtype) -> bool:
+    """Whether a statistic of integers is sent as halves, in a bucket of ``dtype``."""
+    return dtype.is_floating_point and not one.form.dtype.is_floating_point
+
+
+def _halves(integers: torch.Tensor) -> torch.Tensor:
+    """The higher 32 bits of each integer, then the lower ones, in float64.
+
+    >>> _whole(_halves(torch.tensor([-1, 2**62 + 1]))).tolist() == [-1, 2**62 + 1]
+    True
+    """
+    flat = integers.reshape(-1).to(torch.int64)
+    return torch.cat([flat >> 32, flat & 0xFFFFFFFF]).to(torch.float64)
+
+
+def _whole(halves: torch.Tensor) -> torch.Tensor:
+    """The integers of :func:`_halves`, or of sums of them."""
+    high, low = halves.to(torch.int64).chunk(2)
+    return (high << 32) + low
 
 
 def _sizes(parts: Sequence[_Part]) -> list[list[int]]:
     """Of each statistic and observer, how many elements are sent."""
-    return [[one.form.numel if b is None else len(b) * BLOCK for b in one.blocks] for one, _ in parts]
+    sizes = []
+    wide = _sum_dtype(parts)
+    for one, _ in parts:
+        times = 2 if _is_halved(one, wide) else 1
+        sizes.append([times * (one.form.numel if b is None else len(b) * BLOCK) for b in one.blocks])
+    return sizes
 
 
 def _read_sum(form: Form, key: Key, blocks: torch.Tensor | None, sums: torch.Tensor) -> torch.Tensor:
