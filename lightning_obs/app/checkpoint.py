@@ -94,6 +94,8 @@ def _load_in_a_new_process(job: Job, folder: Path, reference: dict[str, Any]) ->
         command += ["--prompt", wanted.prompt]
     if wanted.reload == "dequantize":
         command.append("--dequantize")
+    if job.config.model.get("trust_remote_code"):
+        command.append("--trust-remote-code")
     with step("loading the checkpoint in a new process"):
         done = subprocess.run(command, capture_output=True, text=True, timeout=wanted.verify_timeout, check=False)
     if not done.stdout.strip():

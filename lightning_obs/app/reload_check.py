@@ -1,6 +1,6 @@
 """Load a checkpoint as its users will, and compare its output. Run as a file, so that lightning_obs is not imported.
 
-python reload_check.py CHECKPOINT REFERENCE.safetensors [--prompt TEXT] [--dequantize]
+python reload_check.py CHECKPOINT REFERENCE.safetensors [--prompt TEXT] [--dequantize] [--trust-remote-code]
 
 The reference holds the inputs by their names, and ``output``. Prints one line of JSON: the largest difference of logits
 (of hidden states, where there are none), the text that was generated, the version of transformers.
@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("reference")
     parser.add_argument("--prompt")
     parser.add_argument("--dequantize", action="store_true")
+    parser.add_argument("--trust-remote-code", action="store_true")
     options = parser.parse_args()
 
     warnings.filterwarnings("ignore")
@@ -34,9 +35,14 @@ def main() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    how = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if options.dequantize else {}
-    written_by = transformers.AutoConfig.from_pretrained(options.checkpoint).architectures[0]
-    model = getattr(transformers, written_by).from_pretrained(options.checkpoint, **how).eval()
+    how: dict[str, Any] = {}
+    if options.dequantize:
+        how["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
+    trusted = options.trust_remote_code
+    config = transformers.AutoConfig.from_pretrained(options.checkpoint, trust_remote_code=trusted)
+    # The class of a model that comes with its own code is not in transformers.
+    kind = getattr(transformers, config.architectures[0], transformers.AutoModelForCausalLM)
+    model = kind.from_pretrained(options.checkpoint, trust_remote_code=trusted, **how).eval()
     align(model)
     inputs = load_file(options.reference)
     expected = inputs.pop("output")
@@ -44,7 +50,7 @@ def main() -> None:
         what, output = first_tensor(model(**inputs))
     answer = {"difference": (output.double() - expected.double()).abs().max().item(), "what": what, "text": None}
     if options.prompt is not None:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(options.checkpoint)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.checkpoint, trust_remote_code=trusted)
         prompt = tokenizer(options.prompt, return_tensors="pt")
         tokens = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0]
         answer["text"] = tokenizer.decode(tokens, skip_special_tokens=True)

@@ -87,9 +87,11 @@ def quantize_checkpoint(
     """
     started, out = time.perf_counter(), Path(out)
     ranks = workers if isinstance(workers, Collectives) else Collectives()
-    if isinstance(workers, int) and workers < 1:
-        raise CalibrationError("workers", got=workers, expected="one or more, or Collectives")
+    is_number = isinstance(workers, int) and not isinstance(workers, bool)
+    if not isinstance(workers, Collectives) and (not is_number or workers < 1):
+        raise CalibrationError("workers", got=repr(workers), expected="a whole number, one or more, or Collectives")
     chosen = CalibrationOptions.of(scheme, **options)
+    require_apart(folder, out)
     _require_no_data(chosen)
     with ExitStack() as opened, ExitStack() as stack:
         with on_all_ranks(ranks):
@@ -109,6 +111,16 @@ def quantize_checkpoint(
                 raise CalibrationError("tensors were not written", got=f"{done:,} bytes", expected=f"{total:,}")
             stack.close()  # the folder takes its name
     return result_of(job.session, seconds=time.perf_counter() - started)
+
+
+def require_apart(folder: str | os.PathLike[str], out: Path) -> None:
+    """Refuse to write into the folder that is read: its files would be carried over into themselves."""
+    if not isinstance(folder, nn.Module) and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
+        raise CalibrationError(
+            f"{out} is inside the checkpoint that is read, {os.fspath(folder)}",
+            expected="another folder",
+            remedy="write beside it.",
+        )
 
 
 def _require_no_data(options: CalibrationOptions) -> None:
@@ -158,8 +170,19 @@ class Streaming:
         self.stored_as = source.stored_as | stored.renamed
         #: a meta tensor of each stored tensor, by its name in the new files
         self.layout = {self.stored_as[n]: x for n, x in stored.entries.items() if n.rpartition(".")[0] in names}
+        self._refuse_strays()
         self.layout |= {stored_as: source.reader.meta(name) for name, (stored_as, _) in self.copied.items()}
         self.tally = Tally(sum(tensor.nbytes for tensor in self.layout.values()), progress)
+
+    def _refuse_strays(self) -> None:
+        """Refuse tensors beside those of a quantized module: a reader could take them for the module's own."""
+        prefixes = {name.rpartition(".")[0] for name in self.layout}
+        refuse(
+            [name for name in self.unknown if name in self.layout or _is_stray(name, prefixes)],
+            f"the files of {self.source.folder} hold tensors in quantized modules that the model does not know",
+            expected="a checkpoint in full precision, with the tensors of its model",
+            remedy="delete them from the files, or list their modules in `ignore`.",
+        )
 
     @classmethod
     @contextmanager
@@ -221,6 +244,12 @@ class Streaming:
             writer.copy(stored, self.source.reader, name)
         else:
             writer.write(stored, value)
+
+
+def _is_stray(name: str, prefixes: Container[str]) -> bool:
+    """Whether a tensor would stand among the entries of a quantized module; a bias that the config leaves out may."""
+    prefix, _, key = name.rpartition(".")
+    return prefix in prefixes and key != "bias"
 
 
 #: the job of a process that :func:`_run_in_processes` has started, and its files

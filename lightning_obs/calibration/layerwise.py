@@ -19,7 +19,7 @@ import torch
 from typing_extensions import Unpack
 
 from lightning_obs.calibration.blocks import Relay, find_blocks
-from lightning_obs.calibration.checkpoint_weights import Streaming, part_of
+from lightning_obs.calibration.checkpoint_weights import Streaming, part_of, require_apart
 from lightning_obs.calibration.finalize import result_of
 from lightning_obs.calibration.finished_blocks import FinishedBlocks, facts_of_run
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
@@ -99,6 +99,7 @@ def calibrate_layerwise(
     """
     out = Path(out)
     chosen = CalibrationOptions.of(scheme, **options)
+    require_apart(folder, out)
     collectives = collectives or Collectives()
     with ExitStack() as stack, ExitStack() as written, torch.inference_mode(False), torch.no_grad():
         with on_all_ranks(collectives):

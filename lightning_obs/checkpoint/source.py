@@ -105,6 +105,18 @@ class CheckpointSource:
             f"transformers makes these from other tensors of the files of {folder}, which is not done here",
             remedy="load the model with from_pretrained, and calibrate it in memory (CalibrationSession).",
         )
+        integers = []
+        for name, source in self.sources.items():
+            stored = self.reader.meta(source.name).dtype
+            expected = self.meta(name).dtype
+            if stored.is_floating_point != expected.is_floating_point:
+                integers.append(f"{name} ({stored} instead of {expected})")
+        refuse(
+            integers,
+            f"the files of {folder} hold numbers of another kind than the model has",
+            expected="weights in floating point",
+            remedy="give the checkpoint in full precision; a quantized one holds codes, not weights.",
+        )
         wrong = [f"{name} (missing)" for name in missing]
         for name, source in self.sources.items():
             here, there = self.reader.meta(source.name).shape, self.meta(name).shape
@@ -211,11 +223,27 @@ class _LookedUp(torch.Tensor):
         return F.embedding(weight.places[tokens.cpu()], weight.rows, **options).to(tokens.device)
 
 
+@contextmanager
+def custom_code_named(name: str, remedy: str) -> Iterator[None]:
+    """Say, in place of transformers' error, that a checkpoint comes with code of its own, which was not to be run."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, CalibrationError) or "trust_remote_code" not in str(error):
+            raise
+        raise CalibrationError(
+            f"{name} comes with code of its own, which is not run unasked",
+            expected="a model whose class is in transformers",
+            remedy=remedy,
+        ) from error
+
+
 def _on_meta(folder: Path, reader: TensorReader) -> Any:
     """The model that wrote the checkpoint, without data, in the dtype that ``from_pretrained`` gives it."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
+    with custom_code_named(str(folder), "load the model with its own code, and calibrate it in memory."):
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     written_by = (getattr(transformers, each, None) for each in config.architectures or ())
     kind: Any = next(filter(None, written_by), None)
     if kind is None:

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -210,15 +211,20 @@ class TensorReader(_Tensors):
                 raise CalibrationError(f"{path} is cut off", got=f"{size:,} bytes", remedy=_DAMAGED)
             header = json.loads(os.pread(file, length, 8))
             header.pop("__metadata__", None)
+            ends: dict[str, tuple[int, int]] = {}
             for name, entry in header.items():
                 start, stop = entry["data_offsets"]
+                if not all(isinstance(number, int) for number in (start, stop, *entry["shape"])):
+                    raise TypeError(f"{name} has data_offsets {[start, stop]} and shape {entry['shape']}")
                 meta = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="meta")
                 if start < 0 or stop - start != meta.nbytes:
                     raise ValueError(f"{name} has {stop - start} bytes and shape {entry['shape']}")
                 if 8 + length + stop > size:
                     bytes_ = f"{size:,} bytes, {name} ends at {8 + length + stop:,}"
                     raise CalibrationError(f"{path} is cut off", got=bytes_, remedy=_DAMAGED)
+                ends[name] = start, stop
                 self._places[name] = _Place(file, 8 + length + start, meta)
+            _refuse_overlaps(path, ends)
         refuse(
             sorted(header.keys() ^ expected) if expected is not None else [],
             f"{path} and {INDEX_FILE} disagree on its tensors",
@@ -287,6 +293,20 @@ class TensorReader(_Tensors):
             if not is_there or state_checksum(self._read(name, item)) != checksum:
                 names[name] = None
         return list(names)
+
+
+def _refuse_overlaps(path: Path, ends: Mapping[str, tuple[int, int]]) -> None:
+    """Refuse tensors that share bytes of a file; ``ends``: the first byte of each, and the one after its last."""
+    in_order = sorted((name for name, (start, stop) in ends.items() if start < stop), key=ends.__getitem__)
+    for first, second in pairwise(in_order):
+        if ends[second][0] < ends[first][1]:
+            raise CalibrationError(
+                f"tensors overlap in {path}",
+                where=[first, second],
+                got=f"bytes {list(ends[first])} and {list(ends[second])}",
+                expected="bytes of their own for each tensor",
+                remedy=_DAMAGED,
+            )
 
 
 def deal_to_files(layout: Mapping[str, torch.Tensor], max_shard_size: int | str, file: str = WEIGHTS_FILE) -> Any:

@@ -1,5 +1,6 @@
 """The command line's loader of transformers models: what is damaged is named."""
 
+import json
 import shutil
 
 import huggingface_hub.constants
@@ -92,6 +93,41 @@ def test_a_config_that_transformers_cannot_read_is_named(folder, damage):
     (folder / "config.json").write_bytes(text)
     with pytest.raises(CalibrationError, match=r"model\.path=.*out cannot be read"):
         load(folder)
+
+
+def with_code(folder, entry):
+    """A checkpoint whose config or tokenizer, as ``entry`` says, is of a class in a file beside it."""
+    (folder / CONTENTS_FILE).unlink()
+    file, auto_class = {
+        "config": ("config.json", "AutoConfig"),
+        "tokenizer": ("tokenizer_config.json", "AutoTokenizer"),
+    }[entry]
+    raw = json.loads((folder / file).read_text())
+    own = {"auto_map": {auto_class: "own.Own" if entry == "config" else [None, "own.Own"]}}
+    if entry == "config":
+        own["model_type"] = "own"
+    else:
+        own["tokenizer_class"] = "OwnTokenizer"
+    (folder / file).write_text(json.dumps({**raw, **own}))
+    (folder / "own.py").write_text("raise RuntimeError('this code was run')")
+
+
+@pytest.mark.parametrize("entry", ["config", "tokenizer"])
+def test_code_that_comes_with_a_model_is_run_only_if_the_user_says_so(folder, entry, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on stdin"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    with_code(folder, entry)
+    with pytest.raises(CalibrationError, match=r"out comes with code of its own.*model.trust_remote_code=true"):
+        load(folder)
+    with pytest.raises(CalibrationError, match=r"this code was run"):
+        load_pretrained(folder, AutoModelForCausalLM, trust_remote_code=True)
+
+
+@pytest.mark.parametrize("value", ["false", "no", 1, None])
+def test_trust_is_true_or_false(folder, value):
+    with pytest.raises(CalibrationError, match=r"model.trust_remote_code. Got .*, expected true or false"):
+        load_pretrained(folder, AutoModelForCausalLM, trust_remote_code=value)
 
 
 def test_a_checkpoint_that_a_killed_overwrite_took_away_is_put_back(folder):

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from lightning_obs import (
     CalibrationError,
     CalibrationSession,
+    calibrate_layerwise,
     export_checkpoint,
     linearize_experts,
     quantize_checkpoint,
@@ -209,6 +210,15 @@ def drop(name):
     return damage
 
 
+def change(name, changed):
+    def damage(folder):
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name] = changed(tensors.get(name))
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return damage
+
+
 def in_config(**entries):
     def damage(folder):
         config = json.loads((folder / "config.json").read_text())
@@ -227,6 +237,22 @@ def in_config(**entries):
             r"other tensors than its config says: .*up_proj.weight \(missing\)",
         ),
         (drop("model.norm.weight"), r"other tensors than its config says: model.norm.weight \(missing\)"),
+        (
+            change("model.layers.1.mlp.up_proj.weight", lambda x: (100 * x).int()),
+            r"numbers of another kind than the model has: .*up_proj.weight \(torch.int32 instead of torch.bfloat16\)",
+        ),
+        (
+            change("model.layers.1.mlp.up_proj.weight", lambda x: (100 * x).int().view(torch.uint32)),
+            r"numbers of another kind .*\(torch.uint32 instead of torch.bfloat16\)",
+        ),
+        (
+            change("model.layers.1.mlp.up_proj.weight_packed", lambda _: torch.zeros(4, 4, dtype=torch.int32)),
+            r"in quantized modules that the model does not know: model.layers.1.mlp.up_proj.weight_packed",
+        ),
+        (
+            change("model.layers.1.mlp.up_proj.weight_shape", lambda _: torch.zeros(2, dtype=torch.int64)),
+            r"in quantized modules that the model does not know: model.layers.1.mlp.up_proj.weight_shape",
+        ),
         (in_config(intermediate_size=512), r"gate_proj.weight \(\(256, 128\) instead of \(512, 128\)\)"),
         (in_config(quantization_config={}), "is quantized already"),
         (in_config(architectures=["MyOwnModel"]), "does not know the architecture"),
@@ -338,6 +364,29 @@ def test_a_worker_that_is_killed_is_named_and_nothing_is_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_workers_are_one_or_more(tmp_path):
-    with pytest.raises(CalibrationError, match=r"workers\. Got 0, expected one or more"):
-        quantize_checkpoint(tmp_path, tmp_path / "out", "W4A16", workers=0)
+@pytest.mark.parametrize("workers", [0, -1, 1.5, "2", True, None])
+def test_workers_are_one_or_more(workers, tmp_path):
+    with pytest.raises(CalibrationError, match=rf"workers\. Got {workers!r}, expected a whole number, one or more"):
+        quantize_checkpoint(tmp_path, tmp_path / "out", "W4A16", workers=workers)
+
+
+@pytest.mark.parametrize("out", ["", "out", "a/b", "../llama/out"])
+def test_nothing_is_written_into_the_checkpoint_that_is_read(out, tmp_path):
+    source = tiny_llama(tmp_path / "llama")
+    (tmp_path / "link").symlink_to(source)
+    before = sorted(source.rglob("*"))
+    for folder in (source, tmp_path / "link"):
+        with pytest.raises(CalibrationError, match=r"is inside the checkpoint that is read, .*Remedy: write beside it"):
+            quantize_checkpoint(folder, source / out, "W4A16", ignore=IGNORE, overwrite=True)
+        with pytest.raises(CalibrationError, match=r"is inside the checkpoint that is read"):
+            calibrate_layerwise(folder, [], source / out, "W4A16", ignore=IGNORE)
+    assert sorted(source.rglob("*")) == before
+
+
+def test_code_that_comes_with_a_checkpoint_is_not_run_and_not_asked_about(tmp_path, monkeypatch):
+    source = tiny_llama(tmp_path / "llama")
+    in_config(model_type="mine", architectures=["Mine"], auto_map={"AutoConfig": "mine.Config"})(source)
+    (source / "mine.py").write_text("raise SystemExit('this code was run')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on stdin"))
+    with pytest.raises(CalibrationError, match=r"llama comes with code of its own, which is not run unasked"):
+        quantize_checkpoint(source, tmp_path / "out", "W4A16", ignore=IGNORE)

