@@ -19,7 +19,13 @@ from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.copies import KeptBatches
 from lightning_obs.callbacks.which_module import require_forward
-from lightning_obs.choice.observer_choice import Candidates, ObserverChoice, choose_observers, fitting_candidates
+from lightning_obs.choice.observer_choice import (
+    Candidates,
+    ObserverChoice,
+    choose_observers,
+    fitting_candidates,
+    require_candidates,
+)
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.calls import call_on, logits_of
 from lightning_obs.model.additions import keep_hook_out
@@ -133,6 +139,7 @@ def given_candidates(observers: Any) -> tuple[Any, Candidates | None]:
     if not isinstance(observers, Mapping):
         return (None, {}) if observers == "auto" else (observers, None)
     lists = {base: each for base, each in observers.items() if isinstance(each, Sequence) and not isinstance(each, str)}
+    require_candidates(lists)
     return {base: each for base, each in observers.items() if base not in lists}, lists or None
 
 

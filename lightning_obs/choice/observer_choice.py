@@ -194,6 +194,7 @@ def fitting_candidates(
     model: nn.Module, asked: CalibrationOptions, candidates: Candidates | None = None
 ) -> dict[str, dict[str, _Named]]:
     """Candidates by base name and label. The user's have to fit the scheme; default ones that do not are left out."""
+    require_candidates(candidates)
     refuse(sorted(set(candidates or {}) - set(_FIELDS)), "observers are chosen for input and weight")
     tried: dict[str, dict[str, _Named]] = {}
     for base_name, (first, *others) in CANDIDATES.items():
@@ -223,6 +224,19 @@ def fitting_candidates(
             "there is no observer to choose", got=f"candidates {candidates}", remedy="choose a scheme that observes."
         )
     return tried
+
+
+def require_candidates(candidates: Any) -> None:
+    """Refuse candidates of another form than ``{"input": ["minmax", {"name": "mse", "norm": 2.0}]}``."""
+    expected = "{'input': ['minmax', {'name': 'mse', 'norm': 2.0}]}"
+    if candidates is not None and not isinstance(candidates, Mapping):
+        raise CalibrationError("candidates", got=repr(candidates), expected=expected)
+    for base_name, given in (candidates or {}).items():
+        is_list = isinstance(given, Sequence) and not isinstance(given, str)
+        for one in given if is_list else [given]:
+            has_name = isinstance(one, Mapping) and isinstance(one.get("name"), str)
+            if not (isinstance(one, str) or has_name):
+                raise CalibrationError(f"candidates of {base_name!r}", got=repr(one), expected=expected)
 
 
 def _label(one: Mapping[str, Any]) -> str:

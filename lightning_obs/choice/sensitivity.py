@@ -215,6 +215,12 @@ def candidate_options(candidate: Candidate, **options: Any) -> CalibrationOption
 def _named(schemes: Schemes) -> dict[str, Candidate | None]:
     named: dict[str, Candidate | None] = dict(schemes) if isinstance(schemes, Mapping) else {}
     if isinstance(schemes, Sequence) and not isinstance(schemes, str):
+        unnamed = [repr(scheme) for scheme in schemes if not (scheme is None or isinstance(scheme, str))]
+        refuse(
+            unnamed,
+            "in a list, candidate schemes are names of presets",
+            remedy="give schemes of your own by a name each: schemes={'my scheme': {...}}.",
+        )
         names = [FULL_PRECISION if name is None else name for name in schemes]
         refuse(sorted({n for n in names if names.count(n) > 1}), "a candidate scheme stands twice")
         named = {name: None if name == FULL_PRECISION else name for name in names}

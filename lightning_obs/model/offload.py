@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import torch
 from compressed_tensors.offload import OffloadCache, disable_onloading
+from safetensors import SafetensorError
 from torch import nn
 
 from lightning_obs.errors import CalibrationError
@@ -75,7 +76,8 @@ def brought_in(module: nn.Module) -> Iterator[None]:
         modules = list(owner.modules()) if hook.place_submodules else [owner]
         resting = [(inner._parameters, dict(inner._parameters)) for inner in modules]
         try:
-            hook.pre_forward(owner)
+            with _reading(owner):
+                hook.pre_forward(owner)
             yield
         finally:
             hook.post_forward(owner, None)
@@ -83,13 +85,30 @@ def brought_in(module: nn.Module) -> Iterator[None]:
                 parameters.update(before)
     elif caches:
         values = {name: cache.offloaded_values for name, cache in caches.items()}
-        vars(module).update({n: {key: caches[n].onload(x) for key, x in held.items()} for n, held in values.items()})
+        with _reading(module):
+            here = {n: {key: caches[n].onload(x) for key, x in held.items()} for n, held in values.items()}
+        vars(module).update(here)
         try:
             yield
         finally:
             vars(module).update(caches)
     else:
         yield
+
+
+@contextmanager
+def _reading(module: nn.Module) -> Iterator[None]:
+    """Say of offloaded weights whose files are gone or damaged which module they are of."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CalibrationError(
+            "offloaded weights cannot be read",
+            where=[type(module).__name__],
+            got=f"{type(error).__name__}: {error}",
+            expected="the files that the model was loaded from, and its offload_folder, until the end",
+            remedy="load and calibrate the model again, and keep these files.",
+        ) from error
 
 
 def source_of(module: nn.Module, name: str) -> Hashable:

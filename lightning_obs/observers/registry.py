@@ -44,12 +44,14 @@ class Registry(RegistryMixin):
         Raises:
             CalibrationError: no such name; the message lists the names there are.
         """
+        known = cls._known_names()
+        names = sorted(name.replace("-", "_") for name in known)  # as users write them
+        if not isinstance(name, str):
+            raise CalibrationError("an observer has a name", got=repr(name), expected=f"one of {', '.join(names)}")
         key = standardize_lookup_name(name)
         if key in cls._replaced:
             return cls._replaced[key]
-        known = cls._known_names()
         if key not in known:
-            names = sorted(name.replace("-", "_") for name in known)  # as users write them
             raise CalibrationError(
                 f"unknown observer {name!r}{likely(name, names)}", expected=f"one of {', '.join(names)}"
             )

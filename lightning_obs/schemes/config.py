@@ -7,6 +7,7 @@ constructed once here, so that a typo is an error where it was made.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -112,10 +113,28 @@ def resolve_config(
         ignore=[*(base.ignore or []), *as_names(ignore)],
         kv_cache_scheme=resolve_kv_cache(kv_cache, base.kv_cache_scheme),
     )
+    _refuse_broken_patterns("targets", [name for group in config_groups(config) for name in group.targets])
+    _refuse_broken_patterns("ignore", config.ignore or [])
     if any(observers and observers.get(name) for name in ATTENTION):
         config = StatesConfig(**dict(config), state_observers={})
     _set_observers(config, observers or {}, rounding)
     return config
+
+
+def _refuse_broken_patterns(option: str, names: Iterable[str]) -> None:
+    """Refuse ``re:`` patterns that are no regular expressions."""
+    for name in names:
+        if name.startswith("re:"):
+            try:
+                re.compile(name.removeprefix("re:"))
+            except re.error as error:
+                raise CalibrationError(
+                    f"{option}: a pattern is no regular expression",
+                    where=[name],
+                    got=str(error),
+                    expected="a module name, a class, or re: and a regular expression, 're:.*mlp.*'",
+                    remedy="write a backslash before a bracket, dot or star that is meant as it stands.",
+                ) from error
 
 
 def as_names(value: str | Iterable[str]) -> list[str]:

@@ -181,6 +181,20 @@ def test_without_a_target_text_the_second_half_of_a_text_is_the_target(tmp_path)
     assert tiny_tokenizer().decode(batch["labels"][0]) == "seven eight"
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "one two", "summary": ""}, r"a.jsonl:1 has an empty target. Got ''.*leave such rows out"),
+        ({"text": "", "summary": "one"}, r"a.jsonl:1 has an empty text"),
+    ],
+)
+def test_an_empty_text_is_named(row, message, tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(row)] * 2))
+    options = {"batches": 1, "eval_batches": 1, "target_field": "summary", "targets": True}
+    with pytest.raises(CalibrationError, match=message):
+        DocumentData(tiny_tokenizer(), path=tmp_path / "a.jsonl", **options)
+
+
 # ---------------------------------------------------------------------- a module of one's own
 
 

@@ -99,6 +99,8 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
         ("a.jsonl", b'{"text": "a"}\n{"text": "b', r"a\.jsonl:2 is not valid JSON. Got Unterminated string"),
         ("a.jsonl", b'{"text": "a"}\n["b"]', r"a\.jsonl:2 has no text in the field 'text'. Got \['b'\]"),
         ("a.jsonl", b'{"text": null}', r"a\.jsonl:1 has no text in the field 'text'. Got {'text': None}"),
+        ("a.jsonl", rb'{"text": "a \ud800 b"}', r"a\.jsonl:1 has a lone surrogate in the field 'text'.*Got '.ud800'"),
+        ("a.json", rb'[{"text": "\udc00"}]', r"a\.json\[0\] has a lone surrogate in the field 'text'"),
         ("a.json", b'[{"text": "a"},\n{"text": ]', r"a\.json:2 is not valid JSON. Got Expecting value"),
         ("a.json", b'[{"text": "a"}, {"body": "b"}]', r"a\.json\[1\] has no text in the field 'text'"),
         ("a.json", b"[" * 100_000, r"a\.json:1 is not valid JSON"),

@@ -1,5 +1,6 @@
 """Offloaded models give what the same model gives in memory, bit for bit: qparams, quantized outputs, checkpoints."""
 
+import shutil
 from functools import cache
 from weakref import WeakSet
 
@@ -324,6 +325,18 @@ def test_a_model_in_fabric_that_moves_nothing(source, tmp_path, expected):
     session = calibrated(model)
     assert equal(session.qparams, expected("FP8")[0])
     assert digests(export_checkpoint(model, tmp_path / "out")) == expected("FP8")[3]
+
+
+@pytest.mark.parametrize("way", [device_map_disk, on_disk, compressed_tensors_disk])
+def test_offloaded_weights_whose_files_are_gone_are_named_and_nothing_is_written(way, source, tmp_path):
+    copied = shutil.copytree(source, tmp_path / "copied")
+    model = way(copied, tmp_path / "offloaded")
+    calibrated(model, "FP8_DYNAMIC")
+    for folder in (copied, tmp_path / "offloaded"):
+        shutil.rmtree(folder, ignore_errors=True)
+    with pytest.raises(CalibrationError, match=r"offloaded weights cannot be read: .*Got FileNotFoundError: .*Remedy"):
+        export_checkpoint(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_exported_from_disk_loads_with_equal_outputs(source, expected, tmp_path):

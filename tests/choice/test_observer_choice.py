@@ -5,7 +5,13 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from lightning_obs import CalibrationError, CalibrationOptions, CalibrationSession, choose_observers
+from lightning_obs import (
+    CalibrationCallback,
+    CalibrationError,
+    CalibrationOptions,
+    CalibrationSession,
+    choose_observers,
+)
 from lightning_obs.choice.observer_choice import _choose, fitting_candidates
 from lightning_obs.choice.sensitivity import Group, Sensitivity, sensitivity
 from lightning_obs.schemes.config import has_rounding, resolve_config
@@ -104,6 +110,33 @@ def test_nothing_to_choose_is_an_error(classifier, outliers, scheme):
 def test_observers_of_attention_states_are_refused(classifier, outliers):
     with pytest.raises(CalibrationError, match="observers are chosen for input and weight: k"):
         choose_observers(classifier, outliers, "INT8_STATIC", {"k": ["minmax"]})
+
+
+@pytest.mark.parametrize(
+    ("candidates", "got"),
+    [
+        ({"input": ["minmax", {}]}, "candidates of 'input'. Got {}, expected"),
+        ({"input": ["minmax", {"norm": 2.0}]}, "candidates of 'input'. Got {'norm': 2.0}, expected"),
+        ({"input": ["minmax", {"name": None}]}, "candidates of 'input'. Got {'name': None}, expected"),
+        ({"input": ["minmax", None]}, "candidates of 'input'. Got None, expected"),
+        ({"input": [["minmax"]]}, r"candidates of 'input'. Got \['minmax'\], expected"),
+        ({"input": 3}, "candidates of 'input'. Got 3, expected"),
+    ],
+)
+def test_a_candidate_that_is_no_observer_is_named(classifier, outliers, candidates, got):
+    with pytest.raises(CalibrationError, match=got):
+        choose_observers(classifier, outliers, "INT8_STATIC", candidates)
+
+
+@pytest.mark.parametrize("candidates", [[{"name": "mse"}], "minmax"])
+def test_candidates_are_given_by_base_name(classifier, outliers, candidates):
+    with pytest.raises(CalibrationError, match=r"candidates. Got .*expected {'input': "):
+        choose_observers(classifier, outliers, "INT8_STATIC", candidates)
+
+
+def test_a_callback_names_a_wrong_candidate_before_it_runs():
+    with pytest.raises(CalibrationError, match=r"candidates of 'input'. Got {}"):
+        CalibrationCallback("INT8_STATIC", observers={"input": ["minmax", {}]})
 
 
 def test_one_batch_is_too_few(classifier, outliers):

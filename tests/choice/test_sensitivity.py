@@ -207,6 +207,12 @@ def test_what_are_no_candidates_is_refused(classifier, schemes):
         sensitivity(classifier, None, schemes)
 
 
+@pytest.mark.parametrize("scheme", [{"weights": {"num_bits": 4}}, {}, ["FP8"], 3])
+def test_a_scheme_without_a_name_is_refused_with_the_way_to_name_it(classifier, scheme):
+    with pytest.raises(CalibrationError, match=r"candidate schemes are names of presets: .*Remedy: .*schemes={'my "):
+        sensitivity(classifier, None, ["FP8", scheme])
+
+
 def test_a_candidate_that_stands_twice_is_refused(classifier):
     with pytest.raises(CalibrationError, match="a candidate scheme stands twice: FP8"):
         sensitivity(classifier, None, ["FP8", None, "FP8"])

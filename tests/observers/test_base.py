@@ -208,6 +208,12 @@ def test_an_unknown_name_is_refused_and_the_known_are_named():
         make("minmx")
 
 
+@pytest.mark.parametrize("name", [None, 3, ["minmax"]])
+def test_a_name_is_a_text(name):
+    with pytest.raises(CalibrationError, match=r"an observer has a name. Got .*, expected one of .*minmax"):
+        make(name)
+
+
 @pytest.mark.usefixtures("own_registry")
 def test_a_class_registers_under_a_name_and_its_aliases():
     Observer.register("largest", alias=["biggest"])(Largest)

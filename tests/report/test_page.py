@@ -4,13 +4,17 @@ import csv
 import json
 import re
 from dataclasses import replace
+from typing import get_type_hints
 
 import pytest
+import torch
 
-from lightning_obs import CalibrationError
+from lightning_obs import CalibrationError, CalibrationSession
 from lightning_obs.errors import refuse
 from lightning_obs.report import page as report_page
 from lightning_obs.report.facts import Report, facts
+from lightning_obs.report.layer_errors import LayerError, measure_layer_errors
+from lightning_obs.report.metrics import TensorError
 from lightning_obs.report.page import write_csv, write_report
 from lightning_obs.report.summary import comparison_table, print_report, summary
 from tests.markdown import page
@@ -113,22 +117,32 @@ def test_names_are_text_on_the_page_and_steer_no_terminal(tmp_path, capsys):
 
 
 OWN_COLUMN = """\
+from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.page import COLUMNS, Column
 
 
-def span(error):
-    return error.input.high - error.input.low
+def span(error: LayerError) -> float | None:
+    \"\"\"The cell stays empty where inputs are not quantized, or were not seen.\"\"\"
+    seen = error.input
+    return None if seen is None or seen.low is None or seen.high is None else seen.high - seen.low
 
 
 COLUMNS.append(Column("span", "span of the inputs", 2, smallest_first=False, value=span))
 """
 
 
-def test_a_column_of_the_page_is_added_in_ten_lines(tmp_path, monkeypatch):
-    assert len(OWN_COLUMN.splitlines()) <= 10
-    assert OWN_COLUMN in page("CONTRIBUTING.md")
+@pytest.fixture
+def own_column(monkeypatch):
     monkeypatch.setattr(report_page, "COLUMNS", list(report_page.COLUMNS))
-    exec(OWN_COLUMN, {})
+    namespace = {}
+    exec(OWN_COLUMN, namespace)
+    return namespace["span"]
+
+
+def test_a_column_of_the_page_is_added_in_a_dozen_lines(own_column, tmp_path):
+    assert len(OWN_COLUMN.splitlines()) <= 12
+    assert OWN_COLUMN in page("CONTRIBUTING.md")
+    assert get_type_hints(own_column) == {"error": LayerError, "return": float | None}
     report = made_up(6)
     text = write_report(tmp_path, report).read_text()
     shown = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1))
@@ -137,6 +151,17 @@ def test_a_column_of_the_page_is_added_in_ten_lines(tmp_path, monkeypatch):
     assert [layer["span"] for layer in shown["layers"]] == pytest.approx(spans, rel=1e-3)
     with open(tmp_path / "layers.csv") as file:
         assert [float(row["span"]) for row in csv.DictReader(file)] == spans
+
+
+def test_a_column_of_a_users_own_is_empty_where_its_number_is_not_known(own_column, mlp, tmp_path):
+    with CalibrationSession(mlp, "W8A8", ignore=["fc2"]):
+        pass
+    errors = measure_layer_errors(mlp, [torch.randn(4, 16)])
+    assert [error.input for error in errors] == [None]
+    errors.append(LayerError("unseen", input=TensorError()))
+    write_report(tmp_path, Report("weights alone", errors=errors))
+    layers = json.loads((tmp_path / "report.json").read_text())["layers"]
+    assert [layer["span"] for layer in layers] == [None, None]
 
 
 def test_the_experts_that_got_no_token_are_named():

@@ -162,6 +162,21 @@ def test_what_cannot_be_a_scheme_is_refused(scheme, options, message):
         resolve_config(scheme, **options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheme": "FP8", "ignore": ["re:("]},
+        {"scheme": "FP8", "targets": "re:("},
+        {"scheme": {"FP8": ["re:("]}},
+        {"scheme": {"weights": INT4, "targets": ["re:("]}},
+        {"scheme": {"config_groups": {"a": {"targets": ["Linear"], "weights": INT4}}, "ignore": ["re:("]}},
+    ],
+)
+def test_a_pattern_that_is_no_regular_expression_is_named(options):
+    with pytest.raises(CalibrationError, match=r"(targets|ignore): a pattern is no regular expression: re:\(.*missing"):
+        resolve_config(**options)
+
+
 def test_an_observer_that_the_scheme_itself_names_is_checked():
     with pytest.raises(CalibrationError, match="unknown observer 'minmx'"):
         resolve_config({"weights": {**INT4, "observer": "minmx"}})

@@ -88,7 +88,22 @@ def value_of(place: str, row: Any, field: str, option: str = "data.text_field", 
             got=repr(row)[:80] if kind is str else f"the fields {name_list(list(fields))}",
             remedy=f"name the field: {option}=...",
         )
+    if isinstance(value, str):
+        _refuse_surrogates(place, field, value)
     return value
+
+
+def _refuse_surrogates(place: str, field: str, text: str) -> None:
+    """Refuse half of a pair of UTF-16, which JSON can hold and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CalibrationError(
+            f"{place} has a lone surrogate in the field {field!r}, which is no character",
+            got=ascii(text[error.start : error.end]),
+            expected="text that can be written as UTF-8",
+            remedy="write the file again as UTF-8 (json.dumps(..., ensure_ascii=False)), without this row.",
+        ) from error
 
 
 def _decoded(path: Path) -> str:

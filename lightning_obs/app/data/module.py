@@ -215,12 +215,22 @@ class DocumentData(CalibrationData):
                 text, target = " ".join(words[:half]), " ".join(words[half:])
             else:
                 target = value_of(place, row, self._target_field, "data.target_field")
-            return {**self._encoded(text=text), "labels": self._encoded(text_target=target)["input_ids"]}
-        sample = self._encoded(text=text)
+            labels = self._encoded(place, text_target=target)["input_ids"]
+            return {**self._encoded(place, text=text), "labels": labels}
+        sample = self._encoded(place, text=text)
         return sample if self._label_field is None else {**sample, "labels": self._label(place, row)}
 
-    def _encoded(self, **text: str) -> dict[str, Any]:
-        return dict(self._tokenizer(**text, truncation=True, max_length=self.options.tokens))
+    def _encoded(self, place: str, **text: str) -> dict[str, Any]:
+        sample = dict(self._tokenizer(**text, truncation=True, max_length=self.options.tokens))
+        if not sample["input_ids"]:
+            ((kind, value),) = text.items()
+            raise CalibrationError(
+                f"{place} has {'an empty target' if kind == 'text_target' else 'an empty text'}",
+                got=repr(value),
+                expected="a text of at least one token",
+                remedy="leave such rows out of the file.",
+            )
+        return sample
 
     def _label(self, place: str, row: Mapping[str, Any]) -> int | float:
         value = value_of(place, row, str(self._label_field), "data.label_field", object)
