@@ -29,6 +29,20 @@ settings.load_profile("seeded")
 VOCAB = 128
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--lightning",
+        choices=("lightning", "pytorch_lightning"),
+        default=os.environ.get("LIGHTNING_OBS_TESTS_LIGHTNING", "lightning"),
+        help="the name under which tests of the callbacks import Lightning (tests/lightning_package.py)",
+    )
+
+
+def pytest_configure(config):
+    """Before any test is imported: tests, and ranks and scripts that they start, import Lightning under one name."""
+    os.environ["LIGHTNING_OBS_TESTS_LIGHTNING"] = config.getoption("--lightning")
+
+
 def pytest_itemcollected(item):
     if item.get_closest_marker("slow_but_first") and any(item.callspec.indices.values()):
         item.add_marker("slow")

@@ -10,12 +10,12 @@ import os
 import warnings
 from typing import Any
 
-import lightning as L
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_obs import CalibrationCallback
+from tests.lightning_package import L
 
 WIDTH = 8
 

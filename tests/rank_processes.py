@@ -24,7 +24,8 @@ from torch import distributed as dist
 
 _GRACE = 5.0  # seconds that the other ranks have to end after one has failed
 _STARTING = 120.0  # seconds for new processes to import what they need; not part of a test's time limit
-_IMPORTED = ["lightning_obs.callbacks", "lightning.pytorch.strategies", "torch.distributed.fsdp", "transformers"]
+#: Lightning first, under the name that the tests run with
+_IMPORTED = ["tests.lightning_package", "lightning_obs.callbacks", "torch.distributed.fsdp", "transformers"]
 
 _UNCONNECTED = "Gloo connectFullMesh failed"
 _ABORTED = f"died, exit code {-signal.SIGABRT}"

@@ -115,6 +115,36 @@ def test_an_upward_import_is_found(path, source):
     assert violations(path, source)
 
 
+def lightning_imports(tree: ast.Module) -> list[str]:
+    """Modules of Lightning that a file imports at run time, which is not below ``if TYPE_CHECKING``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    roots = {name for name, folder in LOWEST.items() if folder == "callbacks/"}
+    return [name for name in imports_of(tree) if name.split(".")[0] in roots]
+
+
+def test_below_the_command_line_one_file_imports_lightning_so_that_no_other_asks_for_one_packages_class():
+    files = [file for file in LAYERED if file.relative_to(PACKAGE).parts[0] != "app"]
+    imports = {file.name: lightning_imports(ast.parse(file.read_text())) for file in files}
+    assert {name: modules for name, modules in imports.items() if modules} == {}
+    dynamic = [file.name for file in files if re.search(r"import_module\(.*lightning|_PYTORCH", file.read_text())]
+    assert dynamic == ["lightning_package.py"]
+
+
+def test_tests_of_the_callbacks_import_lightning_under_the_name_that_was_chosen():
+    tests = Path(__file__).parent
+    files = [*(tests / "callbacks").rglob("*.py"), tests / "lightning_ranks.py", tests / "rank_processes.py"]
+    imports = {file.name: lightning_imports(ast.parse(file.read_text())) for file in files}
+    assert {name: modules for name, modules in imports.items() if modules} == {}
+
+
+@pytest.mark.parametrize("source", ["import lightning as L", "def f():\n    from pytorch_lightning import Trainer"])
+def test_an_import_of_lightning_is_found(source):
+    assert lightning_imports(ast.parse(source))
+    assert not lightning_imports(ast.parse(f"if TYPE_CHECKING:\n    {source.splitlines()[-1].strip()}"))
+
+
 def test_the_package_itself_imports_nothing_heavy_at_run_time():
     check = (
         "import sys, lightning_obs; print([n for n in sys.modules if n == 'torch' or n.startswith('lightning_obs.')])"

@@ -10,6 +10,7 @@ import sysconfig
 import pytest
 
 from tests.in_process import run_script
+from tests.lightning_package import MESSAGES
 from tests.markdown import ROOT, blocks, page
 
 PAGE = page("docs/tutorial.md")
@@ -59,7 +60,7 @@ def test_its_files_and_commands_run_in_order_and_print_what_it_shows(tmp_path, c
             python, name = shlex.split(content)
             assert python == "python"
             caplog.clear()
-            with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+            with caplog.at_level("INFO", logger=MESSAGES):
                 printed = run(name, tmp_path)
             printed += "\n" + "\n".join(record.message for record in caplog.records)
             ran.append(name)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_obs.calibration.options import CalibrationOptions

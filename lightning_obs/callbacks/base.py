@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import Unpack, override
 
@@ -33,6 +32,9 @@ from lightning_obs.files.sealed import require_whole
 from lightning_obs.model.checksums import refuse_unmerged
 from lightning_obs.model.weight import in_shards, register_fsdp_units, reshard
 from lightning_obs.schemes.config import SchemeLike
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 
 class SessionKeywords(OptionKeywords, total=False):

@@ -7,12 +7,9 @@ Lightning already runs the user's data through the user's model; this callback o
 from __future__ import annotations
 
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import Unpack, override
 
 from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
@@ -20,6 +17,7 @@ from lightning_obs.calibration.saved_state import changed_options
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.auto_observers import AutoObservers, given_candidates
 from lightning_obs.callbacks.base import require_at_least
+from lightning_obs.callbacks.lightning_package import TrainerFn, class_of
 from lightning_obs.callbacks.observed_batches import BatchKeywords, ObservedBatches
 from lightning_obs.callbacks.quantized_validation import QuantizedValidation, quantized_name, require_batches
 from lightning_obs.callbacks.strategies import collectives_of
@@ -28,6 +26,9 @@ from lightning_obs.errors import CalibrationError, name_list, refuse, warn
 from lightning_obs.files.sealed import sealed
 from lightning_obs.report.summary import layer_table, print_report
 from lightning_obs.schemes.config import SchemeLike
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 
 class CalibrationCallback(ObservedBatches):
@@ -89,16 +90,16 @@ class CalibrationCallback(ObservedBatches):
         """Refuse, before the first batch, setups that would fail in the end."""
         super().setup(trainer, pl_module, stage)
         if self.evaluate:
-            require_batches(pl_module, "evaluate")
+            require_batches(trainer, pl_module, "evaluate")
             measured = [one for one in trainer.callbacks if isinstance(one, CalibrationCallback) and one.evaluate]
             self.measured_as = self.label if len(measured) > 1 else ""
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a wrong configuration before hours of training; restore the qparams of a resumed run."""
-        earlier = takewhile(lambda one: one is not self, trainer.callbacks)
+        earlier = takewhile(lambda callback: callback is not self, trainer.callbacks)
         refuse(
-            [type(one).__name__ for one in earlier if isinstance(one, WeightAveraging)],
+            [type(callback).__name__ for callback in earlier if class_of(callback, "WeightAveraging")],
             "weight averaging stands before the calibration, and takes its weights back before they are observed",
             remedy="list the calibration first: callbacks=[calibration, averaging].",
         )

@@ -29,7 +29,8 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque, UserDict, UserList)
 #: packages whose objects belong to the run or to the system: Trainer, loggers, optimizers, datasets, loaders, process
 #: groups, tokenizers, offloaded weights, threads, queues, locks, files
 _SHARED = {
-    "torch", "lightning", "lightning_obs", "accelerate", "compressed_tensors", "transformers", "tokenizers",
+    "torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_obs", "accelerate", "compressed_tensors",
+    "transformers", "tokenizers",
     "threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio", "socket", "_socket",
     "io", "_io", "tempfile", "logging",
 }  # fmt: skip

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.overrides import is_overridden
 from typing_extensions import Unpack, override
 
 from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.base import SessionCallback, SessionKeywords, require_at_least, validation_loaders
+from lightning_obs.callbacks.lightning_package import class_of
 from lightning_obs.errors import CalibrationError
 from lightning_obs.schemes.config import SchemeLike
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.loops.fetchers import _DataFetcher
 
 
 class BatchKeywords(SessionKeywords, total=False):
@@ -63,7 +66,7 @@ class ObservedBatches(SessionCallback):
             raise CalibrationError("dataloaders", got=wrong or "none", expected=expected)
         super().observe_validation(trainer, session)
         self._fetched = {}
-        if isinstance(_fetcher(trainer), _PrefetchDataFetcher) and _moves_batches_only(trainer):
+        if class_of(_fetcher(trainer), "_PrefetchDataFetcher") and _moves_batches_only(trainer):
             _show_fetched(trainer, self._keep)
 
     @override
@@ -112,6 +115,8 @@ def _show_fetched(trainer: Trainer, see: Callable[[Any, int, int], None]) -> Non
 def _moves_batches_only(trainer: Trainer) -> bool:
     """Whether Lightning moves the loaders' batches to an accelerator, and no hook of the user's changes them."""
     hooks = "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"
-    owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
-    changed = any(is_overridden(hook, owner) for hook in hooks for owner in owners)
-    return trainer.strategy.root_device.type != "cpu" and not changed
+    for owner in (trainer.lightning_module, trainer.datamodule):
+        lightnings = class_of(owner, "LightningModule", "LightningDataModule")
+        if lightnings is not None and any(is_overridden(hook, owner, lightnings) for hook in hooks):
+            return False
+    return bool(trainer.strategy.root_device.type != "cpu")

@@ -11,17 +11,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack, override
 
 from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
+from lightning_obs.callbacks.lightning_package import move_data_to_device
 from lightning_obs.callbacks.quantized_fit import FitKeywords, QuantizedFit
 from lightning_obs.errors import CalibrationError, refuse, require_choice, warn
 from lightning_obs.fine_tuning.learned_scales import frozen
@@ -29,6 +28,9 @@ from lightning_obs.forward.calls import in_evaluation_mode, logits_of
 from lightning_obs.model.additions import keep_hook_out, set_attributes
 from lightning_obs.model.offload import is_offloaded
 from lightning_obs.schemes.config import SchemeLike, has_rounding
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 

@@ -10,11 +10,9 @@ Ranges and an incomplete observation are in the callback's state, so a resumed r
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import Unpack, override
 
@@ -22,11 +20,15 @@ from lightning_obs.calibration.options import CalibrationOptions, takes_keywords
 from lightning_obs.calibration.saved_state import refuse_other_options
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.base import SessionCallback, SessionKeywords, require_at_least
+from lightning_obs.callbacks.lightning_package import TrainerFn
 from lightning_obs.errors import CalibrationError, require_choice, warn
 from lightning_obs.files.read import naming
 from lightning_obs.files.sealed import sealed
 from lightning_obs.fine_tuning.quantized_training import Phase, QuantizedTraining
 from lightning_obs.schemes.config import SchemeLike
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 
 class FitKeywords(SessionKeywords, total=False):

@@ -3,14 +3,11 @@
 ``ModelCheckpoint`` and ``EarlyStopping`` need the quantized metrics when the validation ends, so the second pass runs
 inside ``on_validation_epoch_end``, before the metrics of the first are computed.
 
-Lightning's own evaluation loop runs it: steps, devices, precision, strategies and ``self.log`` work as in the first
-pass. It has results and a connector of its own, no callbacks, and the batches as ``validation_step`` got them. The
-state of the LightningModule and its submodules, except weights, is copied before the first batch, and the copy is put
-in place for the second pass. Modules stay the same objects, so wrappers (DDP, FSDP), compiled code and hooks work on
-the copy. Each step starts from the random state that it had in the first pass.
-
-The loop and its connector are private to Lightning (pyproject.toml has the versions that were tried); the alternative
-is to write steps, loaders and reductions of all strategies again.
+Lightning's own evaluation loop runs it (:mod:`.replayed_loop`): steps, devices, precision, strategies and ``self.log``
+work as in the first pass. It has results of its own, calls no callback, and takes the batches as ``validation_step``
+got them. The state of the LightningModule and its submodules, except weights, is copied before the first batch, and
+the copy is put in place for the second pass. Modules stay the same objects, so wrappers (DDP, FSDP), compiled code and
+hooks work on the copy. Each step starts from the random state that it had in the first pass.
 """
 
 from __future__ import annotations
@@ -19,28 +16,30 @@ import math
 import pickle
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from compressed_tensors.modeling import IMPL_ATTR, KV_CACHE_ATTR
-from compressed_tensors.utils.helpers import patch_attr
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.utilities.seed import isolate_rng
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
-from typing_extensions import override
 
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.copies import Copier, KeptBatches
+from lightning_obs.callbacks.lightning_package import (
+    TrainerFn,
+    collect_rng_states,
+    is_param_in_hook_signature,
+    isolate_rng,
+)
+from lightning_obs.callbacks.replayed_loop import Metrics, ReplayedLoop, metrics_of
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.model.qparams import CALIBRATED, CHECKSUMS
 from lightning_obs.model.wrappers import inside
 from lightning_obs.report.predictions import KEPT_BYTES, Moved, Predictions
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 #: attributes of ``nn.Module`` itself, and of calibration: its modules in attention are there before the first batch
 _LEFT_ALONE = {*vars(nn.Module()), *CALIBRATED, IMPL_ATTR, KV_CACHE_ATTR}
@@ -64,6 +63,7 @@ class QuantizedValidation:
             KeptBatches(KEPT_BYTES / len(batches), math.ceil(n * share) if n < math.inf else n) for n in batches
         ]
         self._start: _State | None = None
+        self._metrics: dict[str, dict[str, Any]] = {}  # that the Trainer showed before the first batch
         self._random: tuple[bytes, dict[str, Any]] = b"", {}
         self.moved: Moved | None = None
         self._predictions = Predictions()
@@ -75,14 +75,15 @@ class QuantizedValidation:
         """Keep a batch that the first pass is about to run; before the first one, copy the LightningModule's state."""
         if self._start is None:
             self._start = _State(self._pl_module)
-        random = _collect_rng_states()
+            self._metrics = metrics_of(self._trainer)
+        random = collect_rng_states()
         bits = pickle.dumps(apply_to_collection(random, torch.Tensor, torch.Tensor.numpy))
         if bits != self._random[0]:  # most validations draw none: their states are kept once
             self._random = bits, random
         self._predictions.batch = batch_idx, dataloader_idx
         self._kept[dataloader_idx].add(batch, (batch_idx, dataloader_idx, self._random[1]))
 
-    def run(self, session: CalibrationSession) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
+    def run(self, session: CalibrationSession) -> Metrics:
         """Run the calibrated model quantized; every rank must. The batches are gone afterwards.
 
         Returns:
@@ -90,11 +91,10 @@ class QuantizedValidation:
             ``self.log`` is.
         """
         self.close()
-        trainer = self._trainer
         self._agree(session)
         if self._start is None or not any(map(len, self._kept)):
             return {}
-        loop, connector = _Loop(trainer, self._kept, self._predictions), _Connector(trainer)
+        loop = ReplayedLoop(self._trainer, self._kept, self._predictions, self._metrics)
         with ExitStack() as stack:
             stack.enter_context(isolate_rng())
             stack.enter_context(session.in_force())
@@ -104,15 +104,13 @@ class QuantizedValidation:
                 vars(self._pl_module)[hook] = lambda batch, *_, **__: batch
             stack.enter_context(quantized(session.model))
             comparison = stack.enter_context(self._predictions.compared(session.model))
-            stack.enter_context(patch_attr(trainer, "callbacks", []))
-            stack.enter_context(patch_attr(trainer, "_logger_connector", connector))
-            stack.enter_context(patch_attr(*loop.place, loop))
             loop.run()
         self._start = None
         self.moved = comparison.reduced(session.collectives)
-        if not connector.found:
-            warn(f"evaluate: {loop.step} logs no metric for the epoch, so there is none of the quantized model.")
-        return connector.found
+        if not loop.logged:
+            step = step_of(self._trainer)
+            warn(f"evaluate: {step} logs no metric for the epoch, so there is none of the quantized model.")
+        return loop.logged
 
     def _agree(self, session: CalibrationSession) -> None:
         """Ranks run as many batches as the one that has kept the fewest; print their share."""
@@ -128,87 +126,31 @@ class QuantizedValidation:
             )
 
 
-def require_batches(pl_module: LightningModule, option: str) -> None:
-    """Refuse steps that fetch their batches themselves (``dataloader_iter``), which nobody else sees."""
-    for step in ("validation_step", "test_step"):
-        if is_param_in_hook_signature(getattr(pl_module, step), "dataloader_iter", explicit=True):
-            raise CalibrationError(
-                f"{option} needs every batch, and a step that takes an iterator fetches its batches itself",
-                got=f"{step}(dataloader_iter)",
-                remedy=f"{step}(batch, batch_idx), or leave {option} out.",
-            )
+def step_of(trainer: Trainer) -> str:
+    """The name of the LightningModule's method that each batch of a validation or a test is given to."""
+    return "test_step" if trainer.state.fn == TrainerFn.TESTING else "validation_step"
 
 
-class _Loop(_EvaluationLoop):
-    """Lightning's evaluation loop over kept batches, from the first batch to ``on_validation_epoch_end``."""
+def require_batches(trainer: Trainer, pl_module: LightningModule, option: str) -> None:
+    """Refuse a step that fetches its batches itself (``dataloader_iter``), which nobody else sees; called in setup.
 
-    def __init__(self, trainer: Trainer, kept: list[KeptBatches], predictions: Predictions) -> None:
-        outer = trainer._active_loop
-        super().__init__(trainer, outer._trainer_fn, outer._stage, False, outer.inference_mode)
-        self._combined_loader = outer._combined_loader  # is asked how many loaders there are
-        self._max_batches = [len(batches) for batches in kept]
-        self._data_fetcher: Any = _Replay(kept, predictions)
-        places = ((trainer.fit_loop.epoch_loop, "val_loop"), (trainer, "validate_loop"), (trainer, "test_loop"))
-        #: the object and attribute in which Lightning finds its loop
-        self.place: tuple[Any, str] = next(place for place in places if getattr(*place) is outer)
-        self.step = "test_step" if trainer.testing else "validation_step"
-        self._random = _collect_rng_states()
+    Only the step of the run that starts counts: none in ``predict``, nor in a fit that does not validate, of which
+    ``module.validation_step = None`` is one.
 
-    @override
-    def _on_evaluation_epoch_end(self) -> None:
-        """Call the module's hook with the random state that it has at the end of the first pass."""
-        _set_rng_states(self._random)
-        super()._on_evaluation_epoch_end()
-
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """Replaces setup and end: the first pass has set up, and will call the user's ``on_validation_end``."""
-
-    setup_data = reset = on_run_start = _on_evaluation_model_train = _on_evaluation_end = _nothing
-
-
-class _Replay:
-    """The loop's source of batches."""
-
-    def __init__(self, kept: list[KeptBatches], predictions: Predictions) -> None:
-        self._kept, self._predictions = kept, predictions
-        self._batches = (batch for batches in kept for batch in batches.taken())
-
-    @property
-    def done(self) -> bool:
-        """Whether the last batch was fetched."""
-        return not any(map(len, self._kept))
-
-    def __next__(self) -> tuple[Any, int, int]:
-        batch, (batch_idx, dataloader_idx, random) = next(self._batches)
-        self._predictions.batch = batch_idx, dataloader_idx
-        _set_rng_states(random)
-        return batch, batch_idx, dataloader_idx
-
-
-class _Connector(_LoggerConnector):
-    """Collects metrics that are logged for a whole epoch; nothing reaches loggers, the progress bar or callbacks."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
-        self.found: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {}
-
-    @override
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Not to the loggers: the names are the first pass's."""
-
-    @override
-    def update_eval_epoch_metrics(self) -> Any:
-        """Keep the values; asked after each loader and at the end.
-
-        A value that the user's ``self.log`` has reduced is equal on all ranks: its largest is itself.
-        """
-        results, values = self.trainer._results, self.metrics["callback"]
-        for _, logged in results.valid_items():
-            reduced = logged.meta.sync.should or not logged.is_tensor  # torchmetrics reduces its own
-            how = {"prog_bar": logged.meta.prog_bar, "sync_dist": reduced, "reduce_fx": "max"}
-            for name in values.keys() & {*results._forked_name(logged, False)}:
-                self.found[name] = values[name], how
-        return super().update_eval_epoch_metrics()
+    Raises:
+        CalibrationError: naming ``option``, which needs the batches.
+    """
+    fits_only = trainer.state.fn == TrainerFn.FITTING and not trainer.enable_validation
+    if fits_only or trainer.state.fn == TrainerFn.PREDICTING:
+        return
+    name = step_of(trainer)
+    step = getattr(pl_module, name)
+    if callable(step) and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+        raise CalibrationError(
+            f"{option} needs every batch, and a step that takes an iterator fetches its batches itself",
+            got=f"{name}(dataloader_iter)",
+            remedy=f"{name}(batch, batch_idx), or leave {option} out.",
+        )
 
 
 def quantized_name(name: str, scheme: str = "") -> str:

@@ -10,17 +10,15 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.callbacks.lightning_package import Callback, TrainerFn, class_of
 from lightning_obs.callbacks.quantized_validation import quantized_name
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.callbacks.which_module import require_forward
@@ -36,6 +34,10 @@ from lightning_obs.report.facts import Report, ScaleDrift, aggregates, known_fac
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
 from lightning_obs.report.page import layer_row, write_csv, write_report
 from lightning_obs.report.predictions import Moved
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.loggers import Logger
 
 
 class Results(Callback):
@@ -293,12 +295,12 @@ class Results(Callback):
 def _log_table(logger: Logger, prefix: str, rows: list[dict[str, Any]], step: int) -> None:
     ratios = torch.tensor([row["sqnr"] for row in rows if row["sqnr"] is not None])
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    if isinstance(logger, TensorBoardLogger):
+    if class_of(logger, "TensorBoardLogger"):
         lines = [columns, ["---"] * len(columns), *([str(row.get(key, "")) for key in columns] for row in rows)]
         logger.experiment.add_text(f"{prefix}/layers", "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
         if len(ratios):
             logger.experiment.add_histogram(f"{prefix}/sqnr", ratios, step)
-    elif isinstance(logger, CSVLogger):
+    elif class_of(logger, "CSVLogger"):
         folder = Path(logger.log_dir)
         folder.mkdir(parents=True, exist_ok=True)
         write_csv(folder / f"{prefix.replace('/', '_')}_layers_step{step}.csv", rows)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    XLAStrategy,
-)
 from torch import distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.callbacks.lightning_package import class_of
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.offload import stay_put
 from lightning_obs.observers import Observer
 from lightning_obs.ranks.collectives import Collectives, Op, all_ranks_answer, gather_objects
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 
 def collectives_of(trainer: Trainer) -> Collectives:
@@ -40,8 +36,9 @@ def collectives_of(trainer: Trainer) -> Collectives:
             remedy="Trainer(strategy='ddp'), or one device in a notebook.",
         )
     # These are subclasses of DDPStrategy, but a rank may hold a part of the weights only.
-    other = isinstance(strategy, (DeepSpeedStrategy, XLAStrategy))
-    if other or not isinstance(strategy, (DDPStrategy, FSDPStrategy, ModelParallelStrategy)):
+    holds_parts = class_of(strategy, "DeepSpeedStrategy", "XLAStrategy")
+    supported = class_of(strategy, "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+    if holds_parts or not supported:
         raise CalibrationError(
             f"calibration under {type(strategy).__name__} is not supported",
             got=f"{trainer.world_size} ranks",
@@ -82,8 +79,9 @@ def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
     share it. A sum counts shared data more than once, and split features only if it sums over features too.
     """
     strategy = trainer.strategy
-    mesh = strategy.device_mesh if isinstance(strategy, ModelParallelStrategy) and trainer.world_size > 1 else None
-    if mesh is None or mesh["tensor_parallel"].size() == 1:
+    if not class_of(strategy, "ModelParallelStrategy") or trainer.world_size == 1:
+        return
+    if strategy.device_mesh["tensor_parallel"].size() == 1:
         return
 
     def is_extreme(observer: Observer) -> bool:

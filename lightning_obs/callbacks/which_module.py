@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import Metric
 
 from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.callbacks.lightning_package import class_of
 from lightning_obs.errors import CalibrationError, likely, name_list
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.wrappers import inside_adapted, unwrapped, without_wrappers
@@ -44,7 +44,8 @@ def find_module(pl_module: nn.Module, path: str | None = None) -> tuple[str, nn.
 
 def has_forward(module: nn.Module) -> bool:
     """Whether the module can be called; a LightningModule whose steps call its parts often has no ``forward``."""
-    return "forward" in vars(module) or type(module).forward not in (nn.Module.forward, LightningModule.forward)
+    lightning_module = class_of(module, "LightningModule") or nn.Module
+    return "forward" in vars(module) or type(module).forward not in (nn.Module.forward, lightning_module.forward)
 
 
 def require_forward(module: nn.Module, why: str) -> None:

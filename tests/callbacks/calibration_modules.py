@@ -1,22 +1,25 @@
 """Modules, data and trainers for the tests of CalibrationCallback."""
 
-import lightning as L
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_obs.model.qparams import read_qparams
+from tests.lightning_package import L
+
+
+#: options of a quiet Trainer
+OFF = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
 
 
 def trainer(*callbacks, **kwargs):
-    options = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "accelerator": "cpu",
-    }
-    return L.Trainer(callbacks=list(callbacks), **{**options, **kwargs})
+    return L.Trainer(callbacks=list(callbacks), **{**OFF, **kwargs})
 
 
 def loader(seed=1, count=16):

@@ -5,11 +5,10 @@ Lightning and torch refuse FSDP1 on CPUs; `OnCPU` runs it there all the same, fo
 
 from __future__ import annotations
 
-import lightning as L
+from importlib import import_module
+
 import pytest
 import torch
-from lightning.fabric.strategies.fsdp import _setup_activation_checkpointing
-from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -18,7 +17,10 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from tests.lightning_package import FABRIC, FSDPStrategy, L
 from tests.lightning_ranks import calibration, exact, loader, trainer
+
+_setup_activation_checkpointing = import_module(f"{FABRIC}.strategies.fsdp")._setup_activation_checkpointing
 
 
 class OnCPU(FSDPStrategy):

@@ -8,6 +8,7 @@ from lightning_obs.callbacks.auto_observers import AutoObservers
 from lightning_obs.model.qparams import read_qparams
 from lightning_obs.ranks.collectives import Collectives
 from tests.callbacks.calibration_modules import Plain, hooks_on, loader, trainer
+from tests.lightning_package import MESSAGES
 
 SCHEME = {
     "targets": ["Linear"],
@@ -41,7 +42,7 @@ def same(first, second):
 def test_the_choice_is_scored_said_and_the_whole_validation_calibrates_with_it(caplog):
     torch.manual_seed(0)
     module, callback = Outliers(), automatic()
-    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+    with caplog.at_level("INFO", logger=MESSAGES):
         trainer(callback).validate(module, loader(count=64), verbose=False)
     found, choice = qparams(module), callback.choice
     counts = ", ".join(f"{name} {count}" for name, count in choice.counts["input"].most_common())

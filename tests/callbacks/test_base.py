@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from lightning_obs import CalibrationCallback, CalibrationError, QuantizationAwareTraining
 from lightning_obs.callbacks.which_module import find_module
 from tests.callbacks.calibration_modules import Language, Plain, trainer
+from tests.lightning_package import MESSAGES
 from tests.tiny_model import save_tiny_llama
 
 # ---------------------------------------------------------------------- which module
@@ -101,7 +102,7 @@ def tokens():
 
 
 def said(caplog, *callbacks, module, data=None, runs=1):
-    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+    with caplog.at_level("INFO", logger=MESSAGES):
         for _ in range(runs):
             trainer(*callbacks).validate(module, data or tokens(), verbose=False)
     return [record.message for record in caplog.records if "calibrating" in record.message]

@@ -2,10 +2,8 @@
 
 import warnings
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM
 
@@ -13,6 +11,7 @@ from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSess
 from lightning_obs.errors import CalibrationWarning
 from lightning_obs.model.qparams import get_scheme, read_qparams
 from tests.callbacks.calibration_modules import Language, Late, Plain, bare, hooks_on, loader, trainer
+from tests.lightning_package import L, WeightAveraging, needs_weight_averaging
 
 # ---------------------------------------------------------------------- validate
 
@@ -154,6 +153,7 @@ def test_a_wrong_target_is_found_before_training_starts():
         trainer(callback, max_epochs=1).fit(module, loader(), loader())
 
 
+@needs_weight_averaging
 def test_weight_averaging_beside_it_is_calibrated_with_the_averaged_weights():
     module, callback = Plain(), CalibrationCallback("INT8_STATIC")
     seen = {}
@@ -168,6 +168,7 @@ def test_weight_averaging_beside_it_is_calibrated_with_the_averaged_weights():
     )
 
 
+@needs_weight_averaging
 def test_weight_averaging_before_it_is_refused_before_training():
     module = Plain()
     module.training_step = lambda *_: pytest.fail("trained")

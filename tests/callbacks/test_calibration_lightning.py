@@ -1,15 +1,14 @@
 """CalibrationCallback beside the rest of Lightning: the bugs that ended Lightning's own quantization callback."""
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 from torch import nn
 from torch.nn.utils import prune
 
 from lightning_obs import CalibrationCallback, QuantizationAwareTraining, load_checkpoint, quantized
 from lightning_obs.model.qparams import read_qparams
 from tests.callbacks.calibration_modules import Plain, loader, trainer
+from tests.lightning_package import L, ModelCheckpoint, ModelPruning
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 

@@ -2,15 +2,14 @@
 
 import io
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 
 from lightning_obs import CalibrationCallback, CalibrationError, QuantizationAwareTraining
 from lightning_obs.model.qparams import read_qparams
 from tests.callbacks.calibration_modules import Plain, loader, trainer
+from tests.lightning_package import MESSAGES, L, ModelCheckpoint
 
 # ---------------------------------------------------------------------- resume: the rows of facts/lightning.md
 
@@ -123,7 +122,7 @@ def notes(caplog):
 def test_a_calibration_that_is_made_anew_drops_one_of_other_options_with_one_line(entry, tmp_path, caplog):
     module = fit_and_save(tmp_path / "c.ckpt", CalibrationCallback("INT8_STATIC"))
     resumed, callback = Plain(), CalibrationCallback("INT8_STATIC", ignore=["net.2"], show=False)
-    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+    with caplog.at_level("INFO", logger=MESSAGES):
         run = trainer(callback, max_epochs=2)
         if entry == "fit":
             run.fit(resumed, loader(), loader(seed=2), ckpt_path=tmp_path / "c.ckpt")
@@ -171,7 +170,7 @@ def test_auto_chooses_anew_for_other_options(tmp_path, caplog):
     trainer(again).validate(Plain(), loader(seed=2), ckpt_path=tmp_path / "c.ckpt", verbose=False)
     assert again.choice is None  # what the first run chose
     assert again.options.config == first.options.config
-    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+    with caplog.at_level("INFO", logger=MESSAGES):
         trainer(other).validate(module, loader(seed=2), ckpt_path=tmp_path / "c.ckpt", verbose=False)
     assert (other.result.modules, set(other.choice.observers)) == (["net.0"], {"net.0"})
     assert len(notes(caplog)) == 1

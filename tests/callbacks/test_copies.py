@@ -2,7 +2,6 @@
 
 import copy
 
-import lightning as L
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
@@ -10,6 +9,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_obs import CalibrationCallback, QuantizationAwareTraining, quantized
 from tests.callbacks import calibration_modules, qat_modules
 from tests.callbacks.qat_modules import left_behind
+from tests.lightning_package import L
 
 
 def averaged(net):

@@ -1,11 +1,11 @@
 """What CalibrationCallback hands on for models with experts."""
 
-import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_obs import CalibrationCallback, CalibrationError, linearize_experts
+from tests.lightning_package import L
 from tests.moe_models import EXPERTS, tiny_moe
 
 

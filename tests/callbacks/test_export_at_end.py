@@ -5,6 +5,7 @@ import torch
 
 from lightning_obs import CalibrationCallback, CalibrationError, QuantizationAwareTraining, load_checkpoint, quantized
 from tests.callbacks.calibration_modules import Plain, bare, hooks_on, loader, trainer
+from tests.lightning_package import MESSAGES
 from tests.lightning_ranks import Module, like_torchrun, samples
 from tests.lightning_ranks import loader as rank_loader
 from tests.lightning_ranks import trainer as rank_trainer
@@ -126,7 +127,7 @@ def test_a_run_that_ends_with_an_error_writes_nothing(tmp_path):
 
 
 def test_fast_dev_run_writes_nothing_and_says_so(tmp_path, caplog):
-    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+    with caplog.at_level("INFO", logger=MESSAGES):
         fit(make(tmp_path / "out"), Plain(), fast_dev_run=True)
     assert list(tmp_path.iterdir()) == []
     assert "out is not written" in caplog.text

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -16,6 +14,7 @@ from lightning_obs import CalibrationCallback, QuantizationAwareTraining, quanti
 from lightning_obs.model.qparams import read_qparams
 from lightning_obs.model.wrappers import without_wrappers
 from tests.callbacks.fsdp1_modules import Module, data, fsdp1_trainer, run, same_files
+from tests.lightning_package import Callback, L
 from tests.lightning_ranks import calibration, like_torchrun, loader, same, trainer
 from tests.rank_processes import run_ranks
 from tests.tiny_model import save_tiny_llama

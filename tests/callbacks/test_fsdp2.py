@@ -7,11 +7,8 @@ import os
 import warnings
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import ModelParallelStrategy
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationCallback, CalibrationError, load_checkpoint, quantized
 from lightning_obs.model.qparams import read_qparams
+from tests.lightning_package import Callback, L, ModelParallelStrategy
 from tests.lightning_ranks import Module, Net, calibration, like_torchrun, loader, same, samples, trainer
 from tests.rank_processes import run_ranks
 from tests.tiny_model import save_tiny_llama

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import yaml
-from lightning.pytorch.cli import LightningCLI
 
 from lightning_obs import CalibrationCallback, QuantizationAwareTraining, load_checkpoint
 from tests.callbacks.calibration_modules import Plain, loader
+from tests.lightning_package import LightningCLI
 
 OFF = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 

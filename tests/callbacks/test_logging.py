@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_obs import CalibrationCallback, CalibrationError, QuantizationAwareTraining
 from tests.callbacks.calibration_modules import Plain, hooks_on, loader, trainer
 from tests.in_process import run_command_line
+from tests.lightning_package import CSVLogger, EarlyStopping, ModelCheckpoint, TensorBoardLogger
 from tests.lightning_ranks import Module, calibration, like_torchrun, samples
 from tests.lightning_ranks import loader as rank_loader
 from tests.lightning_ranks import trainer as rank_trainer

@@ -2,7 +2,6 @@
 
 import copy
 
-import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -10,6 +9,7 @@ from torch.utils.data import DataLoader
 from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession, QuantizationAwareTraining
 from lightning_obs.model.offload import is_offloaded
 from tests.callbacks.calibration_modules import trainer
+from tests.lightning_package import L
 from tests.lightning_ranks import like_torchrun
 from tests.lightning_ranks import trainer as on_ranks
 from tests.offloaded import (

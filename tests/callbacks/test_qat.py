@@ -2,7 +2,6 @@
 
 import copy
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -24,6 +23,7 @@ from tests.callbacks.qat_modules import (
     outputs,
     trainer,
 )
+from tests.lightning_package import L
 
 # ---------------------------------------------------------------------- the checkpoint has the numbers
 

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from compressed_tensors.quantization import forward_quantize
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -15,6 +14,7 @@ from lightning_obs.model.qparams import read_qparams
 from lightning_obs.numerics.fake_quantize import fake_quantize
 from tests.attention_models import CASES, attention, cached_states, logits, traces
 from tests.callbacks.qat_modules import Language, from_step, language_data, quiet, trainer
+from tests.lightning_package import Callback, ModelCheckpoint
 from tests.lightning_ranks import like_torchrun
 from tests.rank_processes import run_ranks
 from tests.tiny_model import save_tiny_llama

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
@@ -14,6 +12,7 @@ from lightning_obs import CalibrationError, load_checkpoint
 from lightning_obs.model.weight import whole_tensor
 from tests.callbacks.qat_modules import from_step
 from tests.callbacks.test_qat_ranks import INT8, SYMMETRIC_W4, W4, Trained, X, close, fit, qat, qparams_of, share
+from tests.lightning_package import ModelCheckpoint, ModelParallelStrategy
 from tests.lightning_ranks import like_torchrun, same
 from tests.rank_processes import run_ranks
 

@@ -2,17 +2,8 @@
 
 import copy
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    LearningRateFinder,
-    ModelCheckpoint,
-    ModelPruning,
-    WeightAveraging,
-)
-from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -33,6 +24,16 @@ from tests.callbacks.qat_modules import (
     outputs,
     quiet,
     trainer,
+)
+from tests.lightning_package import (
+    EarlyStopping,
+    L,
+    LearningRateFinder,
+    MixedPrecision,
+    ModelCheckpoint,
+    ModelPruning,
+    WeightAveraging,
+    needs_weight_averaging,
 )
 from tests.versions import checkpointing_of
 
@@ -126,6 +127,7 @@ def test_11047_pruning_beside_it_trains_masked_quantized_weights(order, tmp_path
     Regression.load_from_checkpoint(tmp_path / "last.ckpt", strict=True)
 
 
+@needs_weight_averaging
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_averaged_weights_are_validated_and_exported_with_their_own_ranges(order, tmp_path):
     module = Regression(lr=0.1)
@@ -138,6 +140,7 @@ def test_averaged_weights_are_validated_and_exported_with_their_own_ranges(order
     assert torch.equal(outputs(load_checkpoint(Regression(), tmp_path / "out")), torch.cat(module.validated))
 
 
+@needs_weight_averaging
 def test_after_a_validation_of_averaged_weights_training_has_the_ranges_of_its_own():
     module, watch = Regression(lr=0.1), Watch()
 

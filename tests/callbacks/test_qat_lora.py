@@ -1,6 +1,5 @@
 """QuantizationAwareTraining of LoRA adapters: what is trained is what is merged, quantized and exported."""
 
-import lightning as L
 import peft
 import pytest
 import torch
@@ -22,6 +21,7 @@ from lightning_obs import (
     quantized,
 )
 from tests.conftest import VOCAB
+from tests.lightning_package import L
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

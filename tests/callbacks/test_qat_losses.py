@@ -1,6 +1,5 @@
 """What QuantizationAwareTraining may add to the loss and to the optimizer: learned scales and distillation."""
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from tests.callbacks.qat_modules import (
     loader,
     trainer,
 )
+from tests.lightning_package import L
 
 
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", "FP8", W4])

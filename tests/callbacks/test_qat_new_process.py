@@ -4,13 +4,13 @@ import json
 import subprocess
 import sys
 
-import lightning as L
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
 from lightning_obs import QuantizationAwareTraining
+from tests.lightning_package import L
 
 RUNS = [
     (scheme, dtype)

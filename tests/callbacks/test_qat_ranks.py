@@ -12,14 +12,13 @@ import itertools
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_obs import QuantizationAwareTraining
 from lightning_obs.model.qparams import read_qparams
+from tests.lightning_package import Callback, MixedPrecision, ModelCheckpoint
 from tests.lightning_ranks import WIDTH, Module, like_torchrun, same, samples, trainer
 from tests.rank_processes import run_ranks
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import TensorDataset
 
 from lightning_obs import CalibrationError, load_checkpoint
 from tests.callbacks.qat_modules import from_step
 from tests.callbacks.test_qat_ranks import OPTIONS, SYMMETRIC_W4, W4, Trained, X, close, fit, qat, qparams_of, share
+from tests.lightning_package import Callback, ModelCheckpoint
 from tests.lightning_ranks import WIDTH, like_torchrun, same
 from tests.rank_processes import run_ranks
 

@@ -2,10 +2,8 @@
 
 import copy
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_obs import CalibrationError, QuantizationAwareTraining
@@ -23,6 +21,7 @@ from tests.callbacks.qat_modules import (
     outputs,
     trainer,
 )
+from tests.lightning_package import L, ModelCheckpoint
 
 # ---------------------------------------------------------------------- resume
 

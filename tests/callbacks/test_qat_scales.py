@@ -1,6 +1,5 @@
 """train="scales": weights are frozen, and block scales learn to give the unquantized model's predictions."""
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from tests.callbacks.qat_modules import (
     loader,
     trainer,
 )
+from tests.lightning_package import L
 
 SIGNED = {"observers": {"weight": {"name": "memoryless_mse", "signed": True}}}
 GPTQ = {"rounding": "gptq"}

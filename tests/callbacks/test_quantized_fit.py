@@ -2,15 +2,14 @@
 
 import warnings
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_obs import CalibrationCallback, quantized
 from lightning_obs.errors import CalibrationWarning
 from tests.callbacks.calibration_modules import Plain, hooks_on, loader, trainer
 from tests.callbacks.test_quantized_validation import W2
+from tests.lightning_package import EarlyStopping, L, ModelCheckpoint
 
 # ---------------------------------------------------------------------- a monitor has a value in every validation
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationCallback, quantized
 from tests.callbacks.calibration_modules import Language, hooks_on, trainer
 from tests.callbacks.test_quantized_validation import numbers
+from tests.lightning_package import ModelCheckpoint
 from tests.tiny_model import save_tiny_llama
 
 # ---------------------------------------------------------------------- attention

@@ -2,10 +2,8 @@
 
 import copy
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 from torchmetrics.regression import MeanAbsoluteError
@@ -14,6 +12,7 @@ from lightning_obs import CalibrationCallback, CalibrationError, quantized
 from lightning_obs.callbacks import quantized_validation
 from lightning_obs.errors import CalibrationWarning
 from tests.callbacks.calibration_modules import Plain, hooks_on, loader, trainer
+from tests.lightning_package import EarlyStopping, L, ModelCheckpoint, WeightAveraging, needs_weight_averaging
 
 W2 = {"weights": {"num_bits": 2, "group_size": 8}, "input_activations": {"num_bits": 4, "dynamic": False}}
 
@@ -220,6 +219,7 @@ def test_a_step_that_logs_nothing_is_told():
         trainer(CalibrationCallback(W2, evaluate=True)).validate(module, loader(), verbose=False)
 
 
+@needs_weight_averaging
 def test_averaged_weights_are_what_is_measured():
     module, seen = Plain(), []
 

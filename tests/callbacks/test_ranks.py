@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_obs import CalibrationError, load_checkpoint, quantized
@@ -17,6 +16,7 @@ from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.errors import CalibrationWarning
 from lightning_obs.model.qparams import read_qparams
 from lightning_obs.observers.mse import MemorylessMSEObserver
+from tests.lightning_package import Callback, ModelCheckpoint, WeightAveraging, needs_weight_averaging
 from tests.lightning_ranks import Module, Net, calibration, like_torchrun, loader, same, samples, trainer
 from tests.rank_processes import run_ranks
 
@@ -287,6 +287,7 @@ def on_averaging(rank):
     return callback.result.qparams, seen["weight"]
 
 
+@needs_weight_averaging
 def test_with_weight_averaging_the_qparams_are_those_of_the_averaged_weights():
     results = run_ranks(on_averaging, 2)
     for qparams, weight in results:

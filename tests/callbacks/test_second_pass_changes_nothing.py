@@ -2,7 +2,6 @@
 
 import random
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -15,6 +14,7 @@ from tests.callbacks.kinds.loaders import LOADER_KINDS, SAMPLES
 from tests.callbacks.kinds.metrics import metric_kinds
 from tests.callbacks.kinds.modules import module_kinds
 from tests.callbacks.kinds.own_classes import own_kinds
+from tests.lightning_package import L
 
 MODULE_KINDS = dict([*metric_kinds(), *own_kinds(), *array_kinds(), *random_kinds(), *module_kinds()])
 

@@ -1,12 +1,12 @@
 """Which validations, loaders and batches CalibrationCallback observes, and what it says where there are none."""
 
-import lightning as L
 import pytest
 import torch
 
 from lightning_obs import CalibrationCallback, CalibrationError
 from lightning_obs.errors import CalibrationWarning
 from tests.callbacks.calibration_modules import Plain, hooks_on, loader, trainer
+from tests.lightning_package import L
 
 
 class Several(Plain):

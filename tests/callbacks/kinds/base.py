@@ -4,9 +4,10 @@ A kind is ``(make, add, value)``: what the module sets up, what each step does w
 logged at the epoch's end. ``value`` leaves the state as a user would: cleared, or not.
 """
 
-import lightning as L
 import torch
 from torch import nn
+
+from tests.lightning_package import L
 
 
 class Base(L.LightningModule):

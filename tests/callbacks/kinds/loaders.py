@@ -5,7 +5,6 @@ import random
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -18,6 +17,8 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+
+from tests.lightning_package import CombinedLoader
 
 COUNT = 8
 SAMPLES = torch.randn(COUNT, 4, generator=torch.Generator().manual_seed(2))

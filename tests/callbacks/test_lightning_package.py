@@ -1,0 +1,52 @@
+"""Lightning has two names, and both packages hold the same classes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from lightning_obs import CalibrationCallback
+from lightning_obs.callbacks.lightning_package import class_of
+from tests.callbacks.calibration_modules import OFF, Plain, loader
+from tests.lightning_package import L, ModelCheckpoint
+
+ONE_NAME = """
+import sys
+from {name} import Trainer
+from lightning_obs import CalibrationCallback
+foreign = [module for module in sys.modules if module.partition(".")[0] in {others}]
+assert not foreign, foreign
+run = Trainer(callbacks=CalibrationCallback("INT8_STATIC"), logger=False, enable_checkpointing=False)
+assert any(isinstance(callback, CalibrationCallback) for callback in run.callbacks)
+"""
+OTHERS = {"lightning.pytorch": ["pytorch_lightning", "lightning_fabric"], "pytorch_lightning": ["lightning"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_name_that_the_program_uses_is_the_only_one_imported(name):
+    """To import the other would redirect the messages of the first to its logger."""
+    script = ONE_NAME.format(name=name, others=OTHERS[name])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+class Own(ModelCheckpoint):
+    """A user's class."""
+
+
+def test_a_class_is_known_by_its_name_in_either_package():
+    assert class_of(Own(), "EarlyStopping", "ModelCheckpoint") is ModelCheckpoint
+    assert class_of(Own(), "Own") is None
+    assert class_of(Plain(), "LightningModule") is L.LightningModule
+    foreign = type("ModelCheckpoint", (), {"__module__": "somebody.callbacks"})
+    assert class_of(foreign(), "ModelCheckpoint") is None
+
+
+def test_a_callback_may_be_given_outside_of_a_list():
+    callback = CalibrationCallback("INT8_STATIC", show=False)
+    run = L.Trainer(callbacks=callback, **OFF)
+    run.validate(Plain(), loader(), verbose=False)
+    assert callback.result is not None

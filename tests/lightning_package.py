@@ -1,0 +1,51 @@
+"""Lightning under the name that ``pytest --lightning=...`` has chosen: ``lightning`` or ``pytorch_lightning``.
+
+The two packages hold the same classes twice. Tests of the callbacks import Lightning from this module only, so that
+each of them runs under both names. The name is in the environment, which ranks and scripts that a test starts inherit.
+"""
+
+import os
+from functools import cache
+from importlib import import_module
+
+import pytest
+
+ENVIRONMENT = "LIGHTNING_OBS_TESTS_LIGHTNING"
+NAMES = ("lightning", "pytorch_lightning")
+
+#: the package with Trainer and LightningModule, as users import it
+NAME = os.environ.get(ENVIRONMENT, NAMES[0])
+#: the package with its folders
+PYTORCH = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}[NAME]
+FABRIC = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}[NAME]
+#: the logger of its messages
+MESSAGES = f"{PYTORCH}.utilities.rank_zero"
+
+L = import_module(NAME)
+callbacks = import_module(f"{PYTORCH}.callbacks")
+loggers = import_module(f"{PYTORCH}.loggers")
+strategies = import_module(f"{PYTORCH}.strategies")
+
+Callback = L.Callback
+EarlyStopping = callbacks.EarlyStopping
+LearningRateFinder = callbacks.LearningRateFinder
+ModelCheckpoint = callbacks.ModelCheckpoint
+ModelPruning = callbacks.ModelPruning
+#: None in Lightning 2.4 and 2.5; see needs_weight_averaging
+WeightAveraging = getattr(callbacks, "WeightAveraging", None)
+
+CSVLogger = loggers.CSVLogger
+TensorBoardLogger = loggers.TensorBoardLogger
+
+FSDPStrategy = strategies.FSDPStrategy
+ModelParallelStrategy = strategies.ModelParallelStrategy
+
+CombinedLoader = import_module(f"{PYTORCH}.utilities.combined_loader").CombinedLoader
+LightningCLI = import_module(f"{PYTORCH}.cli").LightningCLI
+MixedPrecision = import_module(f"{PYTORCH}.plugins").MixedPrecision
+
+needs_weight_averaging = pytest.mark.skipif(WeightAveraging is None, reason="WeightAveraging is of Lightning 2.6")
+
+# A Trainer reads the metadata of every installed package, which takes longer than the rest of its constructor.
+registry = import_module(f"{FABRIC}.utilities.registry")
+registry.entry_points = cache(registry.entry_points)
