@@ -41,7 +41,6 @@ FSDPStrategy = strategies.FSDPStrategy
 ModelParallelStrategy = strategies.ModelParallelStrategy
 
 CombinedLoader = import_module(f"{PYTORCH}.utilities.combined_loader").CombinedLoader
-LightningCLI = import_module(f"{PYTORCH}.cli").LightningCLI
 MixedPrecision = import_module(f"{PYTORCH}.plugins").MixedPrecision
 
 needs_weight_averaging = pytest.mark.skipif(WeightAveraging is None, reason="WeightAveraging is of Lightning 2.6")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -26,6 +27,7 @@ from lightning_obs.forward.quantized_forward import INSIDE
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import is_transformers_model, tokens_of
+from lightning_obs.model.weight import adapters_of
 from lightning_obs.observers import Observer
 from lightning_obs.schemes.planned_modules import PlannedModule
 
@@ -74,11 +76,11 @@ class ObserverHooks:
             for base_name in target.states:
                 observe = self._observation(target, [self._session.fed[target.name, base_name]])
                 stack.callback(register_state_hook(target.module, base_name, observe))
-            for handle in self._hooked(target):
-                stack.callback(keep_hook_out(target.module, handle))
+            for owner, handle in self._hooked(target):
+                stack.callback(keep_hook_out(owner, handle))
 
-    def _hooked(self, target: PlannedModule) -> Iterator[RemovableHandle]:
-        """Register the hooks of one module."""
+    def _hooked(self, target: PlannedModule) -> Iterator[tuple[nn.Module, RemovableHandle]]:
+        """Register the hooks of one module; each is given with the module that holds it."""
         module = target.module
         inputs, of_weight, outputs = (
             [fed for base in bases if (fed := self._session.fed.get((target.name, base))) is not None]
@@ -86,11 +88,13 @@ class ObserverHooks:
         )
         if inputs or of_weight:
             read = self._observation(target, inputs, of_weight)
-            yield module.register_forward_pre_hook(lambda _, args, kw: read((*args, *kw.values())), with_kwargs=True)
+            reading = module.register_forward_pre_hook(
+                lambda _, args, kw: read((*args, *kw.values())), with_kwargs=True
+            )
+            yield module, reading
         if outputs:
             written = self._observation(target, outputs)
-            # In training a hook of ours quantizes the output; the observer has to see it before that.
-            yield module.register_forward_hook(lambda _, __, output: written(output), prepend=True)
+            yield from _output_hooks(module, written)
 
     def _observation(
         self, target: PlannedModule, observers: list[Observer], of_weight: Sequence[Observer] = ()
@@ -144,3 +148,27 @@ class ObserverHooks:
             session.measurements += len(read.measured) - before
 
         return observe
+
+
+def _output_hooks(module: nn.Module, observe: Callable[[Any], None]) -> Iterator[tuple[nn.Module, RemovableHandle]]:
+    """Show ``observe`` each output of a module; of one with LoRA adapters, the output that it has when merged.
+
+    In training a hook of ours quantizes the output; the observer has to see it before that. There the module itself
+    runs merged, in place of its LoRA layer (:func:`quantize_training_forward`); else that layer adds the adapters.
+    """
+    adapters = adapters_of(module)
+
+    def runs_merged() -> bool:
+        return adapters is None or "forward" in vars(adapters)
+
+    def see(_: nn.Module, args: Any, output: Any) -> None:
+        if runs_merged():
+            observe(output)
+
+    def see_sum(_: nn.Module, args: Any, output: Any) -> None:
+        if not runs_merged():
+            observe(output)
+
+    yield module, module.register_forward_hook(see, prepend=True)
+    if adapters is not None:
+        yield adapters, adapters.register_forward_hook(see_sum, prepend=True)

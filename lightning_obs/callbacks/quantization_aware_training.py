@@ -27,6 +27,8 @@ from lightning_obs.fine_tuning.learned_scales import frozen
 from lightning_obs.forward.calls import in_evaluation_mode, logits_of
 from lightning_obs.model.additions import keep_hook_out, set_attributes
 from lightning_obs.model.offload import is_offloaded
+from lightning_obs.model.weight import adapters_of
+from lightning_obs.model.wrappers import drops_inputs
 from lightning_obs.schemes.config import SchemeLike, has_rounding
 
 if TYPE_CHECKING:
@@ -128,6 +130,11 @@ class QuantizationAwareTraining(QuantizedFit):
             ],
             "offloaded weights cannot be trained",
             remedy="load the model whole, or freeze them (parameter.requires_grad_(False)) and train the others.",
+        )
+        refuse(
+            [target.name for target in session.plan.targets if drops_inputs(adapters_of(target.module))],
+            "adapters with dropout cannot be trained as a part of the quantized weight",
+            remedy="set lora_dropout=0 in peft's LoraConfig.",
         )
         assert self._training is not None
         if self._training.learned is not None and trainer.optimizers:

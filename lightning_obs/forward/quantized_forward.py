@@ -37,7 +37,7 @@ from lightning_obs.forward.quantized_tensors import (
 )
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out, set_attributes
-from lightning_obs.model.checksums import not_ready, refuse_unmerged
+from lightning_obs.model.checksums import not_ready
 from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.qparams import calibrated_modules, move_qparams, quantized_states, read_qparams
 from lightning_obs.model.weight import adapters_of
@@ -55,16 +55,16 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
     """Run a calibrated model through fake quantization inside the ``with`` block.
 
     Weights and activations of calibrated modules are quantized and dequantized at each forward, so outputs are those of
-    the exported checkpoint. Weights are not changed. Blocks nest. No calibration observes calls inside, so
-    ``validation_step`` can log a metric of the quantized model. A copy that is made inside has the scales and runs in
-    full precision, until it is run in a block of its own.
+    the exported checkpoint. Weights are not changed; LoRA adapters that stand beside a weight are a part of it. Blocks
+    nest. No calibration observes calls inside, so ``validation_step`` can log a metric of the quantized model. A copy
+    that is made inside has the scales and runs in full precision, until it is run in a block of its own.
 
     A :class:`CalibrationWarning` says that nothing was calibrated, so that the model runs in full precision, or which
     parameters have changed since, so that these are not the numbers of a checkpoint. Where weights are sharded, all
     ranks must enter the block.
 
     Raises:
-        CalibrationError: adapters that are not merged; another thread is in a block of the same modules.
+        CalibrationError: another thread is in a block of the same modules.
 
     Examples:
         >>> from lightning_obs import CalibrationSession
@@ -75,7 +75,6 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
         >>> with quantized(model):
         ...     _ = model(torch.ones(1, 4))
     """
-    refuse_unmerged(model, "quantized()")
     problem = not_ready(model)
     if problem is not None:
         warn(f"quantized() gives other numbers than a checkpoint would: {problem}")
@@ -127,7 +126,10 @@ def quantize_forward(module: nn.Module, *, writer: Writer | None = None) -> Call
     A ``writer`` quantizes and dequantizes by operations of its own, also a weight that is on the grid already.
     """
     move_qparams(module)
-    return set_attributes(module, **_quantized_attributes(module, Switch(writer=writer)))
+    with ExitStack() as stack:
+        stack.callback(set_attributes(module, **_quantized_attributes(module, Switch(writer=writer))))
+        stack.callback(_run_merged(module))
+        return stack.pop_all().close
 
 
 def quantize_for_good(module: nn.Module, *, trainable: bool) -> None:
@@ -150,14 +152,22 @@ def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool
     move_qparams(module)
     with ExitStack() as stack:
         stack.callback(set_attributes(module, **_quantized_attributes(module, switch, output_by_hook=output)))
-        adapters = adapters_of(module)
-        if adapters is not None:
-            # Hooks of the base layer see the merged layer: the adapters' sum is a part of its weight.
-            stack.callback(set_attributes(adapters, forward=module.__call__))
+        stack.callback(_run_merged(module))
         if output:
             hook = module.register_forward_hook(lambda module, args, output: _quantize_output(module, output))
             stack.callback(keep_hook_out(module, hook))
         return stack.pop_all().close
+
+
+def _run_merged(module: nn.Module) -> Callable[[], None]:
+    """Let the LoRA layer around a module that runs quantized, if there is one, run it in place of itself.
+
+    The adapters are a part of the module's weight (:func:`weight_in_use`), and its hooks see the merged layer.
+    """
+    adapters = adapters_of(module)
+    if adapters is None:
+        return lambda: None
+    return set_attributes(adapters, forward=module.__call__)
 
 
 @contextmanager

@@ -102,12 +102,20 @@ def base_of(module: nn.Module) -> nn.Module:
     """The base layer of a LoRA layer, any other module itself; an error if its adapters cannot be merged."""
     if not is_adapted(module):
         return module
-    has_dropout = any(getattr(p, "p", 0) > 0 for p in getattr(module, "lora_dropout", nn.ModuleDict()).values())
-    wrong = "dropout (set lora_dropout=0)" if has_dropout else _not_a_sum(module)
+    wrong = _not_a_sum(module)
     if wrong:
-        raise CalibrationError(f"adapters with {wrong} cannot be trained as a part of the quantized weight")
+        raise CalibrationError(f"adapters with {wrong} cannot be a part of the quantized weight")
     assert isinstance(module.base_layer, nn.Linear)
     return module.base_layer
+
+
+def drops_inputs(layer: nn.Module | None) -> bool:
+    """Whether a LoRA layer drops inputs of its adapters in training, where it then is no sum with the base weight.
+
+    In evaluation mode nothing is dropped. None, in place of a layer, has no adapters.
+    """
+    dropouts = getattr(layer, "lora_dropout", nn.ModuleDict())
+    return any(getattr(dropout, "p", 0) > 0 for dropout in dropouts.values())
 
 
 def _not_a_sum(layer: nn.Module) -> str | None:

@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_obs.model.qparams import read_qparams
 from tests.lightning_package import L
 
-
 #: options of a quiet Trainer
 OFF = {
     "logger": False,

@@ -1,12 +1,16 @@
 """LightningCLI makes both callbacks from YAML, and runs them."""
 
+from importlib import import_module
+
 import pytest
 import torch
 import yaml
 
 from lightning_obs import CalibrationCallback, QuantizationAwareTraining, load_checkpoint
 from tests.callbacks.calibration_modules import Plain, loader
-from tests.lightning_package import LightningCLI
+from tests.lightning_package import PYTORCH
+
+LightningCLI = import_module(f"{PYTORCH}.cli").LightningCLI
 
 OFF = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
