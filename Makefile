@@ -13,6 +13,8 @@ GPU_PACKAGES := triton
 # Processes of one thread each, which take tests from each other when they have none left; some tests wait for others.
 WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# What runs a second time with Lightning's other name: make test runs the fast ones, make nightly all.
+BOTH_NAMES := tests/callbacks tests/test_tutorial.py --lightning=pytorch_lightning
 
 .PHONY: demo test lint fast nightly docs parity engines benchmarks benchmarks-parity clean
 .DELETE_ON_ERROR:
@@ -23,6 +25,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(MAKE) --no-print-directory lint
 	$(PYTEST)
+	$(PYTEST) $(BOTH_NAMES) -m "not slow and not nightly"
 
 # A worker takes 40 s of CPU to import and compile for itself, and few of these tests wait.
 fast: WORKERS = 2
@@ -31,6 +34,7 @@ fast: $(VENV)/.installed-test
 
 nightly: $(VENV)/.installed-test
 	$(PYTEST) -m nightly
+	$(PYTEST) $(BOTH_NAMES) -m "not nightly"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from importlib import import_module
 from itertools import groupby, islice
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -34,13 +35,14 @@ def pytest_addoption(parser):
         "--lightning",
         choices=("lightning", "pytorch_lightning"),
         default=os.environ.get("LIGHTNING_OBS_TESTS_LIGHTNING", "lightning"),
-        help="the name under which tests of the callbacks import Lightning (tests/lightning_package.py)",
+        help="the name under which tests of the callbacks, and of the tutorial, import Lightning",
     )
 
 
 def pytest_configure(config):
     """Before any test is imported: tests, and ranks and scripts that they start, import Lightning under one name."""
     os.environ["LIGHTNING_OBS_TESTS_LIGHTNING"] = config.getoption("--lightning")
+    import_module("tests.lightning_package")
 
 
 def pytest_itemcollected(item):

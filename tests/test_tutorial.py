@@ -10,7 +10,7 @@ import sysconfig
 import pytest
 
 from tests.in_process import run_script
-from tests.lightning_package import MESSAGES
+from tests.lightning_package import MESSAGES, NAME, PYTORCH
 from tests.markdown import ROOT, blocks, page
 
 PAGE = page("docs/tutorial.md")
@@ -23,8 +23,15 @@ LESS |= {"count = min(len(prose), len(code)) // 64": "count = 101"}
 NEW_PROCESS = {"ranks.py"}  # of Lightning's launcher
 
 
+def under_the_chosen_name(code):
+    """The code, which imports Lightning under the name that ``pytest --lightning=...`` has chosen."""
+    code = code.replace("import lightning as L", f"import {NAME} as L")
+    return code.replace("from lightning.pytorch", f"from {PYTORCH}")
+
+
 def written(code, folder):
     """The file that a block of Python is."""
+    code = under_the_chosen_name(code)
     name = re.match(r"# (\w+[.]py)\n", code)[1]
     for text, less in LESS.items():
         code = code.replace(text, less)

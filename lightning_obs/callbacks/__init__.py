@@ -1,6 +1,6 @@
 """Lightning's hooks, each a few lines over the folders below.
 
-Only here and in ``app`` is lightning imported. Start reading in ``calibration.py``.
+Only here (in ``lightning_package.py``) and in ``app`` is lightning imported. Start reading in ``calibration.py``.
 """
 
 from lightning_obs.callbacks.calibration import CalibrationCallback

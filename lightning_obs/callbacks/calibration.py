@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import Unpack, override
 
@@ -220,15 +221,31 @@ class CalibrationCallback(ObservedBatches):
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Run the second pass of a test or a validation, and log its metrics."""
         if self._second_pass is not None:
-            for name, (value, how) in self._second_pass.run(self._calibrated_session()).items():
-                loader = name.partition("/dataloader_idx_")[2]
-                name = quantized_name(name, self.measured_as)
-                pl_module.log(name, value, logger=False if loader else None, add_dataloader_idx=False, **how)
-                if loader:  # Lightning would list it under every loader
-                    trainer._active_loop._logged_outputs[int(loader)][name] = value
+            metrics = self._second_pass.run(self._calibrated_session())
+            for name, (value, how) in metrics.items():
+                self._log_quantized(trainer, pl_module, name, value, how)
             self.moved = self._second_pass.moved
             for name in () if self.moved is None else ("divergence", "agreement"):
                 self.log_of_all(trainer, pl_module, name, getattr(self.moved, name))
+
+    def _log_quantized(
+        self, trainer: Trainer, pl_module: LightningModule, name: str, value: torch.Tensor, how: dict[str, Any]
+    ) -> None:
+        """Log a metric of the second pass, as ``<name>_quantized``.
+
+        ``self.log`` would list a metric of one of several loaders under every loader, and before Lightning 2.5 it
+        refuses the number in its name. So the Trainer is told directly; ranks have reduced the value already.
+        """
+        loader = name.partition("/dataloader_idx_")[2]
+        name = quantized_name(name, self.measured_as)
+        if not loader:
+            pl_module.log(name, value, **how)
+            return
+        connector = trainer._logger_connector  # its properties would compute the first pass's metrics too early
+        connector._callback_metrics[name] = value
+        if how["prog_bar"]:
+            connector._progress_bar_metrics[name] = value
+        trainer._active_loop._logged_outputs[int(loader)][name] = value
 
     @override
     def state_of(self, session: CalibrationSession) -> dict[str, Any]:
