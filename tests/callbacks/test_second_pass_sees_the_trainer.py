@@ -140,13 +140,11 @@ def test_validation_step_none_is_a_fit_without_validation():
     assert callback.result is None
 
 
-@pytest.mark.parametrize("option", ["evaluate", "save_every"])
-def test_validation_step_none_is_refused_by_lightning_where_validate_needs_it(option, tmp_path):
-    options = {"evaluate": True} if option == "evaluate" else {"save_every": 1, "save_to": tmp_path / "save"}
+def test_validation_step_none_is_refused_by_lightning_where_validate_needs_it():
     module = Plain()
     module.validation_step = None
     with pytest.raises(Exception, match=r"No `validation_step\(\)` method defined to run `Trainer.validate`"):
-        trainer(CalibrationCallback("INT8_STATIC", **options)).validate(module, loader(), verbose=False)
+        trainer(CalibrationCallback("INT8_STATIC", evaluate=True)).validate(module, loader(), verbose=False)
 
 
 def test_test_step_none_does_not_matter_to_a_validation():
