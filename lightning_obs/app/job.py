@@ -23,7 +23,6 @@ from torch import nn
 
 from lightning_obs.app.console import StepsBar, say, step
 from lightning_obs.app.data.module import CalibrationData
-from lightning_obs.app.sigterm import EndOnSigterm
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.callbacks.base import SessionCallback
@@ -145,7 +144,7 @@ def typed_words() -> list[str] | None:
 def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:
     """The Trainer that ``trainer`` describes, with these callbacks."""
     bars = [StepsBar()] if config.trainer.get("enable_progress_bar", True) else []
-    return instantiate(config.trainer, callbacks=[*callbacks, EndOnSigterm(), *bars])
+    return instantiate(config.trainer, callbacks=[*callbacks, *bars])
 
 
 def made(node: Any, **given: Any) -> Any:

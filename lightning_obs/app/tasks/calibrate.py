@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from lightning_obs.app.checkpoint import write_checkpoint
 from lightning_obs.app.console import bytes_done, say, step
-from lightning_obs.app.generation import continuations, loop_line
 from lightning_obs.app.job import Job, Quality, make_options, plain, typed_words
 from lightning_obs.app.models.pretrained import DEFAULT_MODEL
 from lightning_obs.calibration.options import CalibrationOptions
@@ -43,7 +42,6 @@ class Calibrate(Job):
     full: Quality | None = None  # on held-out data, in full precision; None: not measured
     quantized: Quality | None = None  # of the exported model
     errors: Sequence[LayerError] = ()
-    generation: Mapping[str, Any] = MappingProxyType({})
     lines: Sequence[str] = ()
     #: the report's facts for a comparison; empty on ranks that write no report
     found: Mapping[str, Any] = MappingProxyType({})
@@ -60,20 +58,15 @@ class Calibrate(Job):
     def run(self) -> None:
         counts = dict[str, Support]()
         self.say_duration()
-        original = continuations(self, as_quantized=False)
         self.full = self.quality("in full precision", as_quantized=False)
         parts = self.choose()  # it may replace the callback
         self.result = self.calibrate()
         self.train()
         self.errors = self.layer_errors(counts)
         self.quantized = self.quality("quantized")
-        if original is not None:
-            self.generation = {"original": original, "quantized": continuations(self, as_quantized=True)}
         if self.folder is not None:
             self.lines = write_checkpoint(self, self.folder, self.result)
             self.after_export(self.folder)
-        if self.generation:
-            self.lines = [*self.lines, loop_line(**self.generation)]
         if self.trainer.is_global_zero:
             self.report(counts, parts)
 
@@ -181,7 +174,7 @@ class Calibrate(Job):
         known["sizes"] = None if self.folder is None else (model_bytes(self.model), folder_size(self.folder))
         title = f"{self.label} \N{MIDDLE DOT} {Path(str(config.model.get('path') or DEFAULT_MODEL)).name}"
         report = self.callback.facts(title=title, lines=[*self.lines, *self.closing_lines()], **known)
-        self.found = report.row | ({"generation": self.generation} if self.generation else {})
+        self.found = report.row
         report.extra = {**self.row(), "config": plain(config)}
         path = write_report(config.output_dir, report)
         advice = [f"{step.what}: {step.command}" for step in judge(report, path.parent).steps if step.command]
