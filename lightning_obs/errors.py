@@ -123,6 +123,18 @@ def require_kind(name: str, value: object, kinds: Any, expected: str) -> None:
         raise CalibrationError(name, got=repr(value), expected=expected)
 
 
+def require_bool(**options: object) -> None:
+    """Raise a :class:`CalibrationError` for an option that is neither True nor False: the text 'no' would be true.
+
+    >>> require_bool(overwrite="no")
+    Traceback (most recent call last):
+    lightning_obs.errors.CalibrationError: overwrite. Got 'no', expected True or False.
+    """
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise CalibrationError(name, got=repr(value), expected="True or False")
+
+
 def likely(name: str, known: Iterable[str]) -> str:
     """A hint to append to a wrong name: the closest known name, or an empty string.
 
