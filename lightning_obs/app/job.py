@@ -38,7 +38,7 @@ from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.offload import device_of, stay_put
 from lightning_obs.model.weight import in_shards
 from lightning_obs.report.predictions import Moved, Predictions
-from lightning_obs.schemes.config import as_names
+from lightning_obs.schemes.config import PRESET, as_names
 
 #: below this relative loss by calibration, a share of it that was recovered is noise and is not shown
 _LOST = 1e-3
@@ -226,9 +226,11 @@ def make_options(config: DictConfig) -> CalibrationOptions:
     """The options that ``scheme``, ``kv_cache``, ``observer``, ``weight_observer``, ``ignore``... describe."""
     scheme = _in_groups(plain(config.scheme), config.group_size)
     targets = scheme.pop("targets", None)
+    if scheme.get(PRESET) is None:
+        scheme.pop(PRESET, None)  # scheme=none
     same = ("on_missing", "calibrate_all_experts", "fused_sets", "join_fused_scales", "rounding")
     return CalibrationOptions(
-        scheme.pop("preset", None) or scheme or None,
+        scheme[PRESET] if set(scheme) == {PRESET} else scheme or None,
         targets=targets,
         ignore=[*as_names(plain(config.ignore)), *_ignored_by_report(config.ignore_from)],
         observers={"input": plain(config.observer), "weight": plain(config.weight_observer)},
