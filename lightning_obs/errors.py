@@ -141,8 +141,9 @@ def likely(name: str, known: Iterable[str]) -> str:
     >>> "unknown observer minmx" + likely("minmx", ["minmax", "mse"])
     'unknown observer minmx (did you mean `minmax`?)'
     """
-    near = get_close_matches(name, [one for one in known if one != name], 1)
-    return f" (did you mean `{near[0]}`?)" if near else ""
+    names = {other.casefold(): other for other in known if other != name}
+    near = get_close_matches(name.casefold(), names, 1)
+    return f" (did you mean `{names[near[0]]}`?)" if near else ""
 
 
 def key_text(key: tuple[str, str], rank: int | None = None, more: str = "") -> str:

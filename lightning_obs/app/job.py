@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import InstantiationException
 from hydra.utils import get_class, get_object, instantiate
 from lightning.fabric.utilities import move_data_to_device
@@ -38,6 +39,7 @@ from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.offload import device_of, stay_put
 from lightning_obs.model.weight import in_shards
 from lightning_obs.report.predictions import Moved, Predictions
+from lightning_obs.schemes.build_plan import unmatched
 from lightning_obs.schemes.config import PRESET, as_names
 
 #: below this relative loss by calibration, a share of it that was recovered is noise and is not shown
@@ -77,6 +79,7 @@ class Job(Task):
         self.module = load_module(config)
         self.data = make_data(config, self.module)
         _, self.model = find_module(self.module, config.module)
+        refuse_idle_ignore(config, self.model)
         self.evaluator, self.predictions = make_trainer(config), Predictions()
 
     def run_with(self, callback: SessionCallback) -> None:
@@ -139,6 +142,18 @@ def typed_words() -> list[str] | None:
     folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
     words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # ${...} as it stands
     return [*(f"--config-dir={folder}" for folder in folders), *map(str, words)]
+
+
+def refuse_idle_ignore(config: DictConfig, model: nn.Module) -> None:
+    """Refuse what the user has typed as ``ignore`` and matches no module; defaults of configs may match none."""
+    words = [word for word in typed_words() or () if not word.startswith("--")]
+    typed = {str(override.key_or_group) for override in OverridesParser.create().parse_overrides(words)}
+    if "ignore" in typed:
+        refuse(
+            unmatched(model, as_names(plain(config.ignore))),
+            f"ignore matches no module of {type(model).__name__}",
+            expected="names or classes of modules, or `re:` patterns (anchored at the front)",
+        )
 
 
 def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:

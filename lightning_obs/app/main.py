@@ -18,7 +18,9 @@ from torch import distributed as dist
 
 from lightning_obs.app.imports import import_for
 from lightning_obs.app.job import typed_words
+from lightning_obs.app.overrides import refuse_deleted
 from lightning_obs.app.tasks.task import make_task, task_node
+from lightning_obs.app.values import check_values
 from lightning_obs.errors import refuse
 from lightning_obs.schemes.config import as_names
 
@@ -26,7 +28,10 @@ from lightning_obs.schemes.config import as_names
 def run(config: DictConfig) -> dict[str, Any]:
     """Run the task of a composed config and return its row of a comparison."""
     _quiet_lightning()
-    refuse_unread(task_node(config), [word for word in typed_words() or () if not word.startswith("--")])
+    words = [word for word in typed_words() or () if not word.startswith("--")]
+    refuse_deleted(words)
+    refuse_unread(task_node(config), words)
+    check_values(config)
     for name in as_names(config.imports):
         import_for("imports", name, "run from the folder that holds it, or set PYTHONPATH.")
     task = make_task(config)

@@ -86,11 +86,12 @@ def resolve_config(
 
     A scheme is a preset name (``"FP8"``, ``"W4A16"``, ``"INT8_STATIC"``...); a dict of ``weights`` /
     ``input_activations`` / ``output_activations``, with ``"preset"`` among them of the fields that differ from that
-    preset (``{"preset": "INT8_STATIC", "input_activations": {"num_bits": 4}}``; None: full precision); a dict of groups (``{"FP8": ["re:.*mlp.*_proj"],
-    "W4A16": ["Linear"]}`` or ``{"group": {"targets": [...], "weights": {...}}}``); a full ``{"config_groups": ...}``;
-    or the compressed-tensors object. None with ``kv_cache``, for the cache alone. ``observers``, by base name, replace
-    those that the scheme names, with their hyperparameters but not its rounding. ``rounding`` applies to all weights;
-    for one group it stands among the weights' ``"observer_kwargs": {"rounding": "gptq"}``.
+    preset (``{"preset": "INT8_STATIC", "input_activations": {"num_bits": 4}}``; None: full precision); a dict of
+    groups (``{"FP8": ["re:.*mlp.*_proj"], "W4A16": ["Linear"]}`` or
+    ``{"group": {"targets": [...], "weights": {...}}}``); a full ``{"config_groups": ...}``; or the compressed-tensors
+    object. None with ``kv_cache``, for the cache alone. ``observers``, by base name, replace those that the scheme
+    names, with their hyperparameters but not its rounding. ``rounding`` applies to all weights; for one group it stands
+    among the weights' ``"observer_kwargs": {"rounding": "gptq"}``.
 
     Raises:
         CalibrationError: an unknown preset, field, base name, observer or rounding; targets given twice; a scheme that
@@ -180,7 +181,11 @@ def _config(scheme: SchemeLike | None, targets: list[str] | None) -> Quantizatio
     elif scheme is not None and not isinstance(scheme, Mapping):
         raise CalibrationError("not a scheme", got=type(scheme).__name__, expected=_EXPECTED)
     elif not scheme:
-        raise CalibrationError("the scheme is empty", expected="a preset name or at least one group")
+        raise CalibrationError(
+            "the scheme is empty",
+            expected="a preset name or at least one group",
+            remedy="for the kv cache alone: kv_cache='FP8'.",
+        )
     elif set(scheme) & {*_SCHEME_FIELDS, PRESET}:  # one scheme, perhaps misspelt, rather than groups called "weights"
         has_targets = "the scheme" if "targets" in scheme else ""
         groups = {"group_0": _from_fields("the scheme", {**scheme, "targets": scheme.get("targets") or default})}

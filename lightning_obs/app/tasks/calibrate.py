@@ -20,6 +20,7 @@ from lightning_obs.app.job import Job, Quality, make_options, plain, typed_words
 from lightning_obs.app.models.pretrained import DEFAULT_MODEL
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.calibration.token_mask import find_mask
 from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.callbacks.which_module import describe, find_module
@@ -51,6 +52,8 @@ class Calibrate(Job):
         """Load everything; refuse scheme, targets, groups, devices, precision, data; name the calibrated module."""
         self.run_with(self.make_callback(make_options(self.config)))
         self.load()
+        if self.config.token_mask is not None:
+            find_mask(next(iter(self.data.val_dataloader())), self.config.token_mask)
         self.check_task()
         self.check_scheme()
 
@@ -95,7 +98,10 @@ class Calibrate(Job):
             if session.needs_data:
                 self.trainer.validate(self.module, datamodule=self.data, verbose=False)
             else:
-                say(f"{self.callback.label} needs no data: no batch is run, data.batches is not used")
+                say(
+                    f"{self.callback.label} needs no data: no batch is run, data.batches is not used. Schemes with static "
+                    "activations (int8_static, fp8, nvfp4), weight_observer=imatrix_mse and rounding=gptq use it"
+                )
                 self.to_device()
                 with session:
                     pass
