@@ -98,10 +98,8 @@ class Calibrate(Job):
             if session.needs_data:
                 self.trainer.validate(self.module, datamodule=self.data, verbose=False)
             else:
-                say(
-                    f"{self.callback.label} needs no data: no batch is run, data.batches is not used. Schemes with static "
-                    "activations (int8_static, fp8, nvfp4), weight_observer=imatrix_mse and rounding=gptq use it"
-                )
+                say(f"{self.callback.label} needs no data: no batch is run, data.batches is not used")
+                say("(static activations use it: int8_static, fp8, nvfp4; weight_observer=imatrix_mse; rounding=gptq)")
                 self.to_device()
                 with session:
                     pass
