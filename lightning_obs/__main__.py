@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -14,15 +12,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from lightning_obs.errors import CalibrationError, likely
-
-
-def config_dir() -> Path:
-    """The folder of configs: inside the installed package, or at the top of a checkout."""
-    package = Path(__file__).resolve().parent
-    return next(folder for folder in (package / "configs", package.parent / "configs") if folder.is_dir())
+from lightning_obs.app.config_files import config_dir
+from lightning_obs.app.overrides import checked_words, explained
+from lightning_obs.errors import CalibrationError
 
 
 def main() -> None:
@@ -47,16 +41,14 @@ def main() -> None:
             return error
 
     try:
+        sys.argv[1:] = checked_words(sys.argv[1:])
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")(task)()
         for failure in failures:
             raise failure
     except (HydraException, OmegaConfBaseException, CalibrationError) as error:
         if trace:
             raise
-        cause = error.__cause__  # Hydra wraps exceptions of the classes that it instantiates
-        told = next((one for one in (cause, error) if isinstance(one, CalibrationError)), None)
-        lines = [error, cause, _valid_options(error)] if told is None else [f"CalibrationError: {told}"]
-        sys.exit("\n".join([*map(str, filter(None, lines)), "(HYDRA_FULL_ERROR=1 shows where it was raised)"]))
+        sys.exit(f"{explained(error)}\n(HYDRA_FULL_ERROR=1 shows where it was raised)")
 
 
 def versions() -> str:
@@ -80,20 +72,6 @@ def described(*groups: str) -> str:
             keys = reads if ignores == "*" else f"all keys but {ignores}" if ignores else "all keys"
             lines.append(f"{'':<26}reads {keys}")
     return "\n".join(lines)
-
-
-def _valid_options(error: Exception) -> str:
-    """The option of a group that was probably meant, or the keys that stand where an unknown one was given."""
-    option = re.search(r"Could not find '([^'/]+)/([^']+)'", str(error))  # Hydra lists the others itself
-    if option is not None:
-        hint = likely(option[2], [file.stem for file in (config_dir() / option[1]).glob("*.yaml")])
-        return hint and f"{option[0]}{hint}"
-    cause = error.__cause__
-    if not isinstance(cause, (ConfigAttributeError, ConfigKeyError)) or not cause.parent_node:
-        return ""
-    parent, _, last = str(cause.full_key).rpartition(".")
-    known = [str(key) for key in cause.parent_node]
-    return f"{cause.full_key}{likely(last, known)}\nValid options in '{parent or 'the top level'}': {', '.join(known)}"
 
 
 if __name__ == "__main__":

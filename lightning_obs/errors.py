@@ -123,14 +123,27 @@ def require_kind(name: str, value: object, kinds: Any, expected: str) -> None:
         raise CalibrationError(name, got=repr(value), expected=expected)
 
 
+def require_bool(**options: object) -> None:
+    """Raise a :class:`CalibrationError` for an option that is neither True nor False: the text 'no' would be true.
+
+    >>> require_bool(overwrite="no")
+    Traceback (most recent call last):
+    lightning_obs.errors.CalibrationError: overwrite. Got 'no', expected True or False.
+    """
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise CalibrationError(name, got=repr(value), expected="True or False")
+
+
 def likely(name: str, known: Iterable[str]) -> str:
     """A hint to append to a wrong name: the closest known name, or an empty string.
 
     >>> "unknown observer minmx" + likely("minmx", ["minmax", "mse"])
     'unknown observer minmx (did you mean `minmax`?)'
     """
-    near = get_close_matches(name, [one for one in known if one != name], 1)
-    return f" (did you mean `{near[0]}`?)" if near else ""
+    names = {other.casefold(): other for other in known if other != name}
+    near = get_close_matches(name.casefold(), names, 1)
+    return f" (did you mean `{names[near[0]]}`?)" if near else ""
 
 
 def key_text(key: tuple[str, str], rank: int | None = None, more: str = "") -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import InstantiationException
 from hydra.utils import get_class, get_object, instantiate
 from lightning.fabric.utilities import move_data_to_device
@@ -23,7 +24,6 @@ from torch import nn
 
 from lightning_obs.app.console import StepsBar, say, step
 from lightning_obs.app.data.module import CalibrationData
-from lightning_obs.app.sigterm import EndOnSigterm
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.callbacks.base import SessionCallback
@@ -39,7 +39,8 @@ from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.offload import device_of, stay_put
 from lightning_obs.model.weight import in_shards
 from lightning_obs.report.predictions import Moved, Predictions
-from lightning_obs.schemes.config import as_names
+from lightning_obs.schemes.build_plan import unmatched
+from lightning_obs.schemes.config import PRESET, as_names
 
 #: below this relative loss by calibration, a share of it that was recovered is noise and is not shown
 _LOST = 1e-3
@@ -78,6 +79,7 @@ class Job(Task):
         self.module = load_module(config)
         self.data = make_data(config, self.module)
         _, self.model = find_module(self.module, config.module)
+        refuse_idle_ignore(config, self.model)
         self.evaluator, self.predictions = make_trainer(config), Predictions()
 
     def run_with(self, callback: SessionCallback) -> None:
@@ -142,10 +144,22 @@ def typed_words() -> list[str] | None:
     return [*(f"--config-dir={folder}" for folder in folders), *map(str, words)]
 
 
+def refuse_idle_ignore(config: DictConfig, model: nn.Module) -> None:
+    """Refuse what the user has typed as ``ignore`` and matches no module; defaults of configs may match none."""
+    words = [word for word in typed_words() or () if not word.startswith("--")]
+    typed = {str(override.key_or_group) for override in OverridesParser.create().parse_overrides(words)}
+    if "ignore" in typed:
+        refuse(
+            unmatched(model, as_names(plain(config.ignore))),
+            f"ignore matches no module of {type(model).__name__}",
+            expected="names or classes of modules, or `re:` patterns (anchored at the front)",
+        )
+
+
 def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:
     """The Trainer that ``trainer`` describes, with these callbacks."""
     bars = [StepsBar()] if config.trainer.get("enable_progress_bar", True) else []
-    return instantiate(config.trainer, callbacks=[*callbacks, EndOnSigterm(), *bars])
+    return instantiate(config.trainer, callbacks=[*callbacks, *bars])
 
 
 def made(node: Any, **given: Any) -> Any:
@@ -227,9 +241,11 @@ def make_options(config: DictConfig) -> CalibrationOptions:
     """The options that ``scheme``, ``kv_cache``, ``observer``, ``weight_observer``, ``ignore``... describe."""
     scheme = _in_groups(plain(config.scheme), config.group_size)
     targets = scheme.pop("targets", None)
+    if scheme.get(PRESET) is None:
+        scheme.pop(PRESET, None)  # scheme=none
     same = ("on_missing", "calibrate_all_experts", "fused_sets", "join_fused_scales", "rounding")
     return CalibrationOptions(
-        scheme.pop("preset", None) or scheme or None,
+        scheme[PRESET] if set(scheme) == {PRESET} else scheme or None,
         targets=targets,
         ignore=[*as_names(plain(config.ignore)), *_ignored_by_report(config.ignore_from)],
         observers={"input": plain(config.observer), "weight": plain(config.weight_observer)},

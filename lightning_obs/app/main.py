@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import warnings
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -11,13 +12,15 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig
 from torch import distributed as dist
 
 from lightning_obs.app.imports import import_for
 from lightning_obs.app.job import typed_words
-from lightning_obs.app.sigterm import ended_by_sigterm
+from lightning_obs.app.overrides import refuse_deleted
 from lightning_obs.app.tasks.task import make_task, task_node
+from lightning_obs.app.values import check_values
 from lightning_obs.errors import refuse
 from lightning_obs.schemes.config import as_names
 
@@ -25,13 +28,18 @@ from lightning_obs.schemes.config import as_names
 def run(config: DictConfig) -> dict[str, Any]:
     """Run the task of a composed config and return its row of a comparison."""
     _quiet_lightning()
-    refuse_unread(task_node(config), [word for word in typed_words() or () if not word.startswith("--")])
+    words = [word for word in typed_words() or () if not word.startswith("--")]
+    refuse_deleted(words)
+    refuse_unread(task_node(config), words)
+    check_values(config)
     for name in as_names(config.imports):
         import_for("imports", name, "run from the folder that holds it, or set PYTHONPATH.")
-    with ended_by_sigterm():
-        task = make_task(config)
-        task.check()
+    task = make_task(config)
+    task.check()
+    try:
         task.run()
+    except SIGTERMException:  # Lightning's, whose exit code is that of success
+        raise SystemExit(128 + signal.SIGTERM) from None
     if dist.is_initialized():  # gloo's threads may abort a process that ends in a group (pytorch #190489)
         dist.destroy_process_group()
     return task.row()

@@ -14,7 +14,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from typing_extensions import TypedDict, Unpack
 
 from lightning_obs.engines.engine import Engine, engine_of
-from lightning_obs.errors import CalibrationError, refuse_unknown, require_choice
+from lightning_obs.errors import CalibrationError, refuse_unknown, require_bool, require_choice
 from lightning_obs.schemes.attention_states import KVCacheLike
 from lightning_obs.schemes.config import ObserversLike, RoundingLike, SchemeLike, as_names, label, resolve_config
 from lightning_obs.schemes.planned_modules import check_own_sets
@@ -123,6 +123,7 @@ class CalibrationOptions:
                     raise CalibrationError(name, got=repr(given), expected="a name, or a list of names")
             object.__setattr__(self, name, value)
         require_choice("on_missing", self.on_missing, get_args(OnMissing))
+        require_bool(calibrate_all_experts=self.calibrate_all_experts, join_fused_scales=self.join_fused_scales)
         engine_of(self.reload)
         for name in self.engines:
             engine_of(name, "engines")

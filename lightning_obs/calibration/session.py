@@ -288,12 +288,12 @@ class CalibrationSession:
         with self._writing():
             self.result = finalize(self, weights, activations)
         if self.batches and not self.needs_data:
-            text = (
+            warn(
                 f"{self.label} needs no data (its activations are dynamic or in full precision): "
-                f"{self.batches} batches were run and not used."
+                f"{self.batches} batches were run and not used. Data are used by schemes with static activations "
+                f"(INT8_STATIC, FP8, NVFP4), by observers of weights that read inputs "
+                f"(observers={{'weight': 'imatrix_mse'}}), and by rounding='gptq'."
             )
-            static = self.label in ("W8A8", "INT8")
-            warn(f"{text} For calibrated INT8 activations use scheme='INT8_STATIC'." if static else text)
         if self.result.fallback:
             warn(
                 f"no token reached these modules; their activations have the range of the layer's other experts: "

@@ -27,7 +27,7 @@ from lightning_obs.callbacks.strategies import (
     require_exact,
 )
 from lightning_obs.callbacks.which_module import describe, find_module
-from lightning_obs.errors import CalibrationError, refuse_unknown, require_kind, warn
+from lightning_obs.errors import CalibrationError, refuse_unknown, require_bool, require_kind, warn
 from lightning_obs.files.sealed import require_whole
 from lightning_obs.model.checksums import refuse_unmerged
 from lightning_obs.model.weight import in_shards, register_fsdp_units, reshard
@@ -85,6 +85,7 @@ class SessionCallback(Results):
         refuse_unknown(options, CalibrationOptions.names(type(self)))
         self.options = CalibrationOptions.of(scheme, **options)
         self.label = self.options.label
+        require_bool(sanity_check=sanity_check)
         require_kind("module", module, (str,), "the attribute path of a module, such as 'model'")
         require_kind("token_mask", token_mask, (str, Callable), "a key of the batch, or a function of it")
         self.module, self.sanity_check, self.token_mask = module, sanity_check, token_mask

@@ -23,7 +23,7 @@ from lightning_obs.callbacks.observed_batches import BatchKeywords, ObservedBatc
 from lightning_obs.callbacks.quantized_validation import QuantizedValidation, quantized_name, require_batches
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.choice.observer_choice import Candidates
-from lightning_obs.errors import CalibrationError, name_list, refuse, warn
+from lightning_obs.errors import CalibrationError, name_list, refuse, require_bool, warn
 from lightning_obs.files.sealed import sealed
 from lightning_obs.report.summary import layer_table, print_report
 from lightning_obs.schemes.config import SchemeLike
@@ -81,8 +81,9 @@ class CalibrationCallback(ObservedBatches):
         masked = self.token_mask is not None
         self._auto = None if candidates is None else AutoObservers(self.options, masked, candidates)
         if not isinstance(evaluate, (int, float)) or not 0 <= evaluate <= 1:
-            raise CalibrationError("evaluate", got=evaluate, expected="True, False, or a share in (0, 1]")
+            raise CalibrationError("evaluate", got=repr(evaluate), expected="True, False, or a share in (0, 1]")
         require_at_least(1, every_n_epochs=every_n_epochs)
+        require_bool(show=show)
         self.evaluate, self.every_n_epochs, self.show = float(evaluate), every_n_epochs, show
         self._second_pass: QuantizedValidation | None = None  # of the validation that runs now
 

@@ -24,7 +24,7 @@ from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.callbacks.which_module import require_forward
 from lightning_obs.checkpoint.export import export_checkpoint
 from lightning_obs.choice.observer_choice import ObserverChoice
-from lightning_obs.errors import CalibrationError, refuse_unknown, require_kind
+from lightning_obs.errors import CalibrationError, refuse_unknown, require_bool, require_kind
 from lightning_obs.files.tensors import Progress
 from lightning_obs.files.write import require_free
 from lightning_obs.model.weight import in_shards, reshard
@@ -48,6 +48,9 @@ class Results(Callback):
     _owner: LightningModule
 
     def __init__(self, export_folder: str | os.PathLike[str] | None, export_overwrite: bool, log: bool | None) -> None:
+        require_bool(export_overwrite=export_overwrite)
+        if log is not None:
+            require_bool(log=log)
         if export_overwrite and export_folder is None:
             raise CalibrationError("export_overwrite without export_folder", remedy="say which folder.")
         require_kind("export_folder", export_folder, (str, os.PathLike), "a folder")

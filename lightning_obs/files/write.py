@@ -33,7 +33,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from lightning_obs.errors import CalibrationError, refuse, warn
+from lightning_obs.errors import CalibrationError, refuse, require_bool, warn
 from lightning_obs.files.read import naming, read_json
 
 #: contents of the folder: ``{"files": {relative path: CRC-32 of the file, null of a folder}}``
@@ -50,6 +50,7 @@ def require_free(folder: Path, overwrite: bool) -> None:
         CalibrationError: something is there and ``overwrite`` is off, or it is nothing that an export wrote; the folder
             is the working folder or a mount point, which cannot be renamed.
     """
+    require_bool(overwrite=overwrite)
     with _writing(folder) as target:
         settle_dead(target.parent)
         try:
@@ -108,6 +109,7 @@ def whole_file(file: str | os.PathLike[str], overwrite: bool = True) -> Iterator
     Raises:
         CalibrationError: ``file`` is there and ``overwrite`` is off; it cannot be written. It is then as before.
     """
+    require_bool(overwrite=overwrite)
     file = Path(file)
     with _writing(file):
         parent = Path(os.path.realpath(file.parent))

@@ -122,12 +122,22 @@ class Observer(Statistics, Registry):
                 expected=", ".join(known) or "none, it takes no hyperparameters",
             )
         for name, default in known.items():
-            setattr(self, name, given.get(name, default))
+            value = given.get(name, default)
+            setattr(self, name, value)
+            self._require_like(name, value, default)
 
     @functools.cached_property
     def _kind(self) -> Hashable:
         """Equal for observers that measure the same statistics in a tensor."""
         return type(self), self.base_name, repr(self.args)
+
+    def _require_like(self, name: str, value: Any, default: Any) -> None:
+        """Raise a CalibrationError where a hyperparameter is of another kind than its default: a text is no number."""
+        if isinstance(default, bool):
+            self._require(name, isinstance(value, bool), "True or False")
+        elif isinstance(default, (int, float)) and value is not None:
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            self._require(name, is_number, "a number")
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         """Raise a CalibrationError that names a hyperparameter, unless it is as expected."""

@@ -23,7 +23,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, quantize
 from torch import nn
 
-from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.errors import CalibrationError, refuse, require_bool
 from lightning_obs.files.write import whole_file
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.checksums import require_ready
@@ -79,6 +79,7 @@ def export_onnx(
     Reference:
         ONNX operators QuantizeLinear and DequantizeLinear, version 21.
     """
+    require_bool(overwrite=overwrite)
     file = Path(file)
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     refuse(missing, "packages are not installed", remedy='pip install "lightning-obs[onnx]".')

@@ -105,19 +105,29 @@ def is_meant(target: str, module: nn.Module) -> bool:
 def check_patterns(model: nn.Module, targets: list[str], ignore: list[str]) -> None:
     """Refuse a target that matches nothing; warn of an entry of ``ignore`` that does."""
 
-    def unmatched(patterns: list[str]) -> list[str]:
-        wrong = [p for p in patterns if not any(is_match(n, m, p) for n, m in model.named_modules())]
-        return [p + likely(p, names) for p in wrong]
-
-    kinds = sorted({type(m).__name__ for m in model.modules() if holds_parameters(m)})
-    names = [*kinds, *(name for name, _ in model.named_modules())]
     refuse(
-        unmatched(targets),
+        unmatched(model, targets),
         f"a target matches no module of {type(model).__name__}",
-        expected=f"a module name, a `re:` pattern (anchored at the front), or a class: {name_list(kinds)}",
+        expected=f"a module name, a `re:` pattern (anchored at the front), or a class: {name_list(_classes(model))}",
     )
-    if unused := unmatched(ignore):
+    unused = unmatched(model, ignore)
+    if unused:
         warn(f"ignore matches no module of {type(model).__name__}: {name_list(unused)}")
+
+
+def unmatched(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The patterns that match no module, each with the nearest name or class of the model."""
+    known = [*_classes(model), *(name for name, _ in model.named_modules())]
+    texts = []
+    for pattern in patterns:
+        if not any(is_match(name, module, pattern) for name, module in model.named_modules()):
+            texts.append(pattern + likely(pattern, known))
+    return texts
+
+
+def _classes(model: nn.Module) -> list[str]:
+    """The names of the classes of modules that hold parameters."""
+    return sorted({type(module).__name__ for module in model.modules() if holds_parameters(module)})
 
 
 def check_stacked_experts(model: nn.Module, targets: list[str], ignore: list[str]) -> None:
@@ -258,20 +268,25 @@ def _check_shared(model: nn.Module, weighted: list[PlannedModule]) -> None:
 def _check_group_sizes(targets: list[PlannedModule]) -> None:
     """Refuse groups that do not divide the columns."""
     for base_name in ("weight", "input"):
+        all_columns = set[int]()
         bad: dict[tuple[int, int], list[str]] = {}
         for target in targets:
             size = getattr(target.args.get(base_name), "group_size", None) or 0
             shape = matrix_shape(target.module)
-            if shape is not None and size > 0 and shape[1] % size:
+            if shape is None or size <= 0:
+                continue
+            all_columns.add(shape[1])
+            if shape[1] % size:
                 bad.setdefault((size, shape[1]), []).append(target.name)
         for (size, columns), names in bad.items():
-            fits = [g for g in (256, 128, 64, 32, 16) if columns % g == 0 and g < size]
+            fits = [str(g) for g in (128, 64, 32, 16) if not any(width % g for width in all_columns)]
             refuse(
                 names,
                 f"{base_name} group size {size} does not divide the columns",
                 got=f"{columns} columns",
                 expected=f"a multiple of {size}",
-                remedy=(f"use a group size of {fits[0]}, or " if fits else "") + "list the modules in `ignore`.",
+                remedy=(f"use a group size of {' or '.join(fits[:2])}, or " if fits else "")
+                + "list the modules in `ignore`.",
             )
 
 

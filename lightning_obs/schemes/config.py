@@ -59,6 +59,10 @@ _EXPECTED = (
     "config_groups, or a QuantizationConfig"
 )
 _SCHEME_FIELDS = set(QuantizationScheme.model_fields)
+#: the key that names a preset among the fields of a scheme; the others replace the preset's own
+PRESET = "preset"
+#: what a checkpoint's ``quantization_config`` holds beside the fields of a ``QuantizationConfig``
+_OF_CHECKPOINTS = ("version", "sparsity_config", "transform_config")
 
 
 # ---------------------------------------------------------------------- the user's request
@@ -81,11 +85,13 @@ def resolve_config(
     """Make one ``QuantizationConfig`` of a scheme and options (see :class:`~lightning_obs.CalibrationOptions`).
 
     A scheme is a preset name (``"FP8"``, ``"W4A16"``, ``"INT8_STATIC"``...); a dict of ``weights`` /
-    ``input_activations`` / ``output_activations``; a dict of groups (``{"FP8": ["re:.*mlp.*_proj"],
-    "W4A16": ["Linear"]}`` or ``{"group": {"targets": [...], "weights": {...}}}``); a full ``{"config_groups": ...}``;
-    or the compressed-tensors object. None with ``kv_cache``, for the cache alone. ``observers``, by base name, replace
-    those that the scheme names, with their hyperparameters but not its rounding. ``rounding`` applies to all weights;
-    for one group it stands among the weights' ``"observer_kwargs": {"rounding": "gptq"}``.
+    ``input_activations`` / ``output_activations``, with ``"preset"`` among them of the fields that differ from that
+    preset (``{"preset": "INT8_STATIC", "input_activations": {"num_bits": 4}}``; None: full precision); a dict of
+    groups (``{"FP8": ["re:.*mlp.*_proj"], "W4A16": ["Linear"]}`` or
+    ``{"group": {"targets": [...], "weights": {...}}}``); a full ``{"config_groups": ...}``; or the compressed-tensors
+    object. None with ``kv_cache``, for the cache alone. ``observers``, by base name, replace those that the scheme
+    names, with their hyperparameters but not its rounding. ``rounding`` applies to all weights; for one group it stands
+    among the weights' ``"observer_kwargs": {"rounding": "gptq"}``.
 
     Raises:
         CalibrationError: an unknown preset, field, base name, observer or rounding; targets given twice; a scheme that
@@ -161,6 +167,9 @@ def _config(scheme: SchemeLike | None, targets: list[str] | None) -> Quantizatio
         given = "give its config_groups: scheme={'config_groups': {...}, 'ignore': [...]}."
         raise CalibrationError("a scheme is not read from a file", got=scheme, expected=_EXPECTED, remedy=given)
     if isinstance(scheme, Mapping) and "config_groups" in scheme:
+        # compressed-tensors would leave unknown keys out
+        stated = [str(key) for key, value in scheme.items() if value or key not in _OF_CHECKPOINTS]
+        refuse_unknown(stated, QuantizationConfig.model_fields, "unknown key beside config_groups")
         scheme = QuantizationConfig.model_validate(dict(scheme))
     if isinstance(scheme, QuantizationConfig):
         config, has_targets, groups = scheme, "the QuantizationConfig's groups", {}
@@ -172,8 +181,12 @@ def _config(scheme: SchemeLike | None, targets: list[str] | None) -> Quantizatio
     elif scheme is not None and not isinstance(scheme, Mapping):
         raise CalibrationError("not a scheme", got=type(scheme).__name__, expected=_EXPECTED)
     elif not scheme:
-        raise CalibrationError("the scheme is empty", expected="a preset name or at least one group")
-    elif set(scheme) & _SCHEME_FIELDS:  # one scheme, perhaps misspelt, rather than groups called "weights"
+        raise CalibrationError(
+            "the scheme is empty",
+            expected="a preset name or at least one group",
+            remedy="for the kv cache alone: kv_cache='FP8'.",
+        )
+    elif set(scheme) & {*_SCHEME_FIELDS, PRESET}:  # one scheme, perhaps misspelt, rather than groups called "weights"
         has_targets = "the scheme" if "targets" in scheme else ""
         groups = {"group_0": _from_fields("the scheme", {**scheme, "targets": scheme.get("targets") or default})}
     else:
@@ -198,9 +211,26 @@ def _group(name: str, value: Any) -> QuantizationScheme:
     raise CalibrationError(f"scheme group {name!r}", got=repr(value), expected="a list of targets or a dict of fields")
 
 
-def _from_fields(what: str, given: dict[str, Any]) -> QuantizationScheme:
-    refuse_unknown(map(str, given), _SCHEME_FIELDS, f"{what} has no such field")
-    return QuantizationScheme.model_validate(given)
+def _from_fields(what: str, fields: dict[str, Any]) -> QuantizationScheme:
+    """A scheme of its fields; beside ``preset``, of the fields that differ from the preset's."""
+    refuse_unknown(map(str, fields), {*_SCHEME_FIELDS, PRESET}, f"{what} has no such field")
+    if PRESET not in fields:
+        return QuantizationScheme.model_validate(fields)
+    name = fields[PRESET]
+    if not isinstance(name, str):
+        raise CalibrationError(f"{what}: preset", got=repr(name), expected="the name of a preset")
+    changed = {key: value for key, value in fields.items() if key != PRESET}
+    scheme = dict(_preset(name, changed["targets"]))
+    for key, value in changed.items():
+        args = scheme[key]
+        if not isinstance(value, Mapping) or args is None:
+            scheme[key] = value
+            continue
+        merged = {**dict(args), **value}
+        if "type" in value and "zp_dtype" not in value:
+            del merged["zp_dtype"]  # it follows from the type
+        scheme[key] = merged
+    return QuantizationScheme.model_validate(scheme)
 
 
 def config_groups(config: QuantizationConfig) -> list[QuantizationScheme]:
@@ -286,7 +316,11 @@ def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
     >>> label(scheme, resolve_config(scheme))
     'int4 group 64 weights'
     """
-    presets = [scheme] if isinstance(scheme, str) else list(scheme) if isinstance(scheme, Mapping) else []
+    presets: list[str] = []
+    if isinstance(scheme, str):
+        presets = [scheme]
+    elif isinstance(scheme, Mapping):
+        presets = [scheme[PRESET]] if set(scheme) in ({PRESET}, {PRESET, "targets"}) else list(scheme)
     parts = [name.upper() for name in presets]
     if not set(parts) <= set(preset_names()) or not parts:
         parts = list(dict.fromkeys(map(describe_scheme, config_groups(config))))

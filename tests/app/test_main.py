@@ -24,7 +24,6 @@ def test_a_run_calibrates_exports_verifies_and_reports(composed, tmp_path, capsy
     assert "SQNR [dB]" in output
     assert "lightning_obs not imported): largest difference of logits 0.0" in output
     assert f"wrote {folder}" in output
-    assert "it says: 'The capital of France is" in output
     AutoTokenizer.from_pretrained(folder)
     config = AutoModelForCausalLM.from_pretrained(folder).config.quantization_config.quantization_config
     args = config.config_groups["group_0"].input_activations

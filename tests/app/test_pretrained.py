@@ -7,12 +7,12 @@ import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
 from lightning_obs.app.models.pretrained import load_pretrained
 from lightning_obs.files.write import CONTENTS_FILE
-from tests.tiny_model import save_tiny_llama
+from tests.tiny_model import save_tiny_bert, save_tiny_llama, save_tiny_t5
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +152,98 @@ def test_a_name_of_the_hub_is_left_to_transformers(name, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CalibrationError, match=rf"model\.path={name} cannot be read"):
         load(name)
+
+
+# ---------------------------------------------------------------------- other weights than the model has
+
+
+def change_weights(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_config(folder, **fields):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def without_norm(folder):
+    change_weights(folder, lambda tensors: tensors.pop("model.norm.weight"))
+
+
+def narrow_norm(folder):
+    change_weights(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32)}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_norm, r"1 weights of LlamaForCausalLM are not in the files .*: model\.norm\.weight \(missing\)"),
+        (narrow_norm, r"1 weights of .* model\.norm\.weight \(\(32,\) instead of \(64,\)\)"),
+        (lambda folder: change_config(folder, num_hidden_layers=3), r"9 weights of .*: model\.layers\.2\."),
+        (lambda folder: change_config(folder, num_hidden_layers=1), r"hold 9 tensors that .*: model\.layers\.1\."),
+        (
+            lambda folder: change_config(folder, tie_word_embeddings=False),
+            r"1 weights of .*: lm_head\.weight \(missing",
+        ),
+    ],
+)
+def test_a_model_is_not_completed_by_random_weights(tmp_path, change, message):
+    folder = save_tiny_llama(tmp_path / "float")
+    change(folder)
+    with pytest.raises(CalibrationError, match=message):
+        load(folder)
+
+
+def test_a_model_loaded_as_one_with_another_head_is_refused(tmp_path):
+    with pytest.raises(CalibrationError, match=r"weights of BertLMHeadModel are not in the files .*model=encoder"):
+        load(save_tiny_bert(tmp_path / "bert"))
+
+
+def test_a_run_that_would_have_shipped_random_weights_ends_with_an_error(command_line, tmp_path, tiny_folder):
+    folder = shutil.copytree(tiny_folder, tmp_path / "float")
+    without_norm(folder)
+    done = command_line(f"model.path={folder}", "scheme=fp8_dynamic", "export.folder=out")
+    assert done.returncode == 1
+    assert "model.norm.weight (missing)" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_remedy_for_tensors_without_a_place_works(tmp_path):
+    folder = save_tiny_llama(tmp_path / "float")
+    change_weights(folder, lambda tensors: tensors.update({"value_head.weight": torch.ones(1, 64)}))
+    with pytest.raises(CalibrationError, match=r"hold 1 tensors .*: value_head\.weight.*LlamaForCausalLM\.from_pretr"):
+        load(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    _, tokenizer = load_pretrained(save_tiny_llama(tmp_path / "other"), AutoModelForCausalLM)
+    model.save_pretrained(tmp_path / "again")
+    tokenizer.save_pretrained(tmp_path / "again")
+    load(tmp_path / "again")
+
+
+def test_tied_weights_buffers_and_heads_that_belong_to_a_class_are_no_difference(tmp_path):
+    folder = save_tiny_llama(tmp_path / "llama")
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}  # as old checkpoints hold them
+    change_weights(folder, lambda tensors: tensors.update(frequencies))
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    load(folder)
+    load_pretrained(save_tiny_bert(tmp_path / "bert"))
+    load_pretrained(save_tiny_bert(tmp_path / "classifier", ("bad", "good")))
+    load_pretrained(save_tiny_t5(tmp_path / "t5"), AutoModelForSeq2SeqLM)
+
+
+INT4 = {"weights": {"num_bits": 4, "group_size": 32}}
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "FP8_DYNAMIC", "NVFP4A16", INT4])
+def test_the_tensors_of_a_quantized_checkpoint_belong_to_the_model(tmp_path, scheme):
+    load(exported(tmp_path, scheme, reload="unchecked"))
+
+
+def test_a_quantized_kv_cache_belongs_to_the_model(tmp_path):
+    model, tokenizer = load_pretrained(save_tiny_llama(tmp_path / "float"), AutoModelForCausalLM)
+    ids = tokenizer("some text to calibrate on", return_tensors="pt").input_ids
+    with CalibrationSession(model, "FP8", kv_cache="FP8", ignore="lm_head"):
+        model(input_ids=ids)
+    load(export_checkpoint(model, tmp_path / "out", tokenizer=tokenizer))

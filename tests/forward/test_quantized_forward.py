@@ -10,8 +10,8 @@ import torch
 from compressed_tensors.quantization import QuantizationStatus, set_forward_quantized
 from torch import nn
 
-from lightning_obs import CalibrationError, quantized
-from lightning_obs.forward.quantized_forward import quantize_training_forward
+from lightning_obs import CalibrationError, CalibrationSession, quantized
+from lightning_obs.forward.quantized_forward import quantize_training_forward, weights_kept
 from lightning_obs.forward.quantized_tensors import Switch, quantized_weight
 from lightning_obs.forward.shared_blocks import eager_blocks
 from tests.forward.quantized_modules import (
@@ -263,3 +263,19 @@ def test_the_forward_holds_no_reference_to_a_deleted_model(mlp):
     del model
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W4A16"])
+def test_kept_weights_are_the_quantized_ones_and_gone_afterwards(tiny_llama, batches, scheme):
+    model, ids = tiny_llama(), batches[0]["input_ids"]
+    weights = {"weights": {"num_bits": 4, "group_size": 32}} if scheme == "W4A16" else scheme
+    with CalibrationSession(model, weights, ignore=["lm_head"]):
+        pass
+    with torch.no_grad(), quantized(model):
+        expected = model(input_ids=ids).logits
+        with weights_kept(model):
+            assert torch.equal(model(input_ids=ids).logits, expected)
+            assert torch.equal(model(input_ids=ids).logits, expected)
+            model.model.layers[0].mlp.up_proj.weight.zero_()
+            assert torch.equal(model(input_ids=ids).logits, expected)
+        assert not torch.equal(model(input_ids=ids).logits, expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, preset_name_to_scheme
 
 from lightning_obs.errors import CalibrationError
@@ -213,3 +214,75 @@ def test_another_observer_leaves_the_rounding_that_the_scheme_names():
     config = resolve_config({"weights": weights}, observers={"weight": "memoryless_minmax"})
     args = config.config_groups["group_0"].weights
     assert (args.observer, args.observer_kwargs) == ("memoryless_minmax", {"rounding": "gptq"})
+
+
+# ---------------------------------------------------------------------- a preset, and fields that differ from it
+
+
+def groups_of(scheme, **options):
+    return list(resolve_config(scheme, **options).config_groups.values())
+
+
+def test_fields_beside_a_preset_replace_its_own():
+    [group] = groups_of({"preset": "int8_static", "input_activations": {"num_bits": 4}})
+    [expected] = groups_of("INT8_STATIC")
+    assert group.input_activations.num_bits == 4
+    assert group.input_activations.observer == expected.input_activations.observer
+    assert group.weights == expected.weights
+    assert expected.input_activations.num_bits == 8
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_a_preset_is_the_same_in_a_dict(preset):
+    assert groups_of({"preset": preset, "targets": ["fc1"]}) == groups_of(preset, targets="fc1")
+
+
+def test_none_beside_a_preset_leaves_a_tensor_in_full_precision():
+    [group] = groups_of({"preset": "FP8", "input_activations": None})
+    assert (group.input_activations, group.weights.num_bits) == (None, 8)
+
+
+def test_another_type_beside_a_preset_has_zero_points_of_its_own():
+    [group] = groups_of({"preset": "INT8_STATIC", "input_activations": {"type": "float"}})
+    assert group.input_activations.zp_dtype == torch.float8_e4m3fn
+
+
+def test_each_group_may_begin_with_a_preset():
+    first, second = groups_of({
+        "mlp": {"preset": "FP8", "targets": ["re:.*mlp"], "weights": {"observer": "memoryless_mse"}},
+        "W8A8": ["Linear"],
+    })  # fmt: skip
+    assert (first.targets, first.weights.observer) == (["re:.*mlp"], "memoryless_mse")
+    assert second.targets == ["Linear"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [
+        ("INT8_STATIC", "INT8_STATIC"),
+        ({"preset": "int8_static", "targets": ["Linear"]}, "INT8_STATIC"),
+        ({"preset": "INT8_STATIC", "input_activations": {"num_bits": 4}}, "int8 channel weights, int4 tensor inputs"),
+    ],
+)
+def test_a_changed_preset_is_not_called_by_its_name(scheme, name):
+    assert label(scheme, resolve_config(scheme)) == name
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        ({"preset": "FP9"}, r"unknown scheme 'FP9' \(did you mean `FP8`\?\)"),
+        ({"preset": 8}, r"the scheme: preset\. Got 8, expected the name of a preset"),
+        ({"preset": "FP8", "weigths": {}}, r"the scheme has no such field: weigths \(did you mean `weights`\?\)"),
+        ({"preset": "FP8", "weights": {"num_bit": 4}}, r"compressed-tensors refuses the scheme: .*num_bit"),
+        ({"preset": "FP8", "weights": {"symmetric": "flase"}}, r"compressed-tensors refuses the scheme"),
+        (
+            {"config_groups": {"g": {"targets": ["Linear"], "weights": {}}}, "preset": "FP8"},
+            r"beside config_groups: pres",
+        ),
+        ({"config_groups": {"g": {"targets": ["Linear"], "weights": {}}}, "ignored": ["a"]}, r"did you mean `ignore`"),
+    ],
+)
+def test_nothing_beside_a_preset_or_config_groups_is_dropped(scheme, message):
+    with pytest.raises(CalibrationError, match=f"(?s){message}"):
+        resolve_config(scheme)

@@ -32,7 +32,7 @@ def read_documents(
 def read_rows(
     path: str | os.PathLike[str] | None, text_field: str = "text", option: str = "data.path"
 ) -> Iterator[Row]:
-    """Objects of a file or folder, in a fixed order, each with the place where it stands.
+    """Objects of a file or folder, in a fixed order, each with the place where it stands; at least one.
 
     Args:
         path: a text file in UTF-8 (an object is a paragraph); a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file; a
@@ -41,8 +41,18 @@ def read_rows(
         option: the name of ``path`` in errors.
 
     Raises:
-        CalibrationError: no such file; an unreadable row, by file and line.
+        CalibrationError: no such file; an empty one; an unreadable row, by file and line.
     """
+    is_empty = True
+    for row in _rows(path, text_field, option):
+        is_empty = False
+        yield row
+    if is_empty:
+        raise CalibrationError(f"{option}={path} is empty", remedy="give a file or folder that holds text.")
+
+
+def _rows(path: str | os.PathLike[str] | None, text_field: str, option: str) -> Iterator[Row]:
+    """As :func:`read_rows`, also none."""
     if path is None:
         from pydoc_data.topics import topics
 
@@ -67,12 +77,12 @@ def read_rows(
                 f"{option}={path} holds nothing to read", expected=f"files ending in {', '.join(suffixes)}"
             )
         for file in files:
-            yield from read_rows(file, text_field, option)
+            yield from _rows(file, text_field, option)
 
 
 def require_fields(path: Any, asked: Mapping[str, Any], option: str) -> None:
     """Refuse, by the first object alone, a ``path`` without the fields that ``asked`` names as ``*_field``."""
-    place, row = next(read_rows(path, asked.get("text_field", "text"), option), (str(path), {}))
+    place, row = next(read_rows(path, asked.get("text_field", "text"), option))
     for name, kind in (("text_field", str), ("target_field", str), ("label_field", object)):
         if asked.get(name) is not None:
             value_of(place, row, asked[name], f"data.{name}", kind)

@@ -10,7 +10,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +22,8 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 from typing_extensions import override
 
 from lightning_obs.app.console import say
-from lightning_obs.app.data.files import Row, read_documents, read_rows, require_fields, value_of
+from lightning_obs.app.data.chats import holds_chat, read_texts, token_ids
+from lightning_obs.app.data.files import Row, read_rows, require_fields, value_of
 from lightning_obs.app.imports import import_for
 from lightning_obs.app.models.language import LABELS
 from lightning_obs.errors import CalibrationError
@@ -82,9 +83,15 @@ class CalibrationData(LightningDataModule, ABC):
     @classmethod
     def check(cls, asked: Mapping[str, Any]) -> None:
         """Refuse, by a config's keys, data that are not there or lack a field; no model is loaded yet."""
+        DataOptions(**{field.name: asked[field.name] for field in fields(DataOptions) if field.name in asked})
         for name in ("path", "eval_path"):
             if asked.get(name) is not None:
-                require_fields(asked[name], asked, f"data.{name}")
+                cls.check_fields(asked[name], asked, f"data.{name}")
+
+    @classmethod
+    def check_fields(cls, path: Any, asked: Mapping[str, Any], option: str) -> None:
+        """Refuse, by its first object, a ``path`` without the fields that ``asked`` names."""
+        require_fields(path, asked, option)
 
     @abstractmethod
     def read(self, path: Any, option: str) -> list[Any]:
@@ -130,7 +137,7 @@ class TextData(CalibrationData):
     Args:
         tokenizer: a transformers tokenizer.
         path: see :func:`~lightning_obs.app.data.files.read_rows`; a single document is cut in two halves.
-        text_field: the field or column that holds the text.
+        text_field: the field or column that holds the text. A row without it may hold a chat in ``messages``.
         **options: of :class:`DataOptions`.
     """
 
@@ -143,8 +150,15 @@ class TextData(CalibrationData):
         super().__init__(path=path, **options)
 
     @override
+    @classmethod
+    def check_fields(cls, path: Any, asked: Mapping[str, Any], option: str) -> None:
+        first = next(read_rows(path, asked["text_field"], option), None)
+        if first is None or not holds_chat(first[1], asked["text_field"]):
+            super().check_fields(path, asked, option)
+
+    @override
     def read(self, path: Any, option: str) -> list[str]:
-        documents = read_documents(path, self._text_field, option)
+        documents = read_texts(list(read_rows(path, self._text_field, option)), self._text_field, self._tokenizer)
         if len(documents) == 1 and self.options.eval_path is None:
             half = len(documents[0]) // 2
             return [documents[0][:half], documents[0][half:]]
@@ -153,7 +167,7 @@ class TextData(CalibrationData):
     @override
     def samples(self, found: list[str], count: int) -> list[dict[str, torch.Tensor]]:
         tokens = self.options.tokens
-        ids = torch.tensor(self._tokenizer("\n\n".join(found), verbose=False).input_ids, dtype=torch.long)
+        ids = torch.tensor(token_ids(found, self._tokenizer), dtype=torch.long)
         return [{"input_ids": block} for block in ids[: count * tokens].split(tokens) if len(block) == tokens]
 
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from typing_extensions import override
 
 from lightning_obs.app.models.pretrained import load_pretrained
+from lightning_obs.errors import CalibrationError
 from lightning_obs.moe.experts import linearize_experts as _linearize
 
 #: the key of a batch that holds the labels
@@ -70,6 +71,13 @@ class TaskModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+def require_rate(learning_rate: object) -> None:
+    """Refuse a learning rate that AdamW would refuse after the model is loaded."""
+    is_number = isinstance(learning_rate, (int, float)) and not isinstance(learning_rate, bool)
+    if not is_number or not 0 < learning_rate < math.inf:
+        raise CalibrationError("model.learning_rate", got=repr(learning_rate), expected="a positive number")
+
+
 class LanguageModel(TaskModule):
     """Trains on the cross entropy of the next token, and is judged by the perplexity.
 
@@ -93,6 +101,7 @@ class LanguageModel(TaskModule):
         linearize_experts: bool = True,
         learning_rate: float = 2e-5,
     ) -> None:
+        require_rate(learning_rate)
         where = {"device_map": device_map, "offload_folder": offload_folder}
         model, tokenizer = load_pretrained(
             path, self.auto_class, dtype, attn_implementation, trust_remote_code, **where

@@ -61,7 +61,8 @@ def load_pretrained(
 
     Raises:
         CalibrationError: an unknown dtype; no such folder or name; the default model's package is not installed; files
-            that have changed since they were exported, or that transformers cannot load; a model without tokenizer.
+            that have changed since they were exported, that transformers cannot load, or that hold other weights than
+            the model has; a model without tokenizer.
     """
     if dtype not in _DTYPES:
         raise CalibrationError("model.dtype", got=repr(dtype), expected=f"one of {', '.join(_DTYPES)}")
@@ -87,7 +88,12 @@ def load_pretrained(
         if auto_class is AutoModelForCausalLM and reads_images and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             auto_class = None
         loader = auto_class or next(filter(None, written_by), AutoModel)
-        model = loader.from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code, **options).eval()
+        options["trust_remote_code"] = trust_remote_code
+        # a tensor of another shape is reported as well, in place of an error that does not name it
+        reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, loading = loader.from_pretrained(name, dtype=dtype, **options, **reported)
+    model.eval()
+    _require_all_weights(model, loading, name)
     scales = {key: x for key, x in model.state_dict().items() if key.endswith("scale") and not x.is_meta}
     schemes = {f"{each}.weight_scale": args_of(module, "weight") for each, module in model.named_modules()}
     signed = {key for key, args in schemes.items() if args is not None and can_be_signed("weight", args)}
@@ -99,6 +105,35 @@ def load_pretrained(
     tokenizer = f"the tokenizer of model.path={name}"
     with naming(tokenizer, remedy="save one beside the model."), custom_code_named(tokenizer, READ_CODE):
         return model, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+
+
+def _require_all_weights(model: Any, loading: Mapping[str, Any], name: str) -> None:
+    """Refuse a model whose files do not hold exactly its weights, by transformers' own account of loading it.
+
+    transformers makes weights that are missing or of another shape at random, and leaves out tensors that the model
+    has no place for. Its account counts neither tied weights nor buffers that are computed, nor tensors that the
+    model's class is known not to use.
+
+    Raises:
+        CalibrationError: names the tensors.
+    """
+    kind = type(model).__name__
+    wrong = [f"{key} (missing)" for key in sorted(loading["missing_keys"])]
+    for key, stored, expected in sorted(loading["mismatched_keys"]):
+        wrong.append(f"{key} ({tuple(stored)} instead of {tuple(expected)})")
+    belongs = "copy or download the model again: config.json and weights belong together."
+    refuse(
+        wrong,
+        f"{len(wrong)} weights of {kind} are not in the files of model.path={name}, and would be random numbers",
+        remedy=f"{belongs} Of a model without this head choose the class that wrote it (model=encoder).",
+    )
+    unused = sorted(loading["unexpected_keys"])
+    refuse(
+        unused,
+        f"the files of model.path={name} hold {len(unused)} tensors that {kind} has no place for, which would be lost",
+        remedy=f"{belongs} If the model is whole without them, save it and its tokenizer again: "
+        f"transformers.{kind}.from_pretrained({name!r}).save_pretrained(<folder>).",
+    )
 
 
 def default_model_folder() -> Path:
@@ -126,13 +161,15 @@ def _convert_gguf(folder: Path) -> None:
     say(f"\N{MIDDLE DOT} dequantizing the GGUF file of {DEFAULT_MODEL}, once: later runs load it from {folder}")
     source = Path(str(getattr(specs[_PACKAGE], "origin", None))).parent
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF, trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(
+    model, loading = AutoModelForCausalLM.from_pretrained(
         source,
         gguf_file=_GGUF,
         dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),
         trust_remote_code=False,
+        output_loading_info=True,
     )
+    _require_all_weights(model, loading, str(source / _GGUF))
     with whole_folder(folder, overwrite=True) as partial:  # another process may have been faster
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)

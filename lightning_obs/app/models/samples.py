@@ -14,7 +14,7 @@ from torchmetrics.regression import CosineSimilarity
 from typing_extensions import override
 
 from lightning_obs.app.imports import import_for
-from lightning_obs.app.models.language import LABELS, TaskModule
+from lightning_obs.app.models.language import LABELS, TaskModule, require_rate
 from lightning_obs.app.models.pretrained import load_pretrained
 from lightning_obs.checkpoint.load import load_checkpoint
 from lightning_obs.errors import CalibrationError
@@ -113,6 +113,7 @@ class Encoder(OneOutputPerSample):
         attn_implementation: str | None = None,
         learning_rate: float = 2e-5,
     ) -> None:
+        require_rate(learning_rate)
         model, tokenizer = load_pretrained(path, None, dtype, attn_implementation)
         classifies = type(model).__name__.endswith("ForSequenceClassification")
         super().__init__(model, model.config.num_labels if classifies else None, learning_rate)
@@ -156,6 +157,7 @@ class TimmModel(OneOutputPerSample):
         num_classes: int | None = None,
         learning_rate: float = 1e-4,
     ) -> None:
+        require_rate(learning_rate)
         timm = import_for("model=timm", "timm")
         exported = path is not None and Path(path).is_dir()
         weights = {} if path is None or exported else {"checkpoint_path": str(path)}

@@ -16,11 +16,11 @@ from typing_extensions import override
 
 from lightning_obs.app.checkpoint import write_checkpoint
 from lightning_obs.app.console import bytes_done, say, step
-from lightning_obs.app.generation import continuations, loop_line
 from lightning_obs.app.job import Job, Quality, make_options, plain, typed_words
 from lightning_obs.app.models.pretrained import DEFAULT_MODEL
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.calibration.token_mask import find_mask
 from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.callbacks.which_module import describe, find_module
@@ -43,7 +43,6 @@ class Calibrate(Job):
     full: Quality | None = None  # on held-out data, in full precision; None: not measured
     quantized: Quality | None = None  # of the exported model
     errors: Sequence[LayerError] = ()
-    generation: Mapping[str, Any] = MappingProxyType({})
     lines: Sequence[str] = ()
     #: the report's facts for a comparison; empty on ranks that write no report
     found: Mapping[str, Any] = MappingProxyType({})
@@ -53,6 +52,8 @@ class Calibrate(Job):
         """Load everything; refuse scheme, targets, groups, devices, precision, data; name the calibrated module."""
         self.run_with(self.make_callback(make_options(self.config)))
         self.load()
+        if self.config.token_mask is not None:
+            find_mask(next(iter(self.data.val_dataloader())), self.config.token_mask)
         self.check_task()
         self.check_scheme()
 
@@ -60,20 +61,15 @@ class Calibrate(Job):
     def run(self) -> None:
         counts = dict[str, Support]()
         self.say_duration()
-        original = continuations(self, as_quantized=False)
         self.full = self.quality("in full precision", as_quantized=False)
         parts = self.choose()  # it may replace the callback
         self.result = self.calibrate()
         self.train()
         self.errors = self.layer_errors(counts)
         self.quantized = self.quality("quantized")
-        if original is not None:
-            self.generation = {"original": original, "quantized": continuations(self, as_quantized=True)}
         if self.folder is not None:
             self.lines = write_checkpoint(self, self.folder, self.result)
             self.after_export(self.folder)
-        if self.generation:
-            self.lines = [*self.lines, loop_line(**self.generation)]
         if self.trainer.is_global_zero:
             self.report(counts, parts)
 
@@ -103,6 +99,7 @@ class Calibrate(Job):
                 self.trainer.validate(self.module, datamodule=self.data, verbose=False)
             else:
                 say(f"{self.callback.label} needs no data: no batch is run, data.batches is not used")
+                say("(static activations use it: int8_static, fp8, nvfp4; weight_observer=imatrix_mse; rounding=gptq)")
                 self.to_device()
                 with session:
                     pass
@@ -181,7 +178,7 @@ class Calibrate(Job):
         known["sizes"] = None if self.folder is None else (model_bytes(self.model), folder_size(self.folder))
         title = f"{self.label} \N{MIDDLE DOT} {Path(str(config.model.get('path') or DEFAULT_MODEL)).name}"
         report = self.callback.facts(title=title, lines=[*self.lines, *self.closing_lines()], **known)
-        self.found = report.row | ({"generation": self.generation} if self.generation else {})
+        self.found = report.row
         report.extra = {**self.row(), "config": plain(config)}
         path = write_report(config.output_dir, report)
         advice = [f"{step.what}: {step.command}" for step in judge(report, path.parent).steps if step.command]

@@ -61,6 +61,14 @@ class Observers(ChoosingTask):
     @override
     def check_task(self) -> None:
         super().check_task()
+        batches = self.config.data.get("batches")
+        if batches is not None and batches < 2:
+            raise CalibrationError(
+                "data.batches: every second batch is observed, and the others score",
+                got=str(batches),
+                expected="at least 2",
+                remedy="data.batches=16.",
+            )
         fitting_candidates(self.model, self.callback.options, self.candidates or None)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -13,13 +14,13 @@ from typing_extensions import override
 
 from lightning_obs.app.checkpoint import closing_lines
 from lightning_obs.app.console import bytes_done, say
-from lightning_obs.app.job import check_data, make_data, make_options
+from lightning_obs.app.job import check_data, make_data, make_options, refuse_idle_ignore
 from lightning_obs.app.models.pretrained import READ_CODE, default_model_folder
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.calibration.checkpoint_weights import quantize_checkpoint
 from lightning_obs.calibration.layerwise import BlockRuns, calibrate_layerwise
 from lightning_obs.calibration.result import CalibrationResult
-from lightning_obs.checkpoint.source import custom_code_named
+from lightning_obs.checkpoint.source import CheckpointSource, custom_code_named
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming
 from lightning_obs.files.tensors import Progress
@@ -45,6 +46,9 @@ class Weights(Task):
         if not self.source.is_dir():
             expected = "a folder with config.json and safetensors files"
             raise CalibrationError(f"model.path={self.source} does not exist", expected=expected)
+        source = CheckpointSource(self.source)
+        with closing(source.reader):
+            refuse_idle_ignore(self.config, source.model)
 
     @override
     def run(self) -> None:
