@@ -114,6 +114,7 @@ class SessionCallback(Results):
         path, model = find_module(pl_module, self.module)
         if self.session is None or self.session.model is not model:
             self.session = self.make_session(model)
+            self._copies.register(self)
             rank_zero_info(f"{self.label}: {describe(pl_module, path, self.session)}")
         require_exact(trainer, self.session)
         if self.export_folder is not None and any(map(in_shards, model.modules())):
