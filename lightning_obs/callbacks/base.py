@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import Unpack, override
@@ -57,7 +58,8 @@ class SessionCallback(Results):
             would; not in ``fast_dev_run``, nor after an error or Ctrl-C. A folder that is taken and a fit without
             validation are errors before the first batch.
         export_overwrite: replace the checkpoint that is in ``export_folder`` before the first run of this callback.
-        sanity_check: also calibrate in fit's sanity check (its few batches). Off: nothing happens there.
+        sanity_check: also calibrate in fit's sanity check (its few batches). Off: nothing is observed there;
+            :class:`CalibrationCallback` only warns of layers that its batches do not call.
         token_mask: where to find, in a batch, which tokens count: a key (``"attention_mask"``) or a function of the
             batch. A tensor ``(batch, tokens)``, nonzero for tokens that count; the others (padding) reach no observer.
         log: give the Trainer's loggers ``quant/sqnr_min``, ``quant/clipped_max`` and the other numbers of
@@ -99,6 +101,8 @@ class SessionCallback(Results):
         """Refuse setups that would fail in the end; keep an offloaded model where it is."""
         super().setup(trainer, pl_module, stage)
         leave_in_place(trainer, pl_module)
+        if self.session is not None:
+            self.session.is_fitting = trainer.state.fn == TrainerFn.FITTING
 
     # ------------------------------------------------------------------ the session
 
@@ -120,6 +124,7 @@ class SessionCallback(Results):
         if self.export_folder is not None and any(map(in_shards, model.modules())):
             refuse_unmerged(model, "export_folder, of sharded weights,")
         self.session.collectives = collectives
+        self.session.is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._owner = pl_module
         state, self._waiting_state = self._waiting_state, None
         if state is not None:
