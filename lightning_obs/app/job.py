@@ -39,8 +39,8 @@ from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.offload import device_of, stay_put
 from lightning_obs.model.weight import in_shards
 from lightning_obs.report.predictions import Moved, Predictions
-from lightning_obs.schemes.build_plan import unmatched
 from lightning_obs.schemes.config import PRESET, as_names
+from lightning_obs.schemes.patterns import unmatched
 
 #: below this relative loss by calibration, a share of it that was recovered is noise and is not shown
 _LOST = 1e-3

@@ -31,6 +31,7 @@ from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.statistic import all_finite, to_host
 from lightning_obs.ranks.collectives import Stretch
 from lightning_obs.ranks.sync import share_weights, sync_statistics
+from lightning_obs.schemes.left_in_float import shares_in_float
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, expected_shapes
 
 if TYPE_CHECKING:
@@ -158,6 +159,7 @@ def result_of(session: CalibrationSession, **found: Any) -> CalibrationResult:
         "observers": len(session.observers),
         "fused": session.together,
         "left_out": session.plan.left_out,
+        "in_float": shares_in_float(session.model, session.plan.targets, session.skipped),
         "engines": session.engines,
         "ranks": session.collectives.size,
     }
@@ -270,7 +272,8 @@ def _stand_ins(session: CalibrationSession, unreached: list[Key]) -> dict[Key, O
 def _left_out(session: CalibrationSession, unreached: set[Key]) -> set[str]:
     """Names of modules to leave in full precision, because no data reached them on any rank, with their fused mates.
 
-    An error if no observer saw any data, or one saw none and ``on_missing`` is ``"error"``.
+    An error if no observer saw any data, or one saw none and ``on_missing`` is ``"error"``; in a fit, which it would
+    end, a warning.
     """
     # Experts may lack a Hessian.
     other = {RANGE, GRADIENTS, *([HESSIAN] if session.options.on_missing == "siblings" else [])}
@@ -285,6 +288,7 @@ def _left_out(session: CalibrationSession, unreached: set[Key]) -> set[str]:
         remedy="declare `statistics`, or write has_statistics beside get_min_max (docs/new_observer.md).",
     )
     missing = [f"{name} ({'inputs for its weight' if base in ('weight', HESSIAN) else base})" for name, base in lacking]
+    session.lacked_data = True
     if len(lacking) == len(needing):
         what, others = "static activations", "a scheme that needs no data (FP8_DYNAMIC, W8A8, W4A16)"
         if all(base in ("weight", HESSIAN) for _, base in needing):
@@ -298,7 +302,8 @@ def _left_out(session: CalibrationSession, unreached: set[Key]) -> set[str]:
             remedy=f"run the model inside the session (in Lightning: validation batches), or choose {others}.",
         )
     # An attention module without scales would be loaded with uninitialized ones: there, nothing can be left out.
-    if session.options.on_missing != "warn" or any(base in ATTENTION for _, base in lacking):
+    may_be_left = session.options.on_missing == "warn" or session.is_fitting
+    if not may_be_left or any(base in ATTENTION for _, base in lacking):
         for_experts = " For experts there are on_missing='siblings' and calibrate_all_experts=True."
         raise CalibrationError(
             f"no data reached {len(lacking)} of {len(needing)} observers",
@@ -306,10 +311,13 @@ def _left_out(session: CalibrationSession, unreached: set[Key]) -> set[str]:
             remedy="add calibration batches, list them in `ignore`, or set on_missing='warn' to leave them in full "
             f"precision.{for_experts if session.experts.containers else ''}",
         )
+    session.lacked_data = False
     names = {name for name, _ in lacking}
     mates = {name for group in session.together if names & set(group) for name in group} - names
     with_them = f"; and, fused with them: {name_list(sorted(mates))}" if mates else ""
-    warn(f"left in full precision, because no data reached them: {name_list(missing)}{with_them}")
+    is_asked_for = session.options.on_missing == "warn"
+    remedy = "" if is_asked_for else ". List them in `ignore` to leave them on purpose, or call them in validation."
+    warn(f"left in full precision, because no data reached them: {name_list(missing)}{with_them}{remedy}")
     return names | mates
 
 

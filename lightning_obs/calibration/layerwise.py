@@ -36,6 +36,7 @@ from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.qparams import clear_qparams
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.schemes.config import SchemeLike
+from lightning_obs.schemes.left_in_float import shares_in_float
 
 Inputs = Literal["full_precision", "quantized"]
 
@@ -257,6 +258,7 @@ class _LayerByLayer:
     def complete(self, partial: Path) -> None:
         """Put together the checkpoint."""
         self._finished.require_whole()
+        self.result.in_float = shares_in_float(self.source.model, self.session.plan.targets, self.result.skipped)
         for file in sorted(set(self._files.values())):
             os.link(self.unfinished.folder / file, partial / file)
         write_index(partial, self._files, self._streaming.tally.done)

@@ -61,7 +61,8 @@ class CalibrationOptions:
             nothing else is quantized.
         on_missing: the action when no data reached a module: ``"error"``; ``"warn"`` and leave it in full precision; or
             ``"siblings"``, which quantizes an expert without tokens by its weights alone, its activations with the
-            range of all other experts of the layer (and is an error for other modules).
+            range of all other experts of the layer (and is an error for other modules). In the validation of a
+            ``trainer.fit``, which an error would end, ``"error"`` is ``"warn"``.
         reload: the engine that will load the checkpoint: ``"default"`` (``from_pretrained``), ``"dequantize"``
             (``CompressedTensorsConfig(dequantize=True)``), ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, the name of an
             engine of your own, or ``"unchecked"``. A checkpoint that the engine would refuse is an error now. A

@@ -9,6 +9,7 @@ import torch
 
 from lightning_obs.engines import Verdict
 from lightning_obs.errors import name_list, printable
+from lightning_obs.schemes.left_in_float import shares_text
 
 #: facts that are a number of things, and the name of one
 _COUNTED = {"modules": "module", "observers": "observer", "batches": "batch", "collectives": "collective"}
@@ -36,6 +37,8 @@ class CalibrationResult:
             (``on_missing="siblings"``).
         fused: groups of modules that an engine takes quantized as a whole or not at all.
         left_out: modules of a targeted class that cannot be quantized, by name the reason (tied to an embedding, say).
+        in_float: the share of the model's bytes that stays in float, by class of module, largest first; biases of
+            quantized modules do not count. None: not known.
         engines: each engine's verdict on the checkpoint; empty for a model that is not of transformers.
         ranks: how many ranks took part.
         collectives: how many collectives reduced their statistics.
@@ -55,6 +58,7 @@ class CalibrationResult:
     fallback: list[str] = field(default_factory=list)
     fused: list[list[str]] = field(default_factory=list)
     left_out: Mapping[str, str] = field(default_factory=dict)
+    in_float: Mapping[str, float] | None = None
     engines: Mapping[str, Verdict] = field(default_factory=dict)
     ranks: int = 1
     collectives: int = 0
@@ -69,16 +73,20 @@ class CalibrationResult:
             "batches": f"{self.batches:,}" + (f" x {self.ranks} ranks" if many else ""),
             **({"collectives": str(self.collectives)} if many else {}),
             "calibration": f"{self.seconds:.1f} s",
+            **({} if self.in_float is None else {"left in float": shares_text(self.in_float)}),
         }
 
     def line(self, between: str) -> str:
-        """The facts but for the scheme as one line: 14 modules, 28 observers, 2 batches x 2 ranks..."""
+        """The facts but for the scheme as one line: 14 modules, 28 observers, 2 batches x 2 ranks, 0.3 s..."""
         known = self.facts()
         counted = []
         for name, one in _COUNTED.items():
             number, _, ranks = known.get(name, "").partition(" ")
             counted += [f"{number} {one if number == '1' else name} {ranks}".strip()] if number else []
-        return between.join([*counted, known["calibration"]])
+        parts = [*counted, known["calibration"]]
+        if "left in float" in known:
+            parts.append(f"left in float: {known['left in float']}")
+        return between.join(parts)
 
     def __repr__(self) -> str:
         """Ten lines at most; the tensors are in :attr:`qparams`."""

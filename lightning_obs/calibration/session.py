@@ -117,6 +117,8 @@ class CalibrationSession:
     mask: torch.Tensor | None = None  # which tokens, ``(batch, tokens)``, or samples count; None: all
     progress: Progress | None = None  # told of the weights that this rank searches
     token_weights: Any = None  # a TokenWeights, where observers ask for weighed tokens
+    is_fitting = False  # whether an error would end a training: modules that no data reached are then left in float
+    lacked_data = False  # whether the last finalize failed because data were missing, on all ranks alike
     #: observers that no data reached on any rank; None: the ranks were not reduced yet
     unreached: list[Key] | None = None
 
@@ -285,6 +287,7 @@ class CalibrationSession:
                 weights. Nothing was written then.
         """
         self.detach()
+        self.lacked_data = False
         with self._writing():
             self.result = finalize(self, weights, activations)
         if self.batches and not self.needs_data:

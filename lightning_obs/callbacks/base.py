@@ -18,6 +18,7 @@ from typing_extensions import Unpack, override
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import PADDING, find_mask
+from lightning_obs.callbacks.lightning_package import TrainerFn
 from lightning_obs.callbacks.results import Results
 from lightning_obs.callbacks.strategies import (
     collectives_of,
@@ -59,7 +60,8 @@ class SessionCallback(Results):
             would; not in ``fast_dev_run``, nor after an error or Ctrl-C. A folder that is taken and a fit without
             validation are errors before the first batch.
         export_overwrite: replace the checkpoint that is in ``export_folder`` before the first run of this callback.
-        sanity_check: also calibrate in fit's sanity check (its few batches). Off: nothing happens there.
+        sanity_check: also calibrate in fit's sanity check (its few batches). Off: nothing is observed there;
+            :class:`CalibrationCallback` only warns of layers that its batches do not call.
         token_mask: where to find, in a batch, which tokens count: a key (``"attention_mask"``) or a function of the
             batch. A tensor ``(batch, tokens)``, nonzero for tokens that count; the others (padding) reach no observer.
         log: give the Trainer's loggers ``quant/sqnr_min``, ``quant/clipped_max`` and the other numbers of
@@ -102,6 +104,8 @@ class SessionCallback(Results):
         """Refuse setups that would fail in the end; keep an offloaded model where it is."""
         super().setup(trainer, pl_module, stage)
         leave_in_place(trainer, pl_module)
+        if self.session is not None:
+            self.session.is_fitting = trainer.state.fn == TrainerFn.FITTING
 
     # ------------------------------------------------------------------ the session
 
@@ -117,11 +121,13 @@ class SessionCallback(Results):
         path, model = find_module(pl_module, self.module)
         if self.session is None or self.session.model is not model:
             self.session = self.make_session(model)
+            self._copies.register(self)
             rank_zero_info(f"{self.label}: {describe(pl_module, path, self.session)}")
         require_exact(trainer, self.session)
         if self.export_folder is not None and any(map(in_shards, model.modules())):
             refuse_unmerged(model, "export_folder, of sharded weights,")
         self.session.collectives = collectives
+        self.session.is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._owner = pl_module
         state, self._waiting_state = self._waiting_state, None
         if state is not None:

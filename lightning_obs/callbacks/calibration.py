@@ -21,6 +21,7 @@ from lightning_obs.callbacks.base import require_at_least
 from lightning_obs.callbacks.lightning_package import TrainerFn, class_of
 from lightning_obs.callbacks.observed_batches import BatchKeywords, ObservedBatches
 from lightning_obs.callbacks.quantized_validation import QuantizedValidation, quantized_name, require_batches
+from lightning_obs.callbacks.sanity_check import SanityWatch
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.choice.observer_choice import Candidates
 from lightning_obs.errors import CalibrationError, name_list, refuse, require_bool, warn
@@ -61,7 +62,9 @@ class CalibrationCallback(ObservedBatches):
 
     Raises:
         CalibrationError: by the constructor for a wrong option; before the first batch for targets, shapes or devices;
-            at a batch without its token mask; at the epoch's end for missing data or values that are not finite.
+            at a batch without its token mask; at the end of a validation for values that are not finite and, in
+            ``trainer.validate``, for layers that no data reached. In a fit such layers stay in float, with a warning
+            (in the sanity check already, where it shows them): they do not end the training.
     """
 
     @takes_keywords_of(ObservedBatches)
@@ -86,6 +89,7 @@ class CalibrationCallback(ObservedBatches):
         require_bool(show=show)
         self.evaluate, self.every_n_epochs, self.show = float(evaluate), every_n_epochs, show
         self._second_pass: QuantizedValidation | None = None  # of the validation that runs now
+        self._sanity_watch: SanityWatch | None = None  # of the sanity check that runs now
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -121,6 +125,8 @@ class CalibrationCallback(ObservedBatches):
         session = self.prepare(trainer, pl_module) if is_due else self.session
         if session is None:
             return
+        if trainer.sanity_checking and not is_due and session.needs_data and not session.has_written:
+            self._sanity_watch = SanityWatch(session)
         if self.evaluate and not trainer.sanity_checking and (is_due or session.has_written):
             self._second_pass = QuantizedValidation(trainer, pl_module, session.model, self.evaluate)
         if is_due:
@@ -146,7 +152,16 @@ class CalibrationCallback(ObservedBatches):
             with trainer.precision_plugin.val_step_context():
                 self.session = session = self._auto.choose(session)
             self.options, self.choice = session.options, self._auto.choice
-        self.finish_calibration(session, pl_module)
+        try:
+            self.finish_calibration(session, pl_module)
+        except CalibrationError as error:
+            if not (session.is_fitting and session.lacked_data):
+                raise
+            warn(f"{self.label}: this validation has calibrated nothing, and the training goes on. {error}")
+            if not session.has_written and self._second_pass is not None:
+                self._second_pass.close()
+                self._second_pass = None
+            return
         shown = self.show and trainer.state.fn == TrainerFn.VALIDATING
         errors = self.layer_errors() if shown or self.logs(trainer) else None
         self.log_calibration(trainer, pl_module, errors)
@@ -157,6 +172,8 @@ class CalibrationCallback(ObservedBatches):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave nothing behind."""
         super().on_validation_end(trainer, pl_module)
+        if self._sanity_watch is not None and trainer.is_global_zero:
+            self._sanity_watch.tell()
         self.clean_up()
 
     @override
@@ -180,6 +197,9 @@ class CalibrationCallback(ObservedBatches):
         if self._second_pass is not None:
             self._second_pass.close()
         self._second_pass = None
+        if self._sanity_watch is not None:
+            self._sanity_watch.close()
+        self._sanity_watch = None
         if self._auto is not None:
             self._auto.stop()
 

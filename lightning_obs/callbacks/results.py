@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.callbacks.deep_copies import DeepCopies
 from lightning_obs.callbacks.lightning_package import Callback, TrainerFn, class_of
 from lightning_obs.callbacks.quantized_validation import quantized_name
 from lightning_obs.callbacks.strategies import collectives_of
@@ -67,11 +68,13 @@ class Results(Callback):
         #: the scheme in the names of quantized metrics, where several callbacks measure theirs; else empty
         self.measured_as = ""
         self._logged: list[dict[str, Any]] = []  # as ``curves``, not read by the host yet
+        self._copies = DeepCopies()
 
     @property
     def result(self) -> CalibrationResult | None:
-        """The result of the last calibration; None before it."""
-        return self.session.result if self.session is not None else None
+        """The result of the last calibration, by this callback or its deep copy; None before it."""
+        session = self._copies.with_results(self).session
+        return session.result if session is not None else None
 
     def export(
         self,
@@ -84,7 +87,9 @@ class Results(Callback):
     ) -> Path:
         """Write the calibrated module as a compressed-tensors checkpoint (:func:`~lightning_obs.export_checkpoint`).
 
-        The checkpoint has this callback's scheme, even if another callback has calibrated the same model since.
+        The checkpoint has this callback's scheme, even if another callback has calibrated the same model since. Of a
+        callback that a library has deep-copied and run as a copy (neuralforecast does), it is the copy's; the same is
+        true of ``result``, ``layer_errors`` and ``report``.
 
         On several ranks, rank 0 writes. Under DDP the others return at once; where weights are sharded (FSDP) every
         rank must call this, to gather them. Before another rank reads the folder, call
@@ -99,11 +104,12 @@ class Results(Callback):
             CalibrationError: no validation has calibrated the model yet, or it was trained on since; ``folder`` cannot
                 be written or is taken. In fine-tuning also: activations were not calibrated yet.
         """
-        session = self._session_to_export()
-        reshard(self._owner)
+        source = self._copies.with_results(self)
+        session = source._session_to_export()
+        reshard(source._owner)
         if session.collectives.rank != 0 and not any(map(in_shards, session.model.modules())):
             return Path(folder)
-        found = (getattr(self._owner, name, None) for name in ("tokenizer", "processor"))
+        found = (getattr(source._owner, name, None) for name in ("tokenizer", "processor"))
         own = next((one for one in found if hasattr(one, "save_pretrained")), None)
         with session.in_force():
             return export_checkpoint(
@@ -137,7 +143,7 @@ class Results(Callback):
         Raises:
             CalibrationError: nothing was calibrated yet; ``batches`` for a module without ``forward``.
         """
-        session = self._calibrated_session()
+        session = self._copies.with_results(self)._calibrated_session()
         if batches is not None:
             require_forward(session.model, "layer_errors(batches)")
         with session.in_force():
@@ -170,7 +176,8 @@ class Results(Callback):
             CalibrationError: nothing was calibrated yet.
         """
         refuse_unknown(parts, [one.name for one in fields(Report)])
-        session, counts = self._calibrated_session(), dict[str, Support]()
+        session = self._copies.with_results(self)._calibrated_session()
+        counts: dict[str, Support] = {}
         known = {"errors": self.layer_errors(batches, counts), "counts": counts}
         if session.collectives.rank != 0:
             return Path(folder) / "report.html"
@@ -178,6 +185,9 @@ class Results(Callback):
 
     def facts(self, **parts: Any) -> Report:
         """The facts of the last calibration; ``parts`` are added, or replace facts of their names."""
+        source = self._copies.with_results(self)
+        if source is not self:
+            return source.facts(**parts)
         known = known_facts(self._calibrated_session()) | {"title": self.label, "checkpoint": self.export_folder}
         known |= {"drift": self.drift, "moved": self.moved, "curves": self.curves, "metrics": self.metrics}
         known["scores"] = () if self.choice is None else self.choice.scores
@@ -186,13 +196,15 @@ class Results(Callback):
     @property
     def curves(self) -> list[dict[str, float]]:
         """The metrics that each validation has logged, with their ``step``."""
-        return [{name: float(value) for name, value in logged.items()} for logged in self._logged]
+        validations = self._copies.with_results(self)._logged
+        return [{name: float(value) for name, value in logged.items()} for logged in validations]
 
     @property
     def metrics(self) -> dict[str, tuple[float | None, float | None]]:
         """The metrics of the last validation and of its second, quantized pass (``evaluate=True``), by name."""
         last = next(iter(self.curves[-1:]), {})
-        twins = {name: quantized_name(name, self.measured_as) for name in last}
+        measured_as = self._copies.with_results(self).measured_as
+        twins = {name: quantized_name(name, measured_as) for name in last}
         return {name: (last[name], last[twin]) for name, twin in twins.items() if twin in last}
 
     @override

@@ -10,6 +10,7 @@ from lightning_obs.callbacks.lightning_package import class_of
 from lightning_obs.errors import CalibrationError, likely, name_list
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.wrappers import inside_adapted, unwrapped, without_wrappers
+from lightning_obs.schemes.left_in_float import shares_in_float, shares_text
 
 
 def find_module(pl_module: nn.Module, path: str | None = None) -> tuple[str, nn.Module]:
@@ -84,7 +85,10 @@ def _nearest_models(pl_module: nn.Module) -> dict[str, nn.Module]:
 
 
 def describe(pl_module: nn.Module, path: str, session: CalibrationSession) -> str:
-    """Which module a session calibrates, how many of its layers, and which layers of these kinds it leaves out."""
+    """Which module a session calibrates, how many of its layers, and what stays in float.
+
+    That is the share of bytes of each class, and by name the layers of the calibrated classes that are left out.
+    """
     planned = {target.module for target in session.plan.targets}
     kinds = {type(module) for module in planned}
     everything = set(session.model.modules())
@@ -92,6 +96,7 @@ def describe(pl_module: nn.Module, path: str, session: CalibrationSession) -> st
     with without_wrappers(session.model):
         adapters = inside_adapted(session.model)
         others = [(name, module) for name, module in session.model.named_modules() if module not in planned]
+        in_float = shares_text(shares_in_float(session.model, session.plan.targets))
     inside = [name for name, module in others if type(module) in kinds and name not in adapters]
     why = session.plan.left_out
     inside = [f"{name} ({why[name]})" if name in why else name for name in inside]
@@ -99,7 +104,8 @@ def describe(pl_module: nn.Module, path: str, session: CalibrationSession) -> st
     where = f"`{path}`" if path else "the LightningModule itself"
     text = f"calibrating {type(session.model).__name__} ({where}): {len(planned)} of {len(planned) + len(inside)} "
     left = {"left out": inside, "not part of it, and left in full precision": beside}
-    return "; ".join([text + names, *(f"{how}: {name_list(found, 3)}" for how, found in left.items() if found)])
+    named = [f"{how}: {name_list(found, 3)}" for how, found in left.items() if found]
+    return "; ".join([text + names, *named, f"left in float: {in_float}"])
 
 
 def _innermost(module: nn.Module) -> nn.Module:

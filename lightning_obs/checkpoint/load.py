@@ -16,6 +16,7 @@ from compressed_tensors.utils.match import match_named_modules, match_targets
 from torch import nn
 
 from lightning_obs.checkpoint.compress import compressed_layout, compressor_of
+from lightning_obs.checkpoint.names_in_folder import held_at, hint_of_names, prefix_in_folder
 from lightning_obs.checkpoint.source import CONFIG_FILE
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
@@ -43,6 +44,10 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
     calibrated model under :func:`~lightning_obs.quantized`, also in copies. Quantized weights cannot be
     trained: a gradient for one is a CalibrationError. For transformers models use ``from_pretrained``.
 
+    A checkpoint of a LightningModule can be loaded into the module that it held as ``model``, say: where all names in
+    the folder begin with one prefix (``model.``) and the rest are names of ``model``'s modules, they are read without
+    the prefix.
+
     Args:
         model: a freshly built, unquantized module; changed in place.
         folder: written by ``export_checkpoint``.
@@ -65,8 +70,10 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
     raw = read_json(folder / CONFIG_FILE, remedy=_REMEDY).get("quantization_config")
     with naming(folder / CONFIG_FILE, remedy=_REMEDY):
         config = None if raw is None else QuantizationConfig.model_validate(raw)
-        targets = [] if config is None else _compressed_targets(model, config)
     with naming(folder / WEIGHTS_FILE, remedy=_REMEDY), closing(TensorReader(folder)) as tensors:
+        prefix = prefix_in_folder(model, list(tensors))
+        model = held_at(prefix, model) if prefix else model
+        targets = [] if config is None else _compressed_targets(model, config)
         stored_as = _require_fit(model, targets, tensors, folder)
         state = {name: tensors.read(name) for name in tensors}
         qparams = {target.name: _decompress(target, state) for target in targets}
@@ -155,14 +162,16 @@ def _require_fit(model: nn.Module, targets: list[PlannedModule], tensors: Tensor
     here = {name: _form(tensors.meta(name)) for name in tensors}
     other = [name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]
     _refuse_misfits(
-        [f"{name} is {here.get(name, 'missing')} instead of {there.get(name, 'absent')}" for name in other], folder
+        [f"{name} is {here.get(name, 'missing')} instead of {there.get(name, 'absent')}" for name in other],
+        folder,
+        hint_of_names(model, list(tensors)) if other else None,
     )
     return stored_as
 
 
-def _refuse_misfits(misfits: list[str], folder: Path) -> None:
+def _refuse_misfits(misfits: list[str], folder: Path, hint: str | None = None) -> None:
     refuse(
         misfits,
         f"the checkpoint {folder} does not fit the model",
-        remedy="build the model that was exported, or copy or export the checkpoint again.",
+        remedy=hint or "build the model that was exported, or copy or export the checkpoint again.",
     )

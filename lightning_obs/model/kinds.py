@@ -41,10 +41,13 @@ def _is_a(*classes: type[nn.Module]) -> Callable[[nn.Module], bool]:
     return lambda module: isinstance(module, classes)
 
 
+def _is_of_class(module: object, package: str, name: str) -> bool:
+    """Whether the module is an instance of a class, by name, so that its package need not be imported."""
+    return any((cls.__module__, cls.__name__) == (package, name) for cls in type(module).__mro__)
+
+
 def _is_conv1d_of_transformers(module: nn.Module) -> bool:
-    # By name, so that transformers need not be imported.
-    names = [(cls.__module__, cls.__name__) for cls in type(module).__mro__]
-    return ("transformers.pytorch_utils", "Conv1D") in names
+    return _is_of_class(module, "transformers.pytorch_utils", "Conv1D")
 
 
 #: a module is of the first kind that ``holds`` it
@@ -100,8 +103,12 @@ def _positions_of(module: nn.Module) -> int:
 
 
 def is_transformers_model(module: object) -> bool:
-    """Whether transformers can save and load it (judged by its attributes; transformers is not imported)."""
-    return hasattr(module, "save_pretrained") and hasattr(module, "config")
+    """Whether transformers saves and loads it.
+
+    Its attributes do not tell: models of diffusers and of segmentation-models-pytorch, and every class with
+    huggingface_hub's mixin, have a ``save_pretrained`` and a ``config`` too, which are not those of transformers.
+    """
+    return _is_of_class(module, "transformers.modeling_utils", "PreTrainedModel")
 
 
 def is_dispatched(module: nn.Module) -> bool:

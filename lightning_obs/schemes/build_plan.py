@@ -16,7 +16,7 @@ from compressed_tensors.utils.match import is_match, match_named_modules, match_
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_obs.errors import CalibrationError, likely, name_list, refuse, warn
+from lightning_obs.errors import CalibrationError, name_list, refuse, warn
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model, kind_of
 from lightning_obs.model.qparams import qparams_home
 from lightning_obs.model.weight import adapters_of, identity, matrix_shape, unit_of, whole_shape
@@ -25,6 +25,7 @@ from lightning_obs.moe.experts import fused_experts, hub_names
 from lightning_obs.observers.base import Key, Observer
 from lightning_obs.schemes.attention_states import find_states
 from lightning_obs.schemes.config import config_groups
+from lightning_obs.schemes.patterns import check_patterns, leave_out_absent_classes
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, find_fused, scheme_identity
 
 _UNCALLED = "read without a call"
@@ -55,7 +56,8 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
         "a target stands in two groups",
         remedy="keep it in one of them.",
     )
-    check_patterns(model, list(by_target), ignore)
+    by_target = leave_out_absent_classes(model, by_target)
+    check_patterns(model, by_target, ignore)
     adopt_adapters(model)
     targets = find_states(model, config, by_target)
     left_alone, by_class = {target.name for target in targets} | inside_adapted(model), set[str]()
@@ -97,37 +99,6 @@ def is_meant(target: str, module: nn.Module) -> bool:
     """Whether a pattern that matches a module is meant for it: ``re:.*mlp.*`` also matches containers and activation
     functions, which hold no parameters."""
     return not target.startswith("re:") or holds_parameters(module)
-
-
-# ---------------------------------------------------------------------- the patterns
-
-
-def check_patterns(model: nn.Module, targets: list[str], ignore: list[str]) -> None:
-    """Refuse a target that matches nothing; warn of an entry of ``ignore`` that does."""
-
-    refuse(
-        unmatched(model, targets),
-        f"a target matches no module of {type(model).__name__}",
-        expected=f"a module name, a `re:` pattern (anchored at the front), or a class: {name_list(_classes(model))}",
-    )
-    unused = unmatched(model, ignore)
-    if unused:
-        warn(f"ignore matches no module of {type(model).__name__}: {name_list(unused)}")
-
-
-def unmatched(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """The patterns that match no module, each with the nearest name or class of the model."""
-    known = [*_classes(model), *(name for name, _ in model.named_modules())]
-    texts = []
-    for pattern in patterns:
-        if not any(is_match(name, module, pattern) for name, module in model.named_modules()):
-            texts.append(pattern + likely(pattern, known))
-    return texts
-
-
-def _classes(model: nn.Module) -> list[str]:
-    """The names of the classes of modules that hold parameters."""
-    return sorted({type(module).__name__ for module in model.modules() if holds_parameters(module)})
 
 
 def check_stacked_experts(model: nn.Module, targets: list[str], ignore: list[str]) -> None:

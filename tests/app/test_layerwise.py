@@ -30,7 +30,7 @@ def test_the_command_of_the_page_writes_the_checkpoint_of_a_model_in_memory(tiny
         command = command.replace(old, str(new))
     done = run_command_line(*command.split(), *QUICK, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"FP8 · 14 modules · [\d.]+ s · [\d.]+ MB -> [\d.]+ MB", done.stdout)
+    assert re.search(r"FP8 · 14 modules · [\d.]+ s · [\d.]+ MB -> [\d.]+ MB · left in float: Emb", done.stdout)
     whole = [word for word in command.split() if "layerwise" not in word and "export" not in word]
     off = ["evaluate=false", "report.layer_error_batches=0", f"export.folder={tmp_path / 'memory'}"]
     assert run_command_line(*whole, *QUICK, *off, folder=tmp_path).returncode == 0

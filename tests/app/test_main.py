@@ -21,6 +21,7 @@ def test_a_run_calibrates_exports_verifies_and_reports(composed, tmp_path, capsy
     output = capsys.readouterr().out
     folder = tmp_path / "run" / "checkpoint"
     assert "INT8_STATIC · 14 modules · 28 observers · 2 batches" in output
+    assert re.search(r" s · left in float: Embedding \d+ %, others <1 %\n", output)
     assert "SQNR [dB]" in output
     assert "lightning_obs not imported): largest difference of logits 0.0" in output
     assert f"wrote {folder}" in output

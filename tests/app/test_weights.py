@@ -29,7 +29,9 @@ def test_the_command_of_the_page_writes_the_tensors_of_an_export_from_memory(tin
     words = command.replace("<folder>", str(tiny)).replace("<out>", str(tmp_path / "out")).split()
     done = run_command_line(*words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"int4 group 32 weights · 14 modules · [\d.]+ s · [\d.]+ MB -> [\d.]+ MB", done.stdout)
+    assert re.search(
+        r"int4 group 32 weights · 14 modules · [\d.]+ s · [\d.]+ MB -> [\d.]+ MB · left in float: Emb", done.stdout
+    )
     assert f"wrote {tmp_path / 'out'}" in done.stdout
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype="auto")
     with CalibrationSession(model, W4A16_32, ignore=["lm_head"]):

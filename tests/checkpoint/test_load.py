@@ -279,3 +279,66 @@ def test_a_module_used_under_two_names_is_stored_under_both(tmp_path):
     x = torch.randn(2, 4)
     with torch.no_grad(), quantized(model):
         assert torch.equal(loaded["b"](x), model["b"](x))
+
+
+class Holder(nn.Module):
+    """As a LightningModule: the net beside a loss with a weight, or without."""
+
+    def __init__(self, loss=None):
+        super().__init__()
+        self.plan = nn.Module()
+        self.plan.net = Everything()
+        if loss is not None:
+            self.loss = loss
+
+    def forward(self, ids):
+        return self.plan.net(ids)
+
+
+def exported(model, folder):
+    """The calibrated model's outputs, and the batch."""
+    ids = torch.randint(0, 50, (3, 5))
+    with CalibrationSession(model.eval(), "INT8_STATIC", targets=["Linear", "Conv2d"], ignore="re:.*fc2") as session:
+        model(ids)
+    assert len(session.result.modules) == 2
+    export_checkpoint(model, folder)
+    with torch.no_grad(), quantized(model):
+        return model(ids), ids
+
+
+def test_a_checkpoint_of_the_module_around_it_is_loaded_without_its_prefix(tmp_path):
+    expected, ids = exported(Holder(), tmp_path / "out")
+    net = Everything().eval()
+    assert load_checkpoint(net, tmp_path / "out") is net
+    with torch.no_grad():
+        assert torch.equal(net(ids), expected)
+    assert not torch.equal(net.fc1.weight, Everything().fc1.weight)
+    single = nn.Linear(4, 4)
+    with CalibrationSession(holder := nn.Sequential(single), {"weights": WEIGHTS}):
+        pass
+    export_checkpoint(holder, tmp_path / "single")
+    load_checkpoint(nn.Linear(4, 4), tmp_path / "single")
+
+
+def test_a_checkpoint_with_more_than_the_module_says_which_part_of_it_the_module_is(tmp_path):
+    exported(Holder(nn.BatchNorm1d(3)), tmp_path / "out")
+    net = Everything()
+    before = copy.deepcopy(net.state_dict())
+    expected = r"held this one as `plan.net`, beside others \(loss\): build that module, .* and take module.plan.net[.]"
+    with pytest.raises(CalibrationError, match=expected):
+        load_checkpoint(net, tmp_path / "out")
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_a_checkpoint_of_a_part_says_which_part(tmp_path):
+    exported(Everything(), tmp_path / "out")
+    holder = Holder(nn.BatchNorm1d(3))
+    with pytest.raises(CalibrationError, match=r"holds `plan.net` of this module: load_checkpoint\(module.plan.net,"):
+        load_checkpoint(holder, tmp_path / "out")
+    load_checkpoint(holder.plan.net, tmp_path / "out")
+
+
+def test_names_that_fit_nowhere_get_no_hint(tmp_path):
+    exported(Everything(), tmp_path / "out")
+    with pytest.raises(CalibrationError, match="Remedy: build the model that was exported"):
+        load_checkpoint(nn.Sequential(nn.Linear(2, 2)), tmp_path / "out")

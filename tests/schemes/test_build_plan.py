@@ -70,10 +70,42 @@ def test_a_llama_is_planned_with_its_fused_sets(tiny_llama):
     ]
 
 
-@pytest.mark.parametrize("target", ["re:fc3", "c1", "Conv2d", "re:c1"])
+@pytest.mark.parametrize("target", ["re:fc3", "c1", "Conv2D", "re:c1"])
 def test_a_target_that_matches_nothing_is_refused(mlp, target):
     with pytest.raises(CalibrationError, match=f"matches no module of MLP: {target}.*[.] .*or a class: Linear"):
         plan(mlp, "FP8", targets=["fc1", target])
+
+
+def conv_net():
+    """Without a Linear; its norms hold parameters, and cannot be quantized."""
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 3, 2), nn.LSTM(3, 3), nn.PReLU())
+
+
+def test_absent_classes_are_left_out_of_a_list_in_which_another_matches(mlp):
+    assert names(conv_net(), "INT8_STATIC", targets=["Linear", "Conv2d"]) == ["0"]
+    assert names(mlp, "FP8", targets=["Conv1D", "Linear", "Conv2d"]) == ["fc1", "fc2"]
+    assert plan(conv_net(), "FP8", targets=["Linear", "Conv2d"]).config.config_groups["group_0"].targets == ["Conv2d"]
+    grouped = {"FP8": ["Linear", "Embedding"], "INT8_STATIC": ["Conv2d", "Conv3d"]}
+    with pytest.raises(CalibrationError, match=r"matches no module of Sequential: Linear, Embedding[.]"):
+        plan(conv_net(), grouped)
+
+
+def test_the_classes_offered_to_a_net_without_a_linear_can_be_quantized():
+    offered = (
+        r"a target matches no module of Sequential: Linear[.] .*a class: Conv2d, ConvTranspose2d[.] .*(targets=.*)[.]$"
+    )
+    with pytest.raises(CalibrationError, match=offered) as refused:
+        plan(conv_net(), "INT8_STATIC")
+    assert refused.value.remedy == "targets=['Conv2d', 'ConvTranspose2d']."
+    assert names(conv_net(), "INT8_STATIC", targets=["Conv2d", "ConvTranspose2d"]) == ["0", "2"]
+
+
+def test_an_embedding_is_offered_to_a_scheme_of_weights_only():
+    model = nn.Sequential(nn.Embedding(8, 4), nn.LSTM(4, 4))
+    with pytest.raises(CalibrationError, match=r"or a class: Embedding[.]"):
+        plan(model, "W8A16")
+    with pytest.raises(CalibrationError, match=r"Sequential has no module that this scheme could quantize[.]$"):
+        plan(model, "INT8_STATIC")
 
 
 def test_a_group_whose_modules_another_takes_is_warned_of(mlp):

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_obs import CalibrationSession, CalibrationWarning, export_checkpoint
 from lightning_obs.checkpoint.export import _warn_if_not_smaller
+from lightning_obs.schemes.left_in_float import shares_in_float
 from tests.offloaded import in_memory, on_cpu
 
 
@@ -107,3 +108,80 @@ def test_tied_weights_count_once_where_they_are_offloaded(tmp_path):
             _warn_if_not_smaller(model, {"weight": torch.empty(1 << 20)})
         said.append(str(given[0].message))
     assert said[0] == said[1]
+
+
+class Encoder(nn.Module):
+    """As nn.TransformerEncoder: a third of its parameters is in nn.MultiheadAttention."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+
+STATIC_8 = {
+    "weights": {"num_bits": 8, "strategy": "channel"},
+    "input_activations": {"num_bits": 8, "strategy": "tensor", "dynamic": False},
+}
+
+
+def run(model, *batch, **options):
+    with torch.no_grad(), CalibrationSession(model, STATIC_8, **options) as session:
+        model(*batch)
+    return session.result
+
+
+def test_the_attention_of_a_transformer_encoder_is_named_with_its_share():
+    model = Encoder()
+    result = run(model, torch.randn(2, 5, 64))
+    attention = bytes_of(*(layer.self_attn for layer in model.encoder.layers)) / bytes_of(model)
+    norms = bytes_of(*(m for m in model.modules() if isinstance(m, nn.LayerNorm))) / bytes_of(model)
+    assert result.in_float == pytest.approx({"MultiheadAttention": attention, "LayerNorm": norms})
+    assert 0.33 < attention < 0.34
+    assert result.line(", ").endswith(" s, left in float: MultiheadAttention 33 %, others <1 %")
+    assert result.facts()["left in float"] == "MultiheadAttention 33 %, others <1 %"
+
+
+@pytest.mark.filterwarnings("ignore:.* stay in full precision")
+def test_shares_are_of_bytes_and_every_class_counts_once():
+    model = Net()
+    model.head.bfloat16()  # a quarter of its bytes would be half of its parameters
+    shares = CalibrationSession(model, {"weights": {"num_bits": 8, "strategy": "channel"}})
+    found = shares_in_float(model, shares.plan.targets)
+    total = bytes_of(model)
+    expected = {"LSTM": model.lstm, "Embedding": model.embedding, "Conv1d": model.convolutions}
+    assert found == pytest.approx({kind: bytes_of(module) / total for kind, module in expected.items()})
+    assert list(found) == sorted(found, key=found.get, reverse=True)
+
+
+def test_a_module_that_no_data_reached_is_left_in_float():
+    model = nn.ModuleDict({"used": nn.Linear(8, 8, bias=False), "unused": nn.Linear(8, 24, bias=False)})
+    session = CalibrationSession(model, STATIC_8, on_missing="warn")
+    with pytest.warns(CalibrationWarning, match="no data reached"), session:
+        model["used"](torch.randn(2, 8))
+    assert session.result.in_float == {"Linear": 0.75}
+
+
+def test_a_scheme_of_activations_alone_leaves_all_weights_in_float():
+    model = nn.Sequential(nn.Linear(8, 8))
+    with CalibrationSession(model, {"input_activations": STATIC_8["input_activations"]}) as session:
+        model(torch.randn(2, 8))
+    assert session.result.in_float == {"Linear": 1.0}
+
+
+def test_where_nothing_is_left_that_is_said_too():
+    assert run(nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8)).line(", ").endswith("left in float: none")
+
+
+def test_a_tied_weight_counts_once(tiny_llama):
+    config = tiny_llama().config
+    tied = type(config)(**{**config.to_dict(), "tie_word_embeddings": True})
+    with CalibrationSession(model := LlamaForCausalLM(tied), "W8A8") as session:
+        pass
+    embedding = model.model.embed_tokens.weight.nbytes / bytes_of(model)
+    assert session.result.in_float["Embedding"] == pytest.approx(embedding)
+    assert set(session.result.in_float) == {"Embedding", "LlamaRMSNorm"}

@@ -57,7 +57,8 @@ class Weights(Task):
             self.result = self.quantize(progress)
         say(
             f"{self.result.scheme} · {len(self.result.modules):,} modules · {self.result.seconds:.1f} s · "
-            f"{folder_size(source) / 1e6:,.1f} MB -> {folder_size(Path(wanted.folder)) / 1e6:,.1f} MB"
+            f"{folder_size(source) / 1e6:,.1f} MB -> {folder_size(Path(wanted.folder)) / 1e6:,.1f} MB · "
+            f"left in float: {self.result.facts()['left in float']}"
         )
         for line in closing_lines(wanted.folder, self.result.engines):
             say(line)

@@ -1,0 +1,84 @@
+"""Callbacks that are deep-copied before they run: the original answers with the results of its copy.
+
+neuralforecast builds its models from the user's callbacks, copies the models, and fits the copies. The user has the
+original in hand, which no Trainer has ever called.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol, TypeVar
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.model.weight import matrix_shape
+
+
+class HasCalibrated(Protocol):
+    """A callback, of which it can be asked whether and what it has calibrated."""
+
+    session: Any
+
+    @property
+    def has_calibrated(self) -> bool:
+        """Whether there are quantization parameters."""
+        ...
+
+
+_C = TypeVar("_C", bound=HasCalibrated)
+
+
+class DeepCopies:
+    """The callbacks that are deep copies of one another, the original included; all of them hold this one object.
+
+    A copy is registered when it makes its session. Those that nobody holds any more are forgotten, but for the last.
+    """
+
+    def __init__(self) -> None:
+        self._registered: list[weakref.ref[Any]] = []
+        self._last: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeepCopies:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # In another process the copies of this one are not there.
+        return DeepCopies, ()
+
+    def register(self, callback: HasCalibrated) -> None:
+        """Remember a callback that has a session now."""
+        self._last = callback
+        earlier = [reference for reference in self._registered if reference() is not callback]
+        self._registered = [*earlier, weakref.ref(callback)]
+
+    def with_results(self, callback: _C) -> _C:
+        """The callback that has the results which a user of ``callback`` asks for.
+
+        That is the callback itself, if it ran. Else it is its copy that ran last: a model that is fitted again is
+        calibrated again, and the last calibration stands.
+
+        Raises:
+            CalibrationError: it did not run, and its copies have calibrated models of different architectures.
+        """
+        if callback.session is not None:
+            return callback
+        copies = self._calibrated()
+        architectures = {_architecture(copy.session) for copy in copies}
+        if len(architectures) > 1:
+            raise CalibrationError(
+                f"copies of this callback have calibrated {len(architectures)} different models, and it is not known "
+                "which of them is meant",
+                where=[type(copy.session.model).__name__ for copy in copies],
+                remedy="give each model a callback of its own.",
+            )
+        return copies[-1] if copies else callback
+
+    def _calibrated(self) -> list[Any]:
+        alive = [reference() for reference in self._registered]
+        self._registered = [weakref.ref(callback) for callback in alive if callback is not None]
+        return [callback for callback in alive if callback is not None and callback.has_calibrated]
+
+
+def _architecture(session: Any) -> tuple[Any, ...]:
+    """The class of the calibrated model and the names and shapes of its planned modules."""
+    shapes = [(target.name, matrix_shape(target.module)) for target in session.plan.targets]
+    return type(session.model), *shapes

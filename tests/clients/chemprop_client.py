@@ -1,0 +1,56 @@
+"""chemprop: a message-passing network that learns logP of small molecules."""
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from chemprop import data, models, nn
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rdkit import Chem
+from rdkit.Chem.Descriptors import MolLogP
+
+from lightning_obs import CalibrationCallback, QuantizationAwareTraining, load_checkpoint, quantized
+from tests.clients.row import Row
+
+random = np.random.default_rng(0)
+parts = ["C", "O", "N", "CC", "C(C)", "C(=O)", "c1ccccc1C"]
+texts = ["C" + "".join(random.choice(parts, size=random.integers(2, 6))) for _ in range(300)]
+molecules = {text: Chem.MolFromSmiles(text) for text in dict.fromkeys(texts)}
+points = [data.MoleculeDatapoint.from_smi(t, np.array([MolLogP(m)])) for t, m in molecules.items() if m is not None]
+train_data, val_data = data.MoleculeDataset(points[:-40]), data.MoleculeDataset(points[-40:])
+scaler = train_data.normalize_targets()
+val_data.normalize_targets(scaler)
+train, val = data.build_dataloader(train_data, batch_size=64), data.build_dataloader(val_data, shuffle=False)
+
+
+def network():
+    unscale = nn.UnscaleTransform.from_standard_scaler(scaler)
+    predictor = nn.RegressionFFN(input_dim=128, output_transform=unscale)
+    return models.MPNN(nn.BondMessagePassing(d_h=128), nn.MeanAggregation(), predictor, batch_norm=True)
+
+
+def trainer_with(*callbacks, epochs=2, **options):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return L.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=[*callbacks], **quiet, **options)
+
+
+def predict(model):
+    return torch.cat(trainer_with(enable_checkpointing=False).predict(model, val))
+
+
+L.seed_everything(0)
+row, model, callback = Row("chemprop MPNN"), network(), CalibrationCallback("INT8_STATIC", evaluate=True)
+best = ModelCheckpoint(row.folder, monitor="val_loss_quantized", save_last=True)
+trainer = trainer_with(callback, best)
+trainer.fit(model, train, val)
+row.fit(trainer)
+loaded, original = predict(load_checkpoint(network(), row.export(callback))), predict(model)
+with quantized(model):
+    row.reload(loaded, predict(model), original)
+training = QuantizationAwareTraining("INT8_STATIC")
+trained = trainer_with(training)
+trained.fit(network(), train, val)
+row.qat(trained, training)
+again = CalibrationCallback("INT8_STATIC", evaluate=True)
+resumed = trainer_with(again, epochs=3)
+resumed.fit(network(), train, val, ckpt_path=best.last_model_path)
+row.resume(resumed, again, trainer.global_step)

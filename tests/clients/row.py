@@ -1,0 +1,86 @@
+"""A row of the clients' table: what a package's own way of training gives with the callbacks, told step by step.
+
+A client is a script. It calls the methods in the order of the table's columns; each checks its step, and prints the
+entry of its column for ``tests.clients.run``, which runs the scripts and prints the table.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+#: the columns of the table after the client's name
+COLUMNS = ("fit", "quantized metric", "export", "reload", "QAT", "resume")
+#: begins the lines that are entries of the table
+MARK = "ROW "
+
+
+class Row:
+    """The row of one client; ``folder`` is an empty folder for what it writes."""
+
+    def __init__(self, client: str) -> None:
+        self.client = client
+        self.folder = Path(tempfile.mkdtemp(prefix="clients-"))
+        self._began = time.perf_counter()
+
+    def fit(self, trainer, metric: str = "val_loss") -> None:
+        """A fit has ended; the Trainer has the metric of the quantized model beside the model's own."""
+        self._tell("fit", f"{trainer.global_step} steps, {time.perf_counter() - self._began:.1f} s")
+        measured = {name: float(trainer.callback_metrics[name]) for name in (metric, f"{metric}_quantized")}
+        self._tell("quantized metric", f"{metric} {measured[metric]:.4g} -> {measured[f'{metric}_quantized']:.4g}")
+
+    def export(self, callback) -> Path:
+        """Write the callback's checkpoint; returns its folder."""
+        folder = callback.export(self.folder / "checkpoint")
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        self._tell("export", f"{len(callback.result.modules)} modules, {size / 1e3:,.0f} kB")
+        return folder
+
+    def reload(self, loaded, quantized, original=None) -> None:
+        """Outputs of a new model with the checkpoint, of the calibrated one under ``quantized()``, and of its own."""
+        difference = _difference(loaded, quantized)
+        text = f"differs by {difference:g}"
+        if original is not None:
+            rounding = _difference(quantized, original)
+            assert rounding > 0, "the quantized model has the outputs of the original"
+            text += f" (quantized from float: {rounding:.2g})"
+        assert difference == 0, text
+        self._tell("reload", text)
+
+    def qat(self, trainer, callback) -> None:
+        """A fit through the quantization has ended, and can be exported."""
+        callback.export(self.folder / "qat")
+        losses = [name for name in trainer.callback_metrics if "loss" in name or "elbo" in name]
+        loss = float(trainer.callback_metrics[losses[0]])
+        self._tell("QAT", f"{trainer.global_step} steps, loss {loss:.4g}")
+
+    def resume(self, trainer, callback, steps_before: int) -> None:
+        """A fit from the first one's checkpoint has ended, and has calibrated."""
+        assert trainer.global_step > steps_before, f"{trainer.global_step} steps, {steps_before} before"
+        assert callback.result.modules
+        self._tell("resume", f"{steps_before} -> {trainer.global_step} steps")
+        shutil.rmtree(self.folder)
+
+    def refused(self, column: str, rule: str) -> None:
+        """The client itself has no such step; ``rule`` names why."""
+        self._tell(column, f"no: {rule}")
+
+    def _tell(self, column: str, text: str) -> None:
+        print(MARK + json.dumps([self.client, column, text]), flush=True)
+
+
+def _difference(one, other) -> float:
+    """The largest difference of two outputs: tensors, arrays, or lists, tuples and dicts of them."""
+    if isinstance(one, dict):
+        one, other = list(one.values()), [other[key] for key in one]
+    if isinstance(one, Iterable) and not hasattr(one, "shape"):
+        return max(_difference(a, b) for a, b in zip(one, other, strict=True))
+    one, other = torch.as_tensor(one), torch.as_tensor(other)
+    assert one.shape == other.shape
+    return float((one.double() - other.double()).abs().max())

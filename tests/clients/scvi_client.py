@@ -1,0 +1,39 @@
+"""scvi-tools: SCVI on synthetic cells; the callback goes into train(), and its layers are those of `module`."""
+
+import scvi
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_obs import CalibrationCallback, QuantizationAwareTraining, load_checkpoint, quantized
+from tests.clients.row import Row
+
+scvi.settings.seed = 0
+cells = scvi.data.synthetic_iid(n_genes=200)
+scvi.model.SCVI.setup_anndata(cells, batch_key="batch")
+# Two layers that SCVI has and does not call: for the library's size, and for dispersions by cell.
+SCHEME = {"scheme": "INT8_STATIC", "ignore": ["re:module.l_encoder.*", "module.decoder.px_r_decoder"]}
+
+
+def train(*callbacks, epochs=2, **options):
+    model = scvi.model.SCVI(cells, n_hidden=128, n_latent=10)
+    quiet = {"enable_progress_bar": False, "logger": False, "check_val_every_n_epoch": 1}
+    sizes = {"max_epochs": epochs, "batch_size": 128, "train_size": 0.8}
+    model.train(accelerator="cpu", callbacks=[*callbacks], **sizes, **quiet, **options)
+    return model
+
+
+row, callback = Row("scvi-tools SCVI"), CalibrationCallback(**SCHEME, evaluate=True)
+last = ModelCheckpoint(row.folder, save_last=True)
+model = train(callback, last)
+row.fit(model.trainer, metric="elbo_validation")
+folder = row.export(callback)
+model.save(str(row.folder / "saved"))
+loaded = scvi.model.SCVI.load(str(row.folder / "saved"), adata=cells)
+load_checkpoint(loaded.module, folder)  # the folder's names begin with "module."
+latent = model.get_latent_representation()
+with quantized(model.module):
+    row.reload(loaded.get_latent_representation(), model.get_latent_representation(), latent)
+training = QuantizationAwareTraining(**SCHEME)
+row.qat(train(training).trainer, training)
+again = CalibrationCallback(**SCHEME, evaluate=True)
+resumed = train(again, epochs=3, ckpt_path=last.last_model_path)
+row.resume(resumed.trainer, again, model.trainer.global_step)
