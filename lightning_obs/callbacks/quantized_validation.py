@@ -66,6 +66,8 @@ class QuantizedValidation:
         self._start: _State | None = None
         self._random: tuple[bytes, dict[str, Any]] = b"", {}
         self.moved: Moved | None = None
+        #: by name of a metric that was logged as an object of torchmetrics, its direction where it has one
+        self.higher_is_better: dict[str, bool] = {}
         self._predictions = Predictions()
         first_pass = ExitStack()
         first_pass.enter_context(self._predictions.kept(model))
@@ -110,6 +112,7 @@ class QuantizedValidation:
             loop.run()
         self._start = None
         self.moved = comparison.reduced(session.collectives)
+        self.higher_is_better = connector.higher_is_better
         if not connector.found:
             warn(f"evaluate: {loop.step} logs no metric for the epoch, so there is none of the quantized model.")
         return connector.found
@@ -191,6 +194,7 @@ class _Connector(_LoggerConnector):
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self.found: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {}
+        self.higher_is_better: dict[str, bool] = {}
 
     @override
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
@@ -208,6 +212,9 @@ class _Connector(_LoggerConnector):
             how = {"prog_bar": logged.meta.prog_bar, "sync_dist": reduced, "reduce_fx": "max"}
             for name in values.keys() & {*results._forked_name(logged, False)}:
                 self.found[name] = values[name], how
+                direction = getattr(logged.value, "higher_is_better", None)
+                if direction is not None:
+                    self.higher_is_better[name] = direction
         return super().update_eval_epoch_metrics()
 
 
