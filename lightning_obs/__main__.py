@@ -16,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from lightning_obs.app.words import typed_remedy
 from lightning_obs.errors import CalibrationError, likely
 
 
@@ -56,6 +57,7 @@ def main() -> None:
         cause = error.__cause__  # Hydra wraps exceptions of the classes that it instantiates
         told = next((one for one in (cause, error) if isinstance(one, CalibrationError)), None)
         lines = [error, cause, _valid_options(error)] if told is None else [f"CalibrationError: {told}"]
+        lines.append(typed_remedy(str(error if told is None else told)))
         sys.exit("\n".join([*map(str, filter(None, lines)), "(HYDRA_FULL_ERROR=1 shows where it was raised)"]))
 
 

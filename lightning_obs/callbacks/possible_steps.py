@@ -1,4 +1,4 @@
-"""Whether a next step of the report can run on the model that was calibrated: it is tried as far as no data are needed."""
+"""Whether a next step of the report can run on the calibrated model: its options are checked, no data are run."""
 
 from __future__ import annotations
 

@@ -99,10 +99,9 @@ def metric_grade(kind: MetricKind, before: float, after: float, *, has_logits: b
     worsening = _worsening(kind, before, after)
     if worsening is None:
         return "not graded"
-    if kind in ("perplexity", "loss"):
-        grade = _by_limits(worsening, NATS)
-    else:
-        grade = _by_limits(1 - worsening, KEPT)
+    if kind not in ("perplexity", "loss"):
+        return _by_limits(1 - worsening, KEPT)
+    grade = _by_limits(worsening, NATS)
     if kind == "loss" and not has_logits:
         as_error = metric_grade("error", before, after)
         if {grade, as_error} == {"good", "broken"}:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Literal, TypeAlias, TypeVar
 
 #: "perplexity": its logarithm is a loss in nats. "loss": taken for nats, lower is better. "error": lower is better, in
@@ -17,15 +18,19 @@ _Value = TypeVar("_Value")
 
 #: words of names; two neighbouring words are read as one too, so that ``cross_entropy`` is ``crossentropy``. A name
 #: with words of several kinds that fall is of the first of them: ``mse_loss`` is an error
-_WORDS: dict[MetricKind, frozenset[str]] = {
-    "error": frozenset("error err mse rmse msle rmsle mae mape smape l1 l2 wer cer eer fid lpips brier huber".split()),
-    "perplexity": frozenset("perplexity ppl".split()),
-    "loss": frozenset("loss nll crossentropy xent logloss".split()),
-    "score": frozenset(
-        "accuracy acc top1 top5 f1 fbeta iou miou jaccard dice auroc auc auprc ap map precision recall sensitivity "
-        "specificity r2 bleu sacrebleu rouge rouge1 rouge2 rougel chrf meteor psnr ssim mcc kappa pearson spearman "
-        "similarity ndcg mrr hitrate em exactmatch".split()
-    ),
+_WORDS: dict[MetricKind, set[str]] = {
+    "error": {
+        *("error", "err", "mse", "rmse", "msle", "rmsle", "mae", "mape", "smape", "l1", "l2", "huber"),
+        *("wer", "cer", "eer", "fid", "lpips", "brier"),
+    },
+    "perplexity": {"perplexity", "ppl"},
+    "loss": {"loss", "nll", "crossentropy", "xent", "logloss"},
+    "score": {
+        *("accuracy", "acc", "top1", "top5", "f1", "fbeta", "precision", "recall", "sensitivity", "specificity"),
+        *("auroc", "auc", "auprc", "ap", "map", "iou", "miou", "jaccard", "dice", "mcc", "kappa", "r2"),
+        *("pearson", "spearman", "similarity", "ndcg", "mrr", "hitrate", "em", "exactmatch", "psnr", "ssim"),
+        *("bleu", "sacrebleu", "rouge", "rouge1", "rouge2", "rougel", "chrf", "meteor"),
+    },
 }
 #: words that also end longer ones, such as ``valloss``
 _ENDINGS = ("loss", "accuracy", "perplexity")
@@ -70,6 +75,6 @@ def _words_of(name: str) -> set[str]:
     name, _, _ = name.partition("/dataloader_idx_")
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     words = re.findall(r"[a-z0-9]+", spaced.lower())
-    pairs = [first + second for first, second in zip(words, words[1:], strict=False)]
+    pairs = [first + second for first, second in pairwise(words)]
     endings = [ending for ending in _ENDINGS if any(word.endswith(ending) for word in words)]
     return {*words, *pairs, *endings}

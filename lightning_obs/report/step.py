@@ -34,8 +34,8 @@ class Step:
         title: what to do, for a person.
         reason: its effect and its cost.
         python: to copy into a script.
-        changes: the arguments in Python that it changes, or needs, with their values: of "leave_out", "token_scales" and
-            "rounding" fields of :class:`~lightning_obs.CalibrationOptions`.
+        changes: the arguments in Python that it changes, or needs, with their values. Those of "leave_out",
+            "token_scales" and "rounding" are fields of :class:`~lightning_obs.CalibrationOptions`.
         share: of the noise that it removes at most, by the layer errors of this run; 0: not known.
         command: to type into a shell, added by the program that made the run; None: no command did.
     """

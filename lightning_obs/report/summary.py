@@ -55,8 +55,11 @@ def layer_table(errors: Sequence[LayerError]) -> Table:
 
 
 def comparison(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Titles and texts of several runs side by side: their names, the metric and its change, how far the predictions are
-    from the original's where a run knows that, size, seconds, worst layer."""
+    """Titles and texts of several runs side by side.
+
+    Each has its name, the metric and its change, how far the predictions are from the original's where a run knows
+    that, size, seconds, and the worst layer.
+    """
     names = {quality_of(row)[0] for row in rows} - {None}
     moved = dict.fromkeys(title for row in rows for title in moved_texts(row))
     cells = []

@@ -1,4 +1,4 @@
-"""The next steps of a report as commands: Hydra composes each, and the command line takes it for the model of the run."""
+"""The next steps of a report as commands: Hydra composes each, and its task takes it for the model of the run."""
 
 import json
 import shlex

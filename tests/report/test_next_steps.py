@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_obs import CalibrationCallback, CalibrationOptions, QuantizationAwareTraining, load_checkpoint
+from lightning_obs import CalibrationCallback, CalibrationOptions, QuantizationAwareTraining
 from lightning_obs.engines import Verdict
 from lightning_obs.report.judgement import judge
 from lightning_obs.report.predictions import Moved
