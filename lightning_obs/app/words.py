@@ -7,6 +7,7 @@ _TYPED = {
     "export_overwrite=True": "export.overwrite=true",
     "CalibrationCallback(observers='auto')": "task=observers",
     "does not fit into memory, calibrate_layerwise": "model.layerwise=true",
+    "a device_map that offloads it": "model.device_map=auto",
     "do not call linearize_experts": "model.linearize_experts=false",
 }
 

@@ -87,10 +87,15 @@ class QuantizedFit(SessionCallback):
     @override
     def _session_to_export(self) -> CalibrationSession:
         if self._training is not None and self._training.is_quantized and not self._training.has_all_ranges:
+            needed = (
+                f"{self.calibration_batches} training batches were observed"
+                if self.calibration_batches
+                else "a validation"
+            )
             raise CalibrationError(
                 "activations were not calibrated yet",
-                got=f"a fit that ended before {self.calibration_batches} training batches were observed",
-                remedy="trainer.validate with this callback, then export; or a smaller calibration_batches.",
+                got=f"a fit that ended before {needed}",
+                remedy="run trainer.validate with this callback, then export; or set a smaller calibration_batches.",
             )
         return super()._session_to_export()
 
