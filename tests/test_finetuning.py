@@ -42,7 +42,7 @@ def test_the_python_of_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
         monkeypatch.chdir(folder)
         exec(compile(code, "docs/finetuning.md", "exec"), known)
         if "export" not in code:  # a callback alone
-            known["module"] = language_model()
+            known["module"] = language_model().to(torch.bfloat16 if '"NVFP4"' in code else torch.float32)
             run = L.Trainer(callbacks=[known["callback"]], max_steps=20, logger=False, enable_checkpointing=False)
             run.fit(known["module"], known["datamodule"])
             known["callback"].export("checkpoint")
