@@ -164,3 +164,21 @@ def test_names_say_what_a_thing_is():
     assert [file for file in FILES if file.stem in ("utils", "helpers")] == []
     classes = [n.name for file in FILES for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ClassDef)]
     assert [name for name in classes if name.endswith(("Manager", "Handler", "Mixin"))] == []
+
+
+#: words of the command line: a group with its option, a key of a group with a value
+COMMAND_WORDS = re.compile(
+    r"\b(?:task|scheme|experiment|export|speed)=[a-z]|\b(?:task|export|data|model|trainer|report|hydra)\.\w+=|ignore_from"
+)
+
+
+def test_no_text_below_the_app_has_words_of_the_command_line():
+    texts = []
+    for file in LAYERED:
+        path = file.relative_to(PACKAGE).as_posix()
+        if path.startswith("app/") or path == "__main__.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and COMMAND_WORDS.search(node.value):
+                texts.append(f"{path}:{node.lineno} {node.value}")
+    assert texts == []

@@ -201,11 +201,16 @@ def check_data(config: DictConfig) -> None:
 
 def make_data(config: DictConfig, module: LightningModule) -> LightningDataModule:
     """The data that ``data`` describes; its constructor gets the values of ``module.for_data()`` that it takes."""
+    with step("reading the data"):
+        return read_data(config, module)
+
+
+def read_data(config: DictConfig, module: LightningModule) -> LightningDataModule:
+    """:func:`make_data` without a word to the user."""
     offered = module.for_data() if hasattr(module, "for_data") else {"tokenizer": getattr(module, "tokenizer", None)}
     asked = inspect.signature(get_object(config.data._target_)).parameters
     told = {name: value for name, value in offered.items() if name in asked}
-    with step("reading the data"):
-        return made(config.data, _convert_="all", **told)
+    return made(config.data, _convert_="all", **told)
 
 
 def measure_quality(module: LightningModule, trainer: Trainer, data: LightningDataModule) -> Quality | None:

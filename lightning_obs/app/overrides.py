@@ -17,20 +17,12 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue
 
 from lightning_obs.app.config_files import all_keys, group_names, option_names, options_with
+from lightning_obs.app.words import in_words
 from lightning_obs.errors import CalibrationError, likely
 
 _EXAMPLE = "options are written key=value, such as scheme=fp8; --help lists them."
 #: the key that holds a path or a name, which is easily taken for the group's own
 _PATHS = {"model": "model.path", "data": "data.path", "export": "export.folder"}
-#: options of the package's functions, as its errors name them, and the words for them
-_WORDS = (
-    (r"dtype=torch\.bfloat16", "model.dtype=bfloat16"),
-    (r"reload=[\"'](\S+?)[\"']", r"export.reload=\1"),
-    (r"kv_cache=[\"']FP8[\"']", "kv_cache=fp8"),
-    (r"scheme=[\"'](\w+)[\"']", lambda match: f"scheme={match[1].lower()}"),
-    (r"rounding=[\"']gptq[\"']", "rounding=gptq"),
-    (r"observers=\{[\"']weight[\"']: [\"'](\w+)[\"']\}", r"weight_observer=\1"),
-)
 
 
 # ---------------------------------------------------------------------- before Hydra reads them
@@ -127,17 +119,6 @@ def explained(error: Exception) -> str:
     if isinstance(error, HydraException):  # without its advice to extend the config
         lines = [re.sub(r"\nTo append to your .*", "", line) for line in lines]
     return "\n".join(lines)
-
-
-def in_words(text: str) -> str:
-    """A text of the package in the words of the command line: ``model.dtype=bfloat16`` for ``dtype=torch.bfloat16``.
-
-    >>> in_words("load the model in bfloat16 (dtype=torch.bfloat16), or set reload='unchecked'.")
-    'load the model in bfloat16 (model.dtype=bfloat16), or set export.reload=unchecked.'
-    """
-    for pattern, word in _WORDS:
-        text = re.sub(pattern, word, text)
-    return text
 
 
 def _unknown_key(key: str) -> str:

@@ -43,7 +43,7 @@ def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
             where=[name for name, _ in found] or [type(model).__name__],
             got=f"{len(found)} lists of {', '.join(sorted(whole)) or 'modules in _no_split_modules'}",
             expected="one ModuleList of decoder layers (model.model.layers)",
-            remedy="calibrate the whole model, with a device_map that offloads it (model.device_map=auto).",
+            remedy="calibrate the whole model, with a device_map that offloads it (device_map='auto').",
         )
     return found[0]
 
@@ -119,7 +119,7 @@ class Relay:
             where=[type(self.session.model).__name__],
             got=got if error is None else f"{got}: {type(error).__name__}: {error}",
             expected="blocks that are called one after the other, and read nothing of each other but the output",
-            remedy="calibrate the whole model, with a device_map that offloads it (model.device_map=auto).",
+            remedy="calibrate the whole model, with a device_map that offloads it (device_map='auto').",
         )
 
 

@@ -135,8 +135,8 @@ def _require_no_data(options: CalibrationOptions) -> None:
         list(dict.fromkeys(needs)),
         f"{options.label} needs data, and quantize_checkpoint reads weights alone",
         expected="weight-only or dynamic schemes (W4A16, NVFP4A16, FP8_DYNAMIC, W8A8)",
-        remedy="calibrate the model on data: CalibrationCallback or CalibrationSession (task=calibrate); where it does "
-        "not fit into memory, calibrate_layerwise (model.layerwise=true).",
+        remedy="calibrate the model on data: CalibrationCallback or CalibrationSession; where it does not fit into "
+        "memory, calibrate_layerwise.",
     )
 
 

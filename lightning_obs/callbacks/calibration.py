@@ -20,12 +20,15 @@ from lightning_obs.callbacks.auto_observers import AutoObservers, given_candidat
 from lightning_obs.callbacks.base import require_at_least
 from lightning_obs.callbacks.lightning_package import TrainerFn, class_of
 from lightning_obs.callbacks.observed_batches import BatchKeywords, ObservedBatches
+from lightning_obs.callbacks.possible_steps import can_choose_observers
+from lightning_obs.callbacks.quantization_aware_training import can_train
 from lightning_obs.callbacks.quantized_validation import QuantizedValidation, quantized_name, require_batches
 from lightning_obs.callbacks.sanity_check import SanityWatch
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.choice.observer_choice import Candidates
 from lightning_obs.errors import CalibrationError, name_list, refuse, require_bool, warn
 from lightning_obs.files.sealed import sealed
+from lightning_obs.report.step import Step
 from lightning_obs.report.summary import layer_table, print_report
 from lightning_obs.schemes.config import SchemeLike
 
@@ -246,6 +249,7 @@ class CalibrationCallback(ObservedBatches):
             for name, (value, how) in metrics.items():
                 self._log_quantized(trainer, pl_module, name, value, how)
             self.moved = self._second_pass.moved
+            self.higher_is_better |= self._second_pass.higher_is_better
             for name in () if self.moved is None else ("divergence", "agreement"):
                 self.log_of_all(trainer, pl_module, name, getattr(self.moved, name))
 
@@ -267,6 +271,18 @@ class CalibrationCallback(ObservedBatches):
         if how["prog_bar"]:
             connector._progress_bar_metrics[name] = value
         trainer._active_loop._logged_outputs[int(loader)][name] = value
+
+    @override
+    def can_run(self, step: Step) -> bool:
+        """Whether a next step can run; of those that need more than other options, what this run has shown is asked."""
+        session = self._calibrated_session()
+        if step.name == "measure":  # where validation logs nothing, a second pass has nothing to measure
+            return not self.evaluate and any(name != "step" for name in next(iter(self.curves[-1:]), {}))
+        if step.name == "observers":
+            return self.moved is not None and self.token_mask is None and can_choose_observers(session)
+        if step.name == "fine_tune":
+            return can_train(session, self._owner)
+        return super().can_run(step)
 
     @override
     def state_of(self, session: CalibrationSession) -> dict[str, Any]:

@@ -20,10 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack, override
 
 from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
+from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.lightning_package import move_data_to_device
 from lightning_obs.callbacks.quantized_fit import FitKeywords, QuantizedFit
 from lightning_obs.errors import CalibrationError, refuse, require_choice, warn
 from lightning_obs.fine_tuning.learned_scales import frozen
+from lightning_obs.fine_tuning.quantized_training import QuantizedTraining
 from lightning_obs.forward.calls import in_evaluation_mode, logits_of
 from lightning_obs.model.additions import keep_hook_out, set_attributes
 from lightning_obs.model.offload import is_offloaded
@@ -240,6 +242,31 @@ class QuantizationAwareTraining(QuantizedFit):
         """Give the model its own forward back, and the LightningModule its ``training_step`` and trained weights."""
         super().clean_up()
         self._on_fit.close()
+
+
+def can_train(session: CalibrationSession, pl_module: LightningModule) -> bool:
+    """Whether :class:`QuantizationAwareTraining` can train a model that was calibrated, with the same options.
+
+    Args:
+        session: of the calibration.
+        pl_module: holds the model; it may be attached to a Trainer, whose precision is then asked.
+    """
+    model = session.model
+    package = getattr(pl_module.training_step, "__module__", "").partition(".")[0]
+    if package in ("", "lightning", "pytorch_lightning"):  # Lightning's own, which trains nothing
+        return False
+    if any(map(is_offloaded, model.modules())):
+        return False
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return False
+    try:
+        if pl_module._trainer is not None:
+            QuantizationAwareTraining.require_precision(pl_module.trainer)
+        QuantizationAwareTraining(session.options)
+        QuantizedTraining(session)
+    except CalibrationError:
+        return False
+    return True
 
 
 def divergence(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:

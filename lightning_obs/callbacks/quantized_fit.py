@@ -82,12 +82,23 @@ class QuantizedFit(SessionCallback):
         require_at_least(0, calibration_batches=calibration_batches, freeze_after=freeze_after)
         require_at_least(0, start_epoch=start_epoch, start_step=start_step)
         self._training: QuantizedTraining | None = None
+        #: the state in which the last fit ended, where weights were observed afterwards; None: the present state
+        self._state_of_fit: dict[str, Any] | None = None
         self._validated = 0  # validation batches that Lightning has counted when this callback last looked
 
     @override
     def _session_to_export(self) -> CalibrationSession:
         if self._training is not None and self._training.is_quantized and not self._training.has_all_ranges:
-            raise CalibrationError("activations were not calibrated yet", remedy="train or validate for longer.")
+            needed = (
+                f"{self.calibration_batches} training batches were observed"
+                if self.calibration_batches
+                else "a validation"
+            )
+            raise CalibrationError(
+                "activations were not calibrated yet",
+                got=f"a fit that ended before {needed}",
+                remedy="run trainer.validate with this callback, then export; or set a smaller calibration_batches.",
+            )
         return super()._session_to_export()
 
     # ------------------------------------------------------------------ the model in training
@@ -95,6 +106,7 @@ class QuantizedFit(SessionCallback):
     @override
     def make_session(self, model: nn.Module) -> CalibrationSession:
         """A session whose training goes on where an earlier session of the same model left it."""
+        self._state_of_fit = None
         session, training = super().make_session(model), self._training
         if training is not None and training.session.model is model:
             training.session.detach()
@@ -118,6 +130,8 @@ class QuantizedFit(SessionCallback):
         """Take a checkpoint that Lightning loads after ``on_fit_start``; count earlier validations."""
         super().on_train_start(trainer, pl_module)
         self._validated = _validation_batches(trainer)
+        self._state_of_fit = None
+        self.was_trained = True
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -151,12 +165,25 @@ class QuantizedFit(SessionCallback):
         if training is not None and training.end_training_batch(self.calibration_batches):
             rank_zero_info(f"{self.label}: ranges of activations from {training.session.batches} batches")
 
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Observe the weights that were trained since the last validation, so that they can be exported.
+
+        Checkpoints that are saved afterwards have the state in which training ended: a run that resumes from them goes
+        on as if it had not stopped.
+        """
+        training = self._training
+        if training is not None and training.has_trained and training.has_all_ranges:
+            self._state_of_fit = self.state_of(training.session)
+            training.refresh_weights()
+
     # ------------------------------------------------------------------ validate, test and predict
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """In ``trainer.validate`` of a model that was not calibrated: calibrate it. Else wait for the first batch."""
-        if trainer.state.fn == TrainerFn.VALIDATING and not self._is_calibrated(trainer, pl_module):
+        """In ``trainer.validate`` of a model without ranges: calibrate it. Else wait for the first batch."""
+        self._state_of_fit = None
+        if trainer.state.fn == TrainerFn.VALIDATING and self._lacks_ranges(trainer, pl_module):
             session = self.prepare(trainer, pl_module)
             if session.needs_data:
                 self.observe_validation(trainer, session)
@@ -223,6 +250,13 @@ class QuantizedFit(SessionCallback):
         self.prepare(trainer, pl_module)
         return self._training is not None and self._training.is_quantized
 
+    def _lacks_ranges(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        """Whether there are no ranges yet, of activations neither in force nor in training batches observed so far."""
+        if not self._is_calibrated(trainer, pl_module):
+            return True
+        assert self._training is not None
+        return not self._training.has_all_ranges and not self._training.has_observed
+
     def _has_started(self, trainer: Trainer) -> bool:
         return bool(trainer.current_epoch >= self.start_epoch and trainer.global_step >= self.start_step)
 
@@ -238,6 +272,8 @@ class QuantizedFit(SessionCallback):
     @override
     def state_of(self, session: CalibrationSession) -> dict[str, Any]:
         """Ranges, learned scales, and where in an observation training is."""
+        if self._state_of_fit is not None:
+            return self._state_of_fit
         assert self._training is not None
         return sealed({**session.state_dict(), "training": self._training.state_dict()})
 

@@ -66,6 +66,8 @@ class QuantizedValidation:
         self._metrics: dict[str, dict[str, Any]] = {}  # that the Trainer showed before the first batch
         self._random: tuple[bytes, dict[str, Any]] = b"", {}
         self.moved: Moved | None = None
+        #: by name of a metric that was logged as an object of torchmetrics, its direction where it has one
+        self.higher_is_better: dict[str, bool] = {}
         self._predictions = Predictions()
         first_pass = ExitStack()
         first_pass.enter_context(self._predictions.kept(model))
@@ -107,6 +109,7 @@ class QuantizedValidation:
             loop.run()
         self._start = None
         self.moved = comparison.reduced(session.collectives)
+        self.higher_is_better = loop.higher_is_better
         if not loop.logged:
             step = step_of(self._trainer)
             warn(f"evaluate: {step} logs no metric for the epoch, so there is none of the quantized model.")

@@ -56,6 +56,8 @@ class ReplayedLoop:
         self._connector = self._make_connector(metrics)
         #: metrics that were logged for the whole epoch
         self.logged: Metrics = {}
+        #: the directions of those that are objects of torchmetrics, where these have one
+        self.higher_is_better: dict[str, bool] = {}
 
     def run(self) -> None:
         """Run all batches; afterwards the Trainer has its own loop and metrics again, also if a step raises."""
@@ -118,8 +120,11 @@ class ReplayedLoop:
         for _, result in results.valid_items():
             is_reduced = result.meta.sync.should or not result.is_tensor  # torchmetrics reduces its own
             how = {"prog_bar": result.meta.prog_bar, "sync_dist": is_reduced, "reduce_fx": "max"}
+            direction = getattr(result.value, "higher_is_better", None)
             for name in values.keys() & {*results._forked_name(result, False)}:
                 self.logged[name] = values[name], how
+                if direction is not None:
+                    self.higher_is_better[name] = direction
 
 
 def metrics_of(trainer: Trainer) -> dict[str, dict[str, Any]]:

@@ -20,6 +20,7 @@ from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.deep_copies import DeepCopies
 from lightning_obs.callbacks.lightning_package import Callback, TrainerFn, class_of
+from lightning_obs.callbacks.possible_steps import takes_options
 from lightning_obs.callbacks.quantized_validation import quantized_name
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.callbacks.which_module import require_forward
@@ -35,6 +36,7 @@ from lightning_obs.report.facts import Report, ScaleDrift, aggregates, known_fac
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
 from lightning_obs.report.page import layer_row, write_csv, write_report
 from lightning_obs.report.predictions import Moved
+from lightning_obs.report.step import Step
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -67,6 +69,10 @@ class Results(Callback):
         self.moved: Moved | None = None
         #: the scheme in the names of quantized metrics, where several callbacks measure theirs; else empty
         self.measured_as = ""
+        #: by name of a metric, its direction as torchmetrics has it
+        self.higher_is_better: dict[str, bool] = {}
+        #: whether a fit has trained the model through the quantization
+        self.was_trained = False
         self._logged: list[dict[str, Any]] = []  # as ``curves``, not read by the host yet
         self._copies = DeepCopies()
 
@@ -190,8 +196,15 @@ class Results(Callback):
             return source.facts(**parts)
         known = known_facts(self._calibrated_session()) | {"title": self.label, "checkpoint": self.export_folder}
         known |= {"drift": self.drift, "moved": self.moved, "curves": self.curves, "metrics": self.metrics}
+        known |= {"higher_is_better": self.higher_is_better, "was_trained": self.was_trained, "can_run": self.can_run}
         known["scores"] = () if self.choice is None else self.choice.scores
         return Report(**{**known, **parts})
+
+    def can_run(self, step: Step) -> bool:
+        """Whether a next step can run on this model: the step's options are checked as those of a calibration are."""
+        if step.name in ("leave_out", "token_scales", "rounding"):
+            return takes_options(self._calibrated_session(), step.changes)
+        return step.name in ("export", "serve", "load", "budget", "untrained")
 
     @property
     def curves(self) -> list[dict[str, float]]:

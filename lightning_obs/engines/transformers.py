@@ -213,8 +213,7 @@ def _check_experts(model: nn.Module, targets: list[PlannedModule], dequantize: b
     refuse(
         [name for name in containers if name not in stacked],
         f"transformers 5.23 loads no experts one by one into {type(model).__name__}",
-        remedy="list them in `ignore` and do not call linearize_experts (model.linearize_experts=false), or "
-        + _UNCHECKED,
+        remedy="list them in `ignore` and do not call linearize_experts, or " + _UNCHECKED,
     )
     inside = [t for t in targets if t.name.startswith(tuple(f"{name}." for name in containers))]
     if not inside:

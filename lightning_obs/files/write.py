@@ -68,7 +68,7 @@ def require_free(folder: Path, overwrite: bool) -> None:
             raise CalibrationError(
                 f"{folder} is already there",
                 remedy="choose another folder, or set overwrite=True, which replaces a checkpoint (a callback's "
-                "export_overwrite=True; export.overwrite=true on the command line).",
+                "export_overwrite=True).",
             )
         while True:
             found = target.stat()

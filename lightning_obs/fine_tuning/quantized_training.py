@@ -127,6 +127,16 @@ class QuantizedTraining:
         )
 
     @property
+    def has_trained(self) -> bool:
+        """Whether training batches have run since the last validation, so that weights or scales may have changed."""
+        return self.phase in (Phase.TRAINING, Phase.OBSERVING)
+
+    @property
+    def has_observed(self) -> bool:
+        """Whether training batches were observed whose ranges are not in force yet."""
+        return self.phase is Phase.OBSERVING and self.session.batches > 0
+
+    @property
     def _of_inputs(self) -> dict[Key, Observer]:
         """The observers of inputs that choose a weight's scale or rounding."""
         return {key: observer for key, observer in self.session.fed.items() if observer.needs_inputs}
@@ -183,7 +193,7 @@ class QuantizedTraining:
         """
         if self.validating:
             return False
-        if self.phase is Phase.OBSERVING and self.session.batches:
+        if self.has_observed:
             self.write()
         elif self.phase is Phase.OBSERVING:
             self.give_up()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median, median_low
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
+from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.utils import calculate_range
 from torch import nn
 
+from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.compress import stored_layout
@@ -21,8 +22,10 @@ from lightning_obs.errors import name_list
 from lightning_obs.model.weight import identities, whole_shape
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError
-from lightning_obs.report.numbers import human_size, moved_texts, number
+from lightning_obs.report.logged_metrics import MetricKind, metric_kind, sorted_metrics
+from lightning_obs.report.numbers import human_size, moved_texts, number, relative_change
 from lightning_obs.report.predictions import Moved
+from lightning_obs.report.step import Step
 from lightning_obs.schemes.config import describe_scheme, observer_name
 
 #: below this [dB] more than 3 % of a typical token's output energy is quantization noise
@@ -92,14 +95,18 @@ class Report:
         title: of the page.
         result: of the calibration.
         errors: of the layers, worst first.
-        metrics: by name, before and after, ``{"perplexity": (14.80, 15.19)}``; the first one judges the run.
-        higher_is_better: the first metric; None: as its name says (perplexity, loss, error, mse, mae, wer...: lower).
+        metrics: by name, before and after, ``{"perplexity": (14.80, 15.19)}``; kept in an order that does not depend
+            on the order in which they were logged. The first one stands for the run in a comparison.
+        higher_is_better: by name of a metric, its direction; of one that is not here its name tells it, or nothing
+            (:func:`~lightning_obs.report.logged_metrics.metric_kind`).
+        are_held_out: whether the metrics are of data that calibration has not seen.
         curves: metrics over the steps of a fit, ``{"step": 100, "val_loss": 2.1, "val_loss_quantized": 2.3}``.
         moved: how far the predictions are from the original's.
-        was_trained: after calibration, so that predictions were meant to move.
+        was_trained: after calibration.
+        calibrated: metrics of the calibrated model before it was trained, by name.
         sizes: bytes before and after; by default the sums of ``kinds``.
         checkpoint: the exported folder; None: nothing was exported.
-        config: the scheme that was calibrated.
+        options: of the calibration.
         layers: facts of each layer that need no data.
         kinds: bytes before and after, by kind of tensor.
         counts: how often each input value was seen, by module name.
@@ -112,7 +119,7 @@ class Report:
         scores: of observers that were tried, ``{"of", "observer", "loss", "tensors"}``.
         runs: other runs beside this one, as :func:`~lightning_obs.report.summary.comparison_table` takes them.
         lines: further lines of the summary.
-        words: the arguments of ``python -m lightning_obs`` in the run's command; None: it has no command.
+        can_run: whether a next step can run on this model after this run; without it, none is proposed.
         extra: further keys of ``report.json``.
     """
 
@@ -120,13 +127,15 @@ class Report:
     result: CalibrationResult | None = None
     errors: Sequence[LayerError] = ()
     metrics: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
-    higher_is_better: bool | None = None
+    higher_is_better: Mapping[str, bool] = field(default_factory=dict)
+    are_held_out: bool = False
     curves: Sequence[Mapping[str, float]] = ()
     moved: Moved | None = None
     was_trained: bool = False
+    calibrated: Mapping[str, float] = field(default_factory=dict)
     sizes: tuple[int, int] | None = None
     checkpoint: str | os.PathLike[str] | None = None
-    config: QuantizationConfig | None = None
+    options: CalibrationOptions | None = None
     layers: Mapping[str, LayerFacts] = field(default_factory=dict)
     kinds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     counts: Mapping[str, Support] = field(default_factory=dict)
@@ -139,10 +148,11 @@ class Report:
     scores: Sequence[Mapping[str, Any]] = ()
     runs: Sequence[Mapping[str, Any]] = ()
     lines: Sequence[str] = ()
-    words: Sequence[str] | None = None
+    can_run: Callable[[Step], bool] = lambda step: False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.metrics = sorted_metrics(self.metrics, self.higher_is_better)
         if self.sizes is None and self.kinds:
             before, after = zip(*self.kinds.values(), strict=True)
             self.sizes = sum(before), sum(after)
@@ -183,8 +193,8 @@ def facts(report: Report, arrow: str = "->") -> dict[str, str]:
     found = dict[str, str]()
     for name, (before, after) in report.metrics.items():
         if before is not None and after is not None:
-            percent = f" ({100 * (after / before - 1):+.1f} %)" if before else ""
-            found[name] = f"{number(before)} {arrow} {number(after)}{percent}"
+            kind = metric_kind(name, report.higher_is_better.get(name))
+            found[name] = metric_text(kind, before, after, arrow)
     if report.moved is not None:
         found |= moved_texts(asdict(report.moved))
     if report.sizes is not None:
@@ -192,6 +202,24 @@ def facts(report: Report, arrow: str = "->") -> dict[str, str]:
     if report.result is not None and any(sum(counts) for counts in report.result.expert_tokens.values()):
         found["experts"] = _expert_line(report.result.expert_tokens)
     return found
+
+
+def metric_text(kind: MetricKind, before: float, after: float, arrow: str = "->") -> str:
+    """Two values of a metric and their change: the difference of losses, else percent.
+
+    >>> metric_text("perplexity", 14.8, 15.2), metric_text("loss", -1.0, -0.9)
+    ('14.80 -> 15.20 (+2.7 %)', '-1.000 -> -0.9000 (+0.1000)')
+    >>> metric_text("unknown", 2.0, 3.0)
+    '2.000 -> 3.000 (changed by +50.0 %)'
+    """
+    values = f"{number(before)} {arrow} {number(after)}"
+    if kind == "loss":
+        return f"{values} ({after - before:+#.4g})"
+    change = relative_change(before, after)
+    if change is None:
+        return values
+    verb = "changed by " if kind == "unknown" else ""
+    return f"{values} ({verb}{100 * change:+.1f} %)"
 
 
 def _expert_line(tokens: Mapping[str, Sequence[int]]) -> str:
@@ -255,7 +283,7 @@ def known_facts(session: CalibrationSession) -> dict[str, Any]:
             *_channels(weight, qparams.get(f"{name}.weight_scale")),
             _grid(read, *(qparams.get(f"{name}.input_{key}") for key in ("scale", "zero_point"))),
         )
-    return {"result": session.result, "config": session.options.config, "layers": layers, "kinds": kinds}
+    return {"result": session.result, "options": session.options, "layers": layers, "kinds": kinds}
 
 
 def _sizes(model: nn.Module) -> dict[str, tuple[int, int]]:

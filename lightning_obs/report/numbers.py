@@ -18,6 +18,15 @@ def number(value: float, digits: int = 4) -> str:
     return f"{value:#.{digits}g}".rstrip(".")
 
 
+def relative_change(before: float, after: float) -> float | None:
+    """The change as a share of the first value's size; None if that is zero.
+
+    >>> relative_change(2.0, 3.0), relative_change(-1.0, -0.9), relative_change(0.0, 1.0)
+    (0.5, 0.09999999999999998, None)
+    """
+    return (after - before) / abs(before) if before else None
+
+
 def quality_of(row: Mapping[str, Any]) -> tuple[str | None, float | None, float | None]:
     """The metric in a run's row by which it is judged: its name, before, after; None where not known.
 

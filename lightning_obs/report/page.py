@@ -19,8 +19,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from lightning_obs.errors import refuse
 from lightning_obs.files.write import whole_file, write_text
 from lightning_obs.numerics.histogram import linear_bins
+from lightning_obs.report.cause import layer_losses
 from lightning_obs.report.facts import POOR_SQNR, Report, facts
-from lightning_obs.report.judgement import Judgement, judge, layer_losses
+from lightning_obs.report.judgement import Judgement, judge
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.numbers import finite, human_size, quality_of
 from lightning_obs.report.summary import comparison
@@ -59,8 +60,13 @@ COLUMNS = [
 _ONLY_PAGE = ("histogram", "channels", "at", "grid", "feeds")
 
 
-def write_report(folder: str | os.PathLike[str], report: Report) -> Path:
+def write_report(folder: str | os.PathLike[str], report: Report, judgement: Judgement | None = None) -> Path:
     """Write ``report.html``, ``report.json`` and ``layers.csv``, each whole or not at all.
+
+    Args:
+        folder: made if it is not there.
+        report: the facts.
+        judgement: of the report, with commands; None: :func:`~lightning_obs.report.judgement.judge` makes it.
 
     Returns:
         The path of the page.
@@ -72,7 +78,7 @@ def write_report(folder: str | os.PathLike[str], report: Report) -> Path:
     lacking = [f"point {at}" for at, point in enumerate(report.frontier) if not all(key in point for key in keys)]
     refuse(lacking, "a point of the frontier lacks something", expected=", ".join(keys))
     folder = Path(folder)
-    data = _data(report, judge(report, folder))
+    data = _data(report, judge(report, folder) if judgement is None else judgement)
     write_text(folder / "report.html", _page(report, data))
     write_text(folder / "report.json", as_json(data))
     if data["layers"]:
@@ -113,17 +119,17 @@ def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -
 
 def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
     """All that the page shows as numbers, strings, lists and dicts."""
-    above = {*_LEFT_OUT, *(sign["label"] for sign in judgement.signs)}
+    above = {*_LEFT_OUT, *(sign.label for sign in judgement.signs)}
     known = {**(report.result.facts() if report.result else {}), **facts(report, "\N{RIGHTWARDS ARROW}")}
     known = {_LABELS.get(k, k): v for k, v in known.items() if k not in above}
-    ignored = [] if report.config is None else report.config.ignore or []
+    ignored = [] if report.options is None else report.options.config.ignore or []
     as_they_are = ("title", "metrics", "sensitivity_unit", "kinds", "frontier", "scores", "curves")
     return {
         "ignore": list(dict.fromkeys([*ignored, *report.poor_layers])),
         **report.row,
         **report.extra,
         **{name: getattr(report, name) for name in as_they_are},
-        "judgement": asdict(judgement),
+        "judgement": {**asdict(judgement), "signs": [sign._asdict() for sign in judgement.signs]},
         # a percentage is not torn from its sign
         "summary": [{"label": k, "value": v.replace(" %)", "\N{NO-BREAK SPACE}%)")} for k, v in known.items()],
         "lines": as_names(report.lines),

@@ -15,7 +15,7 @@ from lightning_obs.choice.mixed_precision import MixedPlan
 from lightning_obs.errors import name_list, printable
 from lightning_obs.report.facts import POOR_SQNR, Report, facts
 from lightning_obs.report.layer_errors import LayerError
-from lightning_obs.report.numbers import human_size, moved_texts, number, quality_of
+from lightning_obs.report.numbers import human_size, moved_texts, number, quality_of, relative_change
 from lightning_obs.schemes.config import as_names
 
 
@@ -55,8 +55,11 @@ def layer_table(errors: Sequence[LayerError]) -> Table:
 
 
 def comparison(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Titles and texts of several runs side by side: overrides, the metric and its change, how far the predictions are
-    from the original's where a run knows that, size, seconds, worst layer."""
+    """Titles and texts of several runs side by side.
+
+    Each has its name, the metric and its change, how far the predictions are from the original's where a run knows
+    that, size, seconds, and the worst layer.
+    """
     names = {quality_of(row)[0] for row in rows} - {None}
     moved = dict.fromkeys(title for row in rows for title in moved_texts(row))
     cells = []
@@ -64,7 +67,8 @@ def comparison(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
         name, before, after = quality_of(row)
         shown = "" if after is None else number(after, 5)
         metric = f"{name} {shown}" if shown and len(names) > 1 else shown
-        change = f"{100 * (after / before - 1):+.2f}" if before and after is not None else ""
+        share = None if before is None or after is None else relative_change(before, after)
+        change = "" if share is None else f"{100 * share:+.2f}"
         size = "" if row.get("size") is None else human_size(row["size"])
         seconds, worst = (_known(row.get(key), ".1f") for key in ("seconds", "worst_sqnr"))
         further = [moved_texts(row).get(title, "") for title in moved]

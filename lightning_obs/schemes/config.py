@@ -103,8 +103,8 @@ def resolve_config(
             "observers",
             got=repr(observers),
             expected="one for each base name, {'input': 'minmax'}",
-            remedy="CalibrationCallback(observers='auto'), choose_observers(model, batches, scheme) and "
-            "`task=observers` choose by measurement, for each tensor.",
+            remedy="CalibrationCallback(observers='auto') and choose_observers(model, batches, scheme) choose by "
+            "measurement, for each tensor.",
         )
     names = None if targets is None else as_names(targets)
     try:

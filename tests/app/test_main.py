@@ -72,6 +72,13 @@ def test_an_existing_folder_is_refused_before_the_model_is_loaded(composed, tmp_
         run(composed(f"export.folder={tmp_path / 'there'}", "model.path=/nowhere"))
 
 
+def test_a_remedy_is_said_in_words_of_the_command_line(command_line, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine").write_text("")
+    done = command_line("export.folder=there", "model.path=/nowhere")
+    assert "export.overwrite=true" in done.stderr
+
+
 def test_a_size_of_files_that_is_none_is_refused_before_the_model_is_loaded(composed):
     with pytest.raises(CalibrationError, match=r"max_shard_size\. Got 'much', expected a number of bytes"):
         run(composed("export.max_shard_size=much", "model.path=/nowhere"))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.numerics.histogram import support_of
 from lightning_obs.report.facts import Report, ScaleDrift
@@ -52,5 +53,7 @@ def made_up(count, **changes):
             for name, bits, loss in [("W4A16", 4.25, 3.07), ("plan 4.75", 4.75, 2.83), ("by weight", 4.75, 2.93)]
         ],
         "lines": ["wrote outputs/checkpoint"],
+        "options": CalibrationOptions("INT8_STATIC"),
+        "can_run": lambda step: True,
     }
     return Report(**{**options, **changes})

@@ -13,6 +13,7 @@ from lightning_obs import CalibrationError, CalibrationSession
 from lightning_obs.errors import refuse
 from lightning_obs.report import page as report_page
 from lightning_obs.report.facts import Report, facts
+from lightning_obs.report.judgement import judge
 from lightning_obs.report.layer_errors import LayerError, measure_layer_errors
 from lightning_obs.report.metrics import TensorError
 from lightning_obs.report.page import write_csv, write_report
@@ -162,6 +163,37 @@ def test_a_column_of_a_users_own_is_empty_where_its_number_is_not_known(own_colu
     write_report(tmp_path, Report("weights alone", errors=errors))
     layers = json.loads((tmp_path / "report.json").read_text())["layers"]
     assert [layer["span"] for layer in layers] == [None, None]
+
+
+def test_a_step_is_shown_as_python_and_as_the_command_that_the_program_of_the_run_added(tmp_path):
+    report = made_up(6, choices={}, sensitivity={}, frontier=[])
+    judgement = judge(report, tmp_path)
+    assert judgement.steps
+    text = write_report(tmp_path / "python", report).read_text()
+    assert 'data-as="command"' not in text
+    first = replace(judgement.steps[0], command="my program --again")
+    text = write_report(tmp_path / "both", report, replace(judgement, steps=[first])).read_text()
+    assert 'data-as="command"' in text
+    assert "my program --again" in text
+    (step,) = json.loads((tmp_path / "both" / "report.json").read_text())["judgement"]["steps"]
+    assert step["command"] == "my program --again"
+    assert step["python"] == first.python
+
+
+def test_metrics_in_json_page_and_summary_are_the_same_in_whatever_order_they_were_logged(tmp_path, capsys):
+    for order in (("power", "val_loss"), ("val_loss", "power")):
+        values = {"power": (0.15, 0.13), "val_loss": (2.0, 2.2)}
+        report = made_up(6, metrics={name: values[name] for name in order})
+        text = write_report(tmp_path, report).read_text()
+        data = json.loads((tmp_path / "report.json").read_text())
+        print_report(summary(report))
+        printed = capsys.readouterr().out
+        assert data["metric"] == "val_loss"
+        assert [sign["label"] for sign in data["judgement"]["signs"]] == ["val_loss", "power"]
+        for name in order:
+            value = facts(report)[name]
+            assert f"{name} {value}" in printed
+            assert value.replace("->", "\N{RIGHTWARDS ARROW}") in text
 
 
 def test_the_experts_that_got_no_token_are_named():

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_obs.engines import Verdict
 from lightning_obs.report.facts import LayerFacts, Report
+from lightning_obs.report.judgement import judge
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.metrics import TensorError
 from lightning_obs.report.page import write_report
@@ -256,7 +257,10 @@ def test_a_step_without_a_command_shows_its_python_under_either_switch(tmp_path,
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     report = made_up(6, checkpoint=tmp_path, metrics={"perplexity": (14.8, 14.9)}, choices={})
     report.result.engines = {"transformers": Verdict(True), "vLLM": Verdict(True, "CPU")}
-    browser.open(write_report(tmp_path, report))
+    judgement = judge(report)
+    serve, load = judgement.steps
+    serve = replace(serve, command="vllm serve checkpoint")
+    browser.open(write_report(tmp_path, report, replace(judgement, steps=[serve, load])))
     for switch, shown in (("python", "vllm.LLM("), ("command", "vllm serve ")):
         browser.click(f"[data-as={switch}]")
         texts = browser.run("[...document.querySelectorAll('.copy:not([hidden]) pre')].map((one) => one.textContent)")

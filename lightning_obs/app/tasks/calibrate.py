@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,13 +17,18 @@ from typing_extensions import override
 
 from lightning_obs.app.checkpoint import write_checkpoint
 from lightning_obs.app.console import bytes_done, say, step
+from lightning_obs.app.data.module import TextData
 from lightning_obs.app.job import Job, Quality, make_options, plain, typed_words
+from lightning_obs.app.models.language import LanguageModel, TaskModule
 from lightning_obs.app.models.pretrained import DEFAULT_MODEL
+from lightning_obs.app.next_steps import is_possible, step_command
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.token_mask import find_mask
 from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.calibration import CalibrationCallback
+from lightning_obs.callbacks.possible_steps import can_choose_observers
+from lightning_obs.callbacks.quantization_aware_training import can_train
 from lightning_obs.callbacks.which_module import describe, find_module
 from lightning_obs.model.weight import model_bytes
 from lightning_obs.numerics.histogram import Support
@@ -30,6 +36,7 @@ from lightning_obs.report.judgement import judge
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.numbers import folder_size
 from lightning_obs.report.page import write_report
+from lightning_obs.report.step import Step
 from lightning_obs.report.summary import print_report, summary
 
 #: from this many forward passes on, the run says how long they take
@@ -170,22 +177,50 @@ class Calibrate(Job):
     def report(self, counts: Mapping[str, Support], parts: Mapping[str, Any]) -> None:
         """Write ``report.html``, ``report.json`` and ``layers.csv``, and print the closing report."""
         config = self.config
-        known: dict[str, Any] = {"words": typed_words(), **parts}
+        known: dict[str, Any] = {"are_held_out": True, "can_run": self.can_run, **parts}
         if self.full is not None and self.quantized is not None:
             known["metrics"] = {self.full.name: (self.full.value, self.quantized.value)}
-            known |= {"moved": self.quantized.moved, "higher_is_better": self.quantized.higher_is_better}
+            known["moved"] = self.quantized.moved
+            if self.full.higher_is_better is not None:
+                known["higher_is_better"] = {self.full.name: self.full.higher_is_better}
         known |= {"errors": self.errors, "counts": counts, "checkpoint": self.folder}
         known["sizes"] = None if self.folder is None else (model_bytes(self.model), folder_size(self.folder))
         title = f"{self.label} \N{MIDDLE DOT} {Path(str(config.model.get('path') or DEFAULT_MODEL)).name}"
         report = self.callback.facts(title=title, lines=[*self.lines, *self.closing_lines()], **known)
         self.found = report.row
         report.extra = {**self.row(), "config": plain(config)}
-        path = write_report(config.output_dir, report)
-        advice = [f"{step.what}: {step.command}" for step in judge(report, path.parent).steps if step.command]
+        judgement = judge(report, config.output_dir)
+        steps = [replace(proposed, command=self.command_of(proposed)) for proposed in judgement.steps]
+        path = write_report(config.output_dir, report, replace(judgement, steps=steps))
+        advice = [f"{proposed.title}: {proposed.command}" for proposed in steps if proposed.command]
         hint = "" if not report.poor_layers else f"  (leave out: ignore_from={path.with_suffix('.json')})"
-        report.lines = [*report.lines, *advice, f"report {path}{hint}"]
+        report.lines = [*report.lines, judgement.headline, *advice, f"report {path}{hint}"]
         print()
         print_report(summary(report, worst=config.report.worst_layers))
+
+    def can_run(self, proposed: Step) -> bool:
+        """Whether a next step can run on this model, as Python and as a command."""
+        session = self.callback.session
+        assert session is not None
+        if proposed.name == "measure":
+            possible = not self.config.evaluate and isinstance(self.module, TaskModule)
+        elif proposed.name == "observers":
+            has_logits = self.quantized is not None and self.quantized.moved is not None
+            possible = has_logits and can_choose_observers(session)
+        elif proposed.name == "fine_tune":
+            is_trainable = isinstance(self.module, LanguageModel) and isinstance(self.data, TextData)
+            possible = is_trainable and type(self) is Calibrate and can_train(session, self.module)
+        else:
+            possible = self.callback.can_run(proposed)
+        words = typed_words()
+        if not possible or words is None:
+            return possible
+        return is_possible(proposed, words, Path(self.config.output_dir), self.module, self.model)
+
+    def command_of(self, proposed: Step) -> str | None:
+        """The command of a next step; None for a run that was composed in Python, and where no command does it."""
+        words = typed_words()
+        return None if words is None else step_command(proposed, words, Path(self.config.output_dir))
 
     def closing_lines(self) -> list[str]:
         """Further lines of the closing report."""

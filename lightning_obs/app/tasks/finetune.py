@@ -96,7 +96,8 @@ class Finetune(Calibrate):
             name, whole = self.full.name, self.full.value
             tuned = {0: self.calibrated.value, self.steps: self.quantized.value}
             curves = [{"step": step, name: whole, f"{name}_quantized": value} for step, value in tuned.items()]
-        super().report(counts, {**parts, "curves": curves, "was_trained": True})
+        calibrated = {} if self.calibrated is None else {self.calibrated.name: self.calibrated.value}
+        super().report(counts, {**parts, "curves": curves, "calibrated": calibrated})
 
     @property
     @override
@@ -123,6 +124,8 @@ class Finetune(Calibrate):
             lines.append(f"{self.calibrated.name} on held-out data: {text}")
             moved = [f"{when} {found.moved.divergence:.4f}" for when, found in measured.items() if found.moved]
             lines += [f"KL divergence from the original [nats]: {', '.join(moved)}"] if moved else []
+        took = f"fine-tuning took {self.seconds_trained / 60:.1f} minutes"
         share = recovered_share(self.full, self.calibrated, self.quantized)
-        brought = "" if share is None else f", and brought back {share:.0%} of what calibration lost"
-        return [*lines, f"fine-tuning took {self.seconds_trained / 60:.1f} minutes{brought}"]
+        if share:
+            took += f", and brought back {share:.0%} of what calibration lost"
+        return [*lines, took]

@@ -1,0 +1,34 @@
+"""The package's errors name options of Python; here they are put into the words of the command line."""
+
+from __future__ import annotations
+
+import re
+
+#: patterns of Python in errors, and the words for them
+_WORDS = (
+    (r"dtype=torch\.bfloat16", "model.dtype=bfloat16"),
+    (r"device_map='auto'", "model.device_map=auto"),
+    (r"reload=[\"'](\S+?)[\"']", r"export.reload=\1"),
+    (r"overwrite=True(.*?) \(a callback's export_overwrite=True\)", r"export.overwrite=true\1"),
+    (r"kv_cache=[\"']FP8[\"']", "kv_cache=fp8"),
+    (r"scheme=[\"'](\w+)[\"']", lambda match: f"scheme={match[1].lower()}"),
+    (r"rounding=[\"']gptq[\"']", "rounding=gptq"),
+    (r"observers=\{[\"']weight[\"']: [\"'](\w+)[\"']\}", r"weight_observer=\1"),
+    (r"CalibrationCallback\(observers='auto'\) and choose_observers\([\w, ]+\) choose", "task=observers chooses"),
+    (r"CalibrationCallback or CalibrationSession", "task=calibrate"),
+    (r"do not call linearize_experts", "set model.linearize_experts=false"),
+    (r"(does not fit into memory, )calibrate_layerwise", r"\1model.layerwise=true"),
+)
+
+
+def in_words(text: str) -> str:
+    """A text of the package in the words of the command line; called for each error that ends a run.
+
+    >>> in_words("load the model in bfloat16 (dtype=torch.bfloat16), or set reload='unchecked'.")
+    'load the model in bfloat16 (model.dtype=bfloat16), or set export.reload=unchecked.'
+    >>> in_words("set overwrite=True, which replaces a checkpoint (a callback's export_overwrite=True).")
+    'set export.overwrite=true, which replaces a checkpoint.'
+    """
+    for pattern, word in _WORDS:
+        text = re.sub(pattern, word, text)
+    return text

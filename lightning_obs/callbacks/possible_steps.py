@@ -1,0 +1,41 @@
+"""Whether a next step of the report can run on the calibrated model: its options are checked, no data are run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.choice.observer_choice import fitting_candidates
+from lightning_obs.errors import CalibrationError
+
+
+def takes_options(session: CalibrationSession, changes: Mapping[str, Any]) -> bool:
+    """Whether the session's model can be calibrated with other options.
+
+    Args:
+        session: whose model and options these are. Nothing on the model changes.
+        changes: fields of :class:`~lightning_obs.CalibrationOptions` with their new values.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are for the run that is proposed
+        try:
+            CalibrationSession(session.model, replace(session.options, **changes))
+        except CalibrationError:
+            return False
+    return True
+
+
+def can_choose_observers(session: CalibrationSession) -> bool:
+    """Whether observers can be chosen by measurement for the session's model, whose output has logits."""
+    if session.collectives.size > 1:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            fitting_candidates(session.model, replace(session.options, observers=None))
+        except CalibrationError:
+            return False
+    return True

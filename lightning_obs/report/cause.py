@@ -1,0 +1,152 @@
+"""Where a run loses: the loss of each layer, and the layers that hold most of it.
+
+A layer's loss is the noise in a unit of its output, ``10^(-SQNR / 10)``, or the loss that a plan has estimated. It is
+split between weight and input in proportion to their own noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+from lightning_obs.errors import name_list
+from lightning_obs.numerics.histogram import median_size
+from lightning_obs.report.facts import POOR_SQNR, Report
+from lightning_obs.report.layer_errors import LayerError
+
+#: share of the loss that the named layers hold, where it is spread over many
+_MOST = 0.8
+
+
+class LayerLoss(NamedTuple):
+    """The loss of one layer: noise or estimated loss, and the shares of its noise (0 to 1) in weight and input."""
+
+    name: str
+    loss: float
+    weight: float
+    input: float
+
+
+def layer_losses(report: Report) -> list[LayerLoss]:
+    """The loss of each layer, the largest first: noise, or the loss that a plan has estimated."""
+    losses = [_layer_loss(report, error) for error in report.errors]
+    return sorted(losses, key=lambda layer: -layer.loss)
+
+
+def _layer_loss(report: Report, error: LayerError) -> LayerLoss:
+    noise = noise_share(error.sqnr)
+    weight_noise = 0.0 if error.weight is None else noise_share(error.weight.sqnr)
+    if error.input is not None and error.input.sqnr is not None:
+        input_noise = noise_share(error.input.sqnr)
+    elif _has_unquantized_input(report, error.name):
+        input_noise = 0.0
+    else:  # a dynamic input was not measured: it makes the rest, beside the weight
+        input_noise = max(0.0, noise - weight_noise)
+    loss = report.losses.get(error.name, noise)
+    if not math.isfinite(loss):
+        loss = 0.0
+    both = weight_noise + input_noise or 1.0
+    return LayerLoss(error.name, loss, weight_noise / both, input_noise / both)
+
+
+def _has_unquantized_input(report: Report, name: str) -> bool:
+    layer = report.layers.get(name)
+    return layer is not None and layer.input_width is None
+
+
+def noise_share(sqnr: float | None) -> float:
+    """Noise for a unit of signal; a layer loses no more than all.
+
+    >>> noise_share(10.0), noise_share(-3.0), noise_share(None)
+    (0.1, 1.0, 0.0)
+    """
+    if sqnr is None or math.isnan(sqnr):
+        return 0.0
+    return min(1.0, 10 ** (-sqnr / 10))
+
+
+def percent(share: float) -> str:
+    """A share as a person reads it.
+
+    >>> percent(0.734)
+    '73 %'
+    """
+    return f"{100 * share:.0f} %"
+
+
+def cause_of(report: Report, losses: Sequence[LayerLoss]) -> str:
+    """The layers that lose most, and whether weights or inputs cause it; empty where nothing is lost.
+
+    Poor layers are named if they hold half of the loss; else the fewest layers that hold four fifths.
+    """
+    total = sum(layer.loss for layer in losses)
+    if not total:
+        return ""
+    poor = [] if report.choices else report.poor_layers
+    worst = [layer for layer in losses if layer.name in poor]
+    below_limit = {error.name for error in report.errors if error.sqnr < POOR_SQNR}
+    names = [layer.name for layer in worst if layer.name in below_limit]  # the others share their scheme
+    if sum(layer.loss for layer in worst) < total / 2:
+        worst = _fewest_with(losses, _MOST * total)
+        names = [layer.name for layer in worst]
+    loss = sum(layer.loss for layer in worst)
+    subject = f"{len(worst)} of {len(losses)} layers hold" if len(worst) > 1 else f"{worst[0].name} holds"
+    sentence = f"{subject} {percent(loss / total)} of the {report.lost}{_kinds(names, len(worst))}."
+    input_share = sum(layer.input * layer.loss for layer in worst) / loss
+    if input_share < 0.5:
+        return f"{sentence} {percent(1 - input_share)} of it comes from their weights."
+    return f"{sentence} {percent(input_share)} of it comes from their inputs{_stretched(report, worst)}."
+
+
+def _fewest_with(losses: Sequence[LayerLoss], loss: float) -> list[LayerLoss]:
+    """The first layers of ``losses`` that together have at least this loss."""
+    layers: list[LayerLoss] = []
+    for layer in losses:
+        if sum(chosen.loss for chosen in layers) >= loss:
+            break
+        layers.append(layer)
+    return layers
+
+
+def _kinds(names: Sequence[str], count: int) -> str:
+    """How many of ``count`` layers are of which kind; a layer that is alone of its kind by its name.
+
+    >>> _kinds(["1.down_proj", "2.down_proj", "2.v_proj"], 5)
+    ': 2 down_proj, 2.v_proj, 2 fused with these'
+    """
+    if count < 2:
+        return ""
+    name_of_kind = {name.rpartition(".")[2]: name for name in names}
+    kinds = Counter(name.rpartition(".")[2] for name in names)
+    if len(kinds) == 1 and len(names) == count:
+        return f": all {next(iter(kinds))}"
+    texts = [f"{number} {kind}" if number > 1 else name_of_kind[kind] for kind, number in kinds.most_common()]
+    fused = f", {count - len(names)} fused with these" if len(names) < count else ""
+    return f": {name_list(texts, 4)}{fused}"
+
+
+def _stretched(report: Report, layers: Sequence[LayerLoss]) -> str:
+    """How far single values stretch the one scale of an input; empty where that is not known."""
+    names = {layer.name for layer in layers}
+    ends: list[tuple[float, str]] = []
+    bits: list[float] = []
+    for error in report.errors:
+        if error.name not in names or error.input is None:
+            continue
+        if error.input.bits is not None:
+            bits.append(error.input.bits)
+        if error.input.low is not None and error.input.high is not None:
+            ends.append((max(-error.input.low, error.input.high), error.name))
+    facts = report.layers.get(layers[0].name)
+    if not ends or not bits or facts is None or facts.input_width is None:
+        return ""
+    widest, name_of_widest = max(ends)
+    counts = report.counts.get(name_of_widest)
+    half = "" if counts is None else f" (half of all in that layer are below {median_size(counts):.2g})"
+    return (
+        f": single values of up to {widest:,.4g}{half} stretch the scale that all values share, "
+        f"and their median layer uses {median(bits):.1f} of its {facts.input_width} bits"
+    )

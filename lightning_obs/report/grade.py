@@ -1,0 +1,172 @@
+"""How good a run is: a grade for each of its numbers, and the worst of them for the run.
+
+The limits stand here once; docs/reading_the_report.md gives them with their reasons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+from lightning_obs.report.facts import Report, facts, metric_text
+from lightning_obs.report.logged_metrics import MetricKind, metric_kind
+
+Grade: TypeAlias = Literal["good", "usable", "broken", "not graded", "not measured"]
+
+#: nats per token by which the loss grows, or predictions diverge: above the first usable, above the second broken
+NATS = (0.05, 0.3)
+#: least share of the positions with the same most likely class
+AGREEMENT = (0.88, 0.70)
+#: least share of a score that is kept; of an error, of the unquantized model's error in the quantized model's
+KEPT = (0.99, 0.95)
+#: nats, or share, by which training has to lose against the calibrated model to be called worse: less is noise
+WORSE = 1e-3
+
+_HEADLINES: dict[Grade, str] = {
+    "good": "Good: it says what the original says",
+    "usable": "Usable: it loses something",
+    "broken": "Broken: it no longer says what the original says",
+    "not measured": "Not measured: no metric and no predictions were compared",
+}
+_ARROW = "\N{RIGHTWARDS ARROW}"
+
+
+class Sign(NamedTuple):
+    """A number of the run, as text, and its grade."""
+
+    label: str
+    value: str
+    grade: Grade
+
+
+def signs_of(report: Report) -> list[Sign]:
+    """The run's numbers with their grades: its metrics, the predictions, and training against calibration."""
+    texts = facts(report, _ARROW)
+    signs = []
+    for name, (before, after) in report.metrics.items():
+        if before is not None and after is not None:
+            grade = metric_grade(_kind(report, name), before, after, has_logits=report.moved is not None)
+            signs.append(Sign(name, texts[name], grade))
+    if report.moved is not None:
+        divergence = _by_limits(report.moved.divergence, NATS)
+        agreement = _by_limits(report.moved.agreement, AGREEMENT)
+        signs.append(Sign("KL [nats]", texts["KL [nats]"], divergence))
+        signs.append(Sign("same top-1 [%]", texts["same top-1 [%]"], agreement))
+    return [*signs, *_training_signs(report)]
+
+
+def worst_grade(signs: Sequence[Sign]) -> Grade:
+    """The worst grade of a run's signs; "not measured" without any."""
+    grades = [sign.grade for sign in signs]
+    for grade in ("broken", "usable", "good", "not graded"):
+        if grade in grades:
+            return grade
+    return "not measured"
+
+
+def headline(report: Report, grade: Grade, signs: Sequence[Sign]) -> str:
+    """The grade in a sentence, which also says that training has lost."""
+    if grade == "not graded":
+        names = " and ".join(sign.label for sign in signs)
+        return f"Not graded: which values of {names} are good is not known."
+    sentence = _HEADLINES[grade]
+    if worse_than_calibrated(report):
+        sentence += "; it is worse than calibrated, training has lost"
+    return f"{sentence}."
+
+
+def metric_grade(kind: MetricKind, before: float, after: float, *, has_logits: bool = True) -> Grade:
+    """The grade of a metric of the unquantized model and of the quantized model.
+
+    A loss is taken for a mean of nats and judged by its difference, so that it and its perplexity have one grade. A
+    model whose predictions were not compared may log a squared error under that name. So its loss is not graded
+    where the difference says good and the ratio says broken, or the other way round.
+
+    Args:
+        kind: of the metric.
+        before: of the unquantized model.
+        after: of the quantized model. One that is not finite is broken.
+        has_logits: whether the model has logits, so that a loss is a cross entropy.
+
+    >>> metric_grade("loss", 3.0, 3.2), metric_grade("score", 0.90, 0.87), metric_grade("unknown", 1.0, 2.0)
+    ('usable', 'usable', 'not graded')
+    """
+    if not math.isfinite(before):
+        return "not graded"
+    if not math.isfinite(after):
+        return "broken"
+    worsening = _worsening(kind, before, after)
+    if worsening is None:
+        return "not graded"
+    if kind not in ("perplexity", "loss"):
+        return _by_limits(1 - worsening, KEPT)
+    grade = _by_limits(worsening, NATS)
+    if kind == "loss" and not has_logits:
+        as_error = metric_grade("error", before, after)
+        if {grade, as_error} == {"good", "broken"}:
+            return "not graded"
+    return grade
+
+
+def worse_than_calibrated(report: Report) -> list[str]:
+    """Names of the metrics by which training made the model worse than calibration had left it."""
+    worse = []
+    for name, calibrated in report.calibrated.items():
+        _, after = report.metrics.get(name, (None, None))
+        if after is None or not math.isfinite(calibrated):
+            continue
+        lost = math.inf if not math.isfinite(after) else _worsening(_kind(report, name), calibrated, after)
+        if lost is not None and lost > WORSE:
+            worse.append(name)
+    return worse
+
+
+def _kind(report: Report, name: str) -> MetricKind:
+    return metric_kind(name, report.higher_is_better.get(name))
+
+
+def _worsening(kind: MetricKind, before: float, after: float) -> float | None:
+    """How much worse a finite value is: in nats, or as the share that is lost; None where that cannot be told.
+
+    An error's share follows from the quotient of the smaller by the larger, so that twice the error is a loss of half.
+    """
+    if before == after and kind != "unknown":
+        return 0.0
+    if kind == "loss":
+        return after - before
+    is_positive = before > 0 and after > 0
+    if kind == "perplexity":
+        return math.log(after / before) if is_positive else None
+    if kind == "error":
+        return 1 - before / after if before >= 0 and after > 0 else (0.0 if after == 0 else None)
+    if kind == "score":
+        return 1 - after / before if before > 0 else None
+    return None
+
+
+def _by_limits(value: float, limits: tuple[float, float]) -> Grade:
+    """The grade by limits that rise (less is better) or fall (more is better); NaN is broken.
+
+    >>> _by_limits(0.1, NATS), _by_limits(0.1, AGREEMENT), _by_limits(math.nan, NATS)
+    ('usable', 'broken', 'broken')
+    """
+    good, usable = limits
+    sign = 1 if good < usable else -1
+    if sign * value <= sign * good:
+        return "good"
+    return "usable" if sign * value <= sign * usable else "broken"
+
+
+def _training_signs(report: Report) -> list[Sign]:
+    """Each metric before and after training; a model that training made worse is at most usable."""
+    worse = worse_than_calibrated(report)
+    signs = []
+    for name, calibrated in report.calibrated.items():
+        _, after = report.metrics.get(name, (None, None))
+        if after is None:
+            continue
+        value = metric_text(_kind(report, name), calibrated, after, _ARROW)
+        grade: Grade = "usable" if name in worse else "good"
+        signs.append(Sign(f"{name} since calibration", value, grade))
+    return signs

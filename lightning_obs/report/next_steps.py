@@ -1,0 +1,301 @@
+"""What to do after a run: a few steps, each of which can run on this model after this run.
+
+Each function proposes a step from the numbers of the run. Whoever made the run has said with ``Report.can_run`` which
+of them can run: that needs the model, and the options of the run are checked against it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.files.read import read_json
+from lightning_obs.report.cause import LayerLoss, percent
+from lightning_obs.report.facts import Report
+from lightning_obs.report.grade import Grade, worse_than_calibrated
+from lightning_obs.report.numbers import human_size
+from lightning_obs.report.step import Step
+from lightning_obs.schemes.config import describe_scheme, has_rounding, preset_names
+
+#: steps that are shown
+_SHOWN = 3
+#: a remedy for less than this share of the noise is not proposed
+_WORTH = 0.05
+#: bits per weight that a wider budget adds
+_MORE_BITS = 0.5
+#: schemes with a scale for each token, in place of schemes with one scale for all inputs
+_WITH_TOKEN_SCALES = {
+    "int8 channel weights, int8 tensor inputs": "W8A8",
+    "int8 channel weights, asymmetric int8 tensor inputs": "W8A8",
+    "float8 tensor weights, float8 tensor inputs": "FP8_DYNAMIC",
+}
+
+
+def next_steps(report: Report, grade: Grade, losses: Sequence[LayerLoss], folder: Path) -> list[Step]:
+    """The steps to show, the best first.
+
+    Args:
+        report: of the run; without a calibration there are no steps.
+        grade: of the run. A good one is exported and used; one that measured nothing is measured first. Where nobody
+            knows how much it loses, no remedy is proposed but leaving out layers that are poor by themselves.
+        losses: of the layers.
+        folder: of the report.
+    """
+    if report.result is None:
+        return []
+    if grade == "good":
+        proposed = _uses(report)
+    else:
+        proposed = _remedies(_Run(report, losses, folder))
+        if grade in ("not measured", "not graded"):
+            proposed = [step for step in proposed if step.name == "leave_out"]
+        if grade == "not measured":
+            proposed = [_measure(report), *proposed]
+    return [step for step in proposed if report.can_run(step)][:_SHOWN]
+
+
+def _uses(report: Report) -> list[Step]:
+    """Export the model; serve and load its checkpoint, if it was exported."""
+    assert report.result is not None
+    if report.checkpoint is None:
+        return [Step("export", "Export it", "this run has exported nothing", 'callback.export("checkpoint")')]
+    checkpoint = Path(report.checkpoint)
+    path, architecture = path_from_here(checkpoint), _architecture(checkpoint)
+    steps = []
+    vllm = report.result.engines.get("vLLM")
+    generates = architecture.endswith(("ForCausalLM", "ForConditionalGeneration"))
+    if vllm is not None and vllm.loads and generates:
+        reason = f"it runs on {vllm.text or 'any hardware'}"
+        steps.append(Step("serve", "Serve it with vLLM", reason, f'vllm.LLM("{path}")', {"checkpoint": path}))
+    transformers = report.result.engines.get("transformers")
+    if architecture and transformers is not None and transformers.loads:
+        python = f'transformers.{architecture}.from_pretrained("{path}")'
+        steps.append(Step("load", "Load it with transformers", "it needs compressed-tensors beside it", python))
+    else:
+        python = f'load_checkpoint(model, "{path}")'
+        steps.append(Step("load", "Load it in Python", "into an unquantized model of the same class", python))
+    return steps
+
+
+def _measure(report: Report) -> Step:
+    python = _calibration(report, evaluate=True)
+    reason = "without a number of the quantized model nobody knows whether it is good"
+    return Step("measure", "Measure the quantized model", reason, python, {"evaluate": True})
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run that loses: its report, the losses of its layers, the folder of the report."""
+
+    report: Report
+    losses: Sequence[LayerLoss]
+    folder: Path
+
+    @property
+    def loss(self) -> float:
+        """Of all layers."""
+        return sum(layer.loss for layer in self.losses) or 1.0
+
+    @property
+    def input_share(self) -> float:
+        """The share of the loss that inputs cause."""
+        return sum(layer.loss * layer.input for layer in self.losses) / self.loss
+
+    @property
+    def weight_share(self) -> float:
+        """The share of the loss that weights cause."""
+        return sum(layer.loss * layer.weight for layer in self.losses) / self.loss
+
+    @property
+    def schemes(self) -> set[str]:
+        """The schemes of the run's modules, in a few words each."""
+        options = self.report.options
+        return set() if options is None else {describe_scheme(group) for group in options.config.config_groups.values()}
+
+
+def _remedies(run: _Run) -> list[Step]:
+    """Remedies by the share of the noise that they remove; of equal ones the cheaper first, and training last."""
+    cheapest_first = [*_leave_out(run), *_budget(run), *_token_scales(run), *_observers(run), *_rounding(run)]
+    steps = [step for step in cheapest_first if step.share >= _WORTH]
+    steps.sort(key=lambda step: -round(step.share, 2))
+    return [*_untrained(run), *steps, *_fine_tune(run)]
+
+
+def _leave_out(run: _Run) -> Iterator[Step]:
+    """Leave poor layers in full precision, if they are few. A plan has decided about its layers."""
+    report, poor = run.report, run.report.poor_layers
+    if report.choices or report.options is None or not 0 < len(poor) < len(run.losses) / 2:
+        return
+    share = sum(layer.loss for layer in run.losses if layer.name in poor) / run.loss
+    known = [report.layers[name] for name in poor if name in report.layers]
+    more_bytes = sum(layer.before - layer.after for layer in known)
+    reason = f"removes {percent(share)} of the {report.lost}"
+    if more_bytes:
+        reason += f", costs {human_size(more_bytes)}"
+    file = path_from_here(run.folder / "report.json")
+    python = f'ignore = json.load(open("{file}"))["ignore"]\n{_calibration(report, ignore=_Name("ignore"))}'
+    title = f"Leave the {len(poor)} worst layers in full precision" if len(poor) > 1 else f"Leave {poor[0]} out"
+    changes = {"ignore": [*report.options.ignore, *poor]}
+    yield Step("leave_out", title, reason, python, changes, share)
+
+
+def _budget(run: _Run) -> Iterator[Step]:
+    """More bits for a plan, if its frontier has a plan of less loss there."""
+    frontier = [point for point in run.report.frontier if math.isfinite(point["loss"])]
+    chosen = next((point for point in frontier if point.get("mark") == "chosen"), None)
+    if not run.report.choices or chosen is None or chosen["loss"] <= 0:
+        return
+    bits = chosen["bits_per_weight"] + _MORE_BITS
+    plans = [point for point in frontier if point.get("mark") != "measured"]
+    share = 1 - min(point["loss"] for point in plans if point["bits_per_weight"] <= bits) / chosen["loss"]
+    reason = f"lowers the estimated loss by {percent(share)}"
+    python = f"choose_schemes(measured, {bits:.2f})"
+    title = f"A budget of {bits:.2f} bits per weight"
+    yield Step("budget", title, reason, python, {"budget": bits}, share)
+
+
+def _token_scales(run: _Run) -> Iterator[Step]:
+    """A scale for each token, in place of one that a few outliers stretch."""
+    scheme = _scheme_with_token_scales(run)
+    if scheme is None or run.report.options is None:
+        return
+    changes: dict[str, Any] = {"scheme": scheme, "observers": _weight_observers(run.report.options)}
+    reason = (
+        f"removes up to {percent(run.input_share)} of the noise, the inputs' part; dynamic: computed as the model runs"
+    )
+    title = "Give each token a scale of its own"
+    yield Step("token_scales", title, reason, _calibration(run.report, **changes), changes, run.input_share)
+
+
+def _observers(run: _Run) -> Iterator[Step]:
+    """Observers chosen by measurement, for inputs with one scale."""
+    if _scheme_with_token_scales(run) is None or run.report.scores or run.report.choices:
+        return
+    reason = f"inputs make {percent(run.input_share)} of the noise, and another range may suit them"
+    python = _calibration(run.report, observers="auto")
+    title = "Choose the best observer for each layer"
+    yield Step("observers", title, reason, python, {"observers": "auto"}, run.input_share)
+
+
+def _rounding(run: _Run) -> Iterator[Step]:
+    """Integers of few bits that are chosen by the inputs of the weight."""
+    report = run.report
+    if report.options is None or report.choices or report.was_trained or has_rounding(report.options.config):
+        return
+    for group in report.options.config.config_groups.values():
+        if group.weights is None or group.weights.type != "int" or group.weights.num_bits >= 8:
+            return
+    observers = {**_plain_observers(report.options), "weight": {"name": "hessian"}}
+    changes = {"observers": observers, "rounding": "gptq"}
+    reason = f"weights make {percent(run.weight_share)} of the {report.lost}"
+    title = "Round the weights by what their inputs need"
+    yield Step("rounding", title, reason, _calibration(report, **changes), changes, run.weight_share)
+
+
+def _untrained(run: _Run) -> Iterator[Step]:
+    """The calibrated model without training, where training made it worse."""
+    if worse_than_calibrated(run.report):
+        python = _call("CalibrationCallback", run.report.options, {})
+        yield Step("untrained", "Calibrate without training", "the calibrated model was better", python)
+
+
+def _fine_tune(run: _Run) -> Iterator[Step]:
+    """Train through the quantization."""
+    if not run.report.was_trained:
+        python = _call("QuantizationAwareTraining", run.report.options, {})
+        yield Step("fine_tune", "Fine-tune it", "trains the weights through the quantization; it takes longest", python)
+
+
+def _scheme_with_token_scales(run: _Run) -> str | None:
+    schemes = run.schemes
+    return _WITH_TOKEN_SCALES.get(next(iter(schemes))) if len(schemes) == 1 else None
+
+
+def _plain_observers(options: CalibrationOptions) -> dict[str, Any]:
+    """The observers that were named for a tensor."""
+    observers = options.observers if isinstance(options.observers, Mapping) else {}
+    return {base_name: observer for base_name, observer in observers.items() if observer is not None}
+
+
+def _weight_observers(options: CalibrationOptions) -> dict[str, Any] | None:
+    """The observers of weights alone; None without any."""
+    observers = _plain_observers(options)
+    return {"weight": observers["weight"]} if "weight" in observers else None
+
+
+# ---------------------------------------------------------------------- the words of Python
+
+
+class _Name(str):
+    """The name of a variable in Python's words."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _calibration(report: Report, **changes: Any) -> str:
+    """Python that calibrates, or trains, as the run did with some arguments changed."""
+    callback = "QuantizationAwareTraining" if report.was_trained else "CalibrationCallback"
+    return _call(callback, report.options, changes)
+
+
+def _call(callback: str, options: CalibrationOptions | None, changes: Mapping[str, Any]) -> str:
+    """The call of a callback with the options of the run, or with those that differ.
+
+    >>> _call("CalibrationCallback", CalibrationOptions("FP8", ignore="lm_head"), {"evaluate": True})
+    "CalibrationCallback('FP8', ignore=['lm_head'], evaluate=True)"
+    """
+    if options is None:
+        return f"{callback}(scheme{_keywords(changes)})"
+    arguments = _options_that_differ(options)
+    scheme = changes.get("scheme", options.scheme)
+    are_plain = all(isinstance(value, (str, int, list, tuple, dict)) for value in arguments.values())
+    if are_plain and isinstance(scheme, str) and scheme.upper() in preset_names():
+        arguments |= {name: value for name, value in changes.items() if name != "scheme"}
+        needed = {name: value for name, value in arguments.items() if value is not None}
+        return f"{callback}({scheme!r}{_keywords(needed)})"
+    if "scheme" in changes:
+        return f"{callback}(dataclasses.replace(callback.options{_keywords(changes)}))"
+    return f"{callback}(callback.options{_keywords(changes)})"
+
+
+def _keywords(arguments: Mapping[str, Any]) -> str:
+    """Further arguments of a call.
+
+    >>> _keywords({"rounding": "gptq"})
+    ", rounding='gptq'"
+    """
+    return "".join(f", {name}={value!r}" for name, value in arguments.items())
+
+
+def _options_that_differ(options: CalibrationOptions) -> dict[str, Any]:
+    """The options beside the scheme that were given."""
+    arguments: dict[str, Any] = {}
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if not option.init or option.name == "scheme":
+            continue
+        if option.name == "observers":
+            value = _plain_observers(options) or None
+        if option.name in ("ignore", "engines", "fused_sets"):
+            value = list(value) or None
+        if value is not None and value != option.default:
+            arguments[option.name] = value
+    return arguments
+
+
+def _architecture(checkpoint: Path) -> str:
+    """The class of transformers that a checkpoint names; empty where it names none."""
+    config = checkpoint / "config.json"
+    architectures = read_json(config).get("architectures") if config.is_file() else None
+    return architectures[0] if architectures else ""
+
+
+def path_from_here(path: Path) -> str:
+    """A path as a user types it in the current folder."""
+    path, here = path.resolve(), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,0 +1,49 @@
+"""A next step that a report proposes, in the words of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+#: export: write a checkpoint. serve, load: use it. measure: compare with the unquantized model. leave_out: leave layers
+#: in full precision. token_scales: a scheme with a scale for each token. observers: choose them by measurement.
+#: rounding: round weights by their inputs. budget: a plan of more bits. untrained: the calibrated model without
+#: training. fine_tune: train it
+StepName: TypeAlias = Literal[
+    "export",
+    "serve",
+    "load",
+    "measure",
+    "leave_out",
+    "token_scales",
+    "observers",
+    "rounding",
+    "budget",
+    "untrained",
+    "fine_tune",
+]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to do next.
+
+    Attributes:
+        name: what to do.
+        title: what to do, for a person.
+        reason: its effect and its cost.
+        python: to copy into a script.
+        changes: the arguments in Python that it changes, or needs, with their values. Those of "leave_out",
+            "token_scales" and "rounding" are fields of :class:`~lightning_obs.CalibrationOptions`.
+        share: of the noise that it removes at most, by the layer errors of this run; 0: not known.
+        command: to type into a shell, added by the program that made the run; None: no command did.
+    """
+
+    name: StepName
+    title: str
+    reason: str
+    python: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    share: float = 0.0
+    command: str | None = None
