@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import QuantizationScheme, QuantizationType
+from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy, QuantizationType
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -138,7 +138,10 @@ def _own(model: nn.Module, state: Container[str]) -> Iterator[tuple[str, nn.Modu
 
 def _packs_zero_points(scheme: QuantizationScheme) -> bool:
     weights = scheme.weights
-    return weights is not None and not weights.symmetric and scheme.format == CompressionFormat.pack_quantized.value
+    if weights is None or weights.symmetric:
+        return False
+    packed = scheme.format == CompressionFormat.pack_quantized.value
+    return packed and weights.strategy in (QuantizationStrategy.GROUP, QuantizationStrategy.CHANNEL)
 
 
 def _entries(module: nn.Module, keys: list[str], prefix: str) -> Iterable[Entry]:

@@ -119,7 +119,7 @@ def _decompress(target: PlannedModule, state: _Tensors) -> _Tensors:
     local = {key.removeprefix(prefix): state.pop(key) for key in keys}
     if target.scheme.weights is not None:
         packed = local.get("weight_zero_point")
-        if packed is not None and len(packed) == 1:
+        if packed is not None and packed.ndim == 2 and len(packed) == 1:
             # compressed-tensors 0.20 views the transpose as bytes, for which its last stride has to be 1.
             local["weight_zero_point"] = packed.reshape(-1, 1).t()
         local = compressor_of(target.scheme).decompress(local, target.scheme)

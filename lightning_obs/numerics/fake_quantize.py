@@ -300,8 +300,9 @@ def quantize(
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """The low four bits of ``(R, C)`` in int8, two neighbours to a byte, the first of them in its low half."""
-    pairs = codes.view(torch.int16)
-    return (pairs & 0xF).bitwise_or_((pairs >> 4).bitwise_and_(0xF0)).to(torch.uint8)
+    pairs = codes.flatten().view(torch.int16)  # the strides of a single row, or of a transposed weight, forbid it
+    packed = (pairs & 0xF).bitwise_or_((pairs >> 4).bitwise_and_(0xF0)).to(torch.uint8)
+    return packed.view(len(codes), codes.shape[1] // 2)
 
 
 def dequantize(
