@@ -53,6 +53,11 @@ class ByInputsObserver(MemorylessMSEObserver):
     def lacks_inputs(self) -> bool:
         return self.strict and not hasattr(self, "input_count")
 
+    @property
+    def saw_zeros_only(self) -> bool:
+        """Whether inputs were seen, and all of them were zero: they say nothing about the columns of the weight."""
+        return hasattr(self, "input_count") and not bool(getattr(self, self.input_statistics[0]).any())
+
     @override
     def observe_without_inputs(self, weight: torch.Tensor) -> None:
         """All columns count alike where no data reached the module, even if ``strict``."""
@@ -61,7 +66,7 @@ class ByInputsObserver(MemorylessMSEObserver):
 
     def _moments(self) -> torch.Tensor | None:
         """The mean of the statistic over tokens, in float32 and relative to the mean of ``E[x ** 2]``; None if no input
-        was seen.
+        was seen, or only zeros.
 
         Raises:
             CalibrationError: no input was seen, and ``strict`` is on.
@@ -71,7 +76,7 @@ class ByInputsObserver(MemorylessMSEObserver):
                 f"{type(self).__name__} saw no inputs of the module, so it cannot weigh the columns of the weight",
                 remedy="run data through the module first, or set strict=False for equal weights.",
             )
-        if not hasattr(self, "input_count"):
+        if not hasattr(self, "input_count") or self.saw_zeros_only:
             return None
         mean = (getattr(self, self.input_statistics[0]) / self.input_count).float()
         squares = mean if mean.ndim == 1 else mean.diagonal(dim1=-2, dim2=-1)

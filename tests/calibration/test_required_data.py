@@ -28,6 +28,14 @@ def test_a_static_scheme_without_data_is_refused_and_nothing_is_written(mlp):
     assert attributes(mlp) == before
 
 
+@pytest.mark.parametrize("name", ["imatrix_mse", "hessian"])
+def test_inputs_that_are_all_zero_weigh_no_column_and_are_named(name, mlp):
+    scheme = {"weights": {"num_bits": 4, "strategy": "channel"}}
+    session = CalibrationSession(mlp, scheme, observers={"weight": name})
+    with pytest.warns(CalibrationWarning, match=r"all inputs of these modules were zero.*count alike: fc1$"), session:
+        mlp(torch.zeros(4, 16))
+
+
 def test_a_module_that_no_data_reached_is_an_error_and_nothing_is_written():
     model = Experts()
     before = attributes(model)

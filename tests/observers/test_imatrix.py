@@ -116,6 +116,13 @@ def test_columns_in_activation_order_take_their_importance_along(weight, inputs)
     assert torch.equal(torch.stack(shuffled.get_min_max()), torch.stack(expected.get_min_max()))
 
 
+@pytest.mark.parametrize("name", ["imatrix_mse", "local_hessian", "hessian"])
+def test_columns_whose_inputs_were_all_zero_count_alike(name, weight):
+    zeros = observe(GROUP, weight, torch.zeros(3, 64), name=name)
+    unseen = make(name, GROUP, strict=False)(weight)
+    assert torch.equal(torch.stack(zeros.get_min_max()), torch.stack(unseen.get_min_max()))
+
+
 def test_no_inputs_is_an_error(weight):
     with pytest.raises(CalibrationError, match=r"saw no inputs.*strict=False"):
         make()(weight)
