@@ -112,7 +112,7 @@ class CalibrationSession:
 
     batches = 0  # calls of the model
     measurements = 0  # of activations; modules that share an input share them
-    started = 0.0
+    started = 0.0  # when the calibration began that the next result reports
     is_paused = False  # whether calls of the model are ignored, though it is attached
     mask: torch.Tensor | None = None  # which tokens, ``(batch, tokens)``, or samples count; None: all
     progress: Progress | None = None  # told of the weights that this rank searches
@@ -164,6 +164,7 @@ class CalibrationSession:
         self._own: Calibration = {}  # its qparams on the modules; another session may have replaced them since
         self._token_mask, self._counts_calls, self._padding_is_said = token_mask, True, False
         self._attached: ExitStack | None = None
+        self._is_timed = False  # whether ``started`` is when data began to be observed that no result has reported yet
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy, which is not attached."""
@@ -211,6 +212,7 @@ class CalibrationSession:
         self.result = self.unreached = None
         self.is_paused, self._counts_calls = False, count_calls
         self.started = time.perf_counter()
+        self._is_timed = True
         with ExitStack() as stack:
             ObserverHooks(self).attach(stack)
             handle = self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)
@@ -288,8 +290,12 @@ class CalibrationSession:
         """
         self.detach()
         self.lacked_data = False
+        if not (activations and self._is_timed):
+            self.started = time.perf_counter()
         with self._writing():
             self.result = finalize(self, weights, activations)
+        if activations:
+            self._is_timed = False
         if self.batches and not self.needs_data:
             warn(
                 f"{self.label} needs no data (its activations are dynamic or in full precision): "

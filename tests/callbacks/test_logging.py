@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,23 @@ def test_the_csv_logger_has_the_numbers_and_the_table(tmp_path):
     assert float(rows[0]["sqnr"]) == errors[0].sqnr == pytest.approx(float(found[1]["quant/sqnr_min"]), rel=1e-6)
     assert float(rows[0]["input_bits"]) == errors[0].input.bits
     assert {row["input_observer"] for row in rows} == {"histogram"}
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "INT8_STATIC"])
+def test_the_seconds_of_fine_tuning_are_of_the_calibration_alone(scheme, tmp_path):
+    class Slow(Plain):
+        def training_step(self, batch, batch_idx):
+            time.sleep(0.3)
+            return super().training_step(batch, batch_idx)
+
+    logger, callback = CSVLogger(tmp_path), QuantizationAwareTraining(scheme, calibration_batches=1)
+    fit = trainer(callback, logger=logger, max_epochs=2, num_sanity_val_steps=0)
+    started = time.perf_counter()
+    fit.fit(Slow(), loader(count=8), loader(count=8))
+    wall = time.perf_counter() - started
+    logged = float(fit.callback_metrics["quant/seconds"])
+    assert logged == pytest.approx(callback.result.seconds, rel=1e-5)
+    assert 0 < logged < wall - 4 * 0.3
 
 
 def test_tensorboard_has_the_numbers_a_table_and_a_histogram(tmp_path):
