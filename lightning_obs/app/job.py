@@ -6,6 +6,7 @@ Hydra's containers become dicts and lists here; nothing below the app knows of H
 from __future__ import annotations
 
 import inspect
+import math
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -117,7 +118,9 @@ class Job(Task):
         say(f"· measuring {what}")
         if not as_quantized:
             with self.predictions.kept(self.model):
-                return measure_quality(self.module, self.evaluator, self.data)
+                original = measure_quality(self.module, self.evaluator, self.data)
+            _require_a_number(original)
+            return original
         model = self.model if again is None else find_module(again, self.config.module)[1]
         how = quantized(model) if again is None else nullcontext()
         with how, self.predictions.compared(model) as comparison:
@@ -227,6 +230,16 @@ def measure_quality(module: LightningModule, trainer: Trainer, data: LightningDa
             remedy=f"name one of them in the class: metric = {next(iter(logged))!r}.",
         )
     return Quality(name, float(logged[name]), getattr(getattr(module, name, None), "higher_is_better", None))
+
+
+def _require_a_number(original: Quality | None) -> None:
+    """Refuse a metric of the original model by which nothing could be compared."""
+    if original is not None and not math.isfinite(original.value):
+        raise CalibrationError(
+            f"the {original.name} of the unquantized model is not a finite number, so nothing can be compared with it",
+            got=str(original.value),
+            remedy="look for NaN in the weights and for samples without anything to predict, or set evaluate=false.",
+        )
 
 
 def recovered_share(full: Quality | None, calibrated: Quality | None, tuned: Quality | None) -> float | None:

@@ -44,6 +44,17 @@ def test_a_run_calibrates_exports_verifies_and_reports(composed, tmp_path, capsy
     assert "INT8_STATIC \N{MIDDLE DOT} tiny" in (tmp_path / "run" / "report.html").read_text()
 
 
+def test_one_token_is_refused_before_the_model_is_loaded(composed, monkeypatch):
+    monkeypatch.setattr("lightning_obs.app.job.load_module", lambda config: pytest.fail("the model was loaded"))
+    with pytest.raises(CalibrationError, match=r"data\.tokens: in a block of one token"):
+        run(composed("data.tokens=1", "export=none"))
+
+
+def test_a_metric_of_the_original_that_is_not_a_number_is_refused(composed):
+    with pytest.raises(CalibrationError, match=r"perplexity of the unquantized model.*Got nan.*evaluate=false"):
+        run(composed("data=documents", "data.tokens=1", "data.batch_size=1", "export=none"))
+
+
 def test_a_scheme_without_data_runs_no_batch_and_says_so(composed, capsys):
     run(composed("scheme=fp8_dynamic", "export=none", "evaluate=false"))
     output = capsys.readouterr().out

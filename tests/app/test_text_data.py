@@ -36,6 +36,15 @@ def test_one_document_is_cut_in_two(tmp_path):
     assert (set(text_of(data.calibration)), set(text_of(data.held_out))) == ({"a"}, {"b"})
 
 
+def test_blocks_of_one_token_have_no_perplexity(tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 80)
+    remedy = r"data\.tokens: in a block of one token there is nothing to predict.*expected at least 2.*data\.tokens=512"
+    with pytest.raises(CalibrationError, match=remedy):
+        TextData.check({"path": str(tmp_path / "a.txt"), "tokens": 1})
+    with pytest.raises(CalibrationError, match=remedy):
+        TextData(Letters(), tmp_path / "a.txt", batches=1, tokens=1, eval_batches=1)
+
+
 def test_another_text_is_measured_on(tmp_path):
     (tmp_path / "a.txt").write_text("\n\n".join(letter * 20 for letter in "abcdef"))
     (tmp_path / "b.txt").write_text("\n\n".join(letter * 20 for letter in "uvwxyz"))

@@ -147,6 +147,7 @@ class TextData(CalibrationData):
         self, tokenizer: Any, path: str | os.PathLike[str] | None = None, text_field: str = "text", **options: Any
     ) -> None:
         self._tokenizer, self._text_field = tokenizer, text_field
+        _require_predictions(options)
         super().__init__(path=path, **options)
 
     @override
@@ -155,6 +156,12 @@ class TextData(CalibrationData):
         first = next(read_rows(path, asked["text_field"], option), None)
         if first is None or not holds_chat(first[1], asked["text_field"]):
             super().check_fields(path, asked, option)
+
+    @override
+    @classmethod
+    def check(cls, asked: Mapping[str, Any]) -> None:
+        _require_predictions(asked)
+        super().check(asked)
 
     @override
     def read(self, path: Any, option: str) -> list[str]:
@@ -169,6 +176,17 @@ class TextData(CalibrationData):
         tokens = self.options.tokens
         ids = torch.tensor(token_ids(found, self._tokenizer), dtype=torch.long)
         return [{"input_ids": block} for block in ids[: count * tokens].split(tokens) if len(block) == tokens]
+
+
+def _require_predictions(asked: Mapping[str, Any]) -> None:
+    """Refuse blocks of one token: a perplexity is of every token but the first of its block."""
+    if asked.get("tokens") == 1:
+        raise CalibrationError(
+            "data.tokens: in a block of one token there is nothing to predict, and no perplexity",
+            got="1",
+            expected="at least 2",
+            remedy="data.tokens=512.",
+        )
 
 
 class DocumentData(CalibrationData):
