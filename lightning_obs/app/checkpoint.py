@@ -23,6 +23,7 @@ from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.engines import VLLM, Transformers, Verdict
 from lightning_obs.errors import CalibrationError
+from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.model.kinds import is_transformers_model
 
@@ -128,5 +129,5 @@ def _answer(job: Job, model: nn.Module) -> tuple[dict[str, Any], torch.Tensor]:
     reload_check.align(model)
     batch = next(iter(job.data.test_dataloader()))
     inputs = job.inputs(apply_to_collection(batch, torch.Tensor, shorten))
-    with torch.inference_mode():
+    with left_as_it_was(model), torch.inference_mode():
         return inputs, reload_check.first_tensor(model(**inputs))[1]

@@ -28,6 +28,7 @@ from lightning_obs.choice.observer_choice import (
 )
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.calls import call_on, logits_of
+from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.report.predictions import KEPT_BYTES
 
@@ -107,7 +108,7 @@ class AutoObservers:
             rank_zero_info(f'observers="auto", {base}: ' + ", ".join(f"{name} {n}" for name, n in counts.most_common()))
         chosen = CalibrationSession(model, self.options, collectives=session.collectives)
         chosen.attach()
-        with torch.no_grad():
+        with left_as_it_was(model), torch.no_grad():
             for inputs in kept:
                 call_on(model, inputs)
         return chosen

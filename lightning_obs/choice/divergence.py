@@ -33,7 +33,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.tensors import give_back_freed
-from lightning_obs.forward.calls import call_on, in_evaluation_mode, logits_of
+from lightning_obs.forward.calls import call_on, logits_of
+from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.probe import fisher_probe, parameters_without_gradients, tapped
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.quantized_tensors import STATE
@@ -68,7 +69,7 @@ def divergences(
     squares: dict[tuple[str, tuple[str, ...]], torch.Tensor] = {}
     finite: list[torch.Tensor] = []
     tokens = 0
-    with run_eagerly(), in_evaluation_mode(model), ExitStack() as stack:
+    with run_eagerly(), left_as_it_was(model), ExitStack() as stack:
         stack.enter_context(set_checkpoint_early_stop(False))  # it would leave accelerate's hook before weights go
         with at_rest():
             offloaded = [module for module in model.modules() if is_offloaded(module) and holds_parameters(module)]

@@ -25,7 +25,8 @@ from lightning_obs.checkpoint.compress import stored_layout
 from lightning_obs.choice.divergence import Losses, Twins, divergences, weights_shared
 from lightning_obs.engines.engine import Engine, PlannedCheckpoint, engine_of
 from lightning_obs.errors import CalibrationError, refuse, warn
-from lightning_obs.forward.calls import call_on, in_evaluation_mode
+from lightning_obs.forward.calls import call_on
+from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.quantized_tensors import quantized_weight
 from lightning_obs.model.kinds import is_dispatched
 from lightning_obs.model.offload import at_rest
@@ -246,7 +247,7 @@ def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], bat
             "candidates that observe data were given none",
             remedy="give batches, or only schemes that are dynamic or quantize weights alone.",
         )
-        with ExitStack() as stack, in_evaluation_mode(model), torch.no_grad():
+        with ExitStack() as stack, left_as_it_was(model), torch.no_grad():
             for session in observing.values():
                 session.read = next(iter(observing.values())).read
                 session.attach()

@@ -25,6 +25,7 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError, refuse, require_bool
 from lightning_obs.files.write import whole_file
+from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.checksums import require_ready
 from lightning_obs.model.kinds import from_matrix, kind_of
@@ -61,7 +62,7 @@ def export_onnx(
     floating point operations. Needs the packages of the extra ``onnx``; opset 21.
 
     Args:
-        model: in evaluation mode, in float32. It is not changed.
+        model: in float32. It is traced in evaluation mode, and not changed.
         file: written whole or not at all.
         example: inputs to trace the model with: one tensor, positional arguments, or keyword arguments.
         dynamic_shapes: which dimensions may vary, as :func:`torch.export.export` takes it; none by default. A batch of
@@ -72,7 +73,7 @@ def export_onnx(
         The file.
 
     Raises:
-        CalibrationError: the model was not calibrated, has changed since, or is in training; a scheme that QDQ cannot
+        CalibrationError: the model was not calibrated, or has changed since; a scheme that QDQ cannot
             express (floating point formats, dynamic ranges, groups of a convolution's weight, attention states);
             torch's exporter cannot trace the model; the file is there, or cannot be written.
 
@@ -86,7 +87,8 @@ def export_onnx(
     _check_model(model)
     if file.exists() and not (overwrite and file.is_file()):
         raise CalibrationError(f"{file} is already there", remedy="choose another name, or set overwrite=True.")
-    program = _traced(model, example, dynamic_shapes)
+    with left_as_it_was(model):
+        program = _traced(model, example, dynamic_shapes)
     from lightning_obs.onnx.graph import finish
 
     bits = {name: args.num_bits for name, module in calibrated_modules(model) if (args := args_of(module, "weight"))}
@@ -98,8 +100,6 @@ def export_onnx(
 def _check_model(model: nn.Module) -> None:
     require_ready(model, merged_for="an ONNX file")
     calibrated = dict(calibrated_modules(model))
-    if model.training:
-        raise CalibrationError(f"{type(model).__name__} is in training mode", remedy="model.eval() first.")
     refuse(
         [name for name, module in model.named_modules() if in_shards(module) or is_offloaded(module)],
         "weights are sharded over ranks, or offloaded",

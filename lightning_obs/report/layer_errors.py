@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_obs.forward.calls import call_on, first_input
+from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out
@@ -75,7 +76,7 @@ def measure_layer_errors(
 
     Attention states are not compared: they are not a layer's output.
 
-    The model runs unquantized; each layer is run a second time, quantized, on the input it got. So an error is the
+    The model runs unquantized, in evaluation mode, and is left as it was; each layer is run a second time, quantized, on the input it got. So an error is the
     layer's own, not one that it inherited.
 
     Args:
@@ -85,7 +86,7 @@ def measure_layer_errors(
         counts: filled with how often each input value was seen, ``{module name: (values, counts)}``.
     """
     layers = _layers(model)
-    with ExitStack() as stack, torch.inference_mode(False), torch.no_grad(), run_eagerly():
+    with ExitStack() as stack, torch.inference_mode(False), torch.no_grad(), run_eagerly(), left_as_it_was(model):
         inputs, outputs, feeds = LayerSums(list(layers)), LayerSums(list(layers)), stack.enter_context(_Feeds())
         for name, module in layers.items():
             hook = module.register_forward_hook(_probe(name, inputs, outputs, feeds, counts), with_kwargs=True)

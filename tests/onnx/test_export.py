@@ -208,7 +208,6 @@ def int8(x=None):
 
 def test_a_model_that_is_not_ready_is_refused(tmp_path):
     refused(mlp().eval(), "Sequential was not calibrated.*CalibrationSession", tmp_path)
-    refused(int8().train(), r"is in training mode.*model\.eval", tmp_path)
     changed = int8()
     with torch.no_grad():
         changed[0].weight.mul_(2)

@@ -30,6 +30,7 @@ from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.callbacks.possible_steps import can_choose_observers
 from lightning_obs.callbacks.quantization_aware_training import can_train
 from lightning_obs.callbacks.which_module import describe, find_module
+from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.model.weight import model_bytes
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.judgement import judge
@@ -141,7 +142,7 @@ class Calibrate(Job):
         if passes < _WORTH_SAYING:
             return
         [batch] = self.first_inputs(self.data.test_dataloader(), 1)
-        with torch.inference_mode():
+        with left_as_it_was(self.model), torch.inference_mode():
             self.model(**batch)
             started = time.perf_counter()
             self.model(**batch)

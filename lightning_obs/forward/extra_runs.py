@@ -1,0 +1,75 @@
+"""Run a user's model beside the user's own loop, and leave no trace of it.
+
+Lightning puts a model into evaluation mode for a validation and takes it out afterwards. A run at another time (layer
+errors after a fit, a choice by measurement, an export that traces the model) finds it as the user left it, often in
+training: batch norms would change, dropout would be in the numbers, and random numbers would be used up.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_obs.forward.calls import in_evaluation_mode
+from lightning_obs.model.kinds import is_dispatched
+from lightning_obs.model.offload import at_rest, execution_device
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """A block in which every module is in evaluation mode; then modes, buffers and random numbers are as before.
+
+    Buffers of dispatched modules are not restored. What a ``forward`` writes elsewhere is the user's.
+    """
+    buffers = _copies_of_buffers(model)
+    with in_evaluation_mode(model), random_numbers_restored(model):
+        try:
+            yield
+        finally:
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer
+                with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+                    buffer.copy_(value)
+
+
+def _copies_of_buffers(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]:
+    """Each buffer of a model: its module and name there, the tensor, and a copy of its values."""
+    found = []
+    with at_rest():
+        for module in model.modules():
+            if is_dispatched(module):
+                continue
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    found.append((module, name, buffer, buffer.detach().clone()))
+    return found
+
+
+@contextmanager
+def random_numbers_restored(model: nn.Module) -> Iterator[None]:
+    """A block after which the generators of Python, NumPy, torch and the model's devices are as before."""
+    of_python, of_numpy, of_host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    of_devices = {device: torch.get_device_module(device).get_rng_state(device) for device in _devices_of(model)}
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_host)
+        for device, state in of_devices.items():
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+def _devices_of(model: nn.Module) -> set[torch.device]:
+    """The accelerators on which a model computes."""
+    with at_rest():
+        dispatched = execution_device(model)
+        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    devices.add(torch.device("cpu") if dispatched is None else dispatched)
+    # torch's generator of "mps" is one for all of its devices; it takes no device.
+    return {device for device in devices if device.type not in ("cpu", "meta", "mps")}
