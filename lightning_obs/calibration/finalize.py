@@ -162,8 +162,8 @@ def _warn_of_zero_inputs(observers: Mapping[Key, Observer]) -> None:
             names.append(name)
     if names:
         warn(
-            f"all inputs of these modules were zero (with weigh_tokens: no prediction depends on them), so the columns of "
-            f"their weights count alike: {name_list(names)}"
+            "all inputs of these modules were zero (with weigh_tokens: no prediction depends on them), so the columns "
+            f"of their weights count alike: {name_list(names)}"
         )
 
 

@@ -218,6 +218,8 @@ class CalibrationSession:
             handle = self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)
             stack.callback(keep_hook_out(self.model, handle))
             self.token_weights = TokenWeights(self) if self.weighed else None
+            if self.token_weights is not None:
+                self.token_weights.attach(stack)
             self._attached = stack.pop_all()
 
     def detach(self) -> None:

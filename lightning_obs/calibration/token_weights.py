@@ -4,9 +4,11 @@ A module's output that changes by ``d`` at a token moves the predictions by ``1/
 second order), g the gradient at the output from a random probe of the logits. An error d is unknown before the weight
 is quantized, so all its directions count alike: the token's ``x x^T`` counts ``|g|^2`` times.
 
-Before each call of the model that is observed, the model runs once more, with gradients. For a rounding it also gathers
-``sum |x|^2 g g^T``, by which outputs go together: beside the weighed ``x x^T`` a Kronecker factor of the Fisher
-information.
+Before each call of the model that is observed, a copy of the model runs on copies of the arguments, with gradients
+(:mod:`lightning_obs.forward.model_copy`): the user's run has no part in it. The same forward could not serve both:
+with gradients torch takes other kernels, so outputs would differ, and caches would keep the graph. For a rounding it
+also gathers ``sum |x|^2 g g^T``, by which outputs go together: beside the weighed ``x x^T`` a Kronecker factor of the
+Fisher information.
 
 Reference:
     Martens, New Insights and Perspectives on the Natural Gradient Method, 2020, arXiv:1412.1193 (KL and the Fisher);
@@ -18,17 +20,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from lightning_obs.calibration.hooks import GRADIENTS
+from lightning_obs.calibration.probe_signs import ProbeSigns
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.forward.calls import in_evaluation_mode, logits_of
-from lightning_obs.forward.probe import fisher_probe, parameters_without_gradients, tapped
-from lightning_obs.forward.quantized_forward import unobserved
+from lightning_obs.forward.calls import first_input, logits_of
+from lightning_obs.forward.class_axis import LastLayer
+from lightning_obs.forward.extra_runs import random_numbers_restored
+from lightning_obs.forward.model_copy import ModelCopy
+from lightning_obs.forward.probe import fisher_probe, tapped
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import is_dispatched
 from lightning_obs.model.weight import in_shards
@@ -38,6 +43,8 @@ if TYPE_CHECKING:
 
 #: the most outputs whose products are gathered: 1 GiB, where a vocabulary would take more than the model
 MOST_OUTPUTS = 1 << 14
+#: predictions of a call that are compared with the copy's, and the largest difference, relative to their size
+_COMPARED, _TOLERANCE = 16, 0.1
 
 
 class TokenWeights:
@@ -50,62 +57,114 @@ class TokenWeights:
     """
 
     def __init__(self, session: CalibrationSession) -> None:
-        self._session, self.modules = session, {name: session.model.get_submodule(name) for name in session.weighed}
-        text, remedy = "weigh_tokens runs the model backward, as a whole and in memory", "leave out weigh_tokens."
+        self._session = session
+        self.modules = {name: session.model.get_submodule(name) for name in session.weighed}
+        text = "weigh_tokens runs the model backward, as a whole and in memory"
+        remedy = "leave out weigh_tokens."
         refuse([n for n, m in self.modules.items() if in_shards(m) or is_dispatched(m)], text, remedy=remedy)
         refuse(list(session.experts.containers), "weigh_tokens does not know the tokens of experts", remedy=remedy)
         self._together = {name: tuple(fused) for fused in session.plan.fused for name in fused}
-        self._given = defaultdict[str, int](int)
+        self._signs = ProbeSigns()
+        #: by module, how many of its calls were weighed already
+        self._calls = defaultdict[str, int](int)
         #: by fused set or module, the weights ``(...)`` of the tokens of each of its calls
-        self._found: dict[Any, dict[int, torch.Tensor]] = {}
+        self._weights: dict[Any, dict[int, torch.Tensor]] = {}
+        #: some of the copy's logits ``(n, classes)`` for the call that runs now; None: nothing to compare
+        self._predicted: torch.Tensor | None = None
+        self._last_layer = LastLayer()
 
-    def measure(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Run a call of the model forward and backward, unobserved.
+    def attach(self, stack: ExitStack) -> None:
+        """Compare the predictions of each call with the copy's, until ``stack`` is closed."""
+        model = self._session.model
+        stack.callback(keep_hook_out(model, model.register_forward_hook(self._compare, prepend=True)))
+
+    def measure(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run a copy of the model forward and backward on copies of the arguments of a call that is about to run.
 
         Raises:
-            CalibrationError: its output has no logits.
+            CalibrationError: the model cannot be copied; its output has no logits, or their classes are not known.
         """
-        self._found, self._given = {}, defaultdict(int)
-        number = defaultdict[str, int](int)
-        with ExitStack() as stack:
-            stack.enter_context(unobserved(model))
-            stack.enter_context(in_evaluation_mode(model))
-            stack.enter_context(parameters_without_gradients(model))
-
-            def tap(name: str, value: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-                own, call = self._found.setdefault(self._together.get(name, name), {}), number[name]
-                number[name] += 1
-                outputs = self._session.fed.get((name, GRADIENTS))
-                length = 1.0 if outputs is None else value.detach().float().norm(dim=-1, keepdim=True)
-
-                def see(gradient: torch.Tensor) -> None:
-                    own[call] = own.get(call, 0) + gradient.float().square().sum(-1)
-                    if outputs is not None:
-                        outputs.observe_inputs(gradient.float() * length)
-
-                return tapped(output, see)
-
+        self._weights = {}
+        self._calls.clear()
+        with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
+            stack.enter_context(random_numbers_restored(model))
+            stack.enter_context(self._session.paused())  # a forward may reach the model itself, by a closure
+            copied = ModelCopy(model, args, kwargs)
+            for module in copied.model.modules():
+                module.training = False
+            self._last_layer = LastLayer()
+            self._last_layer.watch(copied.model, stack)
             for name, module in self.modules.items():
-
-                def hook(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> torch.Tensor:
-                    return tap(name, next(iter((*args, *kwargs.values()))), output)
-
-                stack.callback(keep_hook_out(module, module.register_forward_hook(hook, with_kwargs=True)))
-            # Inference tensors have no backward. Not a call of the model: its hooks see the observed call alone.
-            args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-            logits = logits_of(model.forward(*args, **kwargs))
-            per_token, session = logits.ndim > 2, self._session
-            probe = fisher_probe(logits.detach(), 0 if per_token else session.batches, alike=per_token)
-            mask = session.mask
+                copied.copy_of(module).register_forward_hook(self._tap(name), with_kwargs=True)
+            # Not a call of the model: its own hooks have run before the call was copied.
+            logits = self._last_layer.classes_last(logits_of(copied.model.forward(*copied.args, **copied.kwargs)))
+            mask = self._session.mask
+            probe = fisher_probe(logits.detach(), self._signs.of_call(logits, mask, args, kwargs))
             if mask is not None and mask.shape == logits.shape[:-1]:
                 probe = probe * mask.to(probe.device).bool()[..., None]  # predictions after padding do not count
             logits.backward(probe)
+        training = any(module.training for module in model.modules())
+        self._predicted = None if training else self._some(logits.detach())
+
+    def _tap(self, name: str) -> Any:
+        """A forward hook that adds up the squared gradients at a module's output, when backward reaches it."""
+        weights = self._weights.setdefault(self._together.get(name, name), {})
+        outputs = self._session.fed.get((name, GRADIENTS))
+        calls = 0
+
+        def hook(_: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            value = first_input(args, kwargs)
+            assert value is not None
+            length = 1.0 if outputs is None else value.detach().float().norm(dim=-1, keepdim=True)
+            see = partial(self._see, weights, calls, outputs, length)
+            calls += 1
+            return tapped(output, see)
+
+        return hook
+
+    def _see(
+        self, weights: dict[int, torch.Tensor], call: int, outputs: Any, length: Any, gradient: torch.Tensor
+    ) -> None:
+        """Take in the gradient at the output of one call of a module."""
+        weights[call] = weights.get(call, 0) + gradient.float().square().sum(-1)
+        if outputs is not None:
+            outputs.observe_inputs(gradient.float() * length)
+
+    def _some(self, logits: torch.Tensor) -> torch.Tensor:
+        """A few predictions ``(n, classes)`` of logits, none of padding."""
+        mask = self._session.mask
+        rows = logits.flatten(0, -2)
+        if mask is not None and mask.shape == logits.shape[:-1]:
+            numbers = mask.flatten().nonzero().flatten()
+        else:
+            numbers = torch.arange(len(rows))
+        step = max(1, len(numbers) // _COMPARED)
+        return rows[numbers[::step].to(rows.device)].float()
+
+    def _compare(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Refuse weights of a copy that predicts something else than the model: they are not the model's."""
+        predicted, self._predicted = self._predicted, None
+        if predicted is None:
+            return
+        logits = self._some(self._last_layer.classes_last(logits_of(output)).detach())
+        difference = (logits - predicted).norm() if logits.shape == predicted.shape else torch.tensor(torch.inf)
+        size = (logits - logits.mean(-1, keepdim=True)).norm()
+        if torch.isfinite(size) and difference > _TOLERANCE * size:
+            raise CalibrationError(
+                "weigh_tokens runs a copy of the model, and the copy predicts something else than the model",
+                where=[type(model).__name__],
+                got=f"logits that differ by {float(difference):.3g}, of size {float(size):.3g}",
+                expected="a forward that its modules, their attributes and its arguments determine",
+                remedy="a hook that changes outputs has to be a method of one of the model's modules (other hooks are "
+                "not run in the copy), and nothing may be kept in global variables; or leave out weigh_tokens.",
+            )
 
     def weigh(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Inputs ``(..., C)`` of a module, each token times the root of its weight, in float32."""
-        call = self._given[name]
-        self._given[name] += 1
-        weights = self._found.get(self._together.get(name, name), {}).get(call)
+        call = self._calls[name]
+        self._calls[name] += 1
+        weights = self._weights.get(self._together.get(name, name), {}).get(call)
         if weights is None or weights.shape != value.shape[:-1]:
             raise CalibrationError(
                 "weigh_tokens: a gradient is known for no token, or for other tokens",

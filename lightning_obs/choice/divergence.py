@@ -35,7 +35,7 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.files.tensors import give_back_freed
 from lightning_obs.forward.calls import call_on, logits_of
 from lightning_obs.forward.extra_runs import left_as_it_was
-from lightning_obs.forward.probe import fisher_probe, parameters_without_gradients, tapped
+from lightning_obs.forward.probe import fisher_probe, parameters_without_gradients, random_signs, tapped
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.quantized_tensors import STATE
 from lightning_obs.forward.shared_blocks import run_eagerly
@@ -89,7 +89,8 @@ def divergences(
         for number, batch in enumerate(batches):
             logits = logits_of(call_on(model, batch))
             finite.append(torch.isfinite(logits.detach()).all())
-            logits.backward(fisher_probe(logits.detach(), seed + number))
+            signs = random_signs(logits.shape, seed + number, logits.device)
+            logits.backward(fisher_probe(logits.detach(), signs))
             tokens += logits[..., 0].numel()
             for scheme in dict.fromkeys(scheme for scheme, _ in changes):
                 for group in groups:

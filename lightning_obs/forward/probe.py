@@ -12,16 +12,20 @@ from torch import nn
 from lightning_obs.model.offload import at_rest
 
 
-def fisher_probe(logits: torch.Tensor, seed: int, alike: bool = False) -> torch.Tensor:
+def random_signs(shape: torch.Size, seed: int, device: torch.device) -> torch.Tensor:
+    """A tensor of -1 and 1 in int8."""
+    signs = torch.empty(shape, dtype=torch.int8, device=device)
+    return signs.random_(0, 2, generator=torch.Generator(device).manual_seed(seed)).mul_(2).sub_(1)
+
+
+def fisher_probe(logits: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     """A random gradient of logits ``(..., classes)`` whose covariance is the Fisher information, ``diag(p) - p p^T``.
 
     Backward from it gives gradients g at a module's output with ``1/2 E[(g^T d)^2]`` the Kullback-Leibler divergence,
-    to second order, by a change d of the output. ``alike``: with the same random signs for each sample, so that a
-    sample's gradients do not depend on its batch.
+    to second order, by a change d of the output. ``signs`` are random and independent, -1 or 1, of the logits' shape or
+    of the shape of one sample's.
     """
     p = logits.float().softmax(-1)
-    signs = torch.empty(p.shape[alike:], dtype=torch.int8, device=p.device)
-    signs.random_(0, 2, generator=torch.Generator(p.device).manual_seed(seed)).mul_(2).sub_(1)
     probe = p.sqrt().mul_(signs)
     return probe.sub_(p * (p.sqrt() * signs).sum(-1, keepdim=True)).to(logits.dtype)
 

@@ -95,6 +95,11 @@ def count_tokens(module: nn.Module, value: torch.Tensor) -> int:
     return max(1, value.numel() // max(1, value.shape[-1 - _positions_of(module)]))
 
 
+def channel_axis(module: nn.Module, value: torch.Tensor) -> int:
+    """The dimension of a module's input or output that holds the channels."""
+    return value.ndim - 1 - _positions_of(module)
+
+
 def _positions_of(module: nn.Module) -> int:
     if (positions := kind_of(module).positions) is None:
         assert isinstance(module.weight, torch.Tensor)

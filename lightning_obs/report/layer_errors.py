@@ -76,8 +76,8 @@ def measure_layer_errors(
 
     Attention states are not compared: they are not a layer's output.
 
-    The model runs unquantized, in evaluation mode, and is left as it was; each layer is run a second time, quantized, on the input it got. So an error is the
-    layer's own, not one that it inherited.
+    The model runs unquantized, in evaluation mode, and is left as it was. Each layer is run a second time, quantized,
+    on the input it got. So an error is the layer's own, not one that it inherited.
 
     Args:
         model: a calibrated model.

@@ -19,7 +19,7 @@ from lightning_obs import (
     quantized,
 )
 from lightning_obs.calibration.hooks import GRADIENTS, HESSIAN
-from lightning_obs.forward.probe import fisher_probe
+from lightning_obs.forward.probe import fisher_probe, random_signs
 from lightning_obs.numerics.rounding import round_by_hessian
 from tests.calibration.test_checkpoint_weights import tiny_llama as tiny_llama_of
 from tests.callbacks.calibration_modules import trainer
@@ -81,9 +81,14 @@ def observed(model, calls, observers=WEIGHED, **options):
     return session
 
 
+def probe_of(logits):
+    """The probe of a call's logits ``(batch, tokens, classes)``: the same signs for each sequence."""
+    return fisher_probe(logits.detach(), random_signs(logits.shape[1:], 0, "cpu"))
+
+
 def test_a_probe_has_the_covariance_of_the_fisher_information():
     logits = torch.tensor([[0.5, -1.0, 2.0, 0.0]])
-    probes = torch.cat([fisher_probe(logits, seed) for seed in range(20_000)])
+    probes = torch.cat([fisher_probe(logits, random_signs(logits.shape, seed, "cpu")) for seed in range(20_000)])
     p = logits[0].softmax(-1)
     expected = p.diag() - torch.outer(p, p)
     torch.testing.assert_close(probes.T @ probes / len(probes), expected, rtol=0, atol=5e-3)
@@ -94,7 +99,7 @@ def test_a_token_counts_the_squared_gradient_at_the_output():
     hessian = observed(model, [{"x": x}]).observers["inner", "weight"].input_hessian
     hidden = model.inner(x)
     logits = model.head(hidden.tanh())
-    (gradient,) = torch.autograd.grad(logits, hidden, fisher_probe(logits.detach(), 0, alike=True))
+    (gradient,) = torch.autograd.grad(logits, hidden, probe_of(logits))
     weights = gradient.double().square().sum(-1)
     expected = torch.einsum("bt,bti,btj->ij", weights, x.double(), x.double())
     # Entries off the diagonal cancel: float32 rounds by the size of the summands, which the diagonal bounds.
@@ -163,7 +168,7 @@ def test_modules_that_are_fused_count_a_token_by_the_sum_of_their_gradients(tiny
         module.register_forward_hook(lambda _, args, out, name=name: outputs.update({name: out}))
         module.register_forward_pre_hook(lambda _, args: read.update(x=args[0]))
     logits = model(ids).logits
-    gradients = torch.autograd.grad(logits, list(outputs.values()), fisher_probe(logits.detach(), 0, alike=True))
+    gradients = torch.autograd.grad(logits, list(outputs.values()), probe_of(logits))
     weights, x = sum(gradient.square().sum(-1) for gradient in gradients), read["x"].detach()
     found = observed(tiny_llama(), batches[:1], ignore=IGNORE).observers["model.layers.1.self_attn.k_proj", "weight"]
     expected = torch.einsum("bt,bti,btj->ij", weights, x, x)
@@ -244,7 +249,7 @@ def test_a_rounding_knows_which_outputs_go_together(monkeypatch):
         moments = session.fed["inner", "weight"].input_hessian, session.fed["inner", GRADIENTS].input_hessian
     hidden = model.inner(x)
     logits = model.head(hidden.tanh())
-    (gradient,) = torch.autograd.grad(logits, hidden, fisher_probe(logits.detach(), 0, alike=True))
+    (gradient,) = torch.autograd.grad(logits, hidden, probe_of(logits))
     outputs = torch.einsum("bt,btr,bts->rs", x.square().sum(-1), gradient, gradient)
     torch.testing.assert_close(moments[1], outputs, rtol=1e-4, atol=1e-4 * float(outputs.max()))
 

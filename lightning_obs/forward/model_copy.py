@@ -1,0 +1,146 @@
+"""A copy of a model for one call beside the user's own: it shares the memory of the weights, and nothing else.
+
+A second forward of the model itself would be seen: it fills a cache a second time, counts in buffers and attributes,
+and calls the user's hooks. So the model and the arguments of the call are copied together (a cache may be in both), and
+the copy is thrown away after the call.
+
+Hooks whose state belongs to the model (pruning, weight normalization, methods of its modules) compute with it, and are
+copied with it. Other hooks (functions, methods of other objects) watch the model: they would see a call that the user
+did not make, and are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.model.additions import add
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class ModelCopy:
+    """A copy of a model and of the arguments of a call. No parameter of the copy gets a gradient.
+
+    Args:
+        model: in memory; it is not changed.
+        args, kwargs: of the call; tensors in them are detached.
+
+    Attributes:
+        model, args, kwargs: the copies.
+
+    Raises:
+        CalibrationError: a part of the model, or of the arguments, cannot be copied.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        shared = _shared(model)
+        self._memo = dict(shared)
+        own_objects = _objects_of(model)
+        with ExitStack() as stack, _DetachedCopies():
+            for module in model.modules():
+                stack.callback(add(module, functools.partial(_take_out_watchers, own_objects), lambda: None))
+            try:
+                self.model, self.args, self.kwargs = deepcopy((model, args, dict(kwargs)), self._memo)
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # of any class that refuses to be copied
+                raise _refused(_find_uncopyable(model, shared), f"{type(error).__name__}: {error}") from error
+
+    def copy_of(self, module: nn.Module) -> nn.Module:
+        """The copy of one of the model's modules."""
+        copied = self._memo.get(id(module))
+        if not isinstance(copied, nn.Module):
+            raise _refused(type(module).__name__, "a __deepcopy__ of the model that copies its modules in another way")
+        return copied
+
+
+def _refused(part: str, got: str) -> CalibrationError:
+    return CalibrationError(
+        "the model is run once more as a copy, and a part of it cannot be copied",
+        where=[part],
+        got=got,
+        remedy="give the class of that part a __deepcopy__, keep it outside of the model, or leave out weigh_tokens, "
+        "which asks for the copy.",
+    )
+
+
+class _DetachedCopies(TorchFunctionMode):
+    """Lets ``deepcopy`` copy every tensor: torch refuses those with a history, and copies inference tensors as such."""
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if not tensor.is_leaf or tensor.is_inference():
+                if id(tensor) not in memo:
+                    memo[id(tensor)] = tensor.detach().clone()
+                return memo[id(tensor)]
+        return function(*args, **(kwargs or {}))
+
+
+def _shared(model: nn.Module) -> dict[int, Any]:
+    """What a copy has in place of objects of the model, by their ids: weights of the same memory, and data themselves.
+
+    A LightningModule may hold whole datasets, and tokenizers take long to copy; a forward only reads them.
+    """
+    shared: dict[int, Any] = {}
+    for parameter in model.parameters():
+        shared[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+    for module in model.modules():
+        for value in vars(module).values():
+            is_tokenizer = hasattr(value, "save_pretrained") and callable(value) and not isinstance(value, nn.Module)
+            if is_tokenizer or isinstance(value, (Dataset, DataLoader)):
+                shared[id(value)] = value
+    return shared
+
+
+def _objects_of(model: nn.Module) -> set[int]:
+    """The ids of a model's modules and of the objects in their attributes."""
+    found = set()
+    for module in model.modules():
+        found.add(id(module))
+        found.update(map(id, vars(module).values()))
+    return found
+
+
+def _take_out_watchers(own_objects: set[int], attributes: dict[str, Any]) -> None:
+    """Take the hooks that are not the model's own out of a module's ``__dict__``."""
+    for table in _HOOKS:
+        for number, hook in list(attributes[table].items()):
+            owner = _owner_of(hook)
+            of_torch = type(owner).__module__.startswith("torch.nn.utils.")
+            if owner is None or not (of_torch or id(owner) in own_objects):
+                del attributes[table][number]
+
+
+def _owner_of(hook: Callable[..., Any]) -> Any:
+    """The object that holds a hook's state; None for a function."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    if isinstance(hook, types.MethodType):
+        return hook.__self__
+    return None if isinstance(hook, (types.FunctionType, types.BuiltinFunctionType)) else hook
+
+
+def _find_uncopyable(model: nn.Module, shared: Mapping[int, Any]) -> str:
+    """The name of the first attribute of the model's modules that cannot be copied."""
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute == "_modules" or attribute in _HOOKS:
+                continue
+            memo = {**shared, **{id(each): each for each in model.modules()}}
+            try:
+                deepcopy(value, memo)
+            except Exception:
+                return f"{name}.{attribute}".lstrip(".")
+    return "the arguments of the call"
