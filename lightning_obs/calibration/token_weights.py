@@ -71,10 +71,13 @@ class TokenWeights:
         self._weights: dict[Any, dict[int, torch.Tensor]] = {}
         #: some of the copy's logits ``(n, classes)`` for the call that runs now; None: nothing to compare
         self._predicted: torch.Tensor | None = None
+        self._is_compared = (
+            False  # once: what the copy lacks, it lacks in each call, and an accelerator has to be awaited
+        )
         self._last_layer = LastLayer()
 
     def attach(self, stack: ExitStack) -> None:
-        """Compare the predictions of each call with the copy's, until ``stack`` is closed."""
+        """Compare the predictions of the first call with the copy's; ``stack`` removes the hook."""
         model = self._session.model
         stack.callback(keep_hook_out(model, model.register_forward_hook(self._compare, prepend=True)))
 
@@ -103,8 +106,9 @@ class TokenWeights:
             if mask is not None and mask.shape == logits.shape[:-1]:
                 probe = probe * mask.to(probe.device).bool()[..., None]  # predictions after padding do not count
             logits.backward(probe)
-        training = any(module.training for module in model.modules())
-        self._predicted = None if training else self._some(logits.detach())
+        self._predicted = None
+        if not self._is_compared and not any(module.training for module in model.modules()):
+            self._predicted = self._some(logits.detach())
 
     def _tap(self, name: str) -> Any:
         """A forward hook that adds up the squared gradients at a module's output, when backward reaches it."""
@@ -147,6 +151,7 @@ class TokenWeights:
         predicted, self._predicted = self._predicted, None
         if predicted is None:
             return
+        self._is_compared = True
         logits = self._some(self._last_layer.classes_last(logits_of(output)).detach())
         difference = (logits - predicted).norm() if logits.shape == predicted.shape else torch.tensor(torch.inf)
         size = (logits - logits.mean(-1, keepdim=True)).norm()

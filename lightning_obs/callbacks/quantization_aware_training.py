@@ -289,4 +289,12 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor 
 def _logits_of(output: Any) -> torch.Tensor:
     """As :func:`logits_of`; of a tuple, its first tensor."""
     is_tuple = isinstance(output, (tuple, list))
-    return logits_of(next((x for x in output if isinstance(x, torch.Tensor)), None) if is_tuple else output)
+    logits = logits_of(next((x for x in output if isinstance(x, torch.Tensor)), None) if is_tuple else output)
+    if logits.ndim > 3:
+        raise CalibrationError(
+            "distill reads logits whose last dimension holds the classes",
+            got=f"logits of shape {tuple(logits.shape)}",
+            expected="(batch, classes) or (batch, tokens, classes)",
+            remedy="wrap the model in a module that returns (batch, positions, classes), or leave distill=0.",
+        )
+    return logits

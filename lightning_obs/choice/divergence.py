@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.tensors import give_back_freed
 from lightning_obs.forward.calls import call_on, logits_of
+from lightning_obs.forward.class_axis import LastLayer
 from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.probe import fisher_probe, parameters_without_gradients, random_signs, tapped
 from lightning_obs.forward.quantized_forward import quantize_forward
@@ -86,8 +87,10 @@ def divergences(
             alike = _weights_alike(list(of_module.values()))
             handle = module.register_forward_hook(_tap(name, of_module, alike, changes), with_kwargs=True)
             stack.callback(keep_hook_out(module, handle))
+        last_layer = LastLayer()
+        last_layer.watch(model, stack)
         for number, batch in enumerate(batches):
-            logits = logits_of(call_on(model, batch))
+            logits = last_layer.classes_last(logits_of(call_on(model, batch)))
             finite.append(torch.isfinite(logits.detach()).all())
             signs = random_signs(logits.shape, seed + number, logits.device)
             logits.backward(fisher_probe(logits.detach(), signs))

@@ -16,6 +16,7 @@ from torch import nn
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import channel_axis, kind_of
+from lightning_obs.model.offload import at_rest
 
 
 class LastLayer:
@@ -27,11 +28,12 @@ class LastLayer:
 
     def watch(self, model: nn.Module, stack: ExitStack) -> None:
         """Register a hook on every layer that has a matrix as its weight; ``stack`` removes them."""
-        for module in model.modules():
-            weight = getattr(module, "weight", None)
-            is_matrix = isinstance(weight, torch.Tensor) and weight.ndim > 1
-            if is_matrix and not kind_of(module).reads_indices:
-                stack.callback(keep_hook_out(module, module.register_forward_hook(self._see)))
+        with at_rest():
+            for module in model.modules():
+                weight = getattr(module, "weight", None)
+                is_matrix = isinstance(weight, torch.Tensor) and weight.ndim > 1
+                if is_matrix and not kind_of(module).reads_indices:
+                    stack.callback(keep_hook_out(module, module.register_forward_hook(self._see)))
 
     def _see(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor):

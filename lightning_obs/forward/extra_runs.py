@@ -54,7 +54,9 @@ def _copies_of_buffers(model: nn.Module) -> list[tuple[nn.Module, str, torch.Ten
 def random_numbers_restored(model: nn.Module) -> Iterator[None]:
     """A block after which the generators of Python, NumPy, torch and the model's devices are as before."""
     of_python, of_numpy, of_host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    of_devices = {device: torch.get_device_module(device).get_rng_state(device) for device in _devices_of(model)}
+    of_devices = {}
+    for device in _devices_of(model):
+        of_devices[device] = torch.get_device_module(device).get_rng_state(device)
     try:
         yield
     finally:

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from lightning_obs.calibration.token_mask import PADDING
+from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import named_logits
+from lightning_obs.forward.class_axis import LastLayer
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.ranks.collectives import Collectives
@@ -42,8 +44,9 @@ class Moved:
 class Predictions:
     """The original's logits of one pass, for later passes over the same batches to be compared with.
 
-    Logits are ``(..., classes)`` in an output's ``logits``; of other outputs nothing is known. Positions that the
-    call's ``attention_mask`` leaves out do not count.
+    Logits are in an output's ``logits``: ``(..., classes)``, or in the layout of the last layer (``(batch, classes,
+    height, width)`` after a convolution); of other outputs nothing is known. Positions that the call's
+    ``attention_mask`` leaves out do not count.
 
     Args:
         limit: of the memory for them [bytes].
@@ -122,15 +125,23 @@ class Comparison:
 
 @contextmanager
 def _each_call(model: nn.Module, see: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Show ``see`` the logits ``(positions, classes)`` of each call that has some."""
+    """Show ``see`` the logits ``(positions, classes)`` of each call that has some whose classes are known."""
+    last_layer = LastLayer()
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         logits = named_logits(output)
-        if isinstance(logits, torch.Tensor) and logits.ndim > 1 and logits.shape[-1] > 1:
+        if not isinstance(logits, torch.Tensor) or logits.ndim < 2:
+            return
+        try:
+            logits = last_layer.classes_last(logits)
+        except CalibrationError:
+            return
+        if logits.shape[-1] > 1:
             mask = kwargs.get(PADDING)
             counts = isinstance(mask, torch.Tensor) and mask.shape == logits.shape[:-1]
             see(logits[mask.bool()] if counts else logits.flatten(0, -2))
 
     with run_eagerly(), ExitStack() as stack:
+        last_layer.watch(model, stack)
         stack.callback(keep_hook_out(model, model.register_forward_hook(hook, with_kwargs=True)))
         yield

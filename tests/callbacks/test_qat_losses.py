@@ -22,6 +22,19 @@ from tests.callbacks.qat_modules import (
 from tests.lightning_package import L
 
 
+def test_distillation_refuses_logits_whose_classes_are_not_last():
+    class Pixels(Regression):
+        def build(self):
+            return nn.Sequential(nn.Linear(8, 16), nn.Unflatten(1, (4, 2, 2)))
+
+        def training_step(self, batch, batch_idx):
+            return self(batch[0]).square().mean()
+
+    callback = QuantizationAwareTraining(W4, distill=1.0, module="net", calibration_batches=1)
+    with pytest.raises(CalibrationError, match=r"distill reads logits whose last dimension.*\(4, 4, 2, 2\)"):
+        trainer(callback).fit(Pixels(), loader())
+
+
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", "FP8", W4])
 def test_learned_scales_are_trained_and_stay_positive(scheme):
     module, watch = Regression(), Watch()

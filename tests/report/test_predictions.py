@@ -40,6 +40,26 @@ def test_the_divergence_is_that_of_torchmetrics_over_all_calls():
     assert (found.agreement, found.positions) == (pytest.approx(float(same.float().mean())), 240)
 
 
+def test_classes_of_pixels_are_compared_by_pixel():
+    class Segmenter(nn.Conv2d):
+        def forward(self, x):
+            return {"logits": super().forward(x)}
+
+    model, x, predictions = Segmenter(3, 5, 1), torch.randn(2, 3, 6, 4), Predictions()
+    with predictions.kept(model), torch.no_grad():
+        before = model(x)["logits"]
+    with torch.no_grad():
+        model.weight.mul_(1.5)
+    with predictions.compared(model) as comparison, torch.no_grad():
+        after = model(x)["logits"]
+    found = comparison.reduced(Collectives())
+    oracle = KLDivergence(log_prob=True)
+    oracle.update(*(y.movedim(1, -1).flatten(0, 2).log_softmax(-1) for y in (before, after)))
+    agreement = float((before.argmax(1) == after.argmax(1)).float().mean())
+    assert found.divergence == pytest.approx(float(oracle.compute()), rel=1e-5)
+    assert (found.agreement, found.positions) == (pytest.approx(agreement), 2 * 6 * 4)
+
+
 def test_equal_predictions_diverge_by_nothing_also_where_a_class_is_impossible():
     logits = torch.randn(2, 5, 7)
     logits[..., 3] = -torch.inf
