@@ -18,7 +18,7 @@ from typing_extensions import Unpack, override
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import PADDING, find_mask
-from lightning_obs.callbacks.lightning_package import TrainerFn
+from lightning_obs.callbacks.lightning_package import RESTORES_IN_FIT_ONLY, TrainerFn
 from lightning_obs.callbacks.results import Results
 from lightning_obs.callbacks.strategies import (
     collectives_of,
@@ -164,9 +164,25 @@ class SessionCallback(Results):
         self._waiting_state = state_dict or None
         self.session = None
 
+    def restore_outside_of_fit(self, trainer: Trainer) -> None:
+        """Where Lightning does not, load this callback's state from the checkpoint of validate, test or predict.
+
+        Called when one of them starts. The model has the weights of ``ckpt_path`` then, which need their own scales.
+        """
+        checkpoint_path = trainer.ckpt_path
+        if not RESTORES_IN_FIT_ONLY or checkpoint_path is None or trainer.state.fn == TrainerFn.FITTING:
+            return
+        if os.path.isdir(checkpoint_path):  # a checkpoint of shards, which has callbacks in a file of their own
+            checkpoint_path = os.path.join(checkpoint_path, "meta.pt")
+        checkpoint = trainer.strategy.checkpoint_io.load_checkpoint(checkpoint_path)
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if state:
+            self.load_state_dict(state)
+
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take a checkpoint's state; in fit, of a strategy that loads it after ``on_fit_start``."""
+        self.restore_outside_of_fit(trainer)
         if self._waiting_state is not None:
             self.prepare(trainer, pl_module)
 

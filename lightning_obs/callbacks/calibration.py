@@ -124,6 +124,7 @@ class CalibrationCallback(ObservedBatches):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the observers; make ready for a second pass."""
+        self.restore_outside_of_fit(trainer)
         is_due = self._is_due(trainer)
         session = self.prepare(trainer, pl_module) if is_due else self.session
         if session is None:

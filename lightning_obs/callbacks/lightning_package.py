@@ -14,9 +14,12 @@ loops, loggers and callbacks are of one of them, and an ``isinstance`` with the 
 
 from __future__ import annotations
 
+import operator
 import sys
 from importlib import import_module
 from typing import Any
+
+from lightning_utilities.core.imports import compare_version
 
 #: the name of each package of Lightning, and of its part without a Trainer
 _PACKAGES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
@@ -33,6 +36,8 @@ class Callback(*_callbacks):  # type: ignore[misc]
     """Lightning's callback, for a Trainer of either package."""
 
 
+#: Lightning 2.4: ``validate``, ``test`` and ``predict`` with ``ckpt_path`` restore no callback
+RESTORES_IN_FIT_ONLY = compare_version(_PYTORCH.partition(".")[0], operator.lt, "2.5.0")
 TrainerFn: Any = import_module(f"{_PYTORCH}.trainer.states").TrainerFn  # equal to the other package's
 isolate_rng: Any = import_module(f"{_PYTORCH}.utilities.seed").isolate_rng
 is_param_in_hook_signature: Any = import_module(f"{_PYTORCH}.utilities.signature_utils").is_param_in_hook_signature

@@ -245,6 +245,7 @@ class QuantizedFit(SessionCallback):
     on_predict_start = on_test_start
 
     def _is_calibrated(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        self.restore_outside_of_fit(trainer)
         if self._waiting_state is None and self.session is None:
             return False
         self.prepare(trainer, pl_module)

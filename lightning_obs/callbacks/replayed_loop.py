@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from compressed_tensors.utils.helpers import patch_attr
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 #: a metric's value, and further arguments to log it with
-Metrics = dict[str, tuple[torch.Tensor, dict[str, Any]]]
+Metrics: TypeAlias = dict[str, tuple[torch.Tensor, dict[str, Any]]]
 
 #: the connector's metrics by name, which a Trainer shows as its ``callback_metrics``, ``logged_metrics``...
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
