@@ -98,12 +98,12 @@ def refuse_deleted(words: Sequence[str]) -> None:
 
 def explained(error: Exception) -> str:
     """An error of Hydra or of this package as it is shown to the user: what is wrong, the nearest name, what to do."""
-    for known in (error, error.__cause__):
-        if isinstance(known, CalibrationError):
-            return f"CalibrationError: {in_words(str(known))}"
-    for known in (error, error.__cause__):
-        if isinstance(known, (ConfigAttributeError, ConfigKeyError)):
-            return f"unknown key {_unknown_key(str(known.full_key))}"
+    for failure in (error, error.__cause__):
+        if isinstance(failure, CalibrationError):
+            return f"CalibrationError: {in_words(str(failure))}"
+    for failure in (error, error.__cause__):
+        if isinstance(failure, (ConfigAttributeError, ConfigKeyError)):
+            return f"unknown key {_unknown_key(str(failure.full_key))}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = str(error.missing_cfg_file).partition("/")
         path = f"\nA file, folder or name is given as {_PATHS[group]}={name}" if group in _PATHS else ""
@@ -115,7 +115,7 @@ def explained(error: Exception) -> str:
         return f"cannot read {error.override!r}: {text}\n{quoted}"
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} has to be given: {error.full_key}=..."
-    lines = [str(one) for one in (error, error.__cause__) if one is not None]
+    lines = [str(failure) for failure in (error, error.__cause__) if failure is not None]
     if isinstance(error, HydraException):  # without its advice to extend the config
         lines = [re.sub(r"\nTo append to your .*", "", line) for line in lines]
     return "\n".join(lines)

@@ -72,23 +72,11 @@ def test_what_a_plan_reads_of_a_scheme_is_taken():
     refuse_unread(task, ["task=plan", "task._target_=my.Task", "scheme=w4a16"])  # who knows what it reads
 
 
-@pytest.mark.parametrize(
-    ("argument", "expected"),
-    [
-        ("scheme=fp9", ["Could not find 'scheme/fp9' (did you mean `fp8`?)", "int8_static"]),
-        ("data.batch=3", ["data.batch (did you mean `batches`?)", "Valid options in 'data'", "text_field"]),
-        ("observr=minmax", ["observr (did you mean `observer`?)", "weight_observer"]),
-        ("observer.averaging_constan=1", ["Could not override", "Valid options in 'observer': name"]),
-        ("data.batches=many", ["CalibrationError: data.batches", "Got 'many', expected a positive whole number"]),
-        ("observer.name=meanmax", ["unknown observer 'meanmax'", "static_minmax"]),
-    ],
-)
-def test_a_typo_gets_one_message_with_the_valid_options(command_line, argument, expected):
-    done = command_line(argument, new_process=argument == "scheme=fp9")
+def test_a_typo_gets_one_message_with_the_valid_options(command_line):
+    done = command_line("scheme=fp9", new_process=True)  # others: test_typing_mistakes.py
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    for text in expected:
-        assert text in done.stderr
+    assert "unknown option scheme=fp9 (did you mean `fp8`?). Options of scheme: fp8," in done.stderr
 
 
 @pytest.mark.slow

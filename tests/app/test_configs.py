@@ -111,3 +111,9 @@ PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("models.md",)]
 def test_the_commands_of_a_page_compose(command):
     words = shlex.split(command.replace("<folder or hub name>", "folder").replace("<folder of images>", "folder"))
     make_options(select(*words[3:]))
+
+
+def test_keys_beside_a_preset_replace_its_own():
+    options = make_options(select("scheme=int8_static", "+scheme.input_activations.num_bits=4"))
+    assert options.config.config_groups["group_0"].input_activations.num_bits == 4
+    assert options.label == "int8 channel weights, int4 tensor inputs"

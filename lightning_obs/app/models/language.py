@@ -71,7 +71,7 @@ class TaskModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def require_rate(learning_rate: object) -> None:
+def require_rate(learning_rate: float) -> None:
     """Refuse a learning rate that AdamW would refuse after the model is loaded."""
     is_number = isinstance(learning_rate, (int, float)) and not isinstance(learning_rate, bool)
     if not is_number or not 0 < learning_rate < math.inf:
