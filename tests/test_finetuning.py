@@ -4,7 +4,7 @@ import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.callbacks.qat_modules import Language, language_data
 from tests.markdown import blocks, page
@@ -26,10 +26,11 @@ class Texts(L.LightningDataModule):
         return language_data(self._batches(2))
 
 
-def language_model():
+def language_model(dtype=torch.float32):
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 1}
-    return Language(LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=16, **sizes)))
+    config = LlamaConfig(vocab_size=64, max_position_embeddings=16, **sizes)
+    return Language(AutoModelForCausalLM.from_config(config, dtype=dtype))
 
 
 @pytest.mark.slow
@@ -42,7 +43,7 @@ def test_the_python_of_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
         monkeypatch.chdir(folder)
         exec(compile(code, "docs/finetuning.md", "exec"), known)
         if "export" not in code:  # a callback alone
-            known["module"] = language_model().to(torch.bfloat16 if '"NVFP4"' in code else torch.float32)
+            known["module"] = language_model(torch.bfloat16 if '"NVFP4"' in code else torch.float32)
             run = L.Trainer(callbacks=[known["callback"]], max_steps=20, logger=False, enable_checkpointing=False)
             run.fit(known["module"], known["datamodule"])
             known["callback"].export("checkpoint")
