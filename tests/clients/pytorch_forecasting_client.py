@@ -26,7 +26,7 @@ def forecast(name, kind, dataset, options):
     lengths |= dict.fromkeys(["min_prediction_length", "max_prediction_length"], 12)
     normalizer = GroupNormalizer(groups=["wave"])
     known = {"time_idx": "time", "target": "value", "group_ids": ["wave"], "time_varying_unknown_reals": ["value"]}
-    train = TimeSeriesDataSet(series[:800], **known, **lengths, target_normalizer=normalizer, **dataset)
+    train = TimeSeriesDataSet(series[series.time < 100], **known, **lengths, target_normalizer=normalizer, **dataset)
     val = TimeSeriesDataSet.from_dataset(train, series, min_prediction_idx=100)
     train_loader, val_loader = train.to_dataloader(True, batch_size=64), val.to_dataloader(False, batch_size=64)
 
