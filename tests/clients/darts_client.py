@@ -29,7 +29,7 @@ def forecast(name, kind, targets, **options):
     row.fit(callback)
     folder = row.export(callback)
     forecaster.save(str(row.folder / "saved.pt"))
-    loaded = kind.load(str(row.folder / "saved.pt"))
+    loaded = kind.load(str(row.folder / "saved.pt"), trusted=True)
     load_checkpoint(loaded.model, folder)
     predictions = [m.predict(12, series=train, verbose=False).values() for m in (loaded, forecaster)]
     with quantized(forecaster.model):
@@ -38,7 +38,7 @@ def forecast(name, kind, targets, **options):
     training = QuantizationAwareTraining("INT8_STATIC", targets=targets)
     model(training).fit(train, val_series=val, verbose=False)
     row.qat(training)
-    resumed = kind.load_from_checkpoint(name, work_dir=str(row.folder), best=False, weights_only=False)
+    resumed = kind.load_from_checkpoint(name, work_dir=str(row.folder), best=False, trusted=True)
     again = CalibrationCallback("INT8_STATIC", targets=targets, evaluate=True)
     resumed.trainer_params["callbacks"].append(again)
     resumed.fit(train, val_series=val, epochs=2, verbose=False)

@@ -60,8 +60,8 @@ class Row:
         callback.export(self.folder / "qat")
         last = dict(callback.curves[-1])
         steps = int(last.pop("step"))
-        name, value = next(iter(last.items()))
-        self._tell("QAT", f"{steps} steps, {name} {value:.4g}")
+        name = next((name for name in last if "val" in name), next(iter(last)))
+        self._tell("QAT", f"{steps} steps, {name} {last[name]:.4g}")
 
     def resume(self, callback) -> None:
         """A fit from the first one's checkpoint has ended, and has calibrated."""

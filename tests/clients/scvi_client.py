@@ -24,7 +24,7 @@ def train(*callbacks, epochs=2, **options):
 row = Row("scvi-tools SCVI")
 callback = CalibrationCallback(**SCHEME, evaluate=True)
 last = ModelCheckpoint(row.folder, save_last=True)
-model = train(callback, last)
+model = train(callback, last, enable_checkpointing=True)
 row.fit(callback)
 folder = row.export(callback)
 model.save(str(row.folder / "saved"))
