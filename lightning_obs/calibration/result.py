@@ -30,7 +30,7 @@ class CalibrationResult:
         input_ranges: smallest and largest input of each module that was observed, in the units of the activation.
         chosen_input_ranges: the range that each module's input scale was computed from, in the same units: an observer
             may choose a smaller range than it observed, or a larger one.
-        skipped: modules left in full precision because no data reached them (``on_missing="warn"``).
+        skipped: modules left in full precision because no data reached them (``on_missing="warn"``, or in a fit).
         expert_tokens: how many tokens the router sent to each expert, by the name of the experts' container. A token
             mask leaves padding out, except in experts that are not of this package.
         fallback: modules of experts that no data reached, whose activations have their siblings' ranges

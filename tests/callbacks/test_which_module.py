@@ -117,3 +117,26 @@ def test_fine_tuning_finds_the_net_too():
     module, callback = Steps(), QuantizationAwareTraining("INT8_STATIC", calibration_batches=1)
     trainer(callback, max_epochs=1).fit(module, loader(), loader())
     assert callback.session.model is module.net
+
+
+class WithAttention(Plain):
+    """A third of its bytes is in nn.MultiheadAttention, which is not quantized; its norm is small."""
+
+    def build(self):
+        layer = nn.TransformerEncoderLayer(8, 2, 32, batch_first=True)
+        return nn.Sequential(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(8, 2))
+
+    def forward(self, x):
+        return self.net(x[:, None])
+
+
+def test_the_first_line_and_the_closing_one_name_what_stays_in_float(caplog, tmp_path):
+    callback = CalibrationCallback(SCHEME, show=False)
+    with caplog.at_level("INFO"):
+        trainer(callback).validate(WithAttention(), loader(), verbose=False)
+    first, closing = (r.message for r in caplog.records if " calibrat" in r.message)
+    left = "left in float: MultiheadAttention 32 %, LayerNorm 4 %"
+    assert first.endswith(f": 3 of 3 Linear; {left}")
+    assert closing.endswith(f" s, {left}")
+    page = callback.report(tmp_path).read_text()
+    assert "<dt>left in float</dt><dd>MultiheadAttention 32 %, LayerNorm 4 %</dd>" in page

@@ -26,22 +26,23 @@ def forecast(name, kind, targets, **options):
 
     callback = CalibrationCallback("INT8_STATIC", targets=targets, evaluate=True)
     forecaster = model(callback).fit(train, val_series=val, verbose=False)
-    row.fit(forecaster.trainer)
-    folder, steps = row.export(callback), forecaster.trainer.global_step
+    row.fit(callback)
+    folder = row.export(callback)
     forecaster.save(str(row.folder / "saved.pt"))
-    loaded = kind.load(str(row.folder / "saved.pt"))
+    loaded = kind.load(str(row.folder / "saved.pt"), trusted=True)
     load_checkpoint(loaded.model, folder)
     predictions = [m.predict(12, series=train, verbose=False).values() for m in (loaded, forecaster)]
     with quantized(forecaster.model):
         row.reload(predictions[0], forecaster.predict(12, series=train, verbose=False).values(), predictions[1])
 
-    resumed = kind.load_from_checkpoint(name, work_dir=str(row.folder), best=False, weights_only=False)
+    training = QuantizationAwareTraining("INT8_STATIC", targets=targets)
+    model(training).fit(train, val_series=val, verbose=False)
+    row.qat(training)
+    resumed = kind.load_from_checkpoint(name, work_dir=str(row.folder), best=False, trusted=True)
     again = CalibrationCallback("INT8_STATIC", targets=targets, evaluate=True)
     resumed.trainer_params["callbacks"].append(again)
     resumed.fit(train, val_series=val, epochs=2, verbose=False)
-    training = QuantizationAwareTraining("INT8_STATIC", targets=targets)
-    row.qat(model(training).fit(train, val_series=val, verbose=False).trainer, training)
-    row.resume(resumed.trainer, again, steps)
+    row.resume(again)
 
 
 torch.manual_seed(0)

@@ -37,22 +37,24 @@ class Diffusion(L.LightningModule):
 
 
 def fit(model, *callbacks, epochs=1, resumed=None):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=[*callbacks], **quiet)
+    trainer = L.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=[*callbacks], logger=False)
     trainer.fit(model, train, val, ckpt_path=resumed)
-    return trainer
 
 
-row, model = Row("diffusers UNet2DModel"), Diffusion()
+row = Row("diffusers UNet2DModel")
+model = Diffusion()
 callback = CalibrationCallback(**SCHEME, evaluate=True)  # of the only child with weights, `unet`
 best = ModelCheckpoint(row.folder, monitor="val_loss_quantized", save_last=True)
-trainer = fit(model, callback, best)
-row.fit(trainer)
+fit(model, callback, best)
+row.fit(callback)
 loaded = load_checkpoint(Diffusion().unet, row.export(callback)).eval()
-unet, steps = model.unet.eval(), torch.arange(16)
+unet = model.unet.eval()
+steps = torch.arange(16)
 with torch.no_grad(), quantized(unet):
     row.reload(loaded(images[:16], steps).sample, unet(images[:16], steps).sample)
 training = QuantizationAwareTraining(**SCHEME)
-row.qat(fit(Diffusion(), training), training)
+fit(Diffusion(), training)
+row.qat(training)
 again = CalibrationCallback(**SCHEME, evaluate=True)
-row.resume(fit(Diffusion(), again, epochs=2, resumed=best.last_model_path), again, trainer.global_step)
+fit(Diffusion(), again, epochs=2, resumed=best.last_model_path)
+row.resume(again)

@@ -21,7 +21,7 @@ def run(*words):
 
 
 config, made = run("callbacks=calibration")
-row.fit(made["trainer"], metric="val/loss")
+row.fit(made["callbacks"]["calibration"])
 folder = row.export(made["callbacks"]["calibration"])
 loaded = load_checkpoint(hydra.utils.instantiate(config.model), folder).eval()
 model = made["model"].eval()
@@ -32,7 +32,7 @@ with torch.no_grad():
         row.reload(loaded(batch), model(batch), original)
 
 last = made["callbacks"]["model_checkpoint"].last_model_path
-_, resumed = run("callbacks=calibration", "trainer.max_epochs=3", f"ckpt_path={last}")
 _, trained = run("callbacks=fine_tuning")
-row.qat(trained["trainer"], trained["callbacks"]["fine_tuning"])
-row.resume(resumed["trainer"], resumed["callbacks"]["calibration"], made["trainer"].global_step)
+row.qat(trained["callbacks"]["fine_tuning"])
+_, resumed = run("callbacks=calibration", "trainer.max_epochs=3", f"ckpt_path={last}")
+row.resume(resumed["callbacks"]["calibration"])

@@ -35,22 +35,24 @@ class LitLLM(L.LightningModule):
 
 
 def fit(model, *callbacks, epochs=1, resumed=None):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=[*callbacks], **quiet)
+    trainer = L.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=[*callbacks], logger=False)
     trainer.fit(model, train, val, ckpt_path=resumed)
-    return trainer
 
 
 L.seed_everything(0)
-row, module = Row("litgpt GPT"), LitLLM()
+row = Row("litgpt GPT")
+module = LitLLM()
 callback = CalibrationCallback("INT8_STATIC", evaluate=True)
 best = ModelCheckpoint(row.folder, monitor="val_loss_quantized", save_last=True)
-trainer = fit(module, callback, best)
-row.fit(trainer)
-loaded, model, ids = load_checkpoint(LitLLM().model, row.export(callback)).eval(), module.model.eval(), tokens[:8, :64]
-with torch.no_grad(), quantized(model):
-    row.reload(loaded(ids), model(ids))
+fit(module, callback, best)
+row.fit(callback)
+loaded = load_checkpoint(LitLLM().model, row.export(callback)).eval()
+gpt = module.model.eval()
+with torch.no_grad(), quantized(gpt):
+    row.reload(loaded(tokens[:8, :64]), gpt(tokens[:8, :64]))
 training = QuantizationAwareTraining(FOUR_BITS)
-row.qat(fit(LitLLM(), training), training)
+fit(LitLLM(), training)
+row.qat(training)
 again = CalibrationCallback("INT8_STATIC", evaluate=True)
-row.resume(fit(LitLLM(), again, epochs=2, resumed=best.last_model_path), again, trainer.global_step)
+fit(LitLLM(), again, epochs=2, resumed=best.last_model_path)
+row.resume(again)

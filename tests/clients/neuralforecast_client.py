@@ -30,7 +30,7 @@ def forecast(name, kind, **options):
 
     callback = CalibrationCallback("INT8_STATIC", evaluate=True)
     forecaster = fit(callback)
-    row.fit(forecaster.models[0].trainer, metric="ptl/val_loss")
+    row.fit(callback)
     folder = row.export(callback)
     forecaster.save(str(row.folder / "saved"), overwrite=True)
     loaded = NeuralForecast.load(str(row.folder / "saved"))
@@ -39,7 +39,8 @@ def forecast(name, kind, **options):
     with quantized(forecaster.models[0]):
         row.reload(predict(loaded), predict(forecaster), original)
     training = QuantizationAwareTraining("INT8_STATIC")
-    row.qat(fit(training).models[0].trainer, training)
+    fit(training)
+    row.qat(training)
     row.refused("resume", "fit takes no checkpoint of a Trainer, it goes on from the model's weights")
 
 

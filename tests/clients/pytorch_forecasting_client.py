@@ -26,7 +26,7 @@ def forecast(name, kind, dataset, options):
     lengths |= dict.fromkeys(["min_prediction_length", "max_prediction_length"], 12)
     normalizer = GroupNormalizer(groups=["wave"])
     known = {"time_idx": "time", "target": "value", "group_ids": ["wave"], "time_varying_unknown_reals": ["value"]}
-    train = TimeSeriesDataSet(series[:800], **known, **lengths, target_normalizer=normalizer, **dataset)
+    train = TimeSeriesDataSet(series[series.time < 100], **known, **lengths, target_normalizer=normalizer, **dataset)
     val = TimeSeriesDataSet.from_dataset(train, series, min_prediction_idx=100)
     train_loader, val_loader = train.to_dataloader(True, batch_size=64), val.to_dataloader(False, batch_size=64)
 
@@ -36,22 +36,23 @@ def forecast(name, kind, dataset, options):
     def fit(module, *callbacks, epochs=1, **resumed):
         trainer = L.Trainer(max_epochs=epochs, limit_train_batches=4, callbacks=[*callbacks], **QUIET)
         trainer.fit(module, train_loader, val_loader, **resumed)
-        return trainer
 
     forecaster, callback = model(), CalibrationCallback("INT8_STATIC", evaluate=True)
     best = ModelCheckpoint(row.folder, monitor="val_loss_quantized", save_last=True)
-    trainer = fit(forecaster, callback, best)
-    row.fit(trainer)
-    loaded, batch = load_checkpoint(model(), row.export(callback)).eval(), next(iter(val_loader))[0]
+    fit(forecaster, callback, best)
+    row.fit(callback)
+    loaded = load_checkpoint(model(), row.export(callback)).eval()
+    batch, _ = next(iter(val_loader))
     with torch.no_grad():
         original = forecaster.eval()(batch)["prediction"]
         with quantized(forecaster):
             row.reload(loaded(batch)["prediction"], forecaster(batch)["prediction"], original)
     training = QuantizationAwareTraining("INT8_STATIC")
-    row.qat(fit(model(), training), training)
+    fit(model(), training)
+    row.qat(training)
     again = CalibrationCallback("INT8_STATIC", evaluate=True)
-    resumed = fit(model(), again, epochs=2, ckpt_path=best.last_model_path, weights_only=False)
-    row.resume(resumed, again, trainer.global_step)
+    fit(model(), again, epochs=2, ckpt_path=best.last_model_path, weights_only=False)
+    row.resume(again)
 
 
 forecast("TFT", TemporalFusionTransformer, {"static_categoricals": ["wave"]}, {"hidden_size": 16})

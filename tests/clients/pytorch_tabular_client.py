@@ -37,7 +37,7 @@ def classify(name, config):
 
     callback = CalibrationCallback("INT8_STATIC", evaluate=True)
     model = fit(callback)
-    row.fit(model.trainer, metric="valid_loss")
+    row.fit(callback)
     folder = row.export(callback)
     model.save_model(str(row.folder / "saved"))
     loaded = TabularModel.load_model(str(row.folder / "saved"))
@@ -46,7 +46,8 @@ def classify(name, config):
     with quantized(model.model):
         row.reload(predict(loaded), predict(model), original)
     training = QuantizationAwareTraining("INT8_STATIC")
-    row.qat(fit(training).trainer, training)
+    fit(training)
+    row.qat(training)
     row.refused("resume", "TabularModel.fit takes no checkpoint of a Trainer")
 
 

@@ -28,12 +28,14 @@ class Row:
         self.client = client
         self.folder = Path(tempfile.mkdtemp(prefix="clients-"))
         self._began = time.perf_counter()
+        self._steps = 0  # of the first fit
 
-    def fit(self, trainer, metric: str = "val_loss") -> None:
-        """A fit has ended; the Trainer has the metric of the quantized model beside the model's own."""
-        self._tell("fit", f"{trainer.global_step} steps, {time.perf_counter() - self._began:.1f} s")
-        measured = {name: float(trainer.callback_metrics[name]) for name in (metric, f"{metric}_quantized")}
-        self._tell("quantized metric", f"{metric} {measured[metric]:.4g} -> {measured[f'{metric}_quantized']:.4g}")
+    def fit(self, callback) -> None:
+        """A fit has ended, in which the callback has measured the quantized model beside the model itself."""
+        self._steps = int(callback.curves[-1]["step"])
+        self._tell("fit", f"{self._steps} steps, {time.perf_counter() - self._began:.1f} s")
+        name, (original, quantized) = next(iter(callback.metrics.items()))
+        self._tell("quantized metric", f"{name} {original:.4g} -> {quantized:.4g}")
 
     def export(self, callback) -> Path:
         """Write the callback's checkpoint; returns its folder."""
@@ -53,18 +55,20 @@ class Row:
         assert difference == 0, text
         self._tell("reload", text)
 
-    def qat(self, trainer, callback) -> None:
+    def qat(self, callback) -> None:
         """A fit through the quantization has ended, and can be exported."""
         callback.export(self.folder / "qat")
-        losses = [name for name in trainer.callback_metrics if "loss" in name or "elbo" in name]
-        loss = float(trainer.callback_metrics[losses[0]])
-        self._tell("QAT", f"{trainer.global_step} steps, loss {loss:.4g}")
+        last = dict(callback.curves[-1])
+        steps = int(last.pop("step"))
+        name = next((name for name in last if "val" in name), next(iter(last)))
+        self._tell("QAT", f"{steps} steps, {name} {last[name]:.4g}")
 
-    def resume(self, trainer, callback, steps_before: int) -> None:
+    def resume(self, callback) -> None:
         """A fit from the first one's checkpoint has ended, and has calibrated."""
-        assert trainer.global_step > steps_before, f"{trainer.global_step} steps, {steps_before} before"
+        steps = int(callback.curves[-1]["step"])
+        assert steps > self._steps, f"{steps} steps, {self._steps} before"
         assert callback.result.modules
-        self._tell("resume", f"{steps_before} -> {trainer.global_step} steps")
+        self._tell("resume", f"{self._steps} -> {steps} steps")
         shutil.rmtree(self.folder)
 
     def refused(self, column: str, rule: str) -> None:

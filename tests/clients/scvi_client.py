@@ -21,10 +21,11 @@ def train(*callbacks, epochs=2, **options):
     return model
 
 
-row, callback = Row("scvi-tools SCVI"), CalibrationCallback(**SCHEME, evaluate=True)
+row = Row("scvi-tools SCVI")
+callback = CalibrationCallback(**SCHEME, evaluate=True)
 last = ModelCheckpoint(row.folder, save_last=True)
-model = train(callback, last)
-row.fit(model.trainer, metric="elbo_validation")
+model = train(callback, last, enable_checkpointing=True)
+row.fit(callback)
 folder = row.export(callback)
 model.save(str(row.folder / "saved"))
 loaded = scvi.model.SCVI.load(str(row.folder / "saved"), adata=cells)
@@ -33,7 +34,8 @@ latent = model.get_latent_representation()
 with quantized(model.module):
     row.reload(loaded.get_latent_representation(), model.get_latent_representation(), latent)
 training = QuantizationAwareTraining(**SCHEME)
-row.qat(train(training).trainer, training)
+train(training)
+row.qat(training)
 again = CalibrationCallback(**SCHEME, evaluate=True)
-resumed = train(again, epochs=3, ckpt_path=last.last_model_path)
-row.resume(resumed.trainer, again, model.trainer.global_step)
+train(again, epochs=3, ckpt_path=last.last_model_path)
+row.resume(again)

@@ -38,21 +38,22 @@ class Segmentation(L.LightningModule):
 
 
 def fit(model, *callbacks, epochs=1, resumed=None):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=[*callbacks], **quiet)
+    trainer = L.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=[*callbacks], logger=False)
     trainer.fit(model, train, val, ckpt_path=resumed)
-    return trainer
 
 
-row, model = Row("segmentation-models-pytorch Unet"), Segmentation()
+row = Row("segmentation-models-pytorch Unet")
+model = Segmentation()
 callback = CalibrationCallback(**SCHEME, evaluate=True)
 best = ModelCheckpoint(row.folder, monitor="val_loss_quantized", save_last=True)
-trainer = fit(model, callback, best)
-row.fit(trainer)
-loaded, model = load_checkpoint(Segmentation(), row.export(callback)).eval(), model.eval()
-with torch.no_grad(), quantized(model):
+fit(model, callback, best)
+row.fit(callback)
+loaded = load_checkpoint(Segmentation(), row.export(callback)).eval()
+with torch.no_grad(), quantized(model.eval()):
     row.reload(loaded(images[:16]), model(images[:16]))
 training = QuantizationAwareTraining(**SCHEME)
-row.qat(fit(Segmentation(), training), training)
+fit(Segmentation(), training)
+row.qat(training)
 again = CalibrationCallback(**SCHEME, evaluate=True)
-row.resume(fit(Segmentation(), again, epochs=2, resumed=best.last_model_path), again, trainer.global_step)
+fit(Segmentation(), again, epochs=2, resumed=best.last_model_path)
+row.resume(again)

@@ -6,16 +6,15 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy, interpolate
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_obs import CalibrationCallback, QuantizationAwareTraining, load_checkpoint, quantized
 from tests.clients.row import Row
 
 digits = load_digits()
 images = interpolate(torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16, 64).repeat(1, 3, 1, 1)
-labels = torch.tensor(digits.target)
-train = DataLoader(TensorDataset(images[:128], labels[:128]), batch_size=32, shuffle=True)
-val = DataLoader(TensorDataset(images[128:192], labels[128:192]), batch_size=32)
+pairs = list(zip(images, digits.target, strict=True))
+train, val = DataLoader(pairs[:128], 32, shuffle=True), DataLoader(pairs[128:192], 32)
 SCHEME = {"scheme": "INT8_STATIC_ASYM", "targets": ["Linear", "Conv2d"]}
 
 
@@ -38,24 +37,24 @@ class Classifier(L.LightningModule):
 
 
 def fit(model, *callbacks, epochs=1, resumed=None):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=[*callbacks], **quiet)
+    trainer = L.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=[*callbacks], logger=False)
     trainer.fit(model, train, val, ckpt_path=resumed)
-    return trainer
 
 
 VIT = {"img_size": 64, "depth": 4}
 for name, options in [("resnet18", {}), ("vit_tiny_patch16_224", VIT), ("convnext_atto", {})]:
-    row, model = Row(f"timm {name}"), Classifier(name, **options)
+    row = Row(f"timm {name}")
+    model = Classifier(name, **options)
     callback = CalibrationCallback(**SCHEME, evaluate=True)
     best = ModelCheckpoint(row.folder, monitor="val_loss_quantized", save_last=True)
-    trainer = fit(model, callback, best)
-    row.fit(trainer)
-    loaded, model = load_checkpoint(Classifier(name, **options), row.export(callback)).eval(), model.eval()
-    with torch.no_grad(), quantized(model):
+    fit(model, callback, best)
+    row.fit(callback)
+    loaded = load_checkpoint(Classifier(name, **options), row.export(callback)).eval()
+    with torch.no_grad(), quantized(model.eval()):
         row.reload(loaded(images[:32]), model(images[:32]))
     training = QuantizationAwareTraining(**SCHEME)
-    row.qat(fit(Classifier(name, **options), training), training)
-    again = CalibrationCallback(**SCHEME, evaluate=True)
-    resumed = fit(Classifier(name, **options), again, epochs=2, resumed=best.last_model_path)
-    row.resume(resumed, again, trainer.global_step)
+    fit(Classifier(name, **options), training)
+    row.qat(training)
+    again = CalibrationCallback(**SCHEME)
+    fit(Classifier(name, **options), again, epochs=2, resumed=best.last_model_path)
+    row.resume(again)
