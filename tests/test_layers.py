@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "lightning_obs"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERED = [file for file in FILES if file != PACKAGE / "__init__.py"]  # lazy; it has a test of its own
 
-#: the folders (and ``errors.py``) from the lowest up, as CONTRIBUTING lists them: there is no other list
+ROOT = {"errors.py", "packages.py"}
+#: the folders (and the files of ``ROOT``) from the lowest up, as CONTRIBUTING lists them: there is no other list
 TABLE = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
 LAYERS = re.findall(r"^\| `(\w+/|\w+\.py)` \|", TABLE, flags=re.MULTILINE)[::-1]
 #: third-party package -> lowest folder that may import it
@@ -88,15 +89,15 @@ def test_every_file_imports_only_from_its_layer_and_below():
 
 def test_every_folder_has_its_place_and_says_what_it_is_for():
     folders = {f"{path.name}/" for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    assert folders | {"errors.py"} == set(LAYERS)
+    assert folders | ROOT == set(LAYERS)
     for folder in folders:
         said = ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text()))
         assert said, folder
         assert "Start reading in" in said, folder
 
 
-def test_the_root_holds_the_front_door_and_errors_only():
-    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py", "errors.py"}
+def test_the_root_holds_the_front_door_errors_and_packages_only():
+    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py", *ROOT}
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig
 from torch import distributed as dist
 
-from lightning_obs.app.imports import import_for
 from lightning_obs.app.job import typed_words
 from lightning_obs.app.overrides import refuse_deleted
 from lightning_obs.app.tasks.task import make_task, task_node
 from lightning_obs.app.values import check_values
 from lightning_obs.errors import refuse
+from lightning_obs.packages import import_package
 from lightning_obs.schemes.config import as_names
 
 
@@ -33,7 +33,7 @@ def run(config: DictConfig) -> dict[str, Any]:
     refuse_unread(task_node(config), words)
     check_values(config)
     for name in as_names(config.imports):
-        import_for("imports", name, "run from the folder that holds it, or set PYTHONPATH.")
+        import_package(name, "imports", "run from the folder that holds it, or set PYTHONPATH.")
     task = make_task(config)
     task.check()
     try:

@@ -24,6 +24,7 @@ from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.tensors import TensorReader
 from lightning_obs.files.write import refuse_damage
 from lightning_obs.model.conversions import converted
+from lightning_obs.model.kinds import require_transformers
 from lightning_obs.moe.experts import LinearExpert, fused_experts, linearize_experts, rows_of_expert
 
 CONFIG_FILE = "config.json"
@@ -240,6 +241,7 @@ def custom_code_named(name: str, remedy: str) -> Iterator[None]:
 
 def _on_meta(folder: Path, reader: TensorReader) -> Any:
     """The model that wrote the checkpoint, without data, in the dtype that ``from_pretrained`` gives it."""
+    require_transformers()
     import transformers
 
     with custom_code_named(str(folder), "load the model with its own code, and calibrate it in memory."):

@@ -20,14 +20,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 from torch import nn
 from typing_extensions import Unpack
 
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.choice.sensitivity import Batches, Schemes, Sensitivity, sensitivity
 from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.packages import import_package
 from lightning_obs.schemes.planned_modules import scheme_identity
 
 #: bits per weight as a number, or bytes as ``"90 MB"``
@@ -105,7 +104,7 @@ def mixed_precision(
 
     Raises:
         CalibrationError: a budget below the size of the smallest candidates, or an unreadable budget; all modules are
-            best left in full precision; errors of :func:`~lightning_obs.sensitivity`.
+            best left in full precision; scipy is not installed; errors of :func:`~lightning_obs.sensitivity`.
 
     Examples:
         >>> import torch
@@ -115,6 +114,7 @@ def mixed_precision(
         >>> {name: group.targets for name, group in config.config_groups.items()}
         {'int4': ['0'], 'int8': ['2']}
     """
+    require_solver()  # before anything is measured
     measured = sensitivity(model, batches, schemes, calibration=calibration, seed=seed, **options)
     plan = choose_schemes(measured, budget, at_most=at_most)
     if plan.config is None:
@@ -205,12 +205,21 @@ def budget_in_bytes(budget: float | str, weights: int) -> int:
 # ---------------------------------------------------------------------- the knapsack
 
 
+def require_solver() -> None:
+    """Raise a :class:`CalibrationError` where scipy, which solves the knapsack, is not installed."""
+    import_package("scipy.optimize", "a choice of schemes within a budget")
+
+
 def _solve(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]) -> MixedPlan | None:
     """The plan with the least loss within a limit in bytes, or None where nothing fits."""
     if measured.alone:
         free, none = replace(measured, alone=False), dict.fromkeys(measured.schemes, 0.0)
         found = [_solve(free, limit, {**shares, **none, n: shares.get(n, 1.0)}) for n in measured.schemes]
         return min((plan for plan in found if plan is not None), key=lambda plan: plan.loss, default=None)
+    require_solver()
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_array
+
     groups, names, count = measured.groups, measured.candidates, len(measured.candidates)
     losses = np.array([group.losses[name] for group in groups for name in names])
     sizes = np.array([float(group.sizes[name]) for group in groups for name in names])

@@ -15,6 +15,11 @@ from compressed_tensors.utils import get_num_attn_heads, get_num_kv_heads
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from lightning_obs.packages import require_release
+
+# The oldest release of transformers with which models of transformers are tested (`make oldest`).
+_OLDEST_TRANSFORMERS = "5.17"
+
 #: the attribute of a module that holds the module whose hook brings in its parameters (:mod:`.offload`)
 OWNER = "brought_in_by"
 
@@ -114,6 +119,16 @@ def is_transformers_model(module: object) -> bool:
     huggingface_hub's mixin, have a ``save_pretrained`` and a ``config`` too, which are not those of transformers.
     """
     return _is_of_class(module, "transformers.modeling_utils", "PreTrainedModel")
+
+
+def require_transformers(model: object | None = None) -> None:
+    """Raise a :class:`CalibrationError` where transformers is too old for its models to be calibrated and stored.
+
+    Args:
+        model: a module of any kind; only one of transformers needs it. None: a checkpoint of transformers.
+    """
+    if model is None or is_transformers_model(model):
+        require_release("transformers", _OLDEST_TRANSFORMERS, "a model of transformers")
 
 
 def is_dispatched(module: nn.Module) -> bool:

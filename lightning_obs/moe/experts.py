@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.conversions import stacked_weights
-from lightning_obs.model.kinds import is_dispatched
+from lightning_obs.model.kinds import is_dispatched, require_transformers
 from lightning_obs.model.weight import whole_shape
 
 
@@ -150,6 +150,7 @@ def linearize_experts(model: nn.Module) -> list[str]:
         CalibrationError: a layout that is not known, weights that are already quantized or sharded, or a module whose
             outputs would not stay the same. Layers before it are replaced then.
     """
+    require_transformers(model)
     done = []
     checked: set[type[nn.Module]] = set()
     names: dict[int, list[str]] = {}

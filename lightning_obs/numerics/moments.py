@@ -64,15 +64,16 @@ def mean_and_std(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
 def channel_squares(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of squares per channel of ``(..., C)``, ``(C,)`` in float64, and the number of rows, ``(1,)`` in int64.
 
-    In float64; without the compiled loops, a tile is added up in float32.
+    In float64; on an accelerator, a tile is added up in float32.
     """
     rows = value.reshape(-1, value.shape[-1])
     number = torch.full((1,), len(rows), device=value.device)  # no upload
     if launch.can_read(rows) and rows.stride(1) == 1:
         return launch.channel_squares(rows), number
     sums = torch.zeros(rows.shape[1], dtype=torch.float64, device=value.device)
+    dtype = torch.float64 if rows.device.type == "cpu" else torch.float32
     for tile in rows.split(max(1, tile_size(rows.device, _TILE) // max(1, rows.shape[1]))):
-        sums += tile.float().square().sum(0)
+        sums += tile.to(dtype).square().sum(0)
     return sums, number
 
 

@@ -15,7 +15,6 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from lightning_obs.model.qparams import (
     scheme_args,
 )
 from lightning_obs.model.weight import in_shards, whole_matrix, whole_shape
+from lightning_obs.packages import import_package
 
 #: the first with integers of 4 bits and scales of groups
 _OPSET = 21
@@ -82,8 +82,8 @@ def export_onnx(
     """
     require_bool(overwrite=overwrite)
     file = Path(file)
-    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
-    refuse(missing, "packages are not installed", remedy='pip install "lightning-obs[onnx]".')
+    for package in ("onnx", "onnxscript"):
+        import_package(package, "export_onnx")
     _check_model(model)
     if file.exists() and not (overwrite and file.is_file()):
         raise CalibrationError(f"{file} is already there", remedy="choose another name, or set overwrite=True.")

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_obs.errors import CalibrationError, name_list, refuse, warn
-from lightning_obs.model.kinds import holds_parameters, is_transformers_model, kind_of
+from lightning_obs.model.kinds import holds_parameters, is_transformers_model, kind_of, require_transformers
 from lightning_obs.model.qparams import qparams_home
 from lightning_obs.model.weight import adapters_of, identity, matrix_shape, unit_of, whole_shape
 from lightning_obs.model.wrappers import adopt_adapters, base_of, inside_adapted, is_adapted
@@ -48,6 +48,7 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     Raises:
         CalibrationError: see the message; nothing was changed.
     """
+    require_transformers(model)
     config, ignore = config.model_copy(deep=True), list(config.ignore or [])
     by_target = {target: group for group in config_groups(config) for target in group.targets}
     written = [target for group in config_groups(config) for target in group.targets]

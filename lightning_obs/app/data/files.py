@@ -14,9 +14,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from lightning_obs.app.imports import import_for
 from lightning_obs.errors import CalibrationError, likely, name_list
 from lightning_obs.files.read import naming
+from lightning_obs.packages import import_package
 
 #: the place of an object (file and line), and the object
 Row = tuple[str, Any]
@@ -157,7 +157,7 @@ def _csv(path: Path) -> Iterator[Row]:
 
 
 def _parquet(path: Path) -> Iterator[Row]:
-    import_for(str(path), "pyarrow")
+    import_package("pyarrow", str(path))
     from pyarrow import parquet
 
     try:
@@ -174,7 +174,7 @@ def _invalid(place: str, kind: str, error: Exception) -> CalibrationError:
 
 
 def _saved_dataset(path: Path) -> Iterator[Row]:
-    datasets = import_for(str(path), "datasets")
+    datasets = import_package("datasets", str(path))
     with naming(path):
         loaded = datasets.load_from_disk(str(path))
         for part in loaded.values() if isinstance(loaded, datasets.DatasetDict) else [loaded]:

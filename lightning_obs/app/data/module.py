@@ -24,9 +24,9 @@ from typing_extensions import override
 from lightning_obs.app.console import say
 from lightning_obs.app.data.chats import holds_chat, read_texts, token_ids
 from lightning_obs.app.data.files import Row, read_rows, require_fields, value_of
-from lightning_obs.app.imports import import_for
 from lightning_obs.app.models.language import LABELS
 from lightning_obs.errors import CalibrationError
+from lightning_obs.packages import import_package
 
 #: least number of words of a paragraph of the default text that is a sample
 _SENTENCE = 8
@@ -316,7 +316,7 @@ class ImageData(CalibrationData):
 
     @override
     def read(self, path: Any, option: str) -> list[Any]:
-        timm = import_for("model=timm", "timm")
+        timm = import_package("timm", "model=timm")
         try:
             images = timm.data.ImageDataset(str(path), transform=timm.data.create_transform(**self._data_config))
         except RuntimeError as error:

@@ -29,6 +29,7 @@ from lightning_obs.checkpoint.source import custom_code_named
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming
 from lightning_obs.files.write import refuse_damage, settle_dead, whole_folder
+from lightning_obs.model.kinds import require_transformers
 from lightning_obs.model.qparams import args_of
 from lightning_obs.numerics.qparams import can_be_signed
 
@@ -68,6 +69,7 @@ def load_pretrained(
         raise CalibrationError("model.dtype", got=repr(dtype), expected=f"one of {', '.join(_DTYPES)}")
     if not isinstance(trust_remote_code, bool):
         raise CalibrationError("model.trust_remote_code", got=repr(trust_remote_code), expected="true or false")
+    require_transformers()
     options = {k: v for k, v in {"attn_implementation": attn_implementation, **where}.items() if v is not None}
     device_map = options.get("device_map")
     if device_map == "disk" or isinstance(device_map, Mapping):  # Hydra's is not a dict

@@ -13,11 +13,11 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.regression import CosineSimilarity
 from typing_extensions import override
 
-from lightning_obs.app.imports import import_for
 from lightning_obs.app.models.language import LABELS, TaskModule, require_rate
 from lightning_obs.app.models.pretrained import load_pretrained
 from lightning_obs.checkpoint.load import load_checkpoint
 from lightning_obs.errors import CalibrationError
+from lightning_obs.packages import import_package
 
 #: logged if the data have no labels: the cosine similarity of the outputs to the unquantized model's
 SIMILARITY = "similarity"
@@ -158,7 +158,7 @@ class TimmModel(OneOutputPerSample):
         learning_rate: float = 1e-4,
     ) -> None:
         require_rate(learning_rate)
-        timm = import_for("model=timm", "timm")
+        timm = import_package("timm", "model=timm")
         exported = path is not None and Path(path).is_dir()
         weights = {} if path is None or exported else {"checkpoint_path": str(path)}
         classes = {} if num_classes is None else {"num_classes": num_classes}

@@ -19,7 +19,14 @@ from lightning_obs.app.job import plain
 from lightning_obs.app.tasks.calibrate import Calibrate
 from lightning_obs.app.tasks.finetune import PASSES_OF_A_STEP
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.choice.mixed_precision import MixedPlan, budget_in_bytes, choose_schemes, frontier, plan_of
+from lightning_obs.choice.mixed_precision import (
+    MixedPlan,
+    budget_in_bytes,
+    choose_schemes,
+    frontier,
+    plan_of,
+    require_solver,
+)
 from lightning_obs.choice.observer_choice import choose_observers, fitting_candidates
 from lightning_obs.choice.sensitivity import candidate_options, sensitivity
 from lightning_obs.errors import CalibrationError, refuse_unknown
@@ -106,6 +113,7 @@ class Plan(ChoosingTask):
 
     @override
     def check(self) -> None:
+        require_solver()
         if self.config.budget is not None:
             budget_in_bytes(self.config.budget, weights=1)  # one that cannot be read is told before the model is loaded
         refuse_unknown(plain(self.config.task.at_most), self.candidates, "task.at_most names no candidate")

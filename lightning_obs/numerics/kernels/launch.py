@@ -1,6 +1,7 @@
 """Extremes, counts and sums of squares in one pass, and how a compiled loop is called: memory, compilation, threads.
 
-numba is imported when the first loop is needed; without numba, callers run torch's operations instead. A loop gets flat
+numba, of the extra ``fast``, is imported when the first loop is needed; without numba, callers run torch's operations
+instead, and searches that take long propose it once (:class:`SlowSteps`). A loop gets flat
 memory as integers and finds values by strides, so nothing is copied or widened before. Loops release Python's lock, so
 work is split over as many Python threads as torch uses; the order of every sum is independent of their number. No
 thread outlives a call, so a process may fork at any time.
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from lightning_obs.errors import warn
+from lightning_obs.packages import install_command
 
 #: dtypes that the loops read -> the integers, in numpy's words, of their bit patterns, by which the loops know them
 _PATTERNS = {torch.float32: "<u4", torch.bfloat16: "<u2", torch.float16: "<i2"}
@@ -35,20 +37,45 @@ _compiling = threading.Lock()
 
 
 def can_read(value: torch.Tensor) -> bool:
-    """Whether the loops can run on this tensor."""
-    known = value.dtype in _PATTERNS and value.layout == torch.strided
-    return known and value.device.type == "cpu" and available()
+    """Whether the loops can run on this tensor: they know its memory, and numba can be imported."""
+    return knows(value) and numba_fault() is None
+
+
+def knows(value: torch.Tensor) -> bool:
+    """Whether the loops, where numba is there to compile them, can read this tensor's memory."""
+    return value.dtype in _PATTERNS and value.layout == torch.strided and value.device.type == "cpu"
 
 
 @functools.cache
-def available() -> bool:
-    """Whether numba can be imported. Where not, a warning says so once."""
+def numba_fault() -> str | None:
+    """Why numba cannot be imported; None: it can."""
     try:
         import numba  # noqa: F401
     except ImportError as error:
-        warn(f"numba cannot be imported ({error}): statistics and range searches run without it, several times slower")
-        return False
-    return True
+        return str(error)
+    return None
+
+
+class SlowSteps:
+    """Counts the steps of loops that torch's operations made because numba is not there, and proposes numba once.
+
+    Args:
+        limit: so many steps are not worth a word.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.steps = 0
+
+    def add(self, steps: int) -> None:
+        """Count further steps; the first time that there are more than ``limit``, warn."""
+        before = self.steps
+        self.steps += steps
+        if before <= self.limit < self.steps:
+            warn(
+                f"numba cannot be imported ({numba_fault()}), so ranges are searched by torch's operations. With it "
+                f"the search is 10 to 20 times as fast, and finds the same ranges: {install_command('numba')}"
+            )
 
 
 def memory(value: torch.Tensor) -> Any:

@@ -27,14 +27,26 @@ _ROW, _PIECE = 1 << 16, 1 << 17
 # Rows whose best candidates are kept until the definition has decided among them.
 _SLAB = 1 << 17
 
+#: the steps of searches that the loops would have made; torch makes the limit in about ten seconds
+slow_steps = launch.SlowSteps(limit=1 << 30)
+
 
 def can_search(rows: Rows, search: GridSearch) -> bool:
-    """Whether the loops know these values, this format and norm."""
+    """Whether the loops know these values, this format and norm, and numba is there to compile them."""
+    if not _knows(rows, search):
+        return False
+    if launch.numba_fault() is not None:
+        slow_steps.add(rows.count * rows.size * len(search.factors))
+        return False
+    return True
+
+
+def _knows(rows: Rows, search: GridSearch) -> bool:
     grid, dtype = search.grid, search.grid.scale_dtype
     scale = dtype in (None, rows.dtype) or format_of_dtype(dtype) is not None or should_generate_mx_scales(grid.args)
     integers = grid.number is None and grid.args.zp_dtype in (None, torch.int8)
     known = rows.hessian is None and grid.global_scale is None and search.norm >= 1
-    return known and scale and (grid.args.symmetric or integers) and launch.can_read(rows.view)
+    return known and scale and (grid.args.symmetric or integers) and launch.knows(rows.view)
 
 
 def visit(rows: Rows, search: GridSearch) -> Found:
