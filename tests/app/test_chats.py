@@ -70,8 +70,10 @@ def test_a_saved_data_set_of_chats_is_read(tmp_path, tokenizer):
 
 
 def test_text_beside_messages_is_text(tmp_path, tokenizer):
-    file = save(tmp_path / "both.jsonl", [{"text": "text " * 20, "messages": chat(number)} for number in range(4)])
-    assert text_of(TextData(tokenizer, file, **sizes()).calibration, tokenizer).startswith("text text")
+    file = save(
+        tmp_path / "both.jsonl", [{"text": f"text {number} " * 20, "messages": chat(number)} for number in range(4)]
+    )
+    assert text_of(TextData(tokenizer, file, **sizes()).calibration, tokenizer).startswith("text 0 text 0")
 
 
 @pytest.mark.parametrize(

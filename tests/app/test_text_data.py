@@ -143,7 +143,7 @@ def test_a_path_that_is_not_there_is_refused(tmp_path):
 
 
 def test_too_little_text_says_how_much_there_is(tmp_path):
-    (tmp_path / "a.txt").write_text("aaaa\n\nbbbb")
+    (tmp_path / "a.txt").write_text("aaaa\n\nbbbbbbbbbbbbbbbb")
     with pytest.raises(CalibrationError, match=r"too few calibration blocks of text.*Got 0, expected 2.*data\.tokens"):
         TextData(Letters(), tmp_path / "a.txt", batches=2, tokens=16, eval_batches=1)
 

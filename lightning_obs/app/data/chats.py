@@ -6,14 +6,17 @@ template writes them with the model's own marks of roles and turns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_obs.app.data.files import Row, value_of
+from lightning_obs.app.data.overlap import HeldOutRuns
 from lightning_obs.errors import CalibrationError
 
 #: the field in which data sets hold chats
 MESSAGES = "messages"
+#: roles of whoever sets the chat up
+_SYSTEM = ("system", "developer")
 #: between documents that are not chats
 _BETWEEN = "\n\n"
 
@@ -21,7 +24,8 @@ _BETWEEN = "\n\n"
 class Chat(str):
     """A chat as the template writes it, with its special tokens."""
 
-    __slots__ = ()
+    #: characters before the first message that is not the system's: marks, date, tools, the system's prompt
+    opening: int = 0
 
 
 def holds_chat(row: Any, text_field: str) -> bool:
@@ -59,13 +63,29 @@ def text_of(place: str, row: Any, text_field: str, tokenizer: Any) -> str:
         )
     require_messages(place, messages)
     try:
-        return Chat(tokenizer.apply_chat_template(messages, tokenize=False))
+        chat = Chat(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception as error:  # a template is a program of its own, which raises anything
         raise CalibrationError(
             f"{place}: the tokenizer's chat template refuses the messages",
             got=f"{type(error).__name__}: {error}"[:300],
             remedy="mend or leave out that chat.",
         ) from error
+    chat.opening = _opening(chat, messages)
+    return chat
+
+
+def _opening(chat: str, messages: Sequence[Mapping[str, Any]]) -> int:
+    """The length of a chat's opening; 0 where the template writes a message in other words."""
+    end = 0
+    for message in messages:
+        content = message["content"].strip() if isinstance(message["content"], str) else ""
+        start = chat.find(content, end)
+        if not content or start < 0:
+            return 0
+        if message["role"] not in _SYSTEM:
+            return start
+        end = start + len(content)
+    return 0
 
 
 def require_messages(place: str, messages: Sequence[Any]) -> None:
@@ -82,6 +102,33 @@ def require_messages(place: str, messages: Sequence[Any]) -> None:
 def read_texts(rows: Sequence[Row], text_field: str, tokenizer: Any) -> list[str]:
     """:func:`text_of` of each row."""
     return [text_of(place, row, text_field, tokenizer) for place, row in rows]
+
+
+def apart_from(held_out: HeldOutRuns, chats: Sequence[Any], tokenizer: Any, tokens: int) -> tuple[list[Chat], int]:
+    """The first chats that no held-out chat repeats, and how many were passed over.
+
+    A chat is left out whole, since one with a hole is no chat. Openings are not compared: many chats have the same, and
+    a model that is calibrated without its system's prompt has not seen how its chats begin.
+
+    Args:
+        held_out: the runs that a chat may not have behind its opening.
+        chats: in their order.
+        tokenizer: counts their tokens.
+        tokens: how many are enough.
+    """
+    apart: list[Chat] = []
+    passed_over = 0
+    length = 0
+    for chat in chats:
+        if length >= tokens:
+            break
+        ids = tokenizer(chat[chat.opening :], verbose=False, add_special_tokens=False).input_ids
+        if held_out.shares(ids):
+            passed_over += 1
+        else:
+            apart.append(chat)
+            length += len(ids)
+    return apart, passed_over
 
 
 def token_ids(documents: Sequence[str], tokenizer: Any) -> list[int]:

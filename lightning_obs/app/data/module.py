@@ -1,5 +1,7 @@
 """Samples to calibrate, to train and to measure on: blocks of tokens, texts, or images of a folder.
 
+What a held-out sample repeats is neither calibrated nor trained on (:mod:`lightning_obs.app.data.overlap`).
+
 The default text is Python's own documentation of its topics (``pydoc_data.topics``, in the standard library): about
 113,000 tokens of English.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -22,8 +24,9 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 from typing_extensions import override
 
 from lightning_obs.app.console import say
-from lightning_obs.app.data.chats import holds_chat, read_texts, token_ids
+from lightning_obs.app.data.chats import Chat, apart_from, holds_chat, read_texts, token_ids
 from lightning_obs.app.data.files import Row, read_rows, require_fields, value_of
+from lightning_obs.app.data.overlap import RUN, HeldOutRuns, Selection
 from lightning_obs.app.models.language import LABELS
 from lightning_obs.errors import CalibrationError
 from lightning_obs.packages import import_package
@@ -55,6 +58,8 @@ class DataOptions:
 class CalibrationData(LightningDataModule, ABC):
     """Samples to calibrate on (``val_dataloader``), to train on, and held out (``test_dataloader``); subclasses read.
 
+    No run of 32 tokens of a held-out sample is in the others: it is left out there, and a line says how much that is.
+
     Args:
         collate: makes a batch of samples; None: PyTorch's own.
         **options: of :class:`DataOptions`.
@@ -75,10 +80,13 @@ class CalibrationData(LightningDataModule, ABC):
             seen, held_out = seen[0::2], seen[1::2]
         else:
             held_out = self.read(asked.eval_path, "data.eval_path")
-        samples = self._samples(seen, asked.batches + asked.train_batches, "calibration", "batches")
+        nothing = HeldOutRuns([])
+        self.held_out = self._samples(held_out, nothing, asked.eval_batches, "held-out", "eval_batches")
+        runs = HeldOutRuns(self.sequences(self.held_out))
+        samples = self._samples(seen, runs, asked.batches + asked.train_batches, "calibration", "batches")
         calibrated = asked.batches * asked.batch_size
-        self.calibration, self.training = samples[:calibrated], samples[calibrated:]
-        self.held_out = self._samples(held_out, asked.eval_batches, "held-out", "eval_batches")
+        self.calibration = samples[:calibrated]
+        self.training = samples[calibrated:]
 
     @classmethod
     def check(cls, asked: Mapping[str, Any]) -> None:
@@ -98,20 +106,28 @@ class CalibrationData(LightningDataModule, ABC):
         """The documents, rows or images at ``path``, which errors call ``option``."""
 
     @abstractmethod
-    def samples(self, found: list[Any], count: int) -> list[Any]:
-        """Make ``count`` samples of the data read, or as many as there are."""
+    def samples(self, data: list[Any], count: int, held_out: HeldOutRuns) -> Selection:
+        """Make ``count`` samples of the data read, or as many as there are, without the runs of ``held_out``."""
 
-    def _samples(self, found: list[Any], batches: int, what: str, option: str) -> list[Any]:
+    @abstractmethod
+    def sequences(self, samples: list[Any]) -> Iterable[Sequence[int] | torch.Tensor]:
+        """The token ids of the samples, which the others may not repeat; images have none."""
+
+    def _samples(self, data: list[Any], held_out: HeldOutRuns, batches: int, role: str, option: str) -> list[Any]:
         count = batches * self.options.batch_size
-        samples = self.samples(found, count)
-        if len(samples) < count:
+        selection = self.samples(data, count, held_out)
+        if len(selection.samples) < count:
+            left_out = f"; left out: {selection.left_out}" if selection.left_out else ""
+            shared = "without what many documents share, " if selection.left_out else ""
             raise CalibrationError(
-                f"too few {what} {self.unit} (half of the data is held out, unless data.eval_path is given)",
-                got=str(len(samples)),
+                f"too few {role} {self.unit} (half of the data is held out, unless data.eval_path is given{left_out})",
+                got=str(len(selection.samples)),
                 expected=str(count),
-                remedy=f"more data, or a smaller data.{option}, data.batch_size or data.tokens.",
+                remedy=f"more data, {shared}or a smaller data.{option}, data.batch_size or data.tokens.",
             )
-        return samples
+        if selection.left_out:
+            say(f"\N{MIDDLE DOT} neither calibrated nor trained on: {selection.left_out}")
+        return selection.samples
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
@@ -172,10 +188,30 @@ class TextData(CalibrationData):
         return documents
 
     @override
-    def samples(self, found: list[str], count: int) -> list[dict[str, torch.Tensor]]:
-        tokens = self.options.tokens
-        ids = torch.tensor(token_ids(found, self._tokenizer), dtype=torch.long)
-        return [{"input_ids": block} for block in ids[: count * tokens].split(tokens) if len(block) == tokens]
+    def samples(self, data: list[str], count: int, held_out: HeldOutRuns) -> Selection:
+        if data and all(isinstance(document, Chat) for document in data):
+            chats, repeated = apart_from(held_out, data, self._tokenizer, (count + 1) * self.options.tokens)
+            blocks = self._blocks(torch.tensor(token_ids(chats, self._tokenizer), dtype=torch.long), count)
+            looked_at = len(chats) + repeated
+            left_out = (
+                f"{repeated:,} of {looked_at:,} chats, which a held-out chat repeats, {RUN} tokens or more in a row"
+            )
+        else:
+            ids = torch.tensor(token_ids(data, self._tokenizer), dtype=torch.long)
+            positions = held_out.positions_apart(ids)[: count * self.options.tokens]
+            blocks = self._blocks(ids[positions], count)
+            looked_at = int(positions[-1]) + 1 if len(blocks) == count else len(ids)
+            repeated = looked_at - len(positions)
+            left_out = f"{repeated:,} of {looked_at:,} tokens, which the held-out text repeats, {RUN} or more in a row"
+        return Selection(blocks, left_out if repeated else "")
+
+    def _blocks(self, ids: torch.Tensor, count: int) -> list[dict[str, torch.Tensor]]:
+        size = self.options.tokens
+        return [{"input_ids": block} for block in ids[: count * size].split(size) if len(block) == size]
+
+    @override
+    def sequences(self, samples: list[Any]) -> Iterable[torch.Tensor]:
+        return [torch.cat([sample["input_ids"] for sample in samples])]
 
 
 def _require_predictions(asked: Mapping[str, Any]) -> None:
@@ -235,8 +271,28 @@ class DocumentData(CalibrationData):
         return [(place, {self._text_field: text}) for place, text in paragraphs if len(text.split()) >= _SENTENCE]
 
     @override
-    def samples(self, found: list[Row], count: int) -> list[dict[str, Any]]:
-        return [self._sample(*row) for row in found[:count]]
+    def samples(self, data: list[Row], count: int, held_out: HeldOutRuns) -> Selection:
+        samples: list[dict[str, Any]] = []
+        repeated = 0
+        for place, row in data:
+            if len(samples) == count:
+                break
+            sample = self._sample(place, row)
+            if any(held_out.shares(sequence) for sequence in self.sequences([sample])):
+                repeated += 1
+            else:
+                samples.append(sample)
+        looked_at = len(samples) + repeated
+        left_out = f"{repeated:,} of {looked_at:,} texts, which a held-out text repeats, whole or {RUN} tokens in a row"
+        return Selection(samples, left_out if repeated else "")
+
+    @override
+    def sequences(self, samples: list[dict[str, Any]]) -> Iterable[list[int]]:
+        for sample in samples:
+            yield sample["input_ids"]
+            target = sample["labels"] if self._targets else []
+            if len(target) >= RUN:  # a short one is an answer that many texts have
+                yield target
 
     def _sample(self, place: str, row: Any) -> dict[str, Any]:
         text = value_of(place, row, self._text_field)
@@ -298,7 +354,6 @@ class ImageData(CalibrationData):
     def __init__(self, data_config: Mapping[str, Any], classes: int = 0, **options: Any) -> None:
         self._data_config = data_config
         self._classes: list[dict[str, int]] = []
-        self._generator = torch.Generator().manual_seed(0)
         super().__init__(**options)
         first, last = self._classes[0], self._classes[-1]
         labelled = first == last and len(first) == classes
@@ -325,9 +380,14 @@ class ImageData(CalibrationData):
         return [(images, index) for index in range(len(images))]
 
     @override
-    def samples(self, found: list[Any], count: int) -> list[Any]:
-        order = torch.randperm(len(found), generator=self._generator)  # a folder is sorted by class
-        return [found[index] for index in order[:count].tolist()]
+    def samples(self, data: list[Any], count: int, held_out: HeldOutRuns) -> Selection:
+        generator = torch.Generator().manual_seed(0)
+        order = torch.randperm(len(data), generator=generator)  # a folder is sorted by class
+        return Selection([data[index] for index in order[:count].tolist()])
+
+    @override
+    def sequences(self, samples: list[Any]) -> Iterable[list[int]]:
+        return []
 
 
 def _batch(labelled: bool, samples: list[tuple[Any, int]]) -> dict[str, torch.Tensor]:
