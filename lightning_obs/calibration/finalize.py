@@ -20,7 +20,7 @@ from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.rounding import WeightRounding, make_roundings
 from lightning_obs.calibration.unreached import left_in_float_without_data
 from lightning_obs.calibration.weights import Observe, ShardedWeights
-from lightning_obs.errors import CalibrationError, refuse, sendable
+from lightning_obs.errors import CalibrationError, name_list, refuse, sendable, warn
 from lightning_obs.files.tensors import Tally
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.offload import at_rest, is_offloaded
