@@ -112,7 +112,7 @@ def test_the_task_of_each_proposed_command_is_ready_to_run(scheme, tiny_override
 
 @pytest.mark.slow
 def test_a_command_that_cannot_run_is_not_proposed(tiny_overrides, tmp_path):
-    words = [*tiny_overrides, "scheme=w4a16", "group_size=32"]
+    words = [*tiny_overrides, "scheme=w4a16", "group_size=32", f"output_dir={tmp_path / 'run'}"]
     task = make_task(composed(words))
     task.check()
 
