@@ -48,8 +48,7 @@ nightly: $(VENV)/.installed-test
 	$(PYTEST) -m nightly
 	$(PYTEST) $(BOTH_NAMES) -m "not nightly"
 	$(MAKE) --no-print-directory lean
-	$(MAKE) --no-print-directory oldest
-	$(MAKE) --no-print-directory pythons
+	@echo "further environments, of several GB each: make oldest, make pythons"
 
 # A plain installation, without the extras: what most users have. It imports the installed package, not the checkout.
 lean: .venv-lean/.installed

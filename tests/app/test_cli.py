@@ -10,7 +10,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
-from lightning_obs.__main__ import config_dir
+from lightning_obs.app.config_files import config_dir
 from lightning_obs.app.main import refuse_unread
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from lightning_obs import CalibrationOptions
-from lightning_obs.__main__ import config_dir
+from lightning_obs.app.config_files import config_dir
 from lightning_obs.app.data.module import DataOptions
 from lightning_obs.app.job import make_options
 from lightning_obs.observers import Observer

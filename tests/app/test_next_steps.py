@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from lightning_obs.__main__ import config_dir
+from lightning_obs.app.config_files import config_dir
 from lightning_obs.app.job import make_options
 from lightning_obs.app.main import refuse_unread
 from lightning_obs.app.next_steps import is_possible, step_command
