@@ -29,7 +29,7 @@ ROWS = [
     ("data.batch=3", "unknown key data.batch (did you mean `batches`?)"),
     ("model.pth=x", "unknown key model.pth (did you mean `path`?)"),
     ("export.dir=out", "Keys of export: engines, folder"),
-    ("tokens=128", "unknown key tokens (did you mean `data.tokens`)"),
+    ("tokens=128", "unknown key tokens (did you mean `data.tokens`?)"),
     (
         "observer.averaging_constant=0.05",
         "unknown key observer.averaging_constant: it belongs to observer=minmax or observer=mse",
