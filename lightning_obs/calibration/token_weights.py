@@ -153,9 +153,11 @@ class TokenWeights:
             return
         self._is_compared = True
         logits = self._some(self._last_layer.classes_last(logits_of(output)).detach())
-        difference = (logits - predicted).norm() if logits.shape == predicted.shape else torch.tensor(torch.inf)
+        difference = torch.tensor(torch.inf, device=logits.device)
+        if logits.shape == predicted.shape:
+            difference = (logits - predicted).norm()
         size = (logits - logits.mean(-1, keepdim=True)).norm()
-        if torch.isfinite(size) and difference > _TOLERANCE * size:
+        if bool(torch.isfinite(size) & (difference > _TOLERANCE * size)):
             raise CalibrationError(
                 "weigh_tokens runs a copy of the model, and the copy predicts something else than the model",
                 where=[type(model).__name__],

@@ -41,15 +41,19 @@ def test_the_divergence_is_that_of_torchmetrics_over_all_calls():
 
 
 def test_classes_of_pixels_are_compared_by_pixel():
-    class Segmenter(nn.Conv2d):
-        def forward(self, x):
-            return {"logits": super().forward(x)}
+    class Segmenter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Conv2d(3, 5, 1)
 
-    model, x, predictions = Segmenter(3, 5, 1), torch.randn(2, 3, 6, 4), Predictions()
+        def forward(self, x):
+            return {"logits": self.head(x)}
+
+    model, x, predictions = Segmenter(), torch.randn(2, 3, 6, 4), Predictions()
     with predictions.kept(model), torch.no_grad():
         before = model(x)["logits"]
     with torch.no_grad():
-        model.weight.mul_(1.5)
+        model.head.weight.mul_(1.5)
     with predictions.compared(model) as comparison, torch.no_grad():
         after = model(x)["logits"]
     found = comparison.reduced(Collectives())
