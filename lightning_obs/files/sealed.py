@@ -12,14 +12,15 @@ import torch
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.read import naming
 
-_SEAL = "crc"
+#: the key of the checksum in a sealed state
+SEAL = "crc"
 _PLAIN = (str, bytes, int, float, complex, torch.dtype, torch.device)
 
 
 def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state with a checksum of all that it holds, for :func:`require_whole`."""
-    parts = {key: value for key, value in state.items() if key != _SEAL}
-    return {**parts, _SEAL: state_checksum(parts)}
+    parts = {key: value for key, value in state.items() if key != SEAL}
+    return {**parts, SEAL: state_checksum(parts)}
 
 
 def require_whole(
@@ -33,7 +34,7 @@ def require_whole(
         CalibrationError: with that ``name`` and ``remedy``.
     """
     with naming(name, remedy=remedy):
-        if state.get(_SEAL) != sealed(state)[_SEAL]:
+        if state.get(SEAL) != sealed(state)[SEAL]:
             raise CalibrationError(f"{name} has changed since it was saved", remedy=remedy)
 
 

@@ -25,7 +25,7 @@ import torch
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.read import naming
-from lightning_obs.files.sealed import require_whole, sealed
+from lightning_obs.files.sealed import SEAL, require_whole, sealed
 from lightning_obs.files.write import whole_file
 
 #: where a state says of which step and rank it is
@@ -33,11 +33,32 @@ _PLACE = "step and rank"
 _OF_A_RUN = re.compile(r"lock|state-\d+-\d+\.pt|model-\d{5}-of-\d{5}\.safetensors|\.lightning_obs\..*")
 
 
-class SavedSteps:
-    """The states of one rank after steps of a run, in a folder that all ranks share; the last ``kept`` states stay."""
+class Unfinished:
+    """The folder beside ``out`` of one rank of ``ranks``, which are at most a step apart.
 
-    def __init__(self, folder: Path, rank: int, kept: int) -> None:
-        self.folder, self.rank, self._kept = folder, rank, kept
+    Attributes:
+        folder: its path; all ranks share it.
+        rank: of this process.
+
+    Raises:
+        CalibrationError: another process writes there.
+    """
+
+    def __init__(self, out: Path, rank: int, ranks: int) -> None:
+        target = Path(os.path.realpath(out))
+        self.folder = target.with_name(f"{target.name}.unfinished")
+        self.rank = rank
+        self._kept = 1 if ranks == 1 else 2  # states of each rank
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        if rank == 0:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(self._lock)
+                raise CalibrationError(
+                    f"another process is writing {self.folder}", remedy="wait for it, or choose another folder."
+                ) from error
 
     @property
     def steps(self) -> list[int]:
@@ -55,7 +76,7 @@ class SavedSteps:
             # torch says what the system said only where Python opened the file.
             torch.save(sealed({**state, _PLACE: [step, self.rank]}), file)
         for earlier in self.steps[: -self._kept]:
-            self.drop(earlier)
+            _delete(self._path(earlier))
 
     def load(self, step: int) -> dict[str, Any]:
         """The state after a step: tensors, numbers, strings, and lists, tuples, dicts of them.
@@ -67,6 +88,7 @@ class SavedSteps:
         with naming(path, remedy=remedy), torch.inference_mode(False):
             state: dict[str, Any] = torch.load(path, weights_only=True)
         require_whole(state, str(path), remedy)
+        del state[SEAL]
         place = state.pop(_PLACE, None)
         if place != [step, self.rank]:
             raise CalibrationError(
@@ -77,34 +99,8 @@ class SavedSteps:
             )
         return state
 
-    def drop(self, step: int) -> None:
-        """Delete the state after a step."""
-        _delete(self._path(step))
-
     def _path(self, step: int) -> Path:
         return self.folder / f"state-{step}-{self.rank}.pt"
-
-
-class Unfinished(SavedSteps):
-    """The folder beside ``out`` of one rank of ``ranks``, which are at most a step apart.
-
-    Raises:
-        CalibrationError: another process writes there.
-    """
-
-    def __init__(self, out: Path, rank: int, ranks: int) -> None:
-        target = Path(os.path.realpath(out))
-        super().__init__(target.with_name(f"{target.name}.unfinished"), rank, kept=1 if ranks == 1 else 2)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-        if rank == 0:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                os.close(self._lock)
-                raise CalibrationError(
-                    f"another process is writing {self.folder}", remedy="wait for it, or choose another folder."
-                ) from error
 
     def remove(self) -> None:
         """Delete the files that such a run writes, of any rank; and the folder, if nothing else is in it."""
