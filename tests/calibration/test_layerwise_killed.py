@@ -106,7 +106,7 @@ def stopped_in_the_second_block(source, out):
     [
         (2, "FP8", {}, {}, "number of batches: 3 -> 2, checksum of the batches: "),
         (3, "INT8_STATIC", {}, {}, "config_groups.group_0.weights.type: .*float.* -> .*int"),
-        (3, "FP8", {"ignore": ["lm_head", "re:.*up_proj"]}, {}, "ignore: .*re:.*up_proj"),
+        (3, "FP8", {"ignore": ["lm_head", "re:.*down_proj"]}, {}, "ignore: .*re:.*down_proj"),
         (3, "FP8", {"on_missing": "warn"}, {}, "on_missing: .*error.* -> .*warn"),
         (3, "FP8", {}, {"inputs": "quantized"}, "inputs: 'full_precision' -> 'quantized'"),
     ],
