@@ -379,7 +379,7 @@ def test_nothing_is_written_into_the_checkpoint_that_is_read(out, tmp_path):
         with pytest.raises(CalibrationError, match=r"is inside the checkpoint that is read, .*Remedy: write beside it"):
             quantize_checkpoint(folder, source / out, "W4A16", ignore=IGNORE, overwrite=True)
         with pytest.raises(CalibrationError, match=r"is inside the checkpoint that is read"):
-            calibrate_layerwise(folder, [], source / out, "W4A16", ignore=IGNORE)
+            calibrate_layerwise(folder, [], "W4A16", source / out, ignore=IGNORE)
     assert sorted(source.rglob("*")) == before
 
 
