@@ -194,6 +194,7 @@ def part_here(module: nn.Module, name: str) -> tuple[torch.Tensor, int]:
 # ---------------------------------------------------------------------- units of FSDP1
 
 
+@at_rest()
 def register_fsdp_units(root: nn.Module) -> None:
     """Tell every module under ``root`` where FSDP1 has put its parameters. Without FSDP1 this does nothing.
 
