@@ -145,7 +145,7 @@ def test_a_label_without_a_class_is_an_error(other, classifier, tmp_path, label)
 
 def test_an_unknown_label_is_named_with_its_place(other, classifier, reviews):
     unknown = (
-        r"reviews\.jsonl:1: the model does not know the label in the field 'short'. Got '0 it is', .*'bad' \(0\), "
+        r"reviews\.jsonl:2: the model does not know the label in the field 'short'. Got '1 it is', .*'bad' \(0\), "
     )
     with pytest.raises(CalibrationError, match=rf"{unknown}'good' \(1\).*label2id"):
         run(other("encoder", classifier, "data.batch_size=4", "data.label_field=short"))
@@ -184,8 +184,8 @@ def test_without_a_target_text_the_second_half_of_a_text_is_the_target(tmp_path)
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "one two", "summary": ""}, r"a.jsonl:1 has an empty target. Got ''.*leave such rows out"),
-        ({"text": "", "summary": "one"}, r"a.jsonl:1 has an empty text"),
+        ({"text": "one two", "summary": ""}, r"a.jsonl:2 has an empty target. Got ''.*leave such rows out"),
+        ({"text": "", "summary": "one"}, r"a.jsonl:2 has an empty text"),
     ],
 )
 def test_an_empty_text_is_named(row, message, tmp_path):
