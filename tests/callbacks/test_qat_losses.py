@@ -32,7 +32,7 @@ def test_distillation_refuses_logits_whose_classes_are_not_last():
 
     callback = QuantizationAwareTraining(W4, distill=1.0, module="net", calibration_batches=1)
     with pytest.raises(CalibrationError, match=r"distill reads logits whose last dimension.*\(4, 4, 2, 2\)"):
-        trainer(callback).fit(Pixels(), loader())
+        trainer(callback).fit(Pixels(), loader(), loader())
 
 
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", "FP8", W4])
