@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
@@ -48,9 +49,12 @@ def run(client: str) -> tuple[dict[str, dict[str, str]], str]:
     """Run one client: the entries of its rows, by row and column, and what it said if it failed."""
     pictures = str(Path(sys.prefix) / "vision") if client in SEE_PICTURES else ""
     command = [sys.executable, "-W", "ignore", "-c", LAUNCH, client, pictures]
-    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    paths = os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")])
+    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=surroundings)
+        with tempfile.TemporaryDirectory() as folder:  # for what a package writes where it is run
+            options = {"cwd": folder, "timeout": LIMIT, "env": surroundings}
+            done = subprocess.run(command, capture_output=True, text=True, **options)
         output, said, failed = done.stdout, done.stderr, done.returncode != 0
     except subprocess.TimeoutExpired as error:
         output, said, failed = (error.stdout or b"").decode(), f"no end after {LIMIT:.0f} s", True
