@@ -73,7 +73,8 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
     with naming(folder / WEIGHTS_FILE, remedy=_REMEDY), closing(TensorReader(folder)) as tensors:
         prefix = prefix_in_folder(model, list(tensors))
         model = held_at(prefix, model) if prefix else model
-        targets = [] if config is None else _compressed_targets(model, config)
+        with naming(folder / CONFIG_FILE, remedy=_REMEDY):
+            targets = [] if config is None else _compressed_targets(model, config)
         stored_as = _require_fit(model, targets, tensors, folder)
         state = {name: tensors.read(name) for name in tensors}
         qparams = {target.name: _decompress(target, state) for target in targets}

@@ -163,7 +163,7 @@ def test_too_few_texts_are_refused(other, classifier):
 def test_a_model_without_a_path_says_so(command_line):
     done = command_line("model=encoder", *SMALL, tiny=False)
     assert done.returncode == 1
-    assert "Missing mandatory value: model.path" in done.stderr
+    assert "model.path has to be given" in done.stderr
 
 
 def test_the_default_text_has_paragraphs_enough_and_its_data_can_be_pickled():

@@ -187,7 +187,7 @@ def test_a_weight_of_infinity_is_said():
         ({"norm": 0}, "norm. Got 0, expected a positive number"),
         ({"norm": float("nan")}, "norm. Got nan"),
         ({"expand": 0.9}, "expand. Got 0.9, expected at least 1"),
-        ({"expand": "wide"}, "expand. Got 'wide', expected at least 1"),
+        ({"expand": "wide"}, "expand. Got 'wide', expected a number"),
     ],
 )
 @every_observer
