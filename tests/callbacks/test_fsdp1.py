@@ -24,6 +24,9 @@ from tests.lightning_ranks import Module as Experts
 from tests.lightning_ranks import Net, calibration, like_torchrun, loader, same, samples, trainer
 from tests.rank_processes import run_ranks
 
+# The outputs of the last block are rounded so coarsely that its successor, `few`, reads zeros.
+pytestmark = pytest.mark.filterwarnings("ignore:all inputs of these modules were zero")
+
 # ---------------------------------------------------------------------- the qparams of one device
 
 OBSERVERS = [

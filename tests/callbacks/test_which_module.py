@@ -9,6 +9,7 @@ from lightning_obs import CalibrationCallback, CalibrationError, QuantizationAwa
 from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.model.wrappers import unwrapped
 from tests.callbacks.calibration_modules import Plain, loader, trainer
+from tests.lightning_package import MESSAGES
 
 
 class Steps(Plain):
@@ -132,7 +133,7 @@ class WithAttention(Plain):
 
 def test_the_first_line_and_the_closing_one_name_what_stays_in_float(caplog, tmp_path):
     callback = CalibrationCallback(SCHEME, show=False)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger=MESSAGES):
         trainer(callback).validate(WithAttention(), loader(), verbose=False)
     first, closing = (r.message for r in caplog.records if " calibrat" in r.message)
     left = "left in float: MultiheadAttention 32 %, LayerNorm 4 %"
