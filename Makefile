@@ -72,7 +72,7 @@ oldest: WORKERS = 2
 oldest: BIN = .venv-oldest/bin
 oldest: .venv-oldest/.installed
 	$(PYTEST) -m "$(FAST)" $(OLDEST_WITHOUT_MODELS)
-	PYTHONPATH=.venv-oldest/models $(PYTEST) -m "$(FAST)"
+	PYTHONPATH=$(CURDIR)/.venv-oldest/models $(PYTEST) -m "$(FAST)"
 
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt Makefile
 	test -x .venv-oldest/bin/python || $(call interpreter,$(OLDEST_PYTHON)) -m venv .venv-oldest
