@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 from lightning_obs import CalibrationError, load_checkpoint
 from tests.callbacks.qat_modules import from_step
 from tests.callbacks.test_qat_ranks import OPTIONS, SYMMETRIC_W4, W4, Trained, X, close, fit, qat, qparams_of, share
-from tests.lightning_package import Callback, ModelCheckpoint
+from tests.lightning_package import Callback, ModelCheckpoint, needs_exact_resumption
 from tests.lightning_ranks import WIDTH, like_torchrun, same
 from tests.rank_processes import run_ranks
 
@@ -48,6 +48,7 @@ def on_resume(rank, folder, options, steps):
 ON_RANKS = {"INT8_STATIC", "observe val", "histogram", "moving", "learned"}  # every night all; on one device in CI
 
 
+@needs_exact_resumption
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -65,6 +66,7 @@ def observation_in(path):
     return next(state["training"] for state in states.values() if "training" in state)["observed"]
 
 
+@needs_exact_resumption
 def test_a_half_done_observation_goes_on_with_another_number_of_ranks_where_that_is_exact(tmp_path):
     options = OPTIONS["histogram"]
     _, expected = run_ranks(on_resume, 2, tmp_path, options, ())[0]
