@@ -62,7 +62,7 @@ def test_every_recipe_prints_its_four_perplexities(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_a_recipe_that_brings_nothing_back_fails(tiny, tmp_path):
-    nothing = ("trainer.max_steps=1", "model.learning_rate=0")
+    nothing = ("trainer.max_steps=1", "model.learning_rate=1e-12")
     done = recovery(tmp_path, tiny, "--scheme", "w4a16", *nothing)
     assert done.returncode == 1
     assert "qat_w4a16: brought back 0%, less than half" in done.stderr

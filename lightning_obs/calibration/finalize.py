@@ -28,7 +28,7 @@ from lightning_obs.model.qparams import ROUNDED, as_stored, clear_qparams, read_
 from lightning_obs.model.weight import onloaded, place_of, reshard, rows_here
 from lightning_obs.numerics.qparams import QParamsDict
 from lightning_obs.observers import Key, Observer
-from lightning_obs.observers.by_inputs import ByInputsObserver
+from lightning_obs.observers.by_inputs import settle_zero_inputs
 from lightning_obs.observers.statistic import all_finite, to_host
 from lightning_obs.ranks.collectives import Stretch
 from lightning_obs.ranks.sync import share_weights, sync_statistics
@@ -84,7 +84,7 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
 
     searched = [key for key in shared.modules if key[0] not in session.skipped]
     with stretch:
-        _warn_of_zero_inputs({key: session.observers[key] for key in searched})
+        _settle_zero_inputs({key: session.observers[key] for key in searched})
     taken += shared.observe(searched, synced.owners, observe, stretch)
 
     qparams: dict[str, dict[str, torch.Tensor]] = {}
@@ -154,12 +154,10 @@ def _round(
     return taken
 
 
-def _warn_of_zero_inputs(observers: Mapping[Key, Observer]) -> None:
-    """Warn of weights whose columns count alike because the inputs that should weigh them were all zero."""
-    names = []
-    for (name, _), observer in observers.items():
-        if isinstance(observer, ByInputsObserver) and observer.saw_zeros_only:
-            names.append(name)
+def _settle_zero_inputs(observers: Mapping[Key, Observer]) -> None:
+    """Find weights whose columns count alike, because the inputs that should weigh them were all zero, and warn."""
+    with_zeros = {id(observer) for observer in settle_zero_inputs(observers.values())}
+    names = [name for (name, _), observer in observers.items() if id(observer) in with_zeros]
     if names:
         warn(
             "all inputs of these modules were zero (with weigh_tokens: no prediction depends on them), so the columns "

@@ -170,7 +170,11 @@ class QuantizationAwareTraining(QuantizedFit):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn if training scales alone has changed none: a float8 is its neighbour only after 3 to 6 %."""
+        """Observe the trained weights; warn if training scales alone has changed none.
+
+        A float8 scale takes a change of 3 to 6 % to become its neighbour.
+        """
+        super().on_train_end(trainer, pl_module)
         learned = None if self._training is None or self.train != "scales" else self._training.learned
         if learned is not None and trainer.is_global_zero and trainer.global_step and not learned.has_changed:
             warn(f"{self.label}: no scale has changed in {trainer.global_step} steps; raise the learning rate (0.01)")

@@ -20,7 +20,7 @@ from lightning_obs.calibration.options import CalibrationOptions, takes_keywords
 from lightning_obs.calibration.saved_state import refuse_other_options
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.base import SessionCallback, SessionKeywords, require_at_least
-from lightning_obs.callbacks.lightning_package import TrainerFn
+from lightning_obs.callbacks.lightning_package import TrainerFn, class_of
 from lightning_obs.errors import CalibrationError, require_choice, warn
 from lightning_obs.files.read import naming
 from lightning_obs.files.sealed import sealed
@@ -29,6 +29,10 @@ from lightning_obs.schemes.config import SchemeLike
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+
+#: Lightning's callbacks that put other weights into the model when training ends
+_AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 
 
 class FitKeywords(SessionKeywords, total=False):
@@ -166,16 +170,23 @@ class QuantizedFit(SessionCallback):
             rank_zero_info(f"{self.label}: ranges of activations from {training.session.batches} batches")
 
     @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Observe the weights that were trained since the last validation, so that they can be exported.
+
+        The strategy has not been torn down yet: the model is on its device, and ranks can communicate. A callback that
+        averages weights puts them into the model in this hook, perhaps later than here; then the last validation, which
+        ran with averaged weights, stands.
 
         Checkpoints that are saved afterwards have the state in which training ended: a run that resumes from them goes
         on as if it had not stopped.
         """
         training = self._training
-        if training is not None and training.has_trained and training.has_all_ranges:
-            self._state_of_fit = self.state_of(training.session)
-            training.refresh_weights()
+        if training is None or not training.has_trained or not training.has_all_ranges:
+            return
+        if any(class_of(callback, *_AVERAGING) for callback in trainer.callbacks):
+            return
+        self._state_of_fit = self.state_of(training.session)
+        training.refresh_weights()
 
     # ------------------------------------------------------------------ validate, test and predict
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_obs.errors import CalibrationError
 from lightning_obs.observers.base import Observer
 from lightning_obs.observers.mse import MemorylessMSEObserver
+from lightning_obs.observers.statistic import all_zero
 
 
 class ByInputsObserver(MemorylessMSEObserver):
@@ -32,6 +33,11 @@ class ByInputsObserver(MemorylessMSEObserver):
     strict: bool
     weigh_tokens: bool
     input_count: torch.Tensor
+
+    #: whether all inputs that were seen were zero; None: the observer asks by itself, and waits for its device.
+    #: :func:`settle_zero_inputs` asks for all observers at once.
+    inputs_are_zero: bool | None = None
+    _settings = (*MemorylessMSEObserver._settings, "inputs_are_zero")
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
@@ -53,20 +59,21 @@ class ByInputsObserver(MemorylessMSEObserver):
     def lacks_inputs(self) -> bool:
         return self.strict and not hasattr(self, "input_count")
 
-    @property
-    def saw_zeros_only(self) -> bool:
-        """Whether inputs were seen, and all of them were zero: they say nothing about the columns of the weight."""
-        return hasattr(self, "input_count") and not bool(getattr(self, self.input_statistics[0]).any())
-
     @override
     def observe_without_inputs(self, weight: torch.Tensor) -> None:
         """All columns count alike where no data reached the module, even if ``strict``."""
         with patch_attr(self, "strict", False):
             self(weight)
 
+    def column_squares(self) -> torch.Tensor:
+        """The sums of the squares of the inputs that were seen, a value for each column of the weight, in any shape."""
+        sums: torch.Tensor = getattr(self, self.input_statistics[0])
+        return sums if sums.ndim == 1 else sums.diagonal(dim1=-2, dim2=-1)
+
     def _moments(self) -> torch.Tensor | None:
-        """The mean of the statistic over tokens, in float32 and relative to the mean of ``E[x ** 2]``; None if no input
-        was seen, or only zeros.
+        """The mean of the statistic over tokens, in float32 and relative to the mean of ``E[x ** 2]``.
+
+        None if no input was seen, or only zeros, which say nothing about the columns of the weight.
 
         Raises:
             CalibrationError: no input was seen, and ``strict`` is on.
@@ -76,7 +83,12 @@ class ByInputsObserver(MemorylessMSEObserver):
                 f"{type(self).__name__} saw no inputs of the module, so it cannot weigh the columns of the weight",
                 remedy="run data through the module first, or set strict=False for equal weights.",
             )
-        if not hasattr(self, "input_count") or self.saw_zeros_only:
+        if not hasattr(self, "input_count"):
+            return None
+        are_zero = self.inputs_are_zero
+        if are_zero is None:
+            are_zero = all_zero([self.column_squares()])[0]
+        if are_zero:
             return None
         mean = (getattr(self, self.input_statistics[0]) / self.input_count).float()
         squares = mean if mean.ndim == 1 else mean.diagonal(dim1=-2, dim2=-1)
@@ -116,3 +128,18 @@ class ByInputsObserver(MemorylessMSEObserver):
     @override
     def idle_limit(self) -> int | None:
         return self.patience or None
+
+
+def settle_zero_inputs(observers: Iterable[Observer]) -> list[Observer]:
+    """Set :attr:`ByInputsObserver.inputs_are_zero` of observers that saw inputs; called before weights are searched.
+
+    Returns the observers whose inputs were all zero. The host waits once for each device, however many observers.
+    """
+    by_inputs = []
+    for observer in observers:
+        if isinstance(observer, ByInputsObserver) and hasattr(observer, "input_count"):
+            by_inputs.append(observer)
+    answers = all_zero([observer.column_squares() for observer in by_inputs])
+    for observer, are_zero in zip(by_inputs, answers, strict=True):
+        observer.inputs_are_zero = are_zero
+    return [observer for observer in by_inputs if observer.inputs_are_zero]

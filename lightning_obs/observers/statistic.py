@@ -263,6 +263,17 @@ def all_finite(values: Iterable[Any]) -> bool:
     return not any(bool(torch.stack(found).any() if len(found) > 1 else found[0]) for found in answers.values())
 
 
+def all_zero(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Whether each floating point tensor is zero everywhere: the answers are read once for each device."""
+    answers = [False] * len(tensors)
+    for device in {tensor.device for tensor in tensors}:
+        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
+        largest = torch._foreach_norm([tensors[place] for place in places], torch.inf)
+        for place, magnitude in zip(places, torch.stack(largest).tolist(), strict=True):
+            answers[place] = magnitude == 0
+    return answers
+
+
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies on the CPU; one transfer for each device, for any shapes and dtypes."""
     found = [x if x.device.type != "cpu" else x.detach().clone() for x in tensors]

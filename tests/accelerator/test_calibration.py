@@ -85,18 +85,18 @@ PATHS = {
     "W4A16": Path(INT4, NOTHING, Budget(444, 13.51, 4), Budget(155, 17.04, 1)),
     "W4A16 mse": Path(INT4, NOTHING, Budget(864, 27.94, 4), Budget(155, 17.04, 1), weights("memoryless_mse")),
     "W4A16 imatrix_mse": Path(
-        INT4, Budget(64, 1.57, 0), Budget(945, 28.23, 5), Budget(155, 17.04, 1), weights("imatrix_mse")
+        INT4, Budget(64, 1.57, 0), Budget(947, 28.23, 6), Budget(155, 17.04, 1), weights("imatrix_mse")
     ),
     "W4A16 local_hessian": Path(
-        INT4, Budget(48, 2.47, 0), Budget(1505, 494.11, 5), Budget(155, 17.04, 1), weights("local_hessian")
+        INT4, Budget(48, 2.47, 0), Budget(1507, 494.11, 6), Budget(155, 17.04, 1), weights("local_hessian")
     ),
     "W4A16 hessian": Path(
-        INT4, Budget(48, 5.48, 0), Budget(13021, 2221.66, 5), Budget(155, 17.04, 1), weights("hessian")
+        INT4, Budget(48, 5.48, 0), Budget(13023, 2221.66, 6), Budget(155, 17.04, 1), weights("hessian")
     ),
     "W4A16 gptq": Path(
         INT4,
         Budget(48, 5.48, 0),
-        Budget(13461, 2276.76, 19),
+        Budget(13463, 2276.76, 20),
         Budget(169, 20.34, 1),
         weights("hessian", rounding="gptq"),
     ),
@@ -108,7 +108,7 @@ PATHS = {
     "experts, siblings": Path(
         W4A16_32,
         Budget(230, 1.19, 2),
-        Budget(2023, 5.25, 5),
+        Budget(2025, 5.25, 6),
         Budget(407, 4.89, 3),
         weights("imatrix_mse", on_missing="siblings"),
         mixture,
@@ -116,7 +116,7 @@ PATHS = {
     "experts, all tokens": Path(
         W4A16_32,
         Budget(270, 2.2, 2),
-        Budget(2023, 5.25, 5),
+        Budget(2025, 5.25, 6),
         Budget(407, 4.89, 3),
         weights("imatrix_mse", calibrate_all_experts=True),
         mixture,
@@ -148,7 +148,7 @@ PATHS = {
     "experts, token mask": Path(
         W4A16_32,
         Budget(260, 1.34, 3),
-        Budget(2023, 5.25, 5),
+        Budget(2025, 5.25, 6),
         Budget(407, 4.89, 3),
         weights("imatrix_mse", on_missing="siblings", masked=True),
         mixture,
