@@ -17,6 +17,10 @@ import torch
 from torch import nn
 
 from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.packages import require_release
+
+#: the first release whose loader has ``apply_converters``, which says what becomes of a name
+_OLDEST_TO_ASK = "5.21"
 
 
 def names_in_files(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
@@ -106,14 +110,21 @@ def is_replaced(module: nn.Module) -> bool:
 
 
 def _converters(model: nn.Module) -> tuple[Any, list[Any]]:
-    """The module of transformers' loader, and what it does to weights beyond renaming; None: not of transformers."""
+    """The module of transformers' loader, and what it does to weights beyond renaming; None: not of transformers.
+
+    Raises:
+        CalibrationError: it converts weights, and this release of transformers cannot tell which.
+    """
     loading, mapping = (
         sys.modules.get(f"transformers.{name}") for name in ("core_model_loading", "conversion_mapping")
     )
     if loading is None or mapping is None or not is_transformers_model(model):
         return None, []
     found = mapping.get_model_conversion_mapping(model, add_legacy=False)  # without those of a quantizer
-    return loading, [one for one in found if isinstance(one, loading.WeightConverter)]
+    converters = [conversion for conversion in found if isinstance(conversion, loading.WeightConverter)]
+    if converters:
+        require_release("transformers", _OLDEST_TO_ASK, f"{type(model).__name__}, whose weights transformers converts,")
+    return loading, converters
 
 
 def _has(converter: Any, step: str) -> bool:
