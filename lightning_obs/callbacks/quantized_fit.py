@@ -20,7 +20,7 @@ from lightning_obs.calibration.options import CalibrationOptions, takes_keywords
 from lightning_obs.calibration.saved_state import refuse_other_options
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.base import SessionCallback, SessionKeywords, require_at_least
-from lightning_obs.callbacks.lightning_package import TrainerFn, class_of
+from lightning_obs.callbacks.lightning_package import TrainerFn
 from lightning_obs.errors import CalibrationError, require_choice, warn
 from lightning_obs.files.read import naming
 from lightning_obs.files.sealed import sealed
@@ -29,10 +29,6 @@ from lightning_obs.schemes.config import SchemeLike
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-
-#: Lightning's callbacks that put other weights into the model when training ends
-_AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 
 
 class FitKeywords(SessionKeywords, total=False):
@@ -174,16 +170,14 @@ class QuantizedFit(SessionCallback):
         """Observe the weights that were trained since the last validation, so that they can be exported.
 
         The strategy has not been torn down yet: the model is on its device, and ranks can communicate. A callback that
-        averages weights puts them into the model in this hook, perhaps later than here; then the last validation, which
-        ran with averaged weights, stands.
+        averages weights puts them into the model in this hook, too; if it is listed after this one, the export refuses
+        the changed weights until a validation has observed them.
 
         Checkpoints that are saved afterwards have the state in which training ended: a run that resumes from them goes
         on as if it had not stopped.
         """
         training = self._training
         if training is None or not training.has_trained or not training.has_all_ranges:
-            return
-        if any(class_of(callback, *_AVERAGING) for callback in trainer.callbacks):
             return
         self._state_of_fit = self.state_of(training.session)
         training.refresh_weights()

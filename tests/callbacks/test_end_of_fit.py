@@ -7,6 +7,7 @@ import torch
 
 from lightning_obs import CalibrationError, QuantizationAwareTraining, load_checkpoint, quantized
 from tests.callbacks.qat_modules import W4, Regression, from_step, loader, outputs, trainer
+from tests.lightning_package import WeightAveraging, needs_weight_averaging
 
 SCHEMES = {
     "weights": {"scheme": W4},
@@ -91,3 +92,24 @@ def test_weights_that_change_after_fit_are_refused(tmp_path):
     module.net[0].weight.data += 1
     with pytest.raises(CalibrationError, match=r"have changed since.*net\.0\.weight"):
         callback.export(tmp_path / "checkpoint")
+
+
+@needs_weight_averaging
+@pytest.mark.parametrize("order", ["averaging first", "averaging last"])
+def test_averaged_weights_are_never_exported_with_the_ranges_of_others(order, tmp_path):
+    module = Regression(lr=0.1)
+    callback = QuantizationAwareTraining(W4)
+    callbacks = [callback, WeightAveraging()]
+    if order == "averaging first":
+        callbacks.reverse()
+    trainer(*callbacks, max_steps=3).fit(module, loader(), loader(seed=2))
+    if order == "averaging last":
+        with pytest.raises(CalibrationError, match=r"have changed since.*trainer\.validate"):
+            callback.export(tmp_path / "refused")
+        trainer(callback).validate(module, loader(seed=2), verbose=False)
+    callback.export(tmp_path / "checkpoint")
+    with quantized(module):
+        averaged = outputs(module)
+    loaded = Regression()
+    load_checkpoint(loaded, tmp_path / "checkpoint")
+    assert torch.equal(outputs(loaded), averaged)
