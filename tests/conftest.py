@@ -42,7 +42,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Before any test is imported: tests, and ranks and scripts that they start, import Lightning under one name."""
     os.environ["LIGHTNING_OBS_TESTS_LIGHTNING"] = config.getoption("--lightning")
-    import_module("tests.lightning_package")
+    import_module("tests.support.lightning_package")
 
 
 def pytest_itemcollected(item):

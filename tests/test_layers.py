@@ -135,7 +135,7 @@ def test_below_the_command_line_one_file_imports_lightning_so_that_no_other_asks
 
 def test_tests_of_the_callbacks_import_lightning_under_the_name_that_was_chosen():
     tests = Path(__file__).parent
-    files = [*(tests / "callbacks").rglob("*.py"), tests / "lightning_ranks.py", tests / "rank_processes.py"]
+    files = [*(tests / "callbacks").rglob("*.py"), *(tests / "support").glob("*.py")]
     imports = {file.name: lightning_imports(ast.parse(file.read_text())) for file in files}
     assert {name: modules for name, modules in imports.items() if modules} == {}
 

@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_obs import linearize_experts
 from lightning_obs.model.checksums import checksum
 from lightning_obs.numerics.histogram import count_values
-from tests.moe_models import tiny_moe
-from tests.pretend_device import DEVICE, Counts, on_cpu
-from tests.pretend_loops import add_loops
+from tests.support.moe_models import tiny_moe
+from tests.support.pretend_device import DEVICE, Counts, on_cpu
+from tests.support.pretend_loops import add_loops
 
 add_loops()
 # Tables that are made once in a process.

@@ -11,8 +11,8 @@ from accelerate import dispatch_model
 
 from lightning_obs import CalibrationSession, quantized
 from tests.accelerator.common import Budget, assert_same_bits, llama, mixture, token_batches
-from tests.moe_models import W4A16_32
-from tests.pretend_device import DEVICE, OTHER, PretendTensor, counting, on_device
+from tests.support.moe_models import W4A16_32
+from tests.support.pretend_device import DEVICE, OTHER, PretendTensor, counting, on_device
 
 INT4 = {"weights": {"num_bits": 4, "group_size": 32}}
 BLOCKS = {"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 16]}}

@@ -7,7 +7,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from lightning_obs.numerics import on_gpu
 from lightning_obs.observers import Observer
 from tests.accelerator.common import Budget, assert_same_bits
-from tests.pretend_device import DEVICE, counting
+from tests.support.pretend_device import DEVICE, counting
 
 TENSOR = {"num_bits": 8, "strategy": "tensor"}
 HEADS = {"num_bits": 8, "type": "float", "strategy": "attn_head"}

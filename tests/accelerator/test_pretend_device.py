@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.pretend_device import DEVICE, OTHER, PretendTensor, counting, on_cpu, on_device
+from tests.support.pretend_device import DEVICE, OTHER, PretendTensor, counting, on_cpu, on_device
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from lightning_obs.report.layer_errors import known_layer_errors, measure_layer_
 from tests.accelerator.common import Budget, assert_same_bits, llama, on_trainer_device, token_batches
 from tests.callbacks import qat_modules
 from tests.callbacks.calibration_modules import Plain, loader, trainer
-from tests.pretend_device import DEVICE, OTHER, PretendTensor, counting, on_cpu, on_device
+from tests.support.pretend_device import DEVICE, OTHER, PretendTensor, counting, on_cpu, on_device
 
 #: what is done, and the most that the package asks for meanwhile: launches, megabytes moved, reads
 BUDGETS = {

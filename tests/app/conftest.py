@@ -8,8 +8,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from lightning_obs.app.config_files import config_dir
-from tests.in_process import run_command_line, run_script
-from tests.tiny_model import save_tiny_llama
+from tests.support.in_process import run_command_line, run_script
+from tests.support.tiny_model import save_tiny_llama
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_obs import CalibrationError
 from lightning_obs.app.data.module import TextData
-from tests.tiny_model import tiny_tokenizer
+from tests.support.tiny_model import tiny_tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lightning_obs.app.models.pretrained import default_model_folder
-from tests.in_process import run_command_line
+from tests.support.in_process import run_command_line
 
 pytestmark = pytest.mark.slow
 #: batches to calibrate on and to measure on, and the perplexity of the unquantized model on the latter

@@ -7,8 +7,8 @@ import torch
 
 from lightning_obs.app.main import run
 from lightning_obs.errors import CalibrationError
-from tests.moe_models import tiny_moe
-from tests.tiny_model import save_tiny_llama
+from tests.support.moe_models import tiny_moe
+from tests.support.tiny_model import save_tiny_llama
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from tests.in_process import Done
+from tests.support.in_process import Done
 
 TIMM = Path(sys.prefix) / "timm"
 
@@ -40,7 +40,7 @@ MODEL = "test_efficientnet"
 RUN = f"""{LAUNCH}
 import json, timm
 from pathlib import Path
-from tests.in_process import run_command_line
+from tests.support.in_process import run_command_line
 
 weights, runs = sys.argv[1:]
 torch.manual_seed(0)

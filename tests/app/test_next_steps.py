@@ -14,8 +14,8 @@ from lightning_obs.app.next_steps import is_possible, step_command
 from lightning_obs.app.tasks.task import make_task
 from lightning_obs.report.judgement import judge
 from lightning_obs.report.step import Step
-from tests.in_process import run_command_line
 from tests.report.runs import layer, run
+from tests.support.in_process import run_command_line
 
 WORDS = {
     "INT8_STATIC": ["scheme=int8_static", "observer=minmax", "observer.averaging_constant=0.05", "output_dir=out/a"],

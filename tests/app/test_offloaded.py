@@ -5,8 +5,8 @@ import shlex
 
 import pytest
 
-from tests.markdown import blocks, commands, page
-from tests.offloaded import digests, tokens
+from tests.support.markdown import blocks, commands, page
+from tests.support.offloaded import digests, tokens
 
 PAGE = page("docs/large_models.md")
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassificati
 from lightning_obs import CalibrationError
 from lightning_obs.app.data.module import DocumentData
 from lightning_obs.app.main import run
-from tests.tiny_model import save_tiny_bert, save_tiny_t5, tiny_tokenizer
+from tests.support.tiny_model import save_tiny_bert, save_tiny_t5, tiny_tokenizer
 
 SMALL = ["trainer=cpu", "trainer.enable_progress_bar=false", "data.batches=2", "data.eval_batches=2"]
 MOODS = ("bad", "good")

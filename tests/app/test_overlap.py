@@ -8,7 +8,7 @@ import torch
 from lightning_obs import CalibrationError
 from lightning_obs.app.data.module import DocumentData, TextData
 from lightning_obs.app.data.overlap import RUN, HeldOutRuns, run_hashes
-from tests.tiny_model import tiny_tokenizer
+from tests.support.tiny_model import tiny_tokenizer
 
 
 class Words:

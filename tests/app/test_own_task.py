@@ -7,7 +7,7 @@ import pytest
 
 from lightning_obs import CalibrationError
 from lightning_obs.app.main import run
-from tests.markdown import page
+from tests.support.markdown import page
 
 OWN_TASK = """\
 from lightning_obs.app.console import say

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
 from lightning_obs.app.models.pretrained import load_pretrained
 from lightning_obs.files.write import CONTENTS_FILE
-from tests.tiny_model import save_tiny_bert, save_tiny_llama, save_tiny_t5
+from tests.support.tiny_model import save_tiny_bert, save_tiny_llama, save_tiny_t5
 
 
 @pytest.fixture(scope="module")

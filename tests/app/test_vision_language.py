@@ -8,8 +8,8 @@ from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
 from lightning_obs import CalibrationSession, quantized
-from tests.markdown import commands, page
-from tests.vision_models import KINDS, save_vision_model
+from tests.support.markdown import commands, page
+from tests.support.vision_models import KINDS, save_vision_model
 
 IGNORE = ["lm_head", "re:.*(visual|vision_tower|multi_modal_projector)"]
 TOWERS = {

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationSession, export_checkpoint
-from tests.in_process import run_command_line
-from tests.markdown import commands
-from tests.moe_models import W4A16_32
-from tests.tiny_model import save_tiny_llama
+from tests.support.in_process import run_command_line
+from tests.support.markdown import commands
+from tests.support.moe_models import W4A16_32
+from tests.support.tiny_model import save_tiny_llama
 
 PAGE = (Path(__file__).parents[2] / "docs" / "large_models.md").read_text()
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.moe_models import HIDDEN
+from tests.support.moe_models import HIDDEN
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_obs import linearize_experts
-from tests.moe_models import ListBlock, StackedBlock, by_hand
+from tests.support.moe_models import ListBlock, StackedBlock, by_hand
 
 #: expert 3 gets no token, expert 2 one
 

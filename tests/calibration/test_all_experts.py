@@ -11,7 +11,7 @@ from lightning_obs.observers.min_max import StaticMinMaxObserver
 
 #: expert 3 gets no token, expert 2 one
 from tests.calibration.expert_blocks import BLOCKS, INDEX, assert_ranges
-from tests.moe_models import EXPERTS, HIDDEN, GatedMLP, ListBlock, tiny_moe
+from tests.support.moe_models import EXPERTS, HIDDEN, GatedMLP, ListBlock, tiny_moe
 
 
 @BLOCKS

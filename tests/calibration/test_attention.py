@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 from lightning_obs import CalibrationError, CalibrationSession, quantized
 from lightning_obs.model.qparams import calibrated_modules, read_qparams
 from lightning_obs.report.layer_errors import measure_layer_errors
-from tests.attention_models import (
+from tests.support.attention_models import (
     CASES,
     FLOAT8,
     HEADS,

@@ -21,9 +21,9 @@ from lightning_obs import (
 )
 from lightning_obs.ranks.collectives import Collectives
 from tests.calibration import failing_observer  # noqa: F401  (registers it)
-from tests.moe_models import W4A16_32, tiny_moe
-from tests.rank_processes import run_ranks
-from tests.tiny_model import tiny_tokenizer
+from tests.support.moe_models import W4A16_32, tiny_moe
+from tests.support.rank_processes import run_ranks
+from tests.support.tiny_model import tiny_tokenizer
 
 IGNORE = ["lm_head"]
 DATA_FREE = {

@@ -15,7 +15,7 @@ from lightning_obs.report.summary import summary
 
 #: expert 3 gets no token, expert 2 one
 from tests.calibration.expert_blocks import BLOCKS, INDEX, assert_ranges, linear_block, list_block, routed
-from tests.moe_models import EXPERTS, HIDDEN, by_hand, tiny_moe
+from tests.support.moe_models import EXPERTS, HIDDEN, by_hand, tiny_moe
 
 # ---------------------------------------------------------------------- what the router sends
 

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_obs import CalibrationSession, export_checkpoint, load_checkpoint, quantized
 from lightning_obs.ranks.collectives import Collectives
-from tests.lightning_ranks import Net, like_torchrun, samples
-from tests.rank_processes import run_ranks
+from tests.support.lightning_ranks import Net, like_torchrun, samples
+from tests.support.rank_processes import run_ranks
 
 KEYS = ["0.input_scale", "0.weight_scale", "2.1.input_scale", "2.1.weight_scale"]
 

@@ -16,7 +16,7 @@ from lightning_obs import CalibrationError, CalibrationSession
 from lightning_obs.observers import Observer
 from lightning_obs.observers.min_max import MemorylessMinMaxObserver, StaticMinMaxObserver
 from lightning_obs.ranks.collectives import Collectives
-from tests.rank_processes import run_ranks
+from tests.support.rank_processes import run_ranks
 
 
 def fail_on_rank_1():

@@ -25,7 +25,7 @@ from lightning_obs import (
 )
 from lightning_obs.files.tensors import TensorReader
 from tests.calibration.test_checkpoint_weights import IGNORE, quantization, sums, tiny_llama
-from tests.moe_models import W4A16_32, tiny_moe
+from tests.support.moe_models import W4A16_32, tiny_moe
 
 GPTQ = {"ignore": IGNORE, "observers": {"weight": "hessian"}, "rounding": "gptq"}
 STATIC = {"ignore": IGNORE, "observers": {"input": "static_minmax"}}

@@ -16,7 +16,7 @@ from lightning_obs.files.tensors import TensorReader
 from lightning_obs.ranks.collectives import Collectives
 from tests.calibration.test_checkpoint_weights import sums, tiny_llama
 from tests.calibration.test_layerwise import STATIC, in_memory, make_batches, require_same
-from tests.rank_processes import run_ranks
+from tests.support.rank_processes import run_ranks
 
 _CALLS = ("open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.truncate", "os.chmod")
 

@@ -29,8 +29,8 @@ from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.offload import at_rest, device_of, is_offloaded
 from lightning_obs.model.weight import held, model_bytes, onloaded
 from lightning_obs.report.layer_errors import known_layer_errors, measure_layer_errors
-from tests.moe_models import tiny_moe
-from tests.offloaded import (
+from tests.support.moe_models import tiny_moe
+from tests.support.offloaded import (
     WAYS,
     blocks_on_cpu,
     compressed_tensors_cpu,
@@ -44,7 +44,7 @@ from tests.offloaded import (
     on_disk,
     tokens,
 )
-from tests.tiny_model import save_tiny_llama
+from tests.support.tiny_model import save_tiny_llama
 
 W4 = {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}
 SCHEMES = {

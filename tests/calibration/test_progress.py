@@ -13,7 +13,7 @@ from lightning_obs import CalibrationSession
 from lightning_obs.app.console import bytes_done
 from lightning_obs.ranks.collectives import Collectives
 from tests.calibration.test_weights import Layers, options, shard
-from tests.rank_processes import run_ranks
+from tests.support.rank_processes import run_ranks
 
 
 def searched(model, collectives=None, **given):

@@ -14,7 +14,7 @@ from lightning_obs import CalibrationSession
 from lightning_obs.calibration.saved_state import dump_observation, load_observation
 from lightning_obs.observers import Observer
 from lightning_obs.ranks.collectives import Collectives
-from tests.rank_processes import run_ranks
+from tests.support.rank_processes import run_ranks
 
 SCHEME = {"input_activations": {"num_bits": 8, "symmetric": False, "strategy": "tensor"}}
 NAMES = ["static_minmax", "minmax", "mse", "histogram", "percentile", "normal_observer", "clipped"]

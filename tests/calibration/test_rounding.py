@@ -18,7 +18,7 @@ from lightning_obs import (
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.report.layer_errors import measure_layer_errors
 from tests.calibration.expert_blocks import INDEX, linear_block
-from tests.rank_processes import run_ranks
+from tests.support.rank_processes import run_ranks
 
 NEAREST = {"weight": "memoryless_minmax"}
 OPTIONS = {"observers": {"weight": "hessian"}, "rounding": "gptq"}

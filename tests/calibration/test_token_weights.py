@@ -23,8 +23,8 @@ from lightning_obs.forward.probe import fisher_probe, random_signs
 from lightning_obs.numerics.rounding import round_by_hessian
 from tests.calibration.test_checkpoint_weights import tiny_llama as tiny_llama_of
 from tests.callbacks.calibration_modules import trainer
-from tests.moe_models import tiny_moe
-from tests.rank_processes import run_ranks
+from tests.support.moe_models import tiny_moe
+from tests.support.rank_processes import run_ranks
 
 INT4 = {"weights": {"num_bits": 4, "group_size": 16}}
 WEIGHED = {"weight": {"name": "hessian", "weigh_tokens": True}}

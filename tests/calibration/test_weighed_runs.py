@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from lightning_obs import CalibrationError, CalibrationSession
 from tests.calibration.test_token_weights import IGNORE, INT4, Reader, inputs, observed
-from tests.rank_processes import run_ranks
+from tests.support.rank_processes import run_ranks
 
 
 def observers(weigh=True):

@@ -18,7 +18,7 @@ from lightning_obs.model.checksums import changed_since, checksums
 from lightning_obs.observers import StaticMinMaxObserver
 from lightning_obs.observers.mse import MemorylessMSEObserver
 from lightning_obs.ranks.collectives import Collectives
-from tests.rank_processes import run_ranks
+from tests.support.rank_processes import run_ranks
 
 GLOBAL = {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
 STRATEGIES = {

@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_obs.model.qparams import read_qparams
-from tests.lightning_package import L
+from tests.support.lightning_package import L
 
 #: options of a quiet Trainer
 OFF = {

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.model.qparams import read_qparams
-from tests.lightning_package import L, ModelCheckpoint
+from tests.support.lightning_package import L, ModelCheckpoint
 
 W4 = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 8}}
 ASYMMETRIC = {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel", "symmetric": False}}

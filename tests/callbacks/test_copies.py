@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_obs import CalibrationCallback, QuantizationAwareTraining, quantized
 from tests.callbacks import calibration_modules, qat_modules
 from tests.callbacks.qat_modules import left_behind
-from tests.lightning_package import L
+from tests.support.lightning_package import L
 
 
 def averaged(net):

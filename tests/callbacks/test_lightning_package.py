@@ -8,7 +8,7 @@ import pytest
 from lightning_obs import CalibrationCallback
 from lightning_obs.callbacks.lightning_package import class_of
 from tests.callbacks.calibration_modules import OFF, Plain, loader
-from tests.lightning_package import L, ModelCheckpoint
+from tests.support.lightning_package import L, ModelCheckpoint
 
 ONE_NAME = """
 import sys

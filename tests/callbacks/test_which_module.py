@@ -9,7 +9,7 @@ from lightning_obs import CalibrationCallback, CalibrationError, QuantizationAwa
 from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.model.wrappers import unwrapped
 from tests.callbacks.calibration_modules import Plain, loader, trainer
-from tests.lightning_package import MESSAGES
+from tests.support.lightning_package import MESSAGES
 
 
 class Steps(Plain):

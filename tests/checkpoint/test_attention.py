@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from lightning_obs import CalibrationError, export_checkpoint, load_checkpoint, quantized
 from lightning_obs.errors import CalibrationWarning
-from tests.attention_models import CASES, HEADS, KV_HEADS, NAMES, attention, calibrate, logits, traces
+from tests.support.attention_models import CASES, HEADS, KV_HEADS, NAMES, attention, calibrate, logits, traces
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16], ids=str)

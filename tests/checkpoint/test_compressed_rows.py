@@ -22,7 +22,7 @@ from lightning_obs.model.qparams import get_scheme, read_qparams
 from lightning_obs.model.weight import whole_tensor
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.config import preset_names
-from tests.rank_processes import run_ranks
+from tests.support.rank_processes import run_ranks
 
 SCHEMES = [
     "FP8", "FP8_BLOCK", "FP8_DYNAMIC", "W8A8", "INT8_STATIC", "W4A8", "W4A16", "W3A16", "W8A16", "MXFP4", "MXFP6A16",

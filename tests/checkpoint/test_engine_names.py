@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationSession, export_checkpoint, linearize_experts, quantized
-from tests.moe_models import tiny_moe
+from tests.support.moe_models import tiny_moe
 
 FP8_OUTSIDE_EXPERTS = {"ignore": ["lm_head", "re:.*experts.*"]}
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, load_checkpoint, quantized
 from lightning_obs.files.tensors import TensorWriter
-from tests.versions import dequantizes_activations_too
+from tests.support.versions import dequantizes_activations_too
 
 #: what loads as it is, in any dtype and in bfloat16 only
 ANY_DTYPE = [
@@ -125,7 +125,7 @@ def test_training_goes_on_and_a_second_export_has_the_new_weights(tiny_llama, ba
 def test_a_tokenizer_is_saved_beside_it(tmp_path):
     from transformers import AutoTokenizer
 
-    from tests.tiny_model import save_tiny_llama
+    from tests.support.tiny_model import save_tiny_llama
 
     folder = save_tiny_llama(tmp_path / "tiny")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -135,7 +135,7 @@ def test_a_tokenizer_is_saved_beside_it(tmp_path):
 
 
 def test_tied_embeddings_stay_tied(tmp_path):
-    from tests.tiny_model import save_tiny_llama
+    from tests.support.tiny_model import save_tiny_llama
 
     model = AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path / "tiny"))
     calibrated(model, "W8A8", ())

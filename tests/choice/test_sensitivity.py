@@ -13,7 +13,7 @@ from lightning_obs.forward import quantized_tensors
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.quantized_tensors import fake_quantize_with
 from lightning_obs.numerics.moments import channel_products
-from tests.moe_models import tiny_moe
+from tests.support.moe_models import tiny_moe
 
 INT4 = {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}
 INT8 = {"weights": {"num_bits": 8, "strategy": "channel"}}

@@ -9,7 +9,7 @@ import torch
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
 from lightning_obs.engines.engine import ENGINES, Engine, Hardware
-from tests.markdown import blocks, page
+from tests.support.markdown import blocks, page
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import torch
 
 from lightning_obs import linearize_experts
 from lightning_obs.errors import CalibrationError, CalibrationWarning
-from tests.moe_models import tiny_moe
 from tests.schemes.plans import asked, plan
+from tests.support.moe_models import tiny_moe
 
 ENGINES = ("SGLang", "llama.cpp")
 TOKEN8 = {"num_bits": 8, "strategy": "token", "dynamic": True}

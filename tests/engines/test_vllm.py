@@ -1,4 +1,7 @@
-"""What vLLM loads and on what it runs, as this package has it; `tests/test_engines.py` holds that against vLLM."""
+"""What vLLM loads and on what it runs, as this package has it.
+
+``tests/engines/test_schemes_in_vllm.py`` holds that against vLLM.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from torch import nn
 from lightning_obs import linearize_experts
 from lightning_obs.engines import Hardware
 from lightning_obs.errors import CalibrationError, CalibrationWarning
-from tests.moe_models import tiny_moe
 from tests.schemes.plans import asked, plan
+from tests.support.moe_models import tiny_moe
 
 TOKEN8 = {"num_bits": 8, "strategy": "token", "dynamic": True}
 FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}

@@ -20,7 +20,7 @@ from tests.forward.quantized_modules import (
     two_layers,
 )
 from tests.numerics.fake_quantize_cases import quiet
-from tests.rank_processes import run_ranks
+from tests.support.rank_processes import run_ranks
 
 
 def test_no_parameter_is_without_a_gradient(everything):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_model import save_tiny_llama
+from tests.support.tiny_model import save_tiny_llama
 
 #: in a process of its own: the harness configures logging and datasets for the whole process
 SCRIPT = """

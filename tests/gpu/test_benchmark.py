@@ -1,12 +1,12 @@
-"""benchmarks/gpu.py and gpu_model.py, on the CPU and where there is one on a CUDA device."""
+"""benchmarks/cost/gpu.py and gpu_model.py, on the CPU and where there is one on a CUDA device."""
 
 import re
 import runpy
 from pathlib import Path
 
-from tests.in_process import run_script
+from tests.support.in_process import run_script
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cost" / "gpu.py"
 
 
 def test_every_observer_has_a_time_and_a_share_of_the_bandwidth(device, tmp_path):

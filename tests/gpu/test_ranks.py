@@ -5,9 +5,9 @@ import torch
 from torch import distributed as dist
 
 from lightning_obs.ranks.collectives import Collectives
-from tests.callbacks.test_fsdp2 import Sharded, sharded_trainer
-from tests.lightning_ranks import Module, calibration, like_torchrun, loader, samples, trainer
-from tests.rank_processes import run_ranks
+from tests.callbacks.ranks.test_fsdp2 import Sharded, sharded_trainer
+from tests.support.lightning_ranks import Module, calibration, like_torchrun, loader, samples, trainer
+from tests.support.rank_processes import run_ranks
 
 EVERY = samples(24, experts=(0, 1, 2))
 

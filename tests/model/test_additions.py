@@ -16,10 +16,10 @@ from lightning_obs.forward.quantized_tensors import Switch
 from lightning_obs.model.additions import keep_hook_out, set_attributes
 from lightning_obs.model.qparams import calibrated_modules, get_scheme, read_qparams
 from lightning_obs.report.layer_errors import measure_layer_errors
-from tests.attention_models import attention
 from tests.calibration.expert_blocks import INDEX, linear_block
 from tests.forward.quantized_modules import EVERYTHING, Everything, calibrated, tokens
-from tests.moe_models import HIDDEN
+from tests.support.attention_models import attention
+from tests.support.moe_models import HIDDEN
 
 STATIC = "INT8_STATIC"
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs")

@@ -27,9 +27,9 @@ from lightning_obs.model.weight import (
 from lightning_obs.model.wrappers import unwrapped, without_wrappers
 from lightning_obs.moe.experts import LinearExperts
 from lightning_obs.ranks.collectives import Collectives
-from tests.lightning_ranks import exact
-from tests.moe_models import HIDDEN, StackedBlock
-from tests.rank_processes import run_ranks
+from tests.support.lightning_ranks import exact
+from tests.support.moe_models import HIDDEN, StackedBlock
+from tests.support.rank_processes import run_ranks
 
 
 class Tied(nn.Module):

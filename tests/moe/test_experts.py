@@ -13,7 +13,7 @@ from lightning_obs import (
     linearize_experts,
 )
 from lightning_obs.moe.experts import fused_experts, hub_names, routers
-from tests.moe_models import EXPERTS, HIDDEN, StackedBlock, StackedExperts, tiny_moe
+from tests.support.moe_models import EXPERTS, HIDDEN, StackedBlock, StackedExperts, tiny_moe
 
 KINDS = ["qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "deepseek_v3"]
 

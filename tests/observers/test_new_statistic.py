@@ -12,7 +12,7 @@ from torch import nn
 from lightning_obs import CalibrationSession, Observer, export_checkpoint, quantized
 from lightning_obs.observers import Statistic
 from lightning_obs.ranks.collectives import Collectives
-from tests.rank_processes import run_ranks
+from tests.support.rank_processes import run_ranks
 
 
 class PowerMeanObserver(Observer):

@@ -11,7 +11,7 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import sync_statistics
 from tests.observers.contract import BUILT_IN, INT8, MEMORYLESS, Largest, make
-from tests.rank_processes import run_ranks
+from tests.support.rank_processes import run_ranks
 
 every_observer = pytest.mark.parametrize("name", BUILT_IN)
 

@@ -14,7 +14,7 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Observer
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import partition, share_weights, sync_statistics
-from tests.rank_processes import run_ranks
+from tests.support.rank_processes import run_ranks
 
 #: elements of a block of Llama-3.2-1B's Linear layers (q, k, v, o, gate, up, down), 16 of them, and lm_head
 LLAMA = [2048 * n for n in (2048, 512, 512, 2048, 8192, 8192, 8192)] * 16 + [2048 * 128256]

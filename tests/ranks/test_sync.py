@@ -12,9 +12,9 @@ from lightning_obs.observers.statistic import Statistic
 from lightning_obs.ranks import reduction
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import share_weights, sync_statistics
-from tests.lightning_ranks import same
-from tests.rank_processes import run_ranks
 from tests.ranks.common import EXACT, INT8, batches, counting, make, statistics
+from tests.support.lightning_ranks import same
+from tests.support.rank_processes import run_ranks
 
 # ---------------------------------------------------------------------- exact in any partition
 

@@ -17,8 +17,8 @@ from lightning_obs.observers import Observer
 from lightning_obs.observers.min_max import StaticMinMaxObserver
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import sync_statistics
-from tests.rank_processes import run_ranks
 from tests.ranks.common import INT8, error_of, make
+from tests.support.rank_processes import run_ranks
 
 
 def on_bad_data(rank, name, bad):

@@ -13,9 +13,9 @@ from torch import distributed as dist
 from lightning_obs.observers import Observer
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import sync_statistics
-from tests.lightning_ranks import same
-from tests.rank_processes import run_ranks
 from tests.ranks.common import INT8, batches, counting, make, statistics
+from tests.support.lightning_ranks import same
+from tests.support.rank_processes import run_ranks
 
 # ---------------------------------------------------------------------- observers of users, and other details
 

@@ -8,7 +8,7 @@ from lightning_obs.report import grade
 from lightning_obs.report.facts import Report
 from lightning_obs.report.judgement import judge
 from lightning_obs.report.predictions import Moved
-from tests.markdown import page
+from tests.support.markdown import page
 
 
 def metrics(**values):

@@ -10,7 +10,7 @@ from lightning_obs.numerics.histogram import count_values, join_supports, suppor
 from lightning_obs.numerics.qparams import compute_global_scale, compute_qparams, flatten_for_calibration
 from lightning_obs.numerics.quantization_error import counted_error, difference_error, grid_error, only_range
 from lightning_obs.report.metrics import LayerSums
-from tests.rank_processes import run_ranks
+from tests.support.rank_processes import run_ranks
 
 ARGS = [
     QuantizationArgs(num_bits=8, strategy="tensor"),

@@ -17,8 +17,8 @@ from lightning_obs.report.layer_errors import LayerError, known_layer_errors
 from lightning_obs.report.metrics import TensorError
 from lightning_obs.report.page import write_csv, write_report
 from lightning_obs.report.summary import comparison_table, print_report, summary
-from tests.markdown import page
 from tests.report.pages import made_up
+from tests.support.markdown import page
 
 
 def test_the_page_is_one_file_that_asks_for_nothing(folder):

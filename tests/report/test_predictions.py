@@ -7,7 +7,7 @@ from torchmetrics import KLDivergence
 
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.report.predictions import Predictions
-from tests.rank_processes import run_ranks
+from tests.support.rank_processes import run_ranks
 
 
 class Head(nn.Module):

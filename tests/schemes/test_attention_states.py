@@ -10,8 +10,8 @@ from lightning_obs import CalibrationError, export_checkpoint
 from lightning_obs.errors import CalibrationWarning
 from lightning_obs.schemes.attention_states import StatesConfig
 from lightning_obs.schemes.config import label, resolve_config
-from tests.attention_models import FLOAT8, LAYERS, NAMES, attention, calibrate
 from tests.schemes.plans import plan
+from tests.support.attention_models import FLOAT8, LAYERS, NAMES, attention, calibrate
 
 # ---------------------------------------------------------------------- what can be written
 

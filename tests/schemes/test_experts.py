@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_obs import CalibrationError, CalibrationSession, CalibrationWarning, linearize_experts
-from tests.moe_models import EXPERTS, FP8_BLOCK, W4A16_32, W4A16_ASYM, StackedBlock, tiny_moe
+from tests.support.moe_models import EXPERTS, FP8_BLOCK, W4A16_32, W4A16_ASYM, StackedBlock, tiny_moe
 
 
 def test_stacked_experts_are_not_left_out_in_silence():

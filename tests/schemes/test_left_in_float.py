@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_obs import CalibrationSession, CalibrationWarning, export_checkpoint
 from lightning_obs.checkpoint.export import _warn_if_not_smaller
 from lightning_obs.schemes.left_in_float import shares_in_float
-from tests.offloaded import in_memory, on_cpu
+from tests.support.offloaded import in_memory, on_cpu
 
 
 class Net(nn.Module):

@@ -26,7 +26,7 @@ from lightning_obs.calibration.options import OptionKeywords
 from lightning_obs.callbacks.base import SessionCallback, SessionKeywords
 from lightning_obs.callbacks.observed_batches import BatchKeywords, ObservedBatches
 from lightning_obs.callbacks.quantized_fit import FitKeywords, QuantizedFit
-from tests.markdown import ROOT
+from tests.support.markdown import ROOT
 
 
 def make_session(*args, **options):

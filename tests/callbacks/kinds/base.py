@@ -7,7 +7,7 @@ logged at the epoch's end. ``value`` leaves the state as a user would: cleared, 
 import torch
 from torch import nn
 
-from tests.lightning_package import L
+from tests.support.lightning_package import L
 
 
 class Base(L.LightningModule):

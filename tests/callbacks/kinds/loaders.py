@@ -18,7 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tests.lightning_package import CombinedLoader
+from tests.support.lightning_package import CombinedLoader
 
 COUNT = 8
 SAMPLES = torch.randn(COUNT, 4, generator=torch.Generator().manual_seed(2))

@@ -1,4 +1,4 @@
-"""The first tensors of ``benchmarks/search_equality.py``, which ``make nightly`` runs whole."""
+"""The first tensors of ``benchmarks/equality/search_equality.py``, which ``make nightly`` runs whole."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.in_process import run_script
+from tests.support.in_process import run_script
 
-SCRIPT = Path(__file__).parents[3] / "benchmarks" / "search_equality.py"
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "equality" / "search_equality.py"
 
 
 @pytest.mark.parametrize("tensors", [180, pytest.param(6000, marks=pytest.mark.nightly)])

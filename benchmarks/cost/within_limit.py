@@ -1,0 +1,94 @@
+"""Calibrate a real model in less memory than its weights take, as the system enforces it.
+
+    python benchmarks/cost/within_limit.py              # 300 MB above imports, for 538 MB of weights
+    python benchmarks/cost/within_limit.py --limit 200
+    python benchmarks/cost/within_limit.py --limit 4000 --model <folder>
+
+The default model (SmolLM2-135M-Instruct, float32) is calibrated to FP8 on 8 x 256 tokens of Python's documentation, in
+a process of its own whose data segment cannot grow beyond the limit (RLIMIT_DATA: private memory, not mapped files).
+This is done layer by layer from its files. To see that the limit holds, a second process only reads all weights into
+memory. Perplexity on other pages, before and after, is measured without a limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from lightning_obs import calibrate_layerwise
+from lightning_obs.app.models.pretrained import default_model_folder
+from lightning_obs.files.tensors import TensorReader
+from lightning_obs.numerics.kernels import launch  # noqa: F401  (numba counts as an import)
+
+
+def tokens(folder: Path, count: int, width: int, first: int) -> list[torch.Tensor]:
+    """Rows of the documentation's tokens, from row ``first`` on."""
+    text = "\n".join(topics[name] for name in sorted(topics))[: 8 * width * (first + count)]
+    rows = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"][0].split(width)
+    return [row[None] for row in rows[first : first + count]]
+
+
+def perplexity(folder: Path, batches: list[torch.Tensor]) -> float:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return math.exp(sum(model(batch, labels=batch).loss.item() for batch in batches) / len(batches))
+
+
+def limited(limit: int, folder: Path, out: Path, whole: bool) -> None:
+    """Calibrate within ``limit`` MB above what is taken now, or only bring the weights into memory."""
+    batches, status = tokens(folder, 8, 256, 0), Path("/proc/self/status").read_text()
+    found = re.search(r"VmData:\s+(\d+) kB", status)
+    assert found is not None
+    allowed = int(found[1]) * 1024 + limit * 10**6
+    resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+    if whole:
+        reader = TensorReader(folder)
+        print(len([reader.read(name) for name in reader]), "tensors in memory")
+    else:
+        calibrate_layerwise(folder, batches, "FP8", out, ignore=["lm_head"])
+
+
+def main() -> int:
+    """Return 0 if the model is calibrated within the limit, in which its weights have no room."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--limit", type=int, default=300, help="MB above imports")
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint in full precision")
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    folder = options.model or default_model_folder()
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    if options.out is not None:
+        limited(options.limit, folder, options.out, options.whole)
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-W", "ignore", __file__, "--limit", str(options.limit), "--model", str(folder)]
+        command += ["--out", f"{scratch}/out"]
+        whole = subprocess.run([*command, "--whole"], capture_output=True, text=True, check=False)
+        refused = whole.returncode != 0 and "allocate memory" in whole.stderr
+        print(f"all weights within {options.limit} MB: {'no room' if refused else whole.stdout + whole.stderr}")
+        done = subprocess.run(command, check=False)
+        print(f"layer by layer within {options.limit} MB: {'done' if done.returncode == 0 else 'failed'}")
+        if done.returncode or not refused:
+            return 1
+        held_out = tokens(folder, 8, 256, 64)
+        before, after = perplexity(folder, held_out), perplexity(Path(scratch) / "out", held_out)
+        print(f"perplexity on {8 * 256:,} held-out tokens: {before:.3f} before, {after:.3f} after")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Every command and every piece of Python in the README runs, on a tiny model; of two pages of the docs, too."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from tests.app.test_cli import ON_RANKS
+from tests.support.in_process import run_command_line
+from tests.support.markdown import ROOT, blocks, commands, page
+from tests.support.tiny_model import save_tiny_llama
+
+README = page("README.md")
+DOCS = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMMANDS = commands(README)
+APPLICATION = [c for c in (*COMMANDS, *commands(page("docs/command_line.md"))) if not c.startswith("make")]
+APPLICATION.remove(ON_RANKS)  # tests/app/test_cli.py runs it
+PYTHON = [*blocks(README, "python"), *blocks(page("docs/schemes.md"), "python")]
+
+
+class LanguageModel(L.LightningModule):
+    def __init__(self, folder):
+        super().__init__()
+        self.model = AutoModelForCausalLM.from_pretrained(folder)
+
+    def validation_step(self, batch, batch_idx):
+        self.model(**batch)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n\n".join(f"paragraph {i} " * 30 for i in range(8)))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", APPLICATION)
+def test_the_command_runs(command, tiny, text, tmp_path):
+    command = command.replace("<folder or hub name>", str(tiny)).replace("<text, jsonl or dataset folder>", str(text))
+    words = shlex.split(command)
+    assert words[:3] == ["python", "-m", "lightning_obs"]
+    own = [word for word in words[3:] if not word.startswith("--")]
+    flags = [word for word in words[3:] if word.startswith("--")]
+    new_process = not own
+    small = ["trainer.enable_progress_bar=false", "data.tokens=16", "data.eval_batches=1"]
+    small += [] if "data.batches" in command else ["data.batches=1"]
+    small += [] if "model.path" in command else [f"model.path={tiny}"]
+    if new_process:
+        line = [sys.executable, "-W", "ignore", "-m", "lightning_obs", *flags, *own, *small]
+        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    else:
+        done = run_command_line(*flags, *own, *small, *([] if flags else ["export.verify=false"]), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_make_target_that_is_named_is_there():
+    named = {c.split()[1] for c in COMMANDS if c.startswith("make")}
+    named |= set(re.findall(r"`make (\w+)`", README + "".join(path.read_text() for path in DOCS)))
+    assert {"demo", "test", "parity"} <= named
+    assert named <= set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+
+
+def test_ci_runs_the_readmes_test_command():
+    assert "make test" in COMMANDS
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("make test")
+
+
+@pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
+@pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX` has been removed")  # the README's own Trainer
+def test_the_python_runs(code, tiny, tmp_path, monkeypatch, own_registry):
+    monkeypatch.chdir(tmp_path)
+    module = LanguageModel(tiny)
+    batch = {"input_ids": torch.randint(3, 128, (2, 16))}
+    from lightning_obs import CalibrationCallback
+
+    exec(
+        compile(code, "README.md", "exec"),
+        {
+            "module": module,
+            "model": module.model,
+            "loader": DataLoader([batch], batch_size=None),
+            "batch": batch,
+            "CalibrationCallback": CalibrationCallback,
+        },
+    )
+
+
+def test_every_link_to_a_file_leads_somewhere():
+    for path in [ROOT / "README.md", *DOCS]:
+        for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
+            assert (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+def test_no_placeholder_is_left():
+    assert "<!--" not in README
+
+
+def test_what_a_command_printed_stands_behind_it():
+    """A paragraph that names a benchmark and ends in a colon is followed by what it printed."""
+    command = r"`(?:python benchmarks/\w+/\w+[.]py[^`]*|make (?:parity|demo|engines))`[^`]*?:\n\s*(.)"
+    promised = [first for page in (README, *(path.read_text() for path in DOCS)) for first in re.findall(command, page)]
+    assert len(re.findall(command, README)) >= 3
+    assert len(promised) > 6
+    assert set(promised) <= {"|", "`"}

@@ -1,0 +1,66 @@
+"""The docs as a site: it builds without a warning, its reference is whole, it asks nothing of the network."""
+
+import os
+import re
+import subprocess
+import sys
+
+import griffe
+import pytest
+
+import lightning_obs
+from tests.support.markdown import ROOT
+
+PAGES = {path.relative_to(ROOT / "docs").as_posix(): path.read_text() for path in (ROOT / "docs").rglob("*.md")}
+REFERENCE = {name for text in PAGES.values() for name in re.findall(r"^::: ([\w.]+)$", text, flags=re.MULTILINE)}
+
+
+def test_every_public_name_is_in_the_reference():
+    assert {f"lightning_obs.{name}" for name in lightning_obs.__all__} <= REFERENCE
+
+
+def test_every_name_that_the_docs_import_is_in_the_reference():
+    shown = "\n".join([*PAGES.values(), (ROOT / "README.md").read_text()])
+    imports = re.findall(r"^from (lightning_obs(?:[.](?!app)\w+)*) import (.+)$", shown, flags=re.MULTILINE)
+    names = {(module, name) for module, names in imports for name in names.split(", ")}
+    assert len(names) > 10
+    known = {name.rsplit(".", 1)[-1] for name in REFERENCE}
+    assert {name for _, name in names} <= known
+
+
+def test_every_option_has_its_text_wherever_it_is_taken():
+    hooks = griffe.load_extensions(str(ROOT / "docs" / "site_hooks.py"))
+    package = griffe.load("lightning_obs", search_paths=[ROOT], extensions=hooks, docstring_parser="google")
+    told = {}
+    for path in REFERENCE:
+        found = package[path.removeprefix("lightning_obs.")]
+        function = found.members.get("__init__") if found.is_class else found
+        if (
+            function is not None
+            and function.is_function
+            and "on_missing" in [each.name for each in function.parameters]
+        ):
+            sections = found.docstring.parse(warnings=False, warn_unknown_params=False, warn_missing_types=False)
+            texts = {
+                each.name: each.description
+                for part in sections
+                if part.kind.value == "parameters"
+                for each in part.value
+            }
+            told[path] = {each.name for each in function.parameters if not texts.get(each.name)} - {"self", "scheme"}
+    assert len(told) > 7
+    assert {path: lacking for path, lacking in told.items() if lacking} == {}
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_asks_nothing_of_the_network(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    built = {path.relative_to(tmp_path / "site").as_posix(): path.read_text() for path in tmp_path.rglob("*.html")}
+    assert {page.removesuffix(".md") + ".html" for page in PAGES} <= set(built)
+    html = "".join(built.values())
+    assert not re.findall(r"""<(?:script|img|iframe)[^>]+src="?(?:https?:)?//|<link[^>]+href="?(?:https?:)?//""", html)
+    assert not re.findall(r"<p>[^<]*:(?:class|func|meth|attr|data):", html)  # roles in docstrings
+    assert "<blockquote>" not in "".join(text for name, text in built.items() if name.startswith("reference/"))
