@@ -8,7 +8,7 @@ from lightning_obs.callbacks.auto_observers import AutoObservers
 from lightning_obs.model.qparams import read_qparams
 from lightning_obs.ranks.collectives import Collectives
 from tests.callbacks.calibration_modules import Plain, hooks_on, loader, trainer
-from tests.support.lightning_package import MESSAGES
+from tests.support.lightning_package import MESSAGES, Callback
 
 SCHEME = {
     "targets": ["Linear"],
@@ -67,9 +67,13 @@ def test_training_is_the_same_bit_for_bit_and_only_the_first_validation_chooses(
 
     callback = automatic()
     choices = []
-    log = callback.log_calibration
-    callback.log_calibration = lambda *args: (choices.append(callback.choice), log(*args))
-    module, plain = fitted(callback), fitted()
+
+    class RecordChoice(Callback):
+        def on_validation_end(self, run, *_):
+            if not run.sanity_checking:
+                choices.append(callback.choice)
+
+    module, plain = fitted(callback, RecordChoice()), fitted()
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
     assert len(choices) == 2
     assert choices[0] is choices[1]
