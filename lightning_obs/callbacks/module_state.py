@@ -24,7 +24,7 @@ import torch
 from compressed_tensors.modeling import IMPL_ATTR, KV_CACHE_ATTR
 from torch import nn
 
-from lightning_obs.model.qparams import CALIBRATED, CHECKSUMS
+from lightning_obs.model.module_qparams import CALIBRATED, CHECKSUMS
 from lightning_obs.model.wrappers import inside
 
 #: attributes that stay as they are: the tables of ``nn.Module`` itself, and results of the calibration in between
