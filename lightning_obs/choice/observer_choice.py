@@ -236,7 +236,7 @@ def _key(base_name: str, label: str) -> str:
 
 
 def _candidate(options: CalibrationOptions, base_name: str, spec: _ObserverSpec) -> dict[str, Any]:
-    """The scheme with this observer, a candidate of :func:`.sensitivity`; without the kv cache, which has no weights."""
+    """The scheme with this observer, a candidate of a sensitivity; without the kv cache, which has no weights."""
     scheme = options.config.model_copy(update={"kv_cache_scheme": None})
     return {"scheme": scheme, "observers": {base_name: spec}}
 
