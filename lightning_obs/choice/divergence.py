@@ -45,7 +45,7 @@ from lightning_obs.model.kinds import holds_parameters
 from lightning_obs.model.module_qparams import args_of, read_qparams
 from lightning_obs.model.offload import at_rest, brought_in_by, is_offloaded
 from lightning_obs.model.weight import onloaded
-from lightning_obs.observers.statistic import to_host
+from lightning_obs.numerics.many_tensors import to_host
 
 #: the errors of this many neighbouring tokens are summed before they are squared
 BLOCK = 16
