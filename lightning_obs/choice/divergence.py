@@ -42,10 +42,10 @@ from lightning_obs.forward.quantized_tensors import STATE
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out, set_attributes
 from lightning_obs.model.kinds import holds_parameters
+from lightning_obs.model.module_qparams import args_of, read_qparams
 from lightning_obs.model.offload import at_rest, brought_in_by, is_offloaded
-from lightning_obs.model.qparams import args_of, read_qparams
 from lightning_obs.model.weight import onloaded
-from lightning_obs.observers.statistic import to_host
+from lightning_obs.numerics.many_tensors import to_host
 
 #: the errors of this many neighbouring tokens are summed before they are squared
 BLOCK = 16
