@@ -1,10 +1,10 @@
 """Safetensors files by position: tensors are written and read one at a time, in any order.
 
 safetensors writes a file from all of its tensors at once, and maps a whole file to read it. Here a file begins with its
-complete header. Then each tensor, or some of its rows, is written to its place, and one tensor, or one item of its first
-dimension, is read: nothing else is in memory.
+complete header. Then each tensor, or some of its rows, is written to its place, and one tensor, or one item of its
+first dimension, is read: nothing else is in memory.
 
-The format: 8 bytes, the length of the header; the header in JSON, ``{name: {dtype, shape, data_offsets}}``; the tensors.
+The format: the length of the header in 8 bytes; the header in JSON, ``{name: {dtype, shape, data_offsets}}``; tensors.
 """
 
 from __future__ import annotations

@@ -162,6 +162,8 @@ def require_room(partial: Path, size: int) -> None:
 def _errors_name(path: Path) -> Iterator[None]:
     """A block that writes ``path``: errors of the system become a :class:`CalibrationError` that names it."""
     try:
+        if "\0" in str(path):
+            raise OSError(errno.EINVAL, "a path cannot hold a NUL")
         yield
     except (OSError, SafetensorError, UnicodeEncodeError) as error:
         raise CalibrationError(
@@ -173,8 +175,6 @@ def _errors_name(path: Path) -> Iterator[None]:
 
 def _real_path(path: Path) -> Path:
     """The path without symlinks."""
-    if "\0" in str(path):
-        raise OSError(errno.EINVAL, "a path cannot hold a NUL")
     return Path(os.path.realpath(path))
 
 
