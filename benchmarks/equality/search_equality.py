@@ -5,8 +5,8 @@
 
 Each tensor is searched twice, with the loops and as without numba: smallest and largest value of every scale must be
 the same. Every dtype meets every format; values, shape, norm, expansion, patience and importance are drawn. Two in
-three tensors hold odd values: tiny, huge, at the end of float16 and above, constant, zeros of both signs, on the format's
-own grid, rows of very different size. No NaN or infinity: they are no range.
+three tensors hold odd values: tiny, huge, at the end of float16 and above, constant, zeros of both signs, on the
+format's own grid, rows of very different size. No NaN or infinity: they are no range.
 
 Loops do not read float64, so there the definition runs twice; it must end all the same. Exit code 1 if any differs.
 """

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
 from lightning_obs.checkpoint.compress import compressor_of, module_entries
-from lightning_obs.model.qparams import get_scheme, read_qparams
+from lightning_obs.model.module_qparams import get_scheme, read_qparams
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.config import preset_names
 from tests.support.rank_processes import run_ranks
