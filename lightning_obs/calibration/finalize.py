@@ -26,10 +26,10 @@ from lightning_obs.model.checksums import remember
 from lightning_obs.model.module_qparams import ROUNDED, as_stored, clear_qparams, read_qparams, write_qparams
 from lightning_obs.model.offload import at_rest, is_offloaded
 from lightning_obs.model.weight import onloaded, place_of, reshard, whole_matrix
+from lightning_obs.numerics.many_tensors import all_finite, to_host
 from lightning_obs.numerics.qparams import QParamsDict
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.by_inputs import settle_zero_inputs
-from lightning_obs.observers.statistic import all_finite, to_host
 from lightning_obs.ranks.collectives import Stretch
 from lightning_obs.ranks.sync import share_weights, sync_statistics
 from lightning_obs.schemes.left_in_float import shares_in_float

@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
 from lightning_obs.numerics.qparams import observed_range
-from lightning_obs.observers.base import MinMaxTuple, Observer
+from lightning_obs.observers.observer import MinMaxTuple, Observer
 from lightning_obs.observers.statistic import Statistic
 
 

@@ -15,8 +15,8 @@ from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import covered_by_scale
 from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
-from lightning_obs.observers.base import Observer
 from lightning_obs.observers.min_max import MovingAverageObserver
+from lightning_obs.observers.observer import Observer
 from lightning_obs.observers.statistic import Statistic
 
 

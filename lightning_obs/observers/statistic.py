@@ -11,7 +11,7 @@ A tensor is replaced when it changes, never written to: several observers may ho
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple
@@ -21,9 +21,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import distributed as dist
 
 from lightning_obs.errors import refuse
+from lightning_obs.numerics.many_tensors import all_finite, widened
 
-#: elements of a tensor that is copied beside others
-_SMALL = 2**16
 _OPS = {"sum": "SUM", "mean": "AVG", "min": "MIN", "max": "MAX"}
 #: methods that a subclass writes to observe differently from its parent
 _PHASE_1 = {
@@ -206,7 +205,7 @@ class Statistics:
         if all_finite(statistics.values()):
             return None
         counted = {
-            name: (int((~torch.isfinite(_wide(value))).sum()), value.numel())
+            name: (int((~torch.isfinite(widened(value))).sum()), value.numel())
             for name, value in statistics.items()
             if isinstance(value, torch.Tensor) and value.is_floating_point()
         }
@@ -223,44 +222,3 @@ def equal_values(before: Any, now: Any) -> bool:
         return bool(before == now) or "__eq__" not in chain.from_iterable(map(vars, type(before).__mro__[:-1]))
     except (RuntimeError, ValueError, TypeError):  # containers of tensors
         return False
-
-
-def all_finite(values: Iterable[Any]) -> bool:
-    """Whether no tensor holds NaN or infinity: one answer is read for each device, and no large tensor is copied."""
-    answers: dict[torch.device, list[torch.Tensor]] = {}
-    alike: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            flat, key = value.reshape(-1), (value.dtype, value.device)
-            alike.setdefault(key if value.numel() <= _SMALL else (*key, len(alike)), []).append(flat)
-    for parts in alike.values():
-        wide = _wide(parts[0] if len(parts) == 1 else torch.cat(parts))
-        # NaN where a value is not finite, else zero: two operations, not five
-        answers.setdefault(wide.device, []).append((wide - wide).any())
-    return not any(bool(torch.stack(found).any() if len(found) > 1 else found[0]) for found in answers.values())
-
-
-def all_zero(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether each floating point tensor is zero everywhere: the answers are read once for each device."""
-    answers = [False] * len(tensors)
-    for device in {tensor.device for tensor in tensors}:
-        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
-        largest = torch._foreach_norm([tensors[place] for place in places], torch.inf)
-        for place, magnitude in zip(places, torch.stack(largest).tolist(), strict=True):
-            answers[place] = magnitude == 0
-    return answers
-
-
-def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies on the CPU; one transfer for each device, for any shapes and dtypes."""
-    found = [x if x.device.type != "cpu" else x.detach().clone() for x in tensors]
-    for device in {x.device for x in found if x.device.type != "cpu"}:
-        places = [place for place, x in enumerate(tensors) if x.device == device]
-        parts = [tensors[place].detach().contiguous().view(-1).view(torch.uint8) for place in places]
-        for place, part in zip(places, torch.cat(parts).cpu().split([len(part) for part in parts]), strict=True):
-            found[place] = part.clone().view(tensors[place].dtype).view(tensors[place].shape)
-    return found
-
-
-def _wide(value: torch.Tensor) -> torch.Tensor:
-    return value.float() if value.itemsize == 1 else value  # torch does not subtract float8
