@@ -34,8 +34,7 @@ from lightning_obs.forward.quantized_forward import INSIDE
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.kinds import is_transformers_model
-from lightning_obs.model.offload import at_rest, register_offload
-from lightning_obs.model.qparams import (
+from lightning_obs.model.module_qparams import (
     CHECKSUMS,
     Calibration,
     calibration_of,
@@ -46,12 +45,12 @@ from lightning_obs.model.qparams import (
     read_qparams,
     write_qparams,
 )
+from lightning_obs.model.offload import at_rest, register_offload
 from lightning_obs.model.weight import matrix_shape, register_fsdp_units
 from lightning_obs.model.wrappers import unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import LinearExperts
 from lightning_obs.numerics.histogram import Support
-from lightning_obs.observers import HessianObserver, Observer, StaticMinMaxObserver
-from lightning_obs.observers.base import Key
+from lightning_obs.observers import HessianObserver, Key, Observer, StaticMinMaxObserver
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
 from lightning_obs.schemes.config import SchemeLike, make_observer

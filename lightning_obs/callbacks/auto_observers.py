@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.copies import KeptBatches
+from lightning_obs.callbacks.kept_batches import KeptBatches
 from lightning_obs.callbacks.which_module import require_forward
 from lightning_obs.choice.observer_choice import (
     Candidates,
@@ -98,7 +98,7 @@ class AutoObservers:
         def keep(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if session.is_paused:
                 return
-            if not self._inputs.seen:
+            if not self._inputs.offered:
                 logits_of(output)  # a model without logits is an error at the first batch, not at the end
             self._inputs.add(_by_name(model, args, kwargs))
 
@@ -126,7 +126,7 @@ class AutoObservers:
         """
         model = session.model
         self._require_inputs(model)
-        kept_inputs = [inputs for inputs, _ in self._inputs.taken()]
+        kept_inputs = [inputs for inputs, _ in self._inputs.pop_all()]
         self.stop()
         session.detach()
         self.choice = choose_observers(model, kept_inputs[:SCORED], self._requested, self._candidates or None)
@@ -148,9 +148,9 @@ class AutoObservers:
                 f'observers="auto": no validation batch called {type(model).__name__}, so there is nothing to score on',
                 remedy='name the module that validation_step calls: CalibrationCallback(module="...").',
             )
-        if len(self._inputs) < self._inputs.seen:
+        if len(self._inputs) < self._inputs.offered:
             warn(
-                f'observers="auto": inputs are kept to be run again, {len(self._inputs)} of {self._inputs.seen} fit in '
+                f'observers="auto": inputs are kept to be run again, {len(self._inputs)} of {self._inputs.offered} fit in '
                 f"{KEPT_BYTES / 2**30:.1f} GiB. The others are not observed."
             )
 

@@ -60,7 +60,7 @@ class QuantizedMetrics:
     def keep_batch(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         """Keep a batch that is about to run, if a second pass will follow."""
         if self._second_pass is not None:
-            self._second_pass.see(batch, batch_idx, dataloader_idx)
+            self._second_pass.keep_batch(batch, batch_idx, dataloader_idx)
 
     def measure(
         self, trainer: Trainer, pl_module: LightningModule, trainer_session: TrainerSession, loggers: LoggedResults

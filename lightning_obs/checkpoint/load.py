@@ -17,21 +17,21 @@ from torch import nn
 
 from lightning_obs.checkpoint.compress import compressed_layout, compressor_of
 from lightning_obs.checkpoint.names_in_folder import held_at, hint_of_names, prefix_in_folder
-from lightning_obs.checkpoint.source import CONFIG_FILE
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.tensors import WEIGHTS_FILE, TensorReader
-from lightning_obs.files.write import refuse_damage, settle_dead
+from lightning_obs.files.write import clean_up_after_killed_writers, refuse_damage
 from lightning_obs.forward.quantized_forward import quantize_for_good
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.kinds import from_matrix
+from lightning_obs.model.module_qparams import write_qparams
 from lightning_obs.model.offload import is_offloaded
-from lightning_obs.model.qparams import write_qparams
 from lightning_obs.model.weight import identities, place_of
 from lightning_obs.model.wrappers import unwrapped
 from lightning_obs.schemes.build_plan import is_meant
 from lightning_obs.schemes.planned_modules import PlannedModule, expected_shapes, find_misfits
 
+CONFIG_FILE = "config.json"
 _REMEDY = "give the folder that export_checkpoint wrote for a plain module, or copy or export it again."
 
 _Tensors = dict[str, torch.Tensor]
@@ -66,7 +66,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
         remedy="load it into the whole model, then dispatch that.",
     )
     if not folder.exists():
-        settle_dead(Path(os.path.realpath(folder)).parent)
+        clean_up_after_killed_writers(Path(os.path.realpath(folder)).parent)
     raw = read_json(folder / CONFIG_FILE, remedy=_REMEDY).get("quantization_config")
     with naming(folder / CONFIG_FILE, remedy=_REMEDY):
         config = None if raw is None else QuantizationConfig.model_validate(raw)

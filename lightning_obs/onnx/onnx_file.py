@@ -1,0 +1,311 @@
+"""Export a calibrated model as one ONNX file in QDQ form, for onnxruntime and other ONNX engines.
+
+torch's exporter traces the model while its modules run the quantized forward. There a weight is ``DequantizeLinear`` of
+stored integers, and an input is ``DequantizeLinear(QuantizeLinear(input))``. Engines look for these pairs around a
+convolution or matrix product, and compute with integers where they can.
+
+Afterwards batch norms that follow a convolution are folded into it (:mod:`.graph`): an engine finds no integer
+convolution if a batch norm separates it from the next ``QuantizeLinear``. The integers do not change. The factor of
+each channel is multiplied into the weight's scale, so nothing is rounded again; a negative factor makes a negative
+scale.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, quantize
+from torch import nn
+
+from lightning_obs.errors import CalibrationError, refuse, require_bool
+from lightning_obs.files.write import whole_file
+from lightning_obs.forward.extra_runs import left_as_it_was
+from lightning_obs.forward.quantized_forward import quantize_forward
+from lightning_obs.model.checksums import require_ready
+from lightning_obs.model.kinds import from_matrix, kind_of
+from lightning_obs.model.module_qparams import (
+    ROUNDED,
+    args_of,
+    calibrated_modules,
+    get_scheme,
+    quantized_states,
+    read_qparams,
+    scheme_args,
+)
+from lightning_obs.model.offload import is_offloaded
+from lightning_obs.model.weight import in_shards, whole_matrix, whole_shape
+from lightning_obs.packages import import_package
+
+#: the first opset with 4-bit integers and scales per group
+_OPSET = 21
+_SUPPORTED = "integers of at most 8 bits for weights, of 8 bits with one calibrated range per tensor for activations"
+_REMEDY = "use INT8_STATIC or a weight-only integer scheme (W8A16, W4A16), or list them in `ignore`."
+
+
+def export_onnx(
+    model: nn.Module,
+    file: str | os.PathLike[str],
+    example: torch.Tensor | Sequence[Any] | Mapping[str, Any],
+    *,
+    dynamic_shapes: Any = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a calibrated model, or a model that :func:`~lightning_obs.load_checkpoint` loaded, as a QDQ ONNX file.
+
+    Weights are stored as the integers that a checkpoint holds (int8; int4 at 4 bits and less): at 8 bits the file has
+    about a quarter of the bytes of a float32 file. It computes what the model does under
+    :func:`~lightning_obs.quantized`, up to the order of floating point operations. Needs the packages of the extra
+    ``onnx``; writes opset 21.
+
+    Args:
+        model: a model in float32. It is traced in evaluation mode, and not changed.
+        file: path of the new file, which appears complete or not at all.
+        example: inputs to trace the model with: one tensor, positional arguments, or keyword arguments.
+        dynamic_shapes: which dimensions may vary, as :func:`torch.export.export` takes it; none by default. A batch of
+            any size: ``({0: torch.export.Dim.DYNAMIC},)``.
+        overwrite: replace an existing ``file``.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        CalibrationError: the model was not calibrated, or has changed since; QDQ cannot express the scheme (floating
+            point formats, dynamic ranges, groups of a convolution's weight, attention states); torch's exporter cannot
+            trace the model; the file exists, or cannot be written.
+
+    Reference:
+        ONNX operators QuantizeLinear and DequantizeLinear, version 21.
+    """
+    require_bool(overwrite=overwrite)
+    file = Path(file)
+    for package in ("onnx", "onnxscript"):
+        import_package(package, "export_onnx")
+    _refuse_what_onnx_cannot_hold(model)
+    if file.exists() and not (overwrite and file.is_file()):
+        raise CalibrationError(f"{file} is already there", remedy="choose another name, or set overwrite=True.")
+    with left_as_it_was(model):
+        program = _trace(model, example, dynamic_shapes)
+    from lightning_obs.onnx.graph import finish
+
+    finish(program.model, _names_of_4_bit_codes(model))
+    _save(program, file, overwrite)
+    return file
+
+
+def _names_of_4_bit_codes(model: nn.Module) -> set[str]:
+    """The names of the graph's initializers that hold weights of 4 bits or less."""
+    names = set()
+    for module_name, module in calibrated_modules(model):
+        args = args_of(module, "weight")
+        if args is not None and args.num_bits <= 4:
+            names.add(f"{module_name}.weight_codes".lstrip("."))
+    return names
+
+
+# ---------------------------------------------------------------------- refusals before tracing
+
+
+def _refuse_what_onnx_cannot_hold(model: nn.Module) -> None:
+    """Raise a CalibrationError for a model, or a scheme, that no QDQ file can represent."""
+    require_ready(model, merged_for="an ONNX file")
+    refuse(
+        [name for name, module in model.named_modules() if in_shards(module) or is_offloaded(module)],
+        "weights are sharded over ranks, or offloaded",
+        remedy="export_checkpoint, then load_checkpoint in one process and export_onnx there.",
+    )
+    calibrated = dict(calibrated_modules(model))
+    refuse(
+        [name for name, module in calibrated.items() if quantized_states(module)],
+        "ONNX has no quantized attention states",
+        remedy="leave the kv cache in full precision.",
+    )
+    other_dtypes = []
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32:
+            other_dtypes.append(f"{name} ({parameter.dtype})")
+    refuse(
+        sorted(other_dtypes),
+        "the model is not in float32, which onnxruntime's integer kernels expect",
+        remedy="calibrate it in float32.",
+    )
+    tensors_by_reason: dict[str, list[str]] = {}
+    for name, module in calibrated.items():
+        for base, args in scheme_args(get_scheme(module)):
+            reason = _reason_against(module, base, args)
+            if reason is not None:
+                tensors_by_reason.setdefault(reason, []).append(f"{name} ({base})")
+    for reason, tensors in tensors_by_reason.items():
+        refuse(tensors, f"QDQ ONNX cannot hold {reason}", expected=_SUPPORTED, remedy=_REMEDY)
+
+
+def _reason_against(module: nn.Module, base: str, args: QuantizationArgs) -> str | None:
+    """Why an ONNX file cannot hold one quantized tensor of a module; None if it can.
+
+    Args:
+        module: a calibrated module.
+        base: which of its tensors: ``"weight"``, ``"input"`` or ``"output"``.
+        args: how the scheme quantizes that tensor.
+    """
+    if args.type != "int":
+        return f"{args.num_bits}-bit floating point"
+    if base == "weight":
+        return _reason_against_weight(module, args)
+    if args.dynamic is not False:
+        return "activations whose range is found at run time"
+    if args.strategy != QuantizationStrategy.TENSOR or args.num_bits != 8:
+        return f"{args.num_bits}-bit activations per {args.strategy.value}"
+    return None
+
+
+def _reason_against_weight(module: nn.Module, args: QuantizationArgs) -> str | None:
+    """Why an ONNX file cannot hold a module's integer weight; None if it can."""
+    if args.num_bits > 8:
+        return f"{args.num_bits}-bit weights"
+    if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
+        return None
+    dimensions = len(whole_shape(module) or ())
+    is_plain_matrix = dimensions == 2 and kind_of(module).rows == 0
+    if args.strategy != QuantizationStrategy.GROUP or not is_plain_matrix:
+        return f"weights of {dimensions} dimensions per {args.strategy.value}"
+    if hasattr(module, "weight_g_idx"):
+        return "weights in activation order"
+    return None
+
+
+# ---------------------------------------------------------------------- tracing
+
+
+class _QdqWriter:
+    """Adds QuantizeLinear and DequantizeLinear to the graph for the tensors of one module, while the model is traced.
+
+    The nodes read ``buffers``, which :func:`_trace` registers on the module for the length of the trace; the
+    initializers of the graph take the names of these buffers. Activations are written as unsigned integers, with codes
+    and zero point both 128 higher. The numbers are the same, and onnxruntime's kernels for x86 take them: onnxruntime
+    1.30 converts signed activations itself, and fails at matrix products with three dimensions.
+
+    Args:
+        module: a calibrated module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        #: by base name (weight, input, output), the attributes of the DequantizeLinear node
+        self.attributes: dict[str, dict[str, Any]] = {}
+        #: integers, scales and zero points, by the names of their buffers
+        self.buffers: dict[str, torch.Tensor] = {}
+        qparams = read_qparams(module)
+        for base, args in scheme_args(get_scheme(module)):
+            scale = qparams[f"{base}_scale"]
+            zero_point = qparams.get(f"{base}_zero_point")
+            if zero_point is None:
+                zero_point = torch.zeros_like(scale)
+            zero_point = zero_point.to(torch.int8)
+            if base == "weight":
+                self.attributes[base] = self._weight_attributes(args)
+                self.buffers["weight_codes"] = self._weight_codes(args, scale, zero_point, qparams.get(ROUNDED))
+            else:
+                self.attributes[base] = {}
+                zero_point = (zero_point.short() + 128).to(torch.uint8)
+            shape = _onnx_shape(scale, args)
+            self.buffers[f"{base}_step"] = scale.float().reshape(shape)
+            self.buffers[f"{base}_zero"] = zero_point.reshape(shape)
+
+    def _weight_attributes(self, args: QuantizationArgs) -> dict[str, Any]:
+        """The weight's DequantizeLinear: the axis along which scales change, and how many values share a scale."""
+        if args.strategy == QuantizationStrategy.GROUP:
+            return {"axis": 1, "block_size": int(args.group_size or 1)}
+        return {"axis": kind_of(self.module).rows}
+
+    def _weight_codes(
+        self, args: QuantizationArgs, scale: torch.Tensor, zero_point: torch.Tensor, rounded: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The weight's integers as int8, in the shape of the weight.
+
+        ``rounded`` are the integers ``(R, C)`` that a rounding chose; None: the nearest integers are computed.
+        """
+        shape = whole_shape(self.module)
+        assert shape is not None
+        if rounded is not None:
+            return from_matrix(self.module, rounded, shape).contiguous()
+        matrix = whole_matrix(self.module)
+        assert matrix is not None
+        codes = quantize(matrix, scale, zero_point, args, dtype=torch.int8)
+        return from_matrix(self.module, codes, shape).contiguous()
+
+    def __call__(self, value: torch.Tensor, base: str) -> torch.Tensor:
+        """Add the nodes for one tensor of the module to the graph, and return their output.
+
+        The quantized forward calls it instead of quantizing and dequantizing. For a weight the stored integers are
+        read, and ``value`` gives only shape and dtype.
+        """
+        scale = getattr(self.module, f"{base}_step")
+        zero_point = getattr(self.module, f"{base}_zero")
+        add_node = partial(torch.onnx.ops.symbolic, shape=value.shape, version=_OPSET)
+        if base == "weight":
+            codes: Any = self.module.weight_codes
+        else:
+            codes = add_node("QuantizeLinear", (value, scale, zero_point), {}, dtype=torch.uint8)
+        return add_node("DequantizeLinear", (codes, scale, zero_point), self.attributes[base], dtype=value.dtype)
+
+
+def _onnx_shape(scale: torch.Tensor, args: QuantizationArgs) -> tuple[int, ...]:
+    """The shape in which ONNX takes scales: a matrix per group, a vector per channel, a scalar per tensor."""
+    if args.strategy == QuantizationStrategy.GROUP:
+        return tuple(scale.shape)
+    if args.strategy == QuantizationStrategy.CHANNEL:
+        return (-1,)
+    return ()
+
+
+def _trace(model: nn.Module, example: Any, dynamic_shapes: Any) -> Any:
+    """The model as a ``torch.onnx.ONNXProgram``, traced under the quantized forward.
+
+    Raises:
+        CalibrationError: torch's exporter failed, with an error of any class.
+    """
+    keyword_arguments: dict[str, Any] = {}
+    positional_arguments: tuple[Any, ...] = ()
+    if isinstance(example, Mapping):
+        keyword_arguments = dict(example)
+    elif isinstance(example, torch.Tensor):
+        positional_arguments = (example,)
+    else:
+        positional_arguments = tuple(example)
+    options = {"dynamo": True, "opset_version": _OPSET, "dynamic_shapes": dynamic_shapes, "verbose": False}
+    with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
+        for _, module in list(calibrated_modules(model)):
+            writer = _QdqWriter(module)
+            for name, value in writer.buffers.items():
+                module.register_buffer(name, value, persistent=False)
+                stack.callback(delattr, module, name)
+            stack.callback(quantize_forward(module, writer=writer))
+        try:
+            return torch.onnx.export(model, positional_arguments, kwargs=keyword_arguments, **options)
+        except Exception as error:
+            first_line = str(error).strip().partition("\n")[0]
+            raise CalibrationError(
+                f"torch's ONNX exporter cannot export {type(model).__name__}",
+                got=f"{type(error).__name__}: {first_line}",
+                remedy="see torch.onnx.export(model, example, dynamo=True); the model has to be traceable.",
+            ) from error
+
+
+def _save(program: Any, file: Path, overwrite: bool) -> None:
+    """Write a traced program to one file, complete or not at all; refuse a model that needs more than one."""
+    with whole_file(file, overwrite) as partial_file:
+        program.save(partial_file)
+        # torch writes the weights of a model that is too large for protobuf to files beside it.
+        weight_files = [path for path in partial_file.parent.iterdir() if path != partial_file]
+        if weight_files:
+            size = sum(path.stat().st_size for path in weight_files)
+            raise CalibrationError(
+                f"{file} would be more than one ONNX file holds",
+                got=f"{size:,} bytes of weights beside it",
+                remedy="use fewer bits (W4A16), export parts of the model, or export_checkpoint, which has no limit.",
+            )
