@@ -119,7 +119,7 @@ def find_states(
     if groups:
         _check_q(model, cached, groups)
         scheme = next(iter(groups.values()))
-        base_names = ATTENTION
+        base_names: tuple[str, ...] = ATTENTION
     else:
         _warn_ignored_attention(cached, config.ignore or ())
         scheme = QuantizationScheme(targets=[*KV_CACHE_TARGETS], input_activations=kv_args)
