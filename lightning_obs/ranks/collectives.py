@@ -29,9 +29,9 @@ class Collectives:
     """The collectives of this rank. The default is a single process, which talks to nobody.
 
     Attributes:
-        reduce: ``(tensor, op) -> tensor``, over all ranks, with op ``"sum"`` or ``"min"``; it may work in place. Tensors
-            are contiguous, of one dimension, of int32, int64 or float64, and of the same shape on every rank. In
-            Lightning: ``lambda tensor, op: trainer.strategy.reduce(tensor, reduce_op=op)``.
+        reduce: ``(tensor, op) -> tensor``, over all ranks, with op ``"sum"`` or ``"min"``; it may work in place.
+            Tensors are contiguous, of one dimension, of int32, int64 or float64, and of the same shape on every rank.
+            In Lightning: ``lambda tensor, op: trainer.strategy.reduce(tensor, reduce_op=op)``.
             Each rank must see different data, or sums count it twice: under tensor parallelism, reduce over the
             data-parallel group.
         gather_object: ``object -> list``: the objects of all ranks, in the order of the ranks.
