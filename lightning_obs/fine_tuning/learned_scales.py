@@ -157,6 +157,14 @@ class LearnedScales:
                 scales[f"{name}_scale"] = scale.present_value()
         return scales
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether a scale, as it is stored, differs from the calibrated one."""
+        for scale in self._scales.values():
+            if scale.calibrated is not None and not torch.equal(scale.present_value(), scale.calibrated):
+                return True
+        return False
+
     def state_dict(self) -> dict[str, Any]:
         """Calibrated scales and log factors, by name."""
         calibrated = {}

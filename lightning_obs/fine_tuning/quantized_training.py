@@ -158,7 +158,7 @@ class QuantizedTraining:
 
     @property
     def can_refresh(self) -> bool:
-        """Whether data may change known ranges of activations; not if all of them, or nothing but scales, are learned."""
+        """Whether data may change known ranges of activations; not if all are learned, or nothing but scales is."""
         if self.learned is not None and (self.learned.alone or self.learned.covers_activations):
             return False
         return self.session.needs_data
