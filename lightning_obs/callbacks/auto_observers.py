@@ -148,9 +148,10 @@ class AutoObservers:
                 f'observers="auto": no validation batch called {type(model).__name__}, so there is nothing to score on',
                 remedy='name the module that validation_step calls: CalibrationCallback(module="...").',
             )
-        if len(self._inputs) < self._inputs.offered:
+        kept = len(self._inputs)
+        if kept < self._inputs.offered:
             warn(
-                f'observers="auto": inputs are kept to be run again, {len(self._inputs)} of {self._inputs.offered} fit in '
+                f'observers="auto": inputs are kept to be run again, {kept} of {self._inputs.offered} fit in '
                 f"{KEPT_BYTES / 2**30:.1f} GiB. The others are not observed."
             )
 

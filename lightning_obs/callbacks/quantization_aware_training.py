@@ -169,7 +169,7 @@ class QuantizationAwareTraining(SessionCallback):
                 remedy="train='scales'; or train without it, then calibrate the trained model with "
                 "CalibrationCallback(rounding='gptq').",
             )
-        self.trains_only_scales = train == "scales"
+        self.train = train
         self.batches = ObservedBatches(token_mask)
         self.changes_of_fit = _ChangesOfFit()
         trainer_session = TrainerSession(module)
@@ -195,7 +195,7 @@ class QuantizationAwareTraining(SessionCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a model that the user froze: no optimizer could be made of it, nor DDP."""
         super().setup(trainer, pl_module, stage)
-        if stage != "fit" or not self.trains_only_scales:
+        if stage != "fit" or self.train != "scales":
             return
         parameters = list(pl_module.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
@@ -224,7 +224,7 @@ class QuantizationAwareTraining(SessionCallback):
         super().on_train_start(trainer, pl_module)
         self.quantized_fit.begin_fit(trainer)
         self.results.was_trained = True
-        if self.trains_only_scales:
+        if self.train == "scales":
             self.changes_of_fit.enter_context(frozen(pl_module))
             if isinstance(trainer.strategy.model, DistributedDataParallel):
                 # Otherwise it would wait for the gradients of frozen weights.
@@ -263,7 +263,7 @@ class QuantizationAwareTraining(SessionCallback):
         """
         self.quantized_fit.end_fit()
         learned = self.quantized_fit.training.learned
-        if not self.trains_only_scales or learned is None or not trainer.is_global_zero:
+        if self.train != "scales" or learned is None or not trainer.is_global_zero:
             return
         if trainer.global_step and not learned.has_changed:
             warn(f"{self.label}: no scale has changed in {trainer.global_step} steps; raise the learning rate (0.01)")
