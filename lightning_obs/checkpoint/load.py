@@ -22,7 +22,7 @@ from lightning_obs.checkpoint.names_in_folder import hint_of_names, module_aroun
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.tensors import WEIGHTS_FILE, TensorReader
-from lightning_obs.files.write import refuse_damage, settle_dead
+from lightning_obs.files.write import clean_up_after_killed_writers, refuse_damage
 from lightning_obs.forward.quantized_forward import quantize_for_good
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.kinds import from_matrix
@@ -67,7 +67,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
         remedy="load it into the whole model, then dispatch that.",
     )
     if not folder.exists():
-        settle_dead(Path(os.path.realpath(folder)).parent)
+        clean_up_after_killed_writers(Path(os.path.realpath(folder)).parent)
     config = _read_config(folder)
     with naming(folder / WEIGHTS_FILE, remedy=_REMEDY), closing(TensorReader(folder)) as reader:
         prefix = prefix_in_folder(module, list(reader))
