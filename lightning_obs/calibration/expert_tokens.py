@@ -22,7 +22,7 @@ from torch import nn
 from lightning_obs.calibration.token_mask import Layout, TokenSelection, take
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import first_input
-from lightning_obs.forward.quantized_forward import INSIDE
+from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.moe.experts import LinearExperts, SortedExperts, expert_containers
 from lightning_obs.observers import Key, Observer
@@ -162,7 +162,7 @@ class ExpertWatch:
     def _count(
         self, session: CalibrationSession, name: str, index: int, module: nn.Module, args: Any, kwargs: Any
     ) -> None:
-        if self.is_forcing or session.is_paused or INSIDE in vars(module):
+        if self.is_forcing or session.is_paused or is_inside_quantized(module):
             return
         value = first_input(args, kwargs)
         given = [x for x in (*args, *kwargs.values()) if x is not None]
@@ -181,7 +181,7 @@ class ExpertWatch:
     def _run_all(
         self, session: CalibrationSession, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        if session.is_paused or INSIDE in vars(module):
+        if session.is_paused or is_inside_quantized(module):
             return
         tokens = first_input(args, kwargs)
         calls, self._calls[name] = self._calls[name], []

@@ -30,7 +30,7 @@ from lightning_obs.calibration.token_weights import MOST_OUTPUTS, TokenWeights
 from lightning_obs.engines.engine import PlannedCheckpoint, ask_engines, engine_of
 from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, require_kind, warn
 from lightning_obs.files.tensors import Progress
-from lightning_obs.forward.quantized_forward import INSIDE
+from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.kinds import is_transformers_model
@@ -242,7 +242,7 @@ class CalibrationSession:
         self.read.forget()
 
     def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if INSIDE in vars(module):
+        if is_inside_quantized(module):
             return
         self.batches += self._counts_calls
         given = kwargs

@@ -33,7 +33,7 @@ from lightning_obs.model.kinds import holds_parameters, is_transformers_model
 from lightning_obs.model.module_qparams import ROUNDED, calibrated_modules, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.offload import at_rest
 from lightning_obs.model.weight import in_shards, model_bytes, register_fsdp_units
-from lightning_obs.model.wrappers import adopt_adapters, unwrapped, without_adapters, without_wrappers
+from lightning_obs.model.wrappers import register_adapters, unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import routers
 from lightning_obs.numerics.many_tensors import to_host
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
@@ -91,7 +91,7 @@ def _export(
         remedy="make it permanent first: torch.nn.utils.prune.remove(module, 'weight').",
     )
     refuse(
-        adopt_adapters(model),
+        register_adapters(model),
         "these adapters cannot be merged into a weight here",
         remedy="model.merge_and_unload() of peft first; the quantization parameters stay on the merged layers.",
     )

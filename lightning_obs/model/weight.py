@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,14 +24,23 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.kinds import is_dispatched, to_matrix
-from lightning_obs.model.offload import at_rest, brought_in, brought_in_by, source_of
-from lightning_obs.model.wrappers import ADAPTERS, inside
+from lightning_obs.model.mark import make_mark, mark_of
+from lightning_obs.model.offload import at_rest, brought_in, brought_in_by, register_offload, source_of
+from lightning_obs.model.place import Place
+from lightning_obs.model.wrappers import inside, register_adapters
 from lightning_obs.ranks.collectives import all_ranks_answer
 
-#: the attribute of a module that holds the places of its parameters that FSDP1 shards, by name
-_FLAT = "flat_places"
-
 # ---------------------------------------------------------------------- metadata and data of a weight
+
+
+def register_surroundings(model: nn.Module) -> None:
+    """Note on the marks of a model's modules what they cannot know by themselves: LoRA layers, accelerate's hooks.
+
+    A session does it for the model that it calibrates. Marks are not copied, so whoever may be given a copy of a
+    calibrated model, and reads its weights, calls this first. (A model under FSDP1 cannot be copied.)
+    """
+    register_offload(model)
+    register_adapters(model)
 
 
 def matrix_shape(module: nn.Module) -> torch.Size | None:
@@ -87,9 +95,11 @@ def full_weight(module: nn.Module) -> torch.Tensor | None:
 
 
 def adapters_of(module: nn.Module) -> Any:
-    """The LoRA layer around a base layer whose adapters still stand beside the weight, or None."""
-    layer = vars(module).get(ADAPTERS)
-    return None if layer is None or layer.merged else layer
+    """The LoRA layer around a base layer, as long as its adapters are not merged into the weight; else None."""
+    mark = mark_of(module)
+    if mark is None or mark.lora_layer is None or mark.lora_layer.merged:
+        return None
+    return mark.lora_layer
 
 
 @at_rest()
@@ -148,21 +158,9 @@ def reshard(model: nn.Module) -> None:
 # ---------------------------------------------------------------------- where a parameter rests
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where one of a module's own parameters or buffers rests; by default whole on this rank."""
-
-    shape: torch.Size  # of the whole
-    first: int = 0  # which element of the whole is the first of a piece of a flat shard
-    groups: tuple[dist.ProcessGroup, ...] = ()  # of ranks whose parts add up to the whole; none: this rank has it whole
-    #: first row, and row after the last, of each rank, where ranks have whole rows in order; else None
-    rows: list[tuple[int, int]] | None = None
-    unit: FullyShardedDataParallel | None = None  # the wrapper of FSDP1 that makes it whole
-
-
 def place_of(module: nn.Module, name: str = "weight") -> Place:
     """Where one of the module's own parameters or buffers rests."""
-    value, flat = getattr(module, name), vars(module).get(_FLAT, {}).get(name)
+    value, flat = getattr(module, name), _fsdp_places_of(module).get(name)
     if flat is not None or not isinstance(value, DTensor):
         return flat or Place(value.shape)
     mesh, placements, rows = value.device_mesh, value.placements, None
@@ -224,21 +222,39 @@ def register_fsdp_units(root: nn.Module) -> None:
         with torch.inference_mode(False):
             outermost.check_is_root()
     for wrapper in wrappers:
-        if _FLAT not in vars(wrapper):
-            vars(wrapper)[_FLAT] = {}
-            for module, name, place in _flattened(wrapper):
-                places = vars(module).setdefault(_FLAT, {})
-                if wrapper.sharding_strategy != ShardingStrategy.NO_SHARD:  # else the module keeps it whole
-                    places[name] = place
+        if _is_registered(wrapper):
+            continue
+        make_mark(wrapper).fsdp_places = {}
+        for module, name, place in _flattened(wrapper):
+            mark = make_mark(module)
+            if mark.fsdp_places is None:
+                mark.fsdp_places = {}
+            if wrapper.sharding_strategy != ShardingStrategy.NO_SHARD:  # else every rank has it whole
+                mark.fsdp_places[name] = place
     refuse(
         [
             name
             for name, module in root.named_modules()
-            if _FLAT not in vars(module) and any(getattr(p, "_fsdp_flattened", False) for p in module.parameters(False))
+            if not _is_registered(module)
+            and any(getattr(p, "_fsdp_flattened", False) for p in module.parameters(False))
         ],
         "these parameters are sharded by a wrapper of FSDP1 that is not in the model",
         remedy="give the outermost FullyShardedDataParallel to CalibrationSession.",
     )
+
+
+def _is_registered(module: nn.Module) -> bool:
+    """Whether :func:`register_fsdp_units` has met a wrapper, or a module with parameters in one, before."""
+    mark = mark_of(module)
+    return mark is not None and mark.fsdp_places is not None
+
+
+def _fsdp_places_of(module: nn.Module) -> dict[str, Place]:
+    """Where FSDP1 keeps the parameters that it shards, by name; empty without FSDP1."""
+    mark = mark_of(module)
+    if mark is None or mark.fsdp_places is None:
+        return {}
+    return mark.fsdp_places
 
 
 def _flattened(wrapper: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, Place]]:
@@ -257,7 +273,7 @@ def _flattened(wrapper: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, s
 
 def unit_of(module: nn.Module) -> FullyShardedDataParallel | None:
     """The wrapper of FSDP1 that makes the module's own parameters whole, as :func:`register_fsdp_units` found it."""
-    return next((place.unit for place in vars(module).get(_FLAT, {}).values()), None)
+    return next((place.unit for place in _fsdp_places_of(module).values()), None)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from lightning_obs.errors import CalibrationError, name_list, refuse, warn
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model, kind_of, require_transformers
 from lightning_obs.model.module_qparams import qparams_home
 from lightning_obs.model.weight import adapters_of, identity, matrix_shape, unit_of, whole_shape
-from lightning_obs.model.wrappers import adopt_adapters, base_of, inside_adapted, is_adapted
+from lightning_obs.model.wrappers import base_of, inside_adapted, is_adapted, register_adapters
 from lightning_obs.moe.experts import fused_experts, hub_names
 from lightning_obs.observers import Key, Observer
 from lightning_obs.schemes.attention_states import find_states
@@ -59,7 +59,7 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     )
     by_target = leave_out_absent_classes(model, by_target)
     check_patterns(model, by_target, ignore)
-    adopt_adapters(model)
+    register_adapters(model)
     targets = find_states(model, config, by_target)
     left_alone, by_class = {target.name for target in targets} | inside_adapted(model), set[str]()
     for name, module in match_named_modules(model, by_target, ignore):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_obs import CalibrationSession, export_checkpoint, load_checkpoint, quantized
-from lightning_obs.forward.quantized_forward import INSIDE, quantize_training_forward
+from lightning_obs.forward.quantized_forward import is_inside_quantized, quantize_training_forward
 from lightning_obs.forward.quantized_tensors import Switch
 from lightning_obs.model.additions import keep_hook_out, set_attributes
 from lightning_obs.model.module_qparams import calibrated_modules, get_scheme, read_qparams
@@ -186,7 +186,7 @@ def test_quantizing_a_copy_inside_a_session_leaves_the_session_alone():
         copied = copy.deepcopy(model)
         with quantized(copied):
             copied(100 * data)
-            assert INSIDE not in vars(model[0])
+            assert not is_inside_quantized(model[0])
             model(data)
     assert calibration.result.batches == 1
     torch.testing.assert_close(model[0].input_scale, data.abs().max().reshape(1) / 127.5)
