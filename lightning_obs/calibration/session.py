@@ -33,6 +33,7 @@ from lightning_obs.files.tensors import Progress
 from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.checksums import remember
+from lightning_obs.model.fsdp1 import register_fsdp_units
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.module_qparams import (
     CHECKSUMS,
@@ -46,7 +47,7 @@ from lightning_obs.model.module_qparams import (
     write_qparams,
 )
 from lightning_obs.model.offload import at_rest, register_offload
-from lightning_obs.model.weight import matrix_shape, register_fsdp_units
+from lightning_obs.model.weight import matrix_shape
 from lightning_obs.model.wrappers import unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import LinearExperts
 from lightning_obs.numerics.histogram import Support

@@ -31,7 +31,8 @@ from lightning_obs.callbacks.which_module import describe, find_module
 from lightning_obs.errors import CalibrationError, refuse_unknown, require_bool, require_kind, warn
 from lightning_obs.files.sealed import require_whole
 from lightning_obs.model.checksums import refuse_unmerged
-from lightning_obs.model.weight import in_shards, register_fsdp_units, reshard
+from lightning_obs.model.fsdp1 import register_fsdp_units
+from lightning_obs.model.weight import in_shards, reshard
 from lightning_obs.schemes.config import SchemeLike
 
 if TYPE_CHECKING:
