@@ -1,7 +1,7 @@
 """A statistic is declared once: its name, and how two of them become one.
 
 From the declaration follow, and are written nowhere else: how batches are combined, how ranks are reduced, what
-``reset`` forgets, the values checked for NaN, the saved state, and how the rows of a weight come together.
+``reset`` forgets, the values checked for NaN, and the saved state.
 
 A statistic that was not observed yet has no attribute, which stands for its identity: combining and reducing omit it.
 Its shape and dtype follow from the first tensor observed, so ranks agree on them (:mod:`lightning_obs.ranks`).
@@ -43,14 +43,11 @@ class Statistic(NamedTuple):
         name: of the attribute.
         reduction: of batches and of ranks. ``sum``, ``min``, ``max``; ``mean``: over ranks (of batches the newest,
             unless the observer combines them itself); ``keep``: the newest batch, the lowest rank that has it.
-        rows: how a weight is cut by rows. None: it has to be observed whole. ``min`` or ``max``: parts that share a
-            scale reduce so. ``apart``: each scale needs all of its rows in one part.
         of_inputs: gathered of the inputs of the module whose weight is observed.
     """
 
     name: str
     reduction: str = "keep"
-    rows: str | None = None
     of_inputs: bool = False
 
     def combine(self, old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
@@ -60,26 +57,6 @@ class Statistic(NamedTuple):
         if self.reduction == "sum":
             return old + new
         return torch.minimum(old, new) if self.reduction == "min" else torch.maximum(old, new)
-
-    def join(self, parts: Sequence[tuple[int, torch.Tensor]], height: int | None) -> torch.Tensor:
-        """The statistic of a whole weight from its parts': rows below rows, reduced where parts share a scale.
-
-        Args:
-            parts: first row and statistic ``(*Q,)`` of each part; the weight's rows, none left out.
-            height: rows that have a scale together; None: all.
-
-        >>> one = torch.tensor([[-1.0], [-2.0]])
-        >>> Statistic("min_vals", rows="min").join([(0, one), (3, one * 3)], height=2).flatten()
-        tensor([-1., -3., -6.])
-        """
-        placed = [(0 if height is None else row // height, values) for row, values in parts]
-        first = placed[0][1]
-        count = max(at + len(values) for at, values in placed)
-        reduce, identity = (torch.maximum, -torch.inf) if self.rows == "max" else (torch.minimum, torch.inf)
-        joined = first.new_full((count, *first.shape[1:]), identity)
-        for at, values in placed:
-            joined[at : at + len(values)] = reduce(joined[at : at + len(values)], values)
-        return joined
 
     def is_exact(self, value: Any) -> bool:
         """Whether reducing ``value`` with the others gives the same bits in any order."""
