@@ -14,6 +14,7 @@ from lightning_obs.callbacks.lightning_package import class_of
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.offload import stay_put
 from lightning_obs.observers import Observer
+from lightning_obs.observers.statistic import merges_extremes_only
 from lightning_obs.ranks.collectives import Collectives, Op, all_ranks_answer, gather_objects
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
 
     def is_extreme(observer: Observer) -> bool:
         one_scale = observer.args.strategy == QuantizationStrategy.TENSOR or observer.args.dynamic == "local"
-        return observer.merges_extremes_only and one_scale
+        return merges_extremes_only(observer) and one_scale
 
     wrong = [
         f"{name} ({base_name}: {type(observer).__name__}, {observer.args.strategy})"

@@ -31,6 +31,7 @@ from lightning_obs.forward.quantized_tensors import Switch, has_range
 from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.module_qparams import get_scheme
 from lightning_obs.observers import Key, Observer
+from lightning_obs.observers.statistic import lacks_inputs
 
 
 class Phase(Enum):
@@ -229,7 +230,7 @@ class QuantizedTraining:
         """Observe the weights as they are now, if they changed; write learned scales as they are now."""
         session = self.session
         excused = session.skipped | set(session.result.fallback if session.result is not None else ())
-        wanting = {name: o.lacks_inputs for (name, _), o in self._of_inputs.items()}
+        wanting = {name: lacks_inputs(o) for (name, _), o in self._of_inputs.items()}
         # Statistics differ from rank to rank until they are reduced.
         unfinished = self.phase in (Phase.OBSERVING, Phase.GATHERED) or not self.is_quantized
         lacking = bool(wanting) and (unfinished or any(wanting[name] for name in wanting.keys() - excused))

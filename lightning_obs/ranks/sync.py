@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from lightning_obs.errors import CalibrationError, key_text, refuse, require_no_failure, sendable
 from lightning_obs.numerics.many_tensors import all_finite
 from lightning_obs.observers import Key, Observer
+from lightning_obs.observers.statistic import declared_statistics, is_reached
 from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.reduction import (
     WIDE,
@@ -202,9 +203,12 @@ def _describe(
     known: dict[tuple[Form, ...], tuple[Form, ...]] = {}  # most observers are alike: one object is sent once
     for key, found in statistics.items():
         observer = observers[key]
-        if not observer.is_reached:
+        if not is_reached(observer):
             mine.unreached.add(key)
-        declared = {s.name: s.reduction for s in observer.declared if s.reduction != "keep"} if reduced else {}
+        declared = {}
+        for statistic in declared_statistics(observer):
+            if reduced and statistic.reduction != "keep":
+                declared[statistic.name] = statistic.reduction
         forms = tuple([_form(key, observer, n, declared[n], value) for n, value in found.items() if n in declared])
         mine.held[key] = known.setdefault(forms, forms)
         kept = {name: value for name, value in found.items() if name not in declared}

@@ -39,6 +39,7 @@ from lightning_obs.files.tensors import Progress, Tally, TensorWriter
 from lightning_obs.files.write import CONTENTS_FILE, require_room, whole_folder
 from lightning_obs.model.module_qparams import clear_qparams, scheme_args, write_qparams
 from lightning_obs.moe.experts import linear_experts
+from lightning_obs.observers.statistic import observes_data
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.ranks.sync import partition
 from lightning_obs.schemes.config import SchemeLike, config_groups, make_observer
@@ -128,7 +129,7 @@ def _require_no_data(options: CalibrationOptions) -> None:
     args = [each for group in config_groups(options.config) for each in scheme_args(group)]
     needs = [f"static {base} activations" for base, each in args if base != "weight" and each.dynamic is not True]
     weights = [each for base, each in args if base == "weight"]
-    needs += [f"{each.observer} on the inputs" for each in weights if make_observer("weight", each).observes_data]
+    needs += [f"{each.observer} on the inputs" for each in weights if observes_data(make_observer("weight", each))]
     needs += ["the kv cache"] if options.config.kv_cache_scheme is not None else []
     needs += ["rounding"] if options.rounding is not None else []
     refuse(
