@@ -23,12 +23,13 @@ from torch.utils.hooks import RemovableHandle
 from lightning_obs.calibration.token_mask import Layout, TokenSelection
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.attention import hooked_attention, register_state_hook
-from lightning_obs.forward.quantized_forward import INSIDE
+from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import is_transformers_model, tokens_of
 from lightning_obs.model.weight import adapters_of
 from lightning_obs.observers import Observer
+from lightning_obs.observers.shared_measurements import observe_inputs_shared, observe_shared
 from lightning_obs.schemes.planned_modules import PlannedModule
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class ObserverHooks:
         def observe(value: Any) -> None:
             deaf = session.is_paused or (is_forced and not experts.is_forcing)
             # In backward, activation checkpointing calls modules again with data already seen.
-            if deaf or INSIDE in vars(module) or torch._C._current_graph_task_id() != -1:
+            if deaf or is_inside_quantized(module) or torch._C._current_graph_task_id() != -1:
                 return
             if isinstance(value, (tuple, list)):
                 value = next((x for x in value if isinstance(x, torch.Tensor)), None)
@@ -139,12 +140,12 @@ class ObserverHooks:
                     read.tokens = experts.select(tokens, mask, name, self._selection, layout)
                 tokens = read.tokens
             for observer in observed:
-                observer.observe_shared(tokens, read.measured)
+                observe_shared(observer, tokens, read.measured)
             if weighs:
                 tokens = session.token_weights.weigh(name, given.detach())
                 tokens = tokens if mask is None else experts.select(tokens, mask, name, self._selection, "tokens")
             for observer in of_weight:
-                observer.observe_inputs(tokens, read.measured)
+                observe_inputs_shared(observer, tokens, read.measured)
             session.measurements += len(read.measured) - before
 
         return observe

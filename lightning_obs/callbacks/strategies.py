@@ -15,6 +15,7 @@ from lightning_obs.callbacks.lightning_package import class_of
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.offload import stay_put
 from lightning_obs.observers import Observer
+from lightning_obs.observers.statistic import merges_extremes_only
 from lightning_obs.ranks.collectives import Collectives, Op, all_ranks_answer, gather_objects
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
 def _keeps_extremes_only(observer: Observer) -> bool:
     """Whether an observer keeps the smallest and largest value of the whole tensor, and nothing else."""
     has_one_scale = observer.args.strategy == QuantizationStrategy.TENSOR or observer.args.dynamic == "local"
-    return observer.merges_extremes_only and has_one_scale
+    return merges_extremes_only(observer) and has_one_scale
 
 
 def average_gradients(trainer: Trainer, parameters: Sequence[torch.Tensor]) -> None:
