@@ -67,7 +67,7 @@ class AutoObservers:
         self.stop()
 
         def keep(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not session.is_paused:
+            if not session.observation.calls.is_paused:
                 if not self._kept.offered:
                     logits_of(output)  # a model without logits is an error now, not at the end
                 self._kept.add(_by_name(model, args, kwargs))

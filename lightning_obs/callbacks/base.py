@@ -105,7 +105,7 @@ class SessionCallback(Results):
         super().setup(trainer, pl_module, stage)
         leave_in_place(trainer, pl_module)
         if self.session is not None:
-            self.session.is_fitting = trainer.state.fn == TrainerFn.FITTING
+            self.session.begin_run(self.session.collectives, is_fitting=trainer.state.fn == TrainerFn.FITTING)
 
     # ------------------------------------------------------------------ the session
 
@@ -126,8 +126,7 @@ class SessionCallback(Results):
         require_exact(trainer, self.session)
         if self.export_folder is not None and any(map(in_shards, model.modules())):
             refuse_unmerged(model, "export_folder, of sharded weights,")
-        self.session.collectives = collectives
-        self.session.is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self.session.begin_run(collectives, is_fitting=trainer.state.fn == TrainerFn.FITTING)
         self._owner = pl_module
         state, self._waiting_state = self._waiting_state, None
         if state is not None:
@@ -214,7 +213,7 @@ class SessionCallback(Results):
         if samples is not None:
             mask = samples if mask is None else (mask.T * samples.to(mask.device, mask.dtype)).T
         self.session.mask_tokens(mask)
-        self.session.say_padding(batch.get(PADDING) if hasattr(batch, "get") else None)
+        self.session.warn_of_padding(batch.get(PADDING) if hasattr(batch, "get") else None)
 
     def mask_of(self, batch: Any) -> torch.Tensor | None:
         """Which tokens of a batch count; None: all."""
@@ -223,8 +222,8 @@ class SessionCallback(Results):
     @override
     def on_validation_batch_end(self, *_: Any) -> None:
         """Count the batch, if it was observed."""
-        if self.session is not None and self.session.is_attached and not self.session.is_paused:
-            self.session.batches += 1
+        if self.session is not None and self.session.is_attached and not self.session.observation.calls.is_paused:
+            self.session.count_batches()
 
     def finish_calibration(self, session: CalibrationSession, pl_module: LightningModule) -> None:
         """Compute and write the quantization parameters, and print the result."""

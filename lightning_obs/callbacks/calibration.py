@@ -159,7 +159,7 @@ class CalibrationCallback(ObservedBatches):
         try:
             self.finish_calibration(session, pl_module)
         except CalibrationError as error:
-            if not (session.is_fitting and session.lacked_data):
+            if not (session.observation.is_fitting and session.observation.lacks_data):
                 raise
             warn(f"{self.label}: this validation has calibrated nothing, and the training goes on. {error}")
             if not session.has_written and self._second_pass is not None:
@@ -231,7 +231,7 @@ class CalibrationCallback(ObservedBatches):
         """Restore the qparams of ``test(ckpt_path=...)``; make ready for a second pass."""
         super().on_test_start(trainer, pl_module)
         if self.evaluate and self.session is not None and self.has_calibrated:
-            self.session.collectives = collectives_of(trainer)
+            self.session.begin_run(collectives_of(trainer), self.session.observation.is_fitting)
             self._second_pass = QuantizedValidation(trainer, pl_module, self.session.model, self.evaluate)
         elif self.evaluate:
             warn(f"{self.label}: nothing was calibrated, so evaluate has nothing to measure in this test.")

@@ -78,7 +78,7 @@ class ObservedBatches(SessionCallback):
             names = {dataloader_idx, list(validation_loaders(trainer))[dataloader_idx]}
             of_loader = self.dataloaders is None or not names.isdisjoint(self.dataloaders)
             wanted = of_loader and (self.max_batches is None or self.session.batches < self.max_batches)
-            self.session.is_paused = not wanted
+            self.session.ignore_calls(not wanted)
         # A mask on the host is read without waiting for the accelerator.
         batch = self._fetched.pop((batch_idx, dataloader_idx), batch)
         super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)

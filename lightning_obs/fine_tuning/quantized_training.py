@@ -53,7 +53,7 @@ class QuantizedTraining:
 
     def __init__(self, session: CalibrationSession, train: str = "weights") -> None:
         refuse(
-            session.weighed if train != "scales" else [],
+            session.observation.weighed_modules if train != "scales" else [],
             "weigh_tokens needs weights that stay as they are, and these are trained",
             remedy="leave it out, or set train='scales'.",
         )
@@ -139,7 +139,7 @@ class QuantizedTraining:
     @property
     def _of_inputs(self) -> dict[Key, Observer]:
         """The observers of inputs that choose a weight's scale or rounding."""
-        return {key: observer for key, observer in self.session.fed.items() if observer.needs_inputs}
+        return {key: observer for key, observer in self.session.data_observers.items() if observer.needs_inputs}
 
     @property
     def _weights_stay(self) -> bool:
@@ -180,7 +180,7 @@ class QuantizedTraining:
         """Count the batch if it was observed; after the last ``wanted`` one write the ranges, and return True."""
         if self.phase is not Phase.OBSERVING:
             return False
-        self.session.batches += 1
+        self.session.count_batches()
         if self.session.batches < wanted:
             return False
         self.write()
@@ -256,7 +256,7 @@ class QuantizedTraining:
         session = self.session
         state: dict[str, Any] = {"phase": self.phase.value, "batches": session.batches}
         if self.phase in (Phase.OBSERVING, Phase.GATHERED):
-            state["observed"] = dump_observation(session.fed, session.collectives)
+            state["observed"] = dump_observation(session.data_observers, session.collectives)
         elif not self._weights_stay:  # for a weight's next observation, the same on all ranks
             state["statistics"] = dump_statistics(self._of_inputs)
         return state if self.learned is None else {**state, "learned": self.learned.state_dict()}
@@ -269,9 +269,12 @@ class QuantizedTraining:
         """
         self.session.detach()
         self._resumed = True
-        self.phase, self.session.batches = Phase(state["phase"]), state["batches"]
-        load_statistics(self.session.fed, state.get("statistics", {}))
-        if "observed" in state and not load_observation(self.session.fed, state["observed"], self.session.collectives):
+        self.phase = Phase(state["phase"])
+        self.session.count_batches(0, after=state["batches"])
+        load_statistics(self.session.data_observers, state.get("statistics", {}))
+        if "observed" in state and not load_observation(
+            self.session.data_observers, state["observed"], self.session.collectives
+        ):
             self.give_up()
         if self.learned is not None and "learned" in state:
             self.learned.load_state_dict(state["learned"])

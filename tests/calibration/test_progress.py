@@ -18,7 +18,7 @@ from tests.support.rank_processes import run_ranks
 
 def searched(model, collectives=None, **given):
     session, told = CalibrationSession(model, given.pop("scheme"), collectives=collectives, **given), []
-    session.progress = lambda *one: told.append(one)
+    session.show_progress(lambda *one: told.append(one))
     with session, torch.no_grad():
         if session.needs_data:
             model(torch.randn(4, 32))
