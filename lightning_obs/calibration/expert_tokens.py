@@ -28,6 +28,8 @@ from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.moe.experts import LinearExperts, SortedExperts, expert_containers
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.min_max import StaticMinMaxObserver
+from lightning_obs.observers.segments import observe_segments, takes_segments
+from lightning_obs.observers.statistic import is_reached, observes_data
 
 #: bytes of activations that wait on an accelerator for the other experts of their layer
 _MOST_WAITING_BYTES = 2**28
@@ -133,7 +135,7 @@ class ExpertWatch:
     ) -> Sequence[Observer]:
         """Keep an activation for the observers that can see it together with the layer's other experts.
 
-        Only on an accelerator, where a launch costs more than memory does: see :meth:`Observer.observe_segments`.
+        Only on an accelerator, where a launch costs more than memory does: see :func:`.observe_segments`.
 
         Args:
             name: of a module that :meth:`may_wait`.
@@ -153,14 +155,14 @@ class ExpertWatch:
             rows_that_count = self._sent_rows_that_count(mask, self._container_of[name])
             if rows_that_count is None:
                 return observers
-        waiting_observers = [observer for observer in observers if observer.takes_segments]
+        waiting_observers = [observer for observer in observers if takes_segments(observer)]
         if waiting_observers:
             self._waiting_bytes += value.nbytes
         if self._waiting_bytes > _MOST_WAITING_BYTES or any(map(self._is_waiting, waiting_observers)):
             self.observe_waiting()
         for observer in waiting_observers:
-            activations = self._waiting.setdefault((observer._kind, value.dtype, value.shape[1:]), {})
-            shared = measured.setdefault((ExpertWatch, observer._kind), (value, rows_that_count))
+            activations = self._waiting.setdefault((observer.kind, value.dtype, value.shape[1:]), {})
+            shared = measured.setdefault((ExpertWatch, observer.kind), (value, rows_that_count))
             activations[id(observer)] = _Waiting(observer, *shared)
         return [observer for observer in observers if observer not in waiting_observers]
 
@@ -305,7 +307,7 @@ def _observe_together(activations: Sequence[_Waiting]) -> None:
     if masks:
         rows = take(rows, torch.cat(masks))
         lengths = [int(mask.sum()) for mask in masks]
-    Observer.observe_segments([activation.observer for activation in activations], rows, lengths, numbers)
+    observe_segments([activation.observer for activation in activations], rows, lengths, numbers)
 
 
 def _mask_of_tokens(mask: torch.Tensor, total: int) -> torch.Tensor:
@@ -346,7 +348,7 @@ def borrow_ranges(
         fused: names of the modules of each fused set.
         join_ranges: as of :meth:`Observer.fuse`.
     """
-    data_observers = {key: observer for key, observer in observers.items() if observer.observes_data}
+    data_observers = {key: observer for key, observer in observers.items() if observes_data(observer)}
     stand_ins: dict[Key, Observer] = {}
     for name in sorted(_unreached_modules(data_observers, fused)):
         siblings = _siblings(name, containers)
@@ -362,7 +364,7 @@ def borrow_ranges(
 
 def _unreached_modules(data_observers: Mapping[Key, Observer], fused: Sequence[Sequence[str]]) -> set[str]:
     """Names of modules one of whose observers has no data, and of all modules that are fused with them."""
-    unreached = {name for (name, _), observer in data_observers.items() if not observer.is_reached}
+    unreached = {name for (name, _), observer in data_observers.items() if not is_reached(observer)}
     fused_with_them: set[str] = set()
     for group in fused:
         if unreached.intersection(group):
@@ -381,7 +383,7 @@ def _reached_siblings(
         reached[base] = []
         for sibling in siblings:
             observer = data_observers.get((sibling, base))
-            if observer is not None and observer.is_reached:
+            if observer is not None and is_reached(observer):
                 reached[base].append(observer)
         if not reached[base]:
             return {}

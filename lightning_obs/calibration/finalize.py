@@ -30,7 +30,8 @@ from lightning_obs.model.weight import reshard
 from lightning_obs.numerics.many_tensors import all_positive, to_host
 from lightning_obs.numerics.qparams import QParamsDict
 from lightning_obs.observers import Key, Observer
-from lightning_obs.observers.by_inputs import settle_zero_inputs
+from lightning_obs.observers.by_inputs import observe_without_inputs, settle_zero_inputs
+from lightning_obs.observers.statistic import input_statistics
 from lightning_obs.ranks.collectives import Stretch
 from lightning_obs.ranks.sync import Synced, sync_statistics
 from lightning_obs.schemes.left_in_float import shares_in_float
@@ -109,7 +110,7 @@ class _Finalization:
             search = self._weight_search(modules, observation.observers)
             for key in modules:
                 observer = observation.observers[key]
-                observer.reset(keep=observer.input_statistics)
+                observer.reset(keep=input_statistics(observer))
         return search
 
     def _weight_search(self, modules: Mapping[Key, nn.Module], observers: Mapping[Key, Observer]) -> WeightSearch:
@@ -165,7 +166,7 @@ class _Finalization:
         def observe(key: Key, observer: Observer, weight: torch.Tensor) -> None:
             # Inputs may be missing where on_missing allows it, and where only weights are finalized.
             if key in self.stand_ins or not self.activations:
-                observer.observe_without_inputs(weight)
+                observe_without_inputs(observer, weight)
             else:
                 observer(weight)
 

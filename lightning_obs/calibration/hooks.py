@@ -29,6 +29,7 @@ from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import is_transformers_model, tokens_of
 from lightning_obs.model.weight import adapters_of
 from lightning_obs.observers import Observer
+from lightning_obs.observers.shared_measurements import observe_inputs_shared, observe_shared
 from lightning_obs.schemes.planned_modules import PlannedModule
 
 
@@ -236,11 +237,11 @@ class _ActivationHook:
         if self._calls.mask is not None and (observers or self._weight_observers):
             tokens = self._tokens_that_count(tokens, self._calls.mask, layout)
         for observer in observers:
-            observer.observe_shared(tokens, measured)
+            observe_shared(observer, tokens, measured)
         if self._token_weights is not None:
             tokens = self._weighed_tokens(tensor, self._token_weights)
         for observer in self._weight_observers:
-            observer.observe_inputs(tokens, measured)
+            observe_inputs_shared(observer, tokens, measured)
 
     def _tokens_that_count(self, tokens: torch.Tensor, mask: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The rows of an activation that the mask does not exclude; modules that read one tensor share them."""

@@ -27,6 +27,8 @@ from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.moe.experts import LinearExperts
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.observers import HessianObserver, Key, Observer, StaticMinMaxObserver
+from lightning_obs.observers.counting import counted_values
+from lightning_obs.observers.statistic import observes_data
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
 from lightning_obs.schemes.config import make_observer
@@ -103,7 +105,7 @@ class Observation:
             layers = _layers_of_experts(model, experts, plan)
         observers = _make_observers(plan)
         helpers = _make_helpers(plan, observers)
-        data_observers = {key: observer for key, observer in observers.items() if observer.observes_data} | helpers
+        data_observers = {key: observer for key, observer in observers.items() if observes_data(observer)} | helpers
         _check_inputs(plan, observers, helpers)
         _fuse(plan, observers, options.join_fused_scales)
         inseparable = [*plan.fused, *layers]
@@ -129,7 +131,7 @@ class Observation:
         """How often each value was read, by module name, where the input's observer counts (``histogram``...)."""
         counts_of_modules = {}
         for (name, base), observer in self.observers.items():
-            counts = observer.counted if base == "input" else None
+            counts = counted_values(observer) if base == "input" else None
             if counts is not None:
                 counts_of_modules[name] = counts
         return counts_of_modules
