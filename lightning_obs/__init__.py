@@ -11,8 +11,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_obs.calibration.checkpoint_weights import quantize_checkpoint
-    from lightning_obs.calibration.layerwise import BlockRuns, calibrate_layerwise
     from lightning_obs.calibration.options import CalibrationOptions
     from lightning_obs.calibration.result import CalibrationResult
     from lightning_obs.calibration.session import CalibrationSession
@@ -27,13 +25,15 @@ if TYPE_CHECKING:
     from lightning_obs.forward.quantized_forward import quantized
     from lightning_obs.moe.experts import linearize_experts
     from lightning_obs.observers import Observer
-    from lightning_obs.onnx.export import export_onnx
+    from lightning_obs.onnx.onnx_file import export_onnx
+    from lightning_obs.streaming.checkpoint_weights import quantize_checkpoint
+    from lightning_obs.streaming.layerwise import BlockRuns, calibrate_layerwise
 
 __version__ = "0.1.0"
 
 # Loaded on first use: an observer can be written and tested without importing lightning or transformers.
 _HOME = {
-    "BlockRuns": "lightning_obs.calibration.layerwise",
+    "BlockRuns": "lightning_obs.streaming.layerwise",
     "CalibrationCallback": "lightning_obs.callbacks.calibration",
     "CalibrationError": "lightning_obs.errors",
     "CalibrationWarning": "lightning_obs.errors",
@@ -42,14 +42,14 @@ _HOME = {
     "CalibrationSession": "lightning_obs.calibration.session",
     "Observer": "lightning_obs.observers",
     "QuantizationAwareTraining": "lightning_obs.callbacks.quantization_aware_training",
-    "calibrate_layerwise": "lightning_obs.calibration.layerwise",
+    "calibrate_layerwise": "lightning_obs.streaming.layerwise",
     "choose_observers": "lightning_obs.choice.observer_choice",
     "export_checkpoint": "lightning_obs.checkpoint.export",
-    "export_onnx": "lightning_obs.onnx.export",
+    "export_onnx": "lightning_obs.onnx.onnx_file",
     "linearize_experts": "lightning_obs.moe.experts",
     "load_checkpoint": "lightning_obs.checkpoint.load",
     "mixed_precision": "lightning_obs.choice.mixed_precision",
-    "quantize_checkpoint": "lightning_obs.calibration.checkpoint_weights",
+    "quantize_checkpoint": "lightning_obs.streaming.checkpoint_weights",
     "quantized": "lightning_obs.forward.quantized_forward",
     "sensitivity": "lightning_obs.choice.sensitivity",
 }

@@ -18,7 +18,6 @@ from torch import nn
 from lightning_obs.app import reload_check
 from lightning_obs.app.console import bytes_done, step
 from lightning_obs.app.job import Job
-from lightning_obs.calibration.checkpoint_weights import copy_others
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.engines import VLLM, Transformers, Verdict
@@ -26,6 +25,7 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.streaming.checkpoint_weights import copy_others
 
 _CHECK_TOKENS = 128
 

@@ -1,4 +1,4 @@
 """A calibrated model as a compressed-tensors checkpoint, and back into a plain module.
 
-It may import ``schemes`` and all below. Start reading in ``export.py``.
+It may import ``calibration`` and all below. Start reading in ``export.py``.
 """

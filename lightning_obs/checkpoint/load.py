@@ -17,7 +17,6 @@ from torch import nn
 
 from lightning_obs.checkpoint.compress import compressed_layout, compressor_of
 from lightning_obs.checkpoint.names_in_folder import held_at, hint_of_names, prefix_in_folder
-from lightning_obs.checkpoint.source import CONFIG_FILE
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.tensors import WEIGHTS_FILE, TensorReader
@@ -32,6 +31,7 @@ from lightning_obs.model.wrappers import unwrapped
 from lightning_obs.schemes.build_plan import is_meant
 from lightning_obs.schemes.planned_modules import PlannedModule, expected_shapes, find_misfits
 
+CONFIG_FILE = "config.json"
 _REMEDY = "give the folder that export_checkpoint wrote for a plain module, or copy or export it again."
 
 _Tensors = dict[str, torch.Tensor]

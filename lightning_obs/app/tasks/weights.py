@@ -17,16 +17,16 @@ from lightning_obs.app.console import bytes_done, say
 from lightning_obs.app.job import check_data, make_data, make_options, refuse_idle_ignore
 from lightning_obs.app.models.pretrained import READ_CODE, default_model_folder
 from lightning_obs.app.tasks.task import Task
-from lightning_obs.calibration.checkpoint_weights import quantize_checkpoint
-from lightning_obs.calibration.layerwise import BlockRuns, calibrate_layerwise
 from lightning_obs.calibration.result import CalibrationResult
-from lightning_obs.checkpoint.source import CheckpointSource, custom_code_named
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming
 from lightning_obs.files.tensors import Progress
 from lightning_obs.files.write import require_free
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.report.numbers import folder_size
+from lightning_obs.streaming.checkpoint_weights import quantize_checkpoint
+from lightning_obs.streaming.layerwise import BlockRuns, calibrate_layerwise
+from lightning_obs.streaming.source import CheckpointSource, custom_code_named
 
 
 class Weights(Task):

@@ -16,11 +16,12 @@ from typing import Any
 
 from lightning_obs.calibration.saved_state import changes, flat_fields
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.checkpoint.source import CONFIG_FILE, CheckpointSource
+from lightning_obs.checkpoint.load import CONFIG_FILE
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.sealed import form_checksum, state_checksum
 from lightning_obs.files.unfinished import Unfinished
 from lightning_obs.files.write import file_checksum
+from lightning_obs.streaming.source import CheckpointSource
 
 _VERSIONS = ("lightning_obs", "torch", "transformers", "compressed_tensors")
 

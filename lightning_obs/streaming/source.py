@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_obs.checkpoint.compress import StoredTensors
+from lightning_obs.checkpoint.load import CONFIG_FILE
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.tensors import TensorReader
@@ -26,8 +27,6 @@ from lightning_obs.files.write import refuse_damage
 from lightning_obs.model.conversions import converted
 from lightning_obs.model.kinds import require_transformers
 from lightning_obs.moe.experts import LinearExpert, fused_experts, linearize_experts, rows_of_expert
-
-CONFIG_FILE = "config.json"
 
 
 class Source(NamedTuple):

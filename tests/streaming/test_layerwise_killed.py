@@ -14,8 +14,8 @@ import pytest
 from lightning_obs import BlockRuns, CalibrationError, calibrate_layerwise
 from lightning_obs.files.tensors import TensorReader
 from lightning_obs.ranks.collectives import Collectives
-from tests.calibration.test_checkpoint_weights import sums, tiny_llama
-from tests.calibration.test_layerwise import STATIC, in_memory, make_batches, require_same
+from tests.streaming.test_checkpoint_weights import sums, tiny_llama
+from tests.streaming.test_layerwise import STATIC, in_memory, make_batches, require_same
 from tests.support.rank_processes import run_ranks
 
 _CALLS = ("open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.truncate", "os.chmod")

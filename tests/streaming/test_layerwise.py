@@ -24,7 +24,7 @@ from lightning_obs import (
     quantized,
 )
 from lightning_obs.files.tensors import TensorReader
-from tests.calibration.test_checkpoint_weights import IGNORE, quantization, sums, tiny_llama
+from tests.streaming.test_checkpoint_weights import IGNORE, quantization, sums, tiny_llama
 from tests.support.moe_models import W4A16_32, tiny_moe
 
 GPTQ = {"ignore": IGNORE, "observers": {"weight": "hessian"}, "rounding": "gptq"}

@@ -18,15 +18,11 @@ from typing import Any, Literal, get_args
 import torch
 from typing_extensions import Unpack
 
-from lightning_obs.calibration.blocks import Relay, find_blocks
-from lightning_obs.calibration.checkpoint_weights import Streaming, part_of, require_apart
 from lightning_obs.calibration.finalize import result_of
-from lightning_obs.calibration.finished_blocks import FinishedBlocks, facts_of_run
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.compress import stored_layout
-from lightning_obs.checkpoint.source import CheckpointSource
 from lightning_obs.errors import refuse, require_choice
 from lightning_obs.files.tensors import Progress, TensorWriter, give_back_freed, write_index
 from lightning_obs.files.unfinished import Unfinished
@@ -37,6 +33,10 @@ from lightning_obs.model.qparams import clear_qparams
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.schemes.config import SchemeLike
 from lightning_obs.schemes.left_in_float import shares_in_float
+from lightning_obs.streaming.blocks import Relay, find_blocks
+from lightning_obs.streaming.checkpoint_weights import Streaming, part_of, require_apart
+from lightning_obs.streaming.finished_blocks import FinishedBlocks, facts_of_run
+from lightning_obs.streaming.source import CheckpointSource
 
 Inputs = Literal["full_precision", "quantized"]
 

@@ -34,7 +34,6 @@ from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.compress import StoredTensors, module_entries
 from lightning_obs.checkpoint.export import write_quantization_config
 from lightning_obs.checkpoint.load import any_qparams
-from lightning_obs.checkpoint.source import CheckpointSource
 from lightning_obs.errors import CalibrationError, refuse, warn
 from lightning_obs.files.tensors import Progress, Tally, TensorWriter
 from lightning_obs.files.write import CONTENTS_FILE, require_room, whole_folder
@@ -43,6 +42,7 @@ from lightning_obs.moe.experts import linear_experts
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.ranks.sync import partition
 from lightning_obs.schemes.config import SchemeLike, config_groups, make_observer
+from lightning_obs.streaming.source import CheckpointSource
 
 #: files that hold weights; only safetensors files are read
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
