@@ -45,7 +45,7 @@ from lightning_obs.app.models.pretrained import load_pretrained
 from lightning_obs.choice.mixed_precision import MixedPlan, choose_schemes, plan_of
 from lightning_obs.choice.sensitivity import Sensitivity
 from lightning_obs.forward.quantized_forward import quantize_forward
-from lightning_obs.model.qparams import calibration_of, put_back
+from lightning_obs.model.module_qparams import calibration_of, put_back
 from lightning_obs.report.facts import Report
 from lightning_obs.report.layer_errors import measure_layer_errors
 

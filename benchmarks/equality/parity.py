@@ -48,7 +48,7 @@ from transformers.utils import logging as transformers_logging
 from lightning_obs import CalibrationSession
 from lightning_obs.app.data.module import TextData
 from lightning_obs.app.models.pretrained import default_model_folder, load_pretrained
-from lightning_obs.model.qparams import SUFFIXES, calibrated_modules, read_qparams
+from lightning_obs.model.module_qparams import SUFFIXES, calibrated_modules, read_qparams
 from lightning_obs.schemes.attention_states import KV_PRESETS
 from lightning_obs.schemes.config import preset_names
 

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_obs import CalibrationSession
 from lightning_obs.fine_tuning.quantized_training import QuantizedTraining
-from lightning_obs.model.qparams import calibrated_modules
+from lightning_obs.model.module_qparams import calibrated_modules
 
 SCHEMES = {
     "INT8 static": "INT8_STATIC",

@@ -23,8 +23,8 @@ from lightning_obs.calibration.weights import Observe, ShardedWeights
 from lightning_obs.errors import CalibrationError, name_list, refuse, sendable, warn
 from lightning_obs.files.tensors import Tally
 from lightning_obs.model.checksums import remember
+from lightning_obs.model.module_qparams import ROUNDED, as_stored, clear_qparams, read_qparams, write_qparams
 from lightning_obs.model.offload import at_rest, is_offloaded
-from lightning_obs.model.qparams import ROUNDED, as_stored, clear_qparams, read_qparams, write_qparams
 from lightning_obs.model.weight import onloaded, place_of, reshard, rows_here
 from lightning_obs.numerics.qparams import QParamsDict
 from lightning_obs.observers import Key, Observer

@@ -34,8 +34,7 @@ from lightning_obs.forward.quantized_forward import INSIDE
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.kinds import is_transformers_model
-from lightning_obs.model.offload import at_rest, register_offload
-from lightning_obs.model.qparams import (
+from lightning_obs.model.module_qparams import (
     CHECKSUMS,
     Calibration,
     calibration_of,
@@ -46,6 +45,7 @@ from lightning_obs.model.qparams import (
     read_qparams,
     write_qparams,
 )
+from lightning_obs.model.offload import at_rest, register_offload
 from lightning_obs.model.weight import matrix_shape, register_fsdp_units
 from lightning_obs.model.wrappers import unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import LinearExperts

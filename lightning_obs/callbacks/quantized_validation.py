@@ -34,7 +34,7 @@ from lightning_obs.callbacks.lightning_package import (
 from lightning_obs.callbacks.replayed_loop import Metrics, ReplayedLoop, metrics_of
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.quantized_forward import quantized
-from lightning_obs.model.qparams import CALIBRATED, CHECKSUMS
+from lightning_obs.model.module_qparams import CALIBRATED, CHECKSUMS
 from lightning_obs.model.wrappers import inside
 from lightning_obs.report.predictions import KEPT_BYTES, Moved, Predictions
 

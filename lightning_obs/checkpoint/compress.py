@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from lightning_obs.errors import sendable
 from lightning_obs.files.tensors import TensorWriter
 from lightning_obs.model.kinds import is_transformers_model, kind_of, to_matrix
-from lightning_obs.model.qparams import ROUNDED, get_scheme, quantized_states, read_qparams
+from lightning_obs.model.module_qparams import ROUNDED, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.weight import by_unit, full_weight, identities, place_of, whole_tensor, whole_unit
 from lightning_obs.numerics.fake_quantize import dequantize, fake_quantize, pack_nibbles, quantize
 from lightning_obs.numerics.qparams import rows_per_scale

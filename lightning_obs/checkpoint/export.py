@@ -30,8 +30,8 @@ from lightning_obs.files.tensors import Progress, Tally, TensorWriter
 from lightning_obs.files.write import require_room, whole_folder
 from lightning_obs.model.checksums import require_ready
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model
+from lightning_obs.model.module_qparams import ROUNDED, calibrated_modules, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.offload import at_rest
-from lightning_obs.model.qparams import ROUNDED, calibrated_modules, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.weight import in_shards, model_bytes, register_fsdp_units
 from lightning_obs.model.wrappers import adopt_adapters, unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import routers

@@ -24,8 +24,8 @@ from lightning_obs.files.write import refuse_damage, settle_dead
 from lightning_obs.forward.quantized_forward import quantize_for_good
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.kinds import from_matrix
+from lightning_obs.model.module_qparams import write_qparams
 from lightning_obs.model.offload import is_offloaded
-from lightning_obs.model.qparams import write_qparams
 from lightning_obs.model.weight import identities, place_of
 from lightning_obs.model.wrappers import unwrapped
 from lightning_obs.schemes.build_plan import is_meant

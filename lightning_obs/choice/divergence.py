@@ -42,8 +42,8 @@ from lightning_obs.forward.quantized_tensors import STATE
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out, set_attributes
 from lightning_obs.model.kinds import holds_parameters
+from lightning_obs.model.module_qparams import args_of, read_qparams
 from lightning_obs.model.offload import at_rest, brought_in_by, is_offloaded
-from lightning_obs.model.qparams import args_of, read_qparams
 from lightning_obs.model.weight import onloaded
 from lightning_obs.observers.statistic import to_host
 

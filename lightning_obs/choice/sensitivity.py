@@ -29,8 +29,8 @@ from lightning_obs.forward.calls import call_on
 from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.quantized_tensors import quantized_weight
 from lightning_obs.model.kinds import is_dispatched
+from lightning_obs.model.module_qparams import calibration_of, put_back
 from lightning_obs.model.offload import at_rest
-from lightning_obs.model.qparams import calibration_of, put_back
 from lightning_obs.model.weight import in_shards
 from lightning_obs.schemes.config import SchemeLike, as_names
 from lightning_obs.schemes.planned_modules import PlannedModule

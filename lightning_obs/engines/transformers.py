@@ -24,7 +24,7 @@ from lightning_obs.model.conversions import (
     stacked_weights,
 )
 from lightning_obs.model.kinds import is_transformers_model, kind_of
-from lightning_obs.model.qparams import storage_format
+from lightning_obs.model.module_qparams import storage_format
 from lightning_obs.model.weight import matrix_shape
 from lightning_obs.moe.experts import SortedExperts, fused_experts, linear_experts, split_experts
 from lightning_obs.schemes.config import number_format

@@ -27,8 +27,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.forward.calls import in_evaluation_mode
 from lightning_obs.forward.quantized_forward import set_learned_scale
+from lightning_obs.model.module_qparams import ROUNDED
 from lightning_obs.model.offload import device_of
-from lightning_obs.model.qparams import ROUNDED
 from lightning_obs.model.weight import adapters_of, held, in_shards
 from lightning_obs.numerics.fake_quantize import learned_scale
 from lightning_obs.numerics.formats import NumberGrid

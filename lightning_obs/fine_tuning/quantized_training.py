@@ -29,7 +29,7 @@ from lightning_obs.fine_tuning.learned_scales import LearnedScales
 from lightning_obs.forward.quantized_forward import fake_quantized_states, quantize_training_forward
 from lightning_obs.forward.quantized_tensors import Switch, has_range
 from lightning_obs.model.checksums import changed_since
-from lightning_obs.model.qparams import get_scheme
+from lightning_obs.model.module_qparams import get_scheme
 from lightning_obs.observers.base import Key, Observer
 
 

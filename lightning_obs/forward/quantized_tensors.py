@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.kinds import count_tokens, from_matrix, to_matrix
-from lightning_obs.model.qparams import ROUNDED, args_of, move_qparams
+from lightning_obs.model.module_qparams import ROUNDED, args_of, move_qparams
 from lightning_obs.model.weight import full_weight
 from lightning_obs.numerics.fake_quantize import dequantize, fake_quantize_dynamic, straight_through
 from lightning_obs.numerics.fake_quantize import fake_quantize as fake_quantize_with

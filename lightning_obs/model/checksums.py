@@ -26,8 +26,8 @@ from torch.nn.parameter import is_lazy
 
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.kinds import is_dispatched
+from lightning_obs.model.module_qparams import CHECKSUMS, calibrated_modules
 from lightning_obs.model.offload import at_rest, is_offloaded
-from lightning_obs.model.qparams import CHECKSUMS, calibrated_modules
 from lightning_obs.model.weight import adapters_of, by_unit, identity, onloaded, part_here, place_of, reshard
 from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.ranks.collectives import all_ranks_answer

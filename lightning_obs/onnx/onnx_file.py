@@ -28,8 +28,7 @@ from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.checksums import require_ready
 from lightning_obs.model.kinds import from_matrix, kind_of
-from lightning_obs.model.offload import is_offloaded
-from lightning_obs.model.qparams import (
+from lightning_obs.model.module_qparams import (
     ROUNDED,
     args_of,
     calibrated_modules,
@@ -38,6 +37,7 @@ from lightning_obs.model.qparams import (
     read_qparams,
     scheme_args,
 )
+from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.weight import in_shards, whole_matrix, whole_shape
 from lightning_obs.packages import import_package
 

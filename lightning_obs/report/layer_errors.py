@@ -28,7 +28,7 @@ from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import tokens_of
-from lightning_obs.model.qparams import ROUNDED, args_of, calibrated_modules, quantized_states, read_qparams
+from lightning_obs.model.module_qparams import ROUNDED, args_of, calibrated_modules, quantized_states, read_qparams
 from lightning_obs.model.weight import held, in_shards, reshard
 from lightning_obs.numerics.histogram import Support, join_supports, support_of
 from lightning_obs.numerics.quantization_error import counted_error, difference_error, grid_error, only_range

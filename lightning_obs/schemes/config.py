@@ -23,7 +23,7 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
 from lightning_obs.errors import CalibrationError, likely, refuse_unknown
-from lightning_obs.model.qparams import scheme_args
+from lightning_obs.model.module_qparams import scheme_args
 from lightning_obs.numerics.qparams import ATTENTION, BASE_NAMES, ROUNDING, rounding_of
 from lightning_obs.observers import Observer
 from lightning_obs.schemes.attention_states import (

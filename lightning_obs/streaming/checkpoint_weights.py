@@ -37,7 +37,7 @@ from lightning_obs.checkpoint.load import any_qparams
 from lightning_obs.errors import CalibrationError, refuse, warn
 from lightning_obs.files.tensors import Progress, Tally, TensorWriter
 from lightning_obs.files.write import CONTENTS_FILE, require_room, whole_folder
-from lightning_obs.model.qparams import clear_qparams, scheme_args, write_qparams
+from lightning_obs.model.module_qparams import clear_qparams, scheme_args, write_qparams
 from lightning_obs.moe.experts import linear_experts
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.ranks.sync import partition

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from lightning_obs import CalibrationError, CalibrationSession, quantized
-from lightning_obs.model.qparams import calibrated_modules, read_qparams
+from lightning_obs.model.module_qparams import calibrated_modules, read_qparams
 from lightning_obs.report.layer_errors import measure_layer_errors
 from tests.support.attention_models import (
     CASES,

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_obs import CalibrationSession, quantized
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.qparams import read_qparams
+from lightning_obs.model.module_qparams import read_qparams
 from lightning_obs.observers import Observer
 from tests.calibration.common import STATIC, Experts, Shared, calibrate, input_scale
 

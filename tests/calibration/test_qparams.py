@@ -8,7 +8,7 @@ from compressed_tensors.quantization import QuantizationStatus
 from torch import nn
 
 from lightning_obs import CalibrationSession, quantized
-from lightning_obs.model.qparams import read_qparams
+from lightning_obs.model.module_qparams import read_qparams
 from lightning_obs.observers import Observer
 from tests.calibration.common import calibrate
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_obs import CalibrationSession
 from lightning_obs.errors import CalibrationError, CalibrationWarning
-from lightning_obs.model.qparams import get_scheme
+from lightning_obs.model.module_qparams import get_scheme
 from lightning_obs.observers import Observer
 from tests.calibration.common import STATIC, Experts, attributes, calibrate
 

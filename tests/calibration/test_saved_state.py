@@ -12,7 +12,7 @@ from torch import nn
 from lightning_obs import CalibrationSession, quantized
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.sealed import sealed
-from lightning_obs.model.qparams import calibrated_modules, read_qparams
+from lightning_obs.model.module_qparams import calibrated_modules, read_qparams
 from tests.calibration.common import STATIC, attributes, calibrate
 
 ASYMMETRIC = {"symmetric": False, "observer": "static_minmax"}

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_obs import CalibrationSession, export_checkpoint
 from lightning_obs.calibration import finalize
 from lightning_obs.errors import CalibrationError, CalibrationWarning
-from lightning_obs.model.qparams import calibrated_modules, read_qparams, write_qparams
+from lightning_obs.model.module_qparams import calibrated_modules, read_qparams, write_qparams
 from tests.calibration.common import STATIC, Experts, attributes, calibrate, hooks, input_scale
 
 # ---------------------------------------------------------------------- what is written

@@ -18,7 +18,7 @@ from lightning_obs.checkpoint.compress import (
     is_compressed_by_rows,
     module_entries,
 )
-from lightning_obs.model.qparams import get_scheme, read_qparams
+from lightning_obs.model.module_qparams import get_scheme, read_qparams
 from lightning_obs.model.weight import whole_tensor
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.config import preset_names

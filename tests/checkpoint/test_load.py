@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, load_checkpoint, quantized
-from lightning_obs.model.qparams import read_qparams
+from lightning_obs.model.module_qparams import read_qparams
 
 
 class Everything(nn.Module):

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from lightning_obs.engines import VLLM
-from lightning_obs.model.qparams import storage_format
+from lightning_obs.model.module_qparams import storage_format
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / ".venv-engines" / "bin" / "python"

@@ -29,7 +29,7 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming
 from lightning_obs.files.write import refuse_damage, settle_dead, whole_folder
 from lightning_obs.model.kinds import require_transformers
-from lightning_obs.model.qparams import args_of
+from lightning_obs.model.module_qparams import args_of
 from lightning_obs.numerics.qparams import can_be_signed
 from lightning_obs.streaming.source import custom_code_named
 

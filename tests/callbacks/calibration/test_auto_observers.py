@@ -5,7 +5,7 @@ import torch
 
 from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession, load_checkpoint, quantized
 from lightning_obs.callbacks.auto_observers import AutoObservers
-from lightning_obs.model.qparams import read_qparams
+from lightning_obs.model.module_qparams import read_qparams
 from lightning_obs.ranks.collectives import Collectives
 from tests.callbacks.calibration_modules import Plain, hooks_on, loader, trainer
 from tests.support.lightning_package import MESSAGES

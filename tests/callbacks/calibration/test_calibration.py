@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession, load_checkpoint, quantized
 from lightning_obs.errors import CalibrationWarning
-from lightning_obs.model.qparams import get_scheme, read_qparams
+from lightning_obs.model.module_qparams import get_scheme, read_qparams
 from tests.callbacks.calibration_modules import Language, Late, Plain, bare, hooks_on, loader, trainer
 from tests.support.lightning_package import L, WeightAveraging, needs_weight_averaging
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from lightning_obs import CalibrationCallback, QuantizationAwareTraining, load_checkpoint, quantized
-from lightning_obs.model.qparams import read_qparams
+from lightning_obs.model.module_qparams import read_qparams
 from tests.callbacks.calibration_modules import Plain, loader, trainer
 from tests.support.lightning_package import L, ModelCheckpoint, ModelPruning
 

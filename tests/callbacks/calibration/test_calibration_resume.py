@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_obs import CalibrationCallback, CalibrationError, QuantizationAwareTraining
-from lightning_obs.model.qparams import read_qparams
+from lightning_obs.model.module_qparams import read_qparams
 from tests.callbacks.calibration_modules import Plain, loader, trainer
 from tests.support.lightning_package import MESSAGES, L, ModelCheckpoint
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationError, QuantizationAwareTraining, load_checkpoint, quantized
-from lightning_obs.model.qparams import read_qparams
+from lightning_obs.model.module_qparams import read_qparams
 from tests.callbacks.qat_modules import (
     W4,
     W8,

@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_obs import CalibrationSession, QuantizationAwareTraining, quantized
 from lightning_obs.fine_tuning.quantized_training import QuantizedTraining
-from lightning_obs.model.qparams import read_qparams
+from lightning_obs.model.module_qparams import read_qparams
 from lightning_obs.numerics.fake_quantize import fake_quantize
 from tests.callbacks.qat_modules import Language, from_step, language_data, quiet, trainer
 from tests.support.attention_models import CASES, attention, cached_states, logits, traces

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_obs import CalibrationWarning, QuantizationAwareTraining, load_checkpoint, quantized
-from lightning_obs.model.qparams import read_qparams
+from lightning_obs.model.module_qparams import read_qparams
 from tests.callbacks.qat_modules import (
     W4,
     W8,

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_obs import CalibrationError, QuantizationAwareTraining, quantized
-from lightning_obs.model.qparams import read_qparams
+from lightning_obs.model.module_qparams import read_qparams
 from tests.callbacks.qat_modules import (
     W4,
     Classifier,

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationError, CalibrationWarning, QuantizationAwareTraining
-from lightning_obs.model.qparams import read_qparams
+from lightning_obs.model.module_qparams import read_qparams
 from tests.callbacks.qat_modules import (
     NVFP4_SMALL,
     W4,

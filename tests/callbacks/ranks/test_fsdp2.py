@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationCallback, CalibrationError, load_checkpoint, quantized
-from lightning_obs.model.qparams import read_qparams
+from lightning_obs.model.module_qparams import read_qparams
 from tests.support.lightning_package import Callback, L, ModelParallelStrategy
 from tests.support.lightning_ranks import Module, Net, calibration, like_torchrun, loader, same, samples, trainer
 from tests.support.rank_processes import run_ranks

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_obs import QuantizationAwareTraining
-from lightning_obs.model.qparams import read_qparams
+from lightning_obs.model.module_qparams import read_qparams
 from tests.support.lightning_package import Callback, MixedPrecision, ModelCheckpoint
 from tests.support.lightning_ranks import WIDTH, Module, like_torchrun, same, samples, trainer
 from tests.support.rank_processes import run_ranks

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_obs import CalibrationError, load_checkpoint, quantized
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.errors import CalibrationWarning
-from lightning_obs.model.qparams import read_qparams
+from lightning_obs.model.module_qparams import read_qparams
 from lightning_obs.observers.mse import MemorylessMSEObserver
 from tests.support.lightning_package import Callback, ModelCheckpoint, WeightAveraging, needs_weight_averaging
 from tests.support.lightning_ranks import Module, Net, calibration, like_torchrun, loader, same, samples, trainer

@@ -14,7 +14,7 @@ from lightning_obs.errors import CalibrationWarning
 from lightning_obs.forward.calls import first_input, replace_input
 from lightning_obs.forward.quantized_tensors import quantized_weight
 from lightning_obs.model.kinds import kind_of
-from lightning_obs.model.qparams import (
+from lightning_obs.model.module_qparams import (
     calibrated_modules,
     clear_qparams,
     get_scheme,
