@@ -32,7 +32,7 @@ class SentenceClassifier(L.LightningModule):
 
     Args:
         path: a folder, or a name on the hub; the command line passes the folder of the checkpoint to load it again.
-        learning_rate: of AdamW, for ``task=finetune``.
+        learning_rate: of AdamW; ``task=finetune`` sets it.
     """
 
     def __init__(self, path: str, learning_rate: float = 2e-5) -> None:
@@ -66,7 +66,7 @@ class SentenceClassifier(L.LightningModule):
 
 
 class LabelledTexts(L.LightningDataModule):
-    """Texts with labels. Every second text is held out; calibration and training see the others.
+    """Texts with labels. Every second text is held out; calibration sees the others, and training some of them.
 
     Batches are ``input_ids`` and ``attention_mask`` ``(batch, tokens)``, padded to the longest text, and ``labels``
     ``(batch,)``.
@@ -77,13 +77,20 @@ class LabelledTexts(L.LightningDataModule):
         path: a file of JSON lines with the fields ``text`` and ``label``, which is a number or a name.
         batch_size: texts in a batch.
         tokens: longer texts are cut here.
+        train_batches: of the texts that are not held out, to train on; ``task=finetune`` sets it.
 
     Raises:
         CalibrationError: a label that the model does not know.
     """
 
     def __init__(
-        self, tokenizer: Any, label2id: dict[str, int], path: str, batch_size: int = 8, tokens: int = 128
+        self,
+        tokenizer: Any,
+        label2id: dict[str, int],
+        path: str,
+        batch_size: int = 8,
+        tokens: int = 128,
+        train_batches: int = 0,
     ) -> None:
         super().__init__()
         self.batch_size = batch_size
@@ -99,9 +106,10 @@ class LabelledTexts(L.LightningDataModule):
             samples.append({**sample, "labels": label})
         self.calibration = samples[0::2]
         self.held_out = samples[1::2]
+        self.training = self.calibration[: train_batches * batch_size]
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.calibration, self.batch_size, shuffle=True, collate_fn=self.collate)
+        return DataLoader(self.training, self.batch_size, shuffle=True, collate_fn=self.collate)
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.calibration, self.batch_size, collate_fn=self.collate)

@@ -177,7 +177,7 @@ def _load_in_a_new_process(job: Job, folder: Path, reference: dict[str, Any]) ->
 
 
 def _load_into_a_new_model(job: Job, folder: Path, expected: torch.Tensor) -> tuple[float, list[str]]:
-    """Load the checkpoint with :func:`~lightning_obs.load_checkpoint`: the largest difference of outputs, and a line."""
+    """Load the checkpoint with :func:`~lightning_obs.load_checkpoint`; returns as :func:`_load_in_a_new_process`."""
     with step("loading the checkpoint into a new model"):
         _, model = job.load_again(folder)
         model = model.eval().to(expected.device)

@@ -106,7 +106,5 @@ def _key(override: Override) -> str:
 
 def _matches(key: str, patterns: Sequence[str]) -> bool:
     """Whether a pattern matches the key, or names a node above it."""
-    for pattern in patterns:
-        if fnmatch(key, pattern) or key.startswith(f"{pattern}."):
-            return True
-    return False
+    is_below = [key.startswith(f"{pattern}.") for pattern in patterns]
+    return any(is_below) or any(fnmatch(key, pattern) for pattern in patterns)

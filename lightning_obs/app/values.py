@@ -16,7 +16,7 @@ from lightning_obs.errors import CalibrationError
 
 #: values beside those of the declared kind
 _FURTHER_VALUES: dict[str, Sequence[object]] = {"model.layerwise": ["quantized"], "task.seed": [None]}
-#: beginnings of keys whose numbers are checked where they are used: by Lightning, observers, compressed-tensors, the plan
+#: beginnings of keys whose numbers are checked where they are used: by Lightning, an observer, a scheme, the plan
 _NUMBERS_CHECKED_LATER = (
     "trainer.",
     "observer.",

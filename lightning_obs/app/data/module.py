@@ -30,9 +30,9 @@ Block = dict[str, torch.Tensor]
 class TextData(LightningDataModule):
     """Blocks of tokens of equal length: batches ``{"input_ids": (batch_size, tokens)}``.
 
-    ``val_dataloader`` is to calibrate on, ``train_dataloader`` to train on, ``test_dataloader`` to measure on; no block is
-    in two of them.
-    Runs of 32 tokens that the held-out text repeats are cut out of the rest, and a line says how much that is.
+    ``val_dataloader`` is to calibrate on, ``train_dataloader`` to train on, ``test_dataloader`` to measure on; no block
+    is in two of them. Runs of 32 tokens that the held-out text repeats are cut out of the rest; a line says how much
+    that is.
 
     Args:
         tokenizer: a transformers tokenizer.

@@ -127,7 +127,7 @@ def _require_all_weights(model: Any, loading: Mapping[str, Any], name: str) -> N
     refuse(
         wrong,
         f"{len(wrong)} weights of {kind} are not in the files of model.path={name}, and would be random numbers",
-        remedy=f"{belongs} A model with another head is given by a module of your own (model._target_, docs/models.md).",
+        remedy=f"{belongs} A model with another head needs a module of your own (model._target_, docs/models.md).",
     )
     unused = sorted(loading["unexpected_keys"])
     refuse(

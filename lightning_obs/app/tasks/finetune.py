@@ -58,9 +58,9 @@ class Finetune(Calibrate):
         job = self.job
         assert isinstance(job.callback, QuantizationAwareTraining)
         job.callback.require_precision(job.trainer)
-        train_batches = self.config.data.get("train_batches")
-        if train_batches is not None and train_batches < 1:
-            raise CalibrationError("data.train_batches", got=train_batches, expected="one or more")
+        if job.batches("train_batches") < 1:
+            got = self.config.data.get("train_batches")
+            raise CalibrationError("data.train_batches", got=got, expected="one or more")
 
     @override
     def train(self) -> None:
