@@ -104,8 +104,8 @@ def test_the_root_holds_the_front_door_errors_and_packages_only():
     ("path", "source"),
     [
         ("numerics/qparams.py", "from lightning_obs.observers import Observer"),
-        ("observers/base.py", "def f():\n    import lightning_obs.calibration.session"),
-        ("observers/base.py", "from ..calibration.session import CalibrationSession"),
+        ("observers/observer.py", "def f():\n    import lightning_obs.calibration.session"),
+        ("observers/observer.py", "from ..calibration.session import CalibrationSession"),
         ("schemes/planned_modules.py", "from lightning_obs import calibration"),
         ("errors.py", "from lightning_obs import CalibrationSession"),
         ("checkpoint/export.py", "import lightning.pytorch"),

@@ -1,5 +1,5 @@
-"""What calibration costs each of two ranks: search shared out (DDP), rows of each rank (FSDP2), unit by unit (FSDP1,
-each layer a unit), and memory of export.
+"""What calibration costs each of two ranks, which share out the search (DDP) and also gather the weights for it (FSDP2,
+FSDP1, where each layer is a unit), and memory of export.
 
 python benchmarks/cost/ranks.py --layers 8 --width 1024
 

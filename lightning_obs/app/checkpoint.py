@@ -24,7 +24,7 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.model.kinds import is_transformers_model
-from lightning_obs.streaming.checkpoint_weights import copy_others
+from lightning_obs.streaming.other_files import copy_other_files
 
 #: longest sample that the reloaded checkpoint is compared on
 _CHECK_TOKENS = 128
@@ -41,7 +41,7 @@ class _FilesBesideWeights:
         """Write the files to the folder of the checkpoint."""
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
-        copy_others(self.source, Path(folder))
+        copy_other_files(self.source, Path(folder))
 
 
 def write_checkpoint(job: Job, folder: Path, result: CalibrationResult) -> list[str]:

@@ -25,11 +25,11 @@ from lightning_obs.files.tensors import Tally
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.module_qparams import ROUNDED, as_stored, clear_qparams, read_qparams, write_qparams
 from lightning_obs.model.offload import at_rest, is_offloaded
-from lightning_obs.model.weight import onloaded, place_of, reshard, rows_here
+from lightning_obs.model.weight import onloaded, place_of, reshard, whole_matrix
+from lightning_obs.numerics.many_tensors import all_finite, to_host
 from lightning_obs.numerics.qparams import QParamsDict
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.by_inputs import settle_zero_inputs
-from lightning_obs.observers.statistic import all_finite, to_host
 from lightning_obs.ranks.collectives import Stretch
 from lightning_obs.ranks.sync import share_weights, sync_statistics
 from lightning_obs.schemes.left_in_float import shares_in_float
@@ -75,12 +75,12 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
             borrowed = _stand_ins(session, synced.unreached)
             computed = _compute(session, {**session.observers, **borrowed}, weights=False)
 
-    def observe(key: Key, observer: Observer, rows: torch.Tensor) -> None:
+    def observe(key: Key, observer: Observer, weight: torch.Tensor) -> None:
         # Inputs may be missing where on_missing allows it, and where only weights are finalized.
         if key in borrowed or not activations:
-            observer.observe_without_inputs(rows)
+            observer.observe_without_inputs(weight)
         else:
-            observer(rows)
+            observer(weight)
 
     searched = [key for key in shared.modules if key[0] not in session.skipped]
     with stretch:
@@ -147,7 +147,7 @@ def _round(
     with stretch:
         roundings = make_roundings({key: session.observers[key] for key in searched}, session.fed, qparams)
         again = _Weights(session, {key: shared.modules[key] for key in roundings}, roundings)
-    taken = again.observe(list(roundings), owners, lambda _, rounding, rows: rounding(rows), stretch)
+    taken = again.observe(list(roundings), owners, lambda _, rounding, weight: rounding(weight), stretch)
     with stretch:
         for (name, _), rounding in roundings.items():
             qparams[name][ROUNDED] = rounding.rounded
@@ -196,18 +196,15 @@ class _Weights:
         shapes, sharded = {key: place_of(module).shape for key, module in modules.items()}, None
         if any(place_of(module).groups for module in modules.values()):
             sharded = ShardedWeights(modules, observers, self._collectives)
-        rows = {} if sharded is None else {k: each[self._collectives.rank] for k, each in sharded.rows.items()}
         self._sharded = sharded
-        #: the number of elements of each weight that one rank observes whole
-        self.sizes = {key: shape.numel() for key, shape in shapes.items() if key not in rows}
-        #: of the other weights, the number that this rank observes
-        self._parts = {key: (stop - start) * shapes[key][1:].numel() for key, (start, stop) in rows.items()}
+        #: the number of elements of each weight
+        self.sizes = {key: shape.numel() for key, shape in shapes.items()}
 
     def observe(self, keys: Collection[Key], owners: Mapping[Key, int], observe: Observe, stretch: Stretch) -> int:
         """As :meth:`.ShardedWeights.observe`, whether weights are sharded or not; progress is told."""
         ranks, rank = self._collectives.size, self._collectives.rank
         if self._progress is not None:
-            mine = self._parts | {key: size for key, size in self.sizes.items() if owners.get(key) == rank}
+            mine = {key: size for key, size in self.sizes.items() if owners.get(key) == rank}
             weights: dict[Key, Any] = {key: self.modules[key].weight for key in mine.keys() & set(keys)}
             tally = Tally(sum(mine[key] * weight.itemsize for key, weight in weights.items()), self._progress)
             observe = partial(_tell, observe, tally, ranks)
@@ -216,7 +213,9 @@ class _Weights:
 
         def search(key: Key) -> None:
             with onloaded(self.modules[key]):
-                observe(key, self._observers[key], rows_here(self.modules[key]))
+                matrix = whole_matrix(self.modules[key])
+                assert matrix is not None  # a plan has no weight without a matrix
+                observe(key, self._observers[key], matrix)
 
         own = {key: self._observers[key] for key in keys}
         shared = share_weights(own, owners, search, self._collectives, stretch.failure)
@@ -225,9 +224,9 @@ class _Weights:
         return shared.collectives
 
 
-def _tell(observe: Observe, tally: Tally, ranks: int, key: Key, observer: Observer, rows: torch.Tensor) -> None:
-    observe(key, observer, rows)
-    tally.add(key[0] if ranks == 1 else f"{key[0]} (this rank's share)", rows.nbytes)
+def _tell(observe: Observe, tally: Tally, ranks: int, key: Key, observer: Observer, weight: torch.Tensor) -> None:
+    observe(key, observer, weight)
+    tally.add(key[0] if ranks == 1 else f"{key[0]} (this rank's share)", weight.nbytes)
 
 
 def _weights(session: CalibrationSession, wanted: bool) -> _Weights:

@@ -17,8 +17,7 @@ from lightning_obs.files.sealed import require_whole, sealed
 from lightning_obs.model.module_qparams import CHECKSUMS
 from lightning_obs.model.offload import at_rest
 from lightning_obs.model.wrappers import without_adapters, without_wrappers
-from lightning_obs.observers import Observer
-from lightning_obs.observers.base import Key
+from lightning_obs.observers import Key, Observer
 from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.sync import require_plain, sync_statistics
 from lightning_obs.schemes.planned_modules import Plan, find_misfits

@@ -50,8 +50,7 @@ from lightning_obs.model.weight import matrix_shape, register_fsdp_units
 from lightning_obs.model.wrappers import unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import LinearExperts
 from lightning_obs.numerics.histogram import Support
-from lightning_obs.observers import HessianObserver, Observer, StaticMinMaxObserver
-from lightning_obs.observers.base import Key
+from lightning_obs.observers import HessianObserver, Key, Observer, StaticMinMaxObserver
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
 from lightning_obs.schemes.config import SchemeLike, make_observer

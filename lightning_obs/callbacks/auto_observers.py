@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.copies import KeptBatches
+from lightning_obs.callbacks.kept_batches import KeptBatches
 from lightning_obs.callbacks.which_module import require_forward
 from lightning_obs.choice.observer_choice import (
     Candidates,
@@ -68,7 +68,7 @@ class AutoObservers:
 
         def keep(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not session.is_paused:
-                if not self._kept.seen:
+                if not self._kept.offered:
                     logits_of(output)  # a model without logits is an error now, not at the end
                 self._kept.add(_by_name(model, args, kwargs))
 
@@ -94,12 +94,12 @@ class AutoObservers:
                 f'observers="auto": no validation batch called {type(model).__name__}, so there is nothing to score on',
                 remedy='name the module that validation_step calls: CalibrationCallback(module="...").',
             )
-        if len(self._kept) < self._kept.seen:
+        if len(self._kept) < self._kept.offered:
             warn(
-                f'observers="auto": inputs are kept to be run again, {len(self._kept)} of {self._kept.seen} fit in '
+                f'observers="auto": inputs are kept to be run again, {len(self._kept)} of {self._kept.offered} fit in '
                 f"{KEPT_BYTES / 2**30:.1f} GiB. The others are not observed."
             )
-        kept = [inputs for inputs, _ in self._kept.taken()]
+        kept = [inputs for inputs, _ in self._kept.pop_all()]
         self.stop()
         session.detach()
         self.choice = choose_observers(model, kept[:SCORED], self.asked, self.candidates)

@@ -240,7 +240,7 @@ class CalibrationCallback(ObservedBatches):
     def on_test_batch_start(self, trainer: Trainer, pl_module: LightningModule, *seen: Any) -> None:
         """Keep the batch for the second pass."""
         if self._second_pass is not None:
-            self._second_pass.see(*seen)
+            self._second_pass.keep_batch(*seen)
 
     @override
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -5,9 +5,8 @@ inside ``on_validation_epoch_end``, before the metrics of the first are computed
 
 Lightning's own evaluation loop runs it (:mod:`.replayed_loop`): steps, devices, precision, strategies and ``self.log``
 work as in the first pass. It has results of its own, calls no callback, and takes the batches as ``validation_step``
-got them. The state of the LightningModule and its submodules, except weights, is copied before the first batch, and
-the copy is put in place for the second pass. Modules stay the same objects, so wrappers (DDP, FSDP), compiled code and
-hooks work on the copy. Each step starts from the random state that it had in the first pass.
+got them. The LightningModule has the state that it had before the first batch (:mod:`.module_state`), and each step
+starts from the random state that it had in the first pass.
 """
 
 from __future__ import annotations
@@ -19,129 +18,187 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from compressed_tensors.modeling import IMPL_ATTR, KV_CACHE_ATTR
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.copies import Copier, KeptBatches
+from lightning_obs.callbacks.kept_batches import KeptBatches
 from lightning_obs.callbacks.lightning_package import (
     TrainerFn,
     collect_rng_states,
     is_param_in_hook_signature,
     isolate_rng,
 )
-from lightning_obs.callbacks.replayed_loop import Metrics, ReplayedLoop, metrics_of
+from lightning_obs.callbacks.module_state import ModuleState
+from lightning_obs.callbacks.replayed_loop import BatchNote, Metrics, ReplayedLoop, metrics_of
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.quantized_forward import quantized
-from lightning_obs.model.module_qparams import CALIBRATED, CHECKSUMS
-from lightning_obs.model.wrappers import inside
 from lightning_obs.report.predictions import KEPT_BYTES, Moved, Predictions
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-#: attributes of ``nn.Module`` itself, and of calibration: its modules in attention are there before the first batch
-_LEFT_ALONE = {*vars(nn.Module()), *CALIBRATED, IMPL_ATTR, KV_CACHE_ATTR}
-
 
 class QuantizedValidation:
-    """A second pass over the first batches of a validation or a test, a ``share`` in (0, 1] of each loader's."""
+    """A second pass over the first batches of a validation or a test, through the quantized model.
+
+    Made when the validation starts; :meth:`keep_batch` is called before each of its batches, :meth:`run` at its end.
+
+    Args:
+        trainer: starts a validation or a test now.
+        pl_module: its LightningModule.
+        model: the calibrated module inside ``pl_module``.
+        share: share of each loader's batches to run, in (0, 1].
+
+    Attributes:
+        moved: how far the predictions moved; None before :meth:`run`, and for outputs without logits.
+        higher_is_better: the direction of each metric that was logged as an object of torchmetrics, where it has one.
+
+    Raises:
+        CalibrationError: a share of a loader without a length.
+    """
 
     def __init__(self, trainer: Trainer, pl_module: LightningModule, model: nn.Module, share: float) -> None:
-        self._trainer, self._pl_module = trainer, pl_module
-        loop = trainer._active_loop
-        batches = loop.max_batches if loop._is_sequential else [loop._data_fetcher.length or math.inf]
-        if share < 1 and any(map(math.isinf, batches)):
-            raise CalibrationError(
-                "a share of the batches to evaluate needs their number, and a loader does not know it",
-                got=f"evaluate={share}",
-                remedy="evaluate=True, or Trainer(limit_val_batches=<number>).",
-            )
-        #: by loader
-        self._kept = [
-            KeptBatches(KEPT_BYTES / len(batches), math.ceil(n * share) if n < math.inf else n) for n in batches
-        ]
-        self._start: _State | None = None
-        self._metrics: dict[str, dict[str, Any]] = {}  # that the Trainer showed before the first batch
-        self._random: tuple[bytes, dict[str, Any]] = b"", {}
-        self.moved: Moved | None = None
-        #: by name of a metric that was logged as an object of torchmetrics, its direction where it has one
-        self.higher_is_better: dict[str, bool] = {}
+        self._trainer = trainer
+        self._pl_module = pl_module
+        self._batches_of_loaders = _empty_batches(trainer, share)
+        self._state_at_start: ModuleState | None = None  # until the first batch
+        self._metrics_at_start: dict[str, dict[str, Any]] = {}
+        self._random_states = _RandomStates()
         self._predictions = Predictions()
-        first_pass = ExitStack()
-        first_pass.enter_context(self._predictions.kept(model))
-        self.close = first_pass.close  # stops keeping the first pass's predictions
+        self._first_pass = ExitStack()
+        self._first_pass.enter_context(self._predictions.kept(model))
+        self.moved: Moved | None = None
+        self.higher_is_better: dict[str, bool] = {}
 
-    def see(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Keep a batch that the first pass is about to run; before the first one, copy the LightningModule's state."""
-        if self._start is None:
-            self._start = _State(self._pl_module)
-            self._metrics = metrics_of(self._trainer)
-        random = collect_rng_states()
-        bits = pickle.dumps(apply_to_collection(random, torch.Tensor, torch.Tensor.numpy))
-        if bits != self._random[0]:  # most validations draw none: their states are kept once
-            self._random = bits, random
+    def keep_batch(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Keep a batch that the first pass is about to run; before the first one, record the module's state."""
+        if self._state_at_start is None:
+            self._state_at_start = ModuleState(self._pl_module)
+            self._metrics_at_start = metrics_of(self._trainer)
         self._predictions.batch = batch_idx, dataloader_idx
-        self._kept[dataloader_idx].add(batch, (batch_idx, dataloader_idx, self._random[1]))
+        note = BatchNote(batch_idx, dataloader_idx, self._random_states.now())
+        self._batches_of_loaders[dataloader_idx].add(batch, note)
+
+    def close(self) -> None:
+        """Stop keeping predictions of the first pass. Can be called any number of times."""
+        self._first_pass.close()
 
     def run(self, session: CalibrationSession) -> Metrics:
-        """Run the calibrated model quantized; every rank must. The batches are gone afterwards.
+        """Run the calibrated model quantized over the kept batches, which are gone afterwards; every rank must.
+
+        Args:
+            session: has calibrated the model.
 
         Returns:
             ``{"val_loss": (value, further arguments to log it with)}``, reduced over ranks where the user's own
-            ``self.log`` is.
+            ``self.log`` is. Empty if no batch was kept.
         """
         self.close()
-        self._agree(session)
-        if self._start is None or not any(map(len, self._kept)):
+        self._keep_equal_numbers(session)
+        if self._state_at_start is None or not any(map(len, self._batches_of_loaders)):
             return {}
-        loop = ReplayedLoop(self._trainer, self._kept, self._predictions, self._metrics)
+        loop = ReplayedLoop(self._trainer, self._batches_of_loaders, self._predictions, self._metrics_at_start)
         with ExitStack() as stack:
             stack.enter_context(isolate_rng())
             stack.enter_context(session.in_force())
-            stack.enter_context(self._start.in_place())
-            # The first pass has moved and changed the batches.
-            for hook in ("_on_before_batch_transfer", "_apply_batch_transfer_handler"):
-                vars(self._pl_module)[hook] = lambda batch, *_, **__: batch
+            stack.enter_context(self._state_at_start.restored())
+            stack.enter_context(_batches_left_as_they_are(self._pl_module))
             stack.enter_context(quantized(session.model))
             comparison = stack.enter_context(self._predictions.compared(session.model))
             loop.run()
-        self._start = None
+        self._state_at_start = None
         self.moved = comparison.reduced(session.collectives)
         self.higher_is_better = loop.higher_is_better
         if not loop.logged:
-            step = step_of(self._trainer)
-            warn(f"evaluate: {step} logs no metric for the epoch, so there is none of the quantized model.")
+            step_name = step_of(self._trainer)
+            warn(f"evaluate: {step_name} logs no metric for the epoch, so there is none of the quantized model.")
         return loop.logged
 
-    def _agree(self, session: CalibrationSession) -> None:
-        """Ranks run as many batches as the one that has kept the fewest; print their share."""
-        kept = torch.tensor([len(batches) for batches in self._kept], device=session.collectives.device)
+    def _keep_equal_numbers(self, session: CalibrationSession) -> None:
+        """Make all ranks keep as many batches of each loader as the rank that has kept the fewest; warn of the rest."""
+        kept = torch.tensor([len(batches) for batches in self._batches_of_loaders], device=session.collectives.device)
         lengths = session.collectives.reduce(kept, "min").tolist()
-        for batches, length in zip(self._kept, lengths, strict=True):
-            batches.cut(length)
-        seen = sum(batches.seen for batches in self._kept)
-        if sum(lengths) < seen:
+        offered = 0
+        for batches, length in zip(self._batches_of_loaders, lengths, strict=True):
+            batches.shorten(length)
+            offered += batches.offered
+        if sum(lengths) < offered:
             warn(
-                f"evaluate: the quantized model is measured on {sum(lengths)} of {seen} batches, the first of each "
+                f"evaluate: the quantized model is measured on {sum(lengths)} of {offered} batches, the first of each "
                 f"loader: more do not fit in {KEPT_BYTES / 2**30:.1f} GiB, where they are kept for it."
             )
 
 
+def _empty_batches(trainer: Trainer, share: float) -> list[KeptBatches]:
+    """For each loader of the validation that starts, the object that keeps the given share of its batches."""
+    loop = trainer._active_loop
+    counts = loop.max_batches if loop._is_sequential else [loop._data_fetcher.length or math.inf]
+    if share < 1 and math.inf in counts:
+        raise CalibrationError(
+            "a share of the batches to evaluate needs their number, and a loader does not know it",
+            got=f"evaluate={share}",
+            remedy="evaluate=True, or Trainer(limit_val_batches=<number>).",
+        )
+    batches_of_loaders = []
+    for count in counts:
+        batch_limit = count if count == math.inf else math.ceil(count * share)
+        batches_of_loaders.append(KeptBatches(KEPT_BYTES / len(counts), batch_limit))
+    return batches_of_loaders
+
+
+@contextmanager
+def _batches_left_as_they_are(pl_module: LightningModule) -> Iterator[None]:
+    """A block in which Lightning does not move batches: the first pass has moved and changed the kept ones already."""
+    attributes = vars(pl_module)
+    hooks = ("_on_before_batch_transfer", "_apply_batch_transfer_handler")
+    for hook in hooks:
+        attributes[hook] = lambda batch, *_, **__: batch
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            del attributes[hook]
+
+
+class _RandomStates:
+    """States of Python's, NumPy's and torch's random generators at each batch.
+
+    Most validations draw no random numbers. Their states are equal, and are kept once.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, Any] = {}
+        self._pickled = b""
+
+    def now(self) -> dict[str, Any]:
+        """The present states; the object of the last call if they are the same."""
+        states = collect_rng_states()
+        pickled = pickle.dumps(apply_to_collection(states, torch.Tensor, torch.Tensor.numpy))
+        if pickled != self._pickled:
+            self._states = states
+            self._pickled = pickled
+        return self._states
+
+
 def step_of(trainer: Trainer) -> str:
-    """The name of the LightningModule's method that each batch of a validation or a test is given to."""
+    """The name of the LightningModule's step that runs now: ``validation_step`` or ``test_step``."""
     return "test_step" if trainer.state.fn == TrainerFn.TESTING else "validation_step"
 
 
 def require_batches(trainer: Trainer, pl_module: LightningModule, option: str) -> None:
-    """Refuse a step that fetches its batches itself (``dataloader_iter``), which nobody else sees; called in setup.
+    """Refuse a step that fetches its batches itself (``dataloader_iter``); called in ``setup``.
 
-    Only the step of the run that starts counts: none in ``predict``, nor in a fit that does not validate, of which
-    ``module.validation_step = None`` is one.
+    Such a step alone sees its batches. Only the step that this run calls is checked: none in ``predict``, and none in a
+    fit that does not validate (``module.validation_step = None``, for example).
+
+    Args:
+        trainer: is about to start.
+        pl_module: has the step.
+        option: name of the option that needs the batches, for the error.
 
     Raises:
-        CalibrationError: naming ``option``, which needs the batches.
+        CalibrationError: the step takes ``dataloader_iter``.
     """
     fits_only = trainer.state.fn == TrainerFn.FITTING and not trainer.enable_validation
     if fits_only or trainer.state.fn == TrainerFn.PREDICTING:
@@ -157,62 +214,12 @@ def require_batches(trainer: Trainer, pl_module: LightningModule, option: str) -
 
 
 def quantized_name(name: str, scheme: str = "") -> str:
-    """The quantized model's metric; Lightning's number of the loader stays at the end, ``scheme`` tells several apart.
+    """The name under which the quantized model's value of a metric is logged.
+
+    Lightning's number of the loader stays at the end. ``scheme`` tells several callbacks apart.
 
     >>> quantized_name("val_loss/dataloader_idx_1"), quantized_name("val_loss", "FP8")
     ('val_loss_quantized/dataloader_idx_1', 'val_loss_quantized/FP8')
     """
     name, slash, loader = name.partition("/dataloader_idx_")
     return f"{name}_quantized{scheme and '/'}{scheme}{slash}{loader}"
-
-
-# ---------------------------------------------------------------------- the state of the LightningModule
-
-
-class _State:
-    """Copies of the state, except weights, of a LightningModule, its submodules and the modules in its attributes."""
-
-    def __init__(self, root: nn.Module) -> None:
-        #: a dict that holds state, copies of its values, and the names in it that stay as they are
-        self._places: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []
-        self._waiting = list(root.modules())
-        self._copier = Copier(lambda t: t.detach().clone().requires_grad_(t.requires_grad), self._waiting.append)
-        met: set[int] = set()
-        with torch.inference_mode(False), torch.no_grad():
-            while self._waiting:
-                for module in self._waiting.pop().modules():
-                    if id(module) not in met:
-                        met.add(id(module))
-                        self._take(module)
-
-    def _take(self, module: nn.Module) -> None:
-        if inside(module) is not None or isinstance(module, torch.jit.ScriptModule):
-            return  # its state is torch's: FSDP1 has begun meanwhile
-        # FSDP1 puts whole weights beside the parameters.
-        left = {name for name in vars(module) if name.startswith("__")} | _LEFT_ALONE | {*module._parameters}
-        for held in (vars(module), module._buffers, module._modules):
-            copies = {name: self._copier(value) for name, value in held.items() if name not in left}
-            self._places.append((held, copies, left))
-        for name in ("_forward_pre_hooks", "_forward_hooks"):
-            hooks = vars(module)[name]
-            copies = {key: copied for key, hook in hooks.items() if (copied := self._copier(hook)) is not hook}
-            if copies:
-                self._places.append((hooks, copies, {*hooks} - {*copies}))
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Let the modules hold the copies inside the ``with`` block, and their own state afterwards."""
-        before = [(held, dict(held)) for held, _, _ in self._places]
-        try:
-            for held, copies, left in self._places:
-                if not all(isinstance(name, str) for name in copies):  # a hook that was removed since stays away
-                    copies = {name: value for name, value in copies.items() if name in held}
-                stays = {name: value for name, value in held.items() if name in left}
-                held.clear()
-                held.update(copies | stays)
-                held.pop(CHECKSUMS, None)  # scales of an earlier epoch are measured knowingly
-            yield
-        finally:
-            for held, values in before:
-                held.clear()
-                held.update(values)

@@ -5,9 +5,8 @@ time, and each block is handed on at once: the model does not change, and no com
 weight is stored like a Linear's, as the matrix that was calibrated; the module that loads it knows its own shape.
 
 The formats pack along a row, so a weight can be compressed in blocks of rows; packed zero points, along the column, are
-the exception. Where weights are sharded over ranks, rank 0 stores them. Under FSDP2 each rank compresses its own rows,
-and only compressed rows are gathered. A weight whose rows cannot be compressed separately, or with a block of rows that
-two ranks share, is gathered first, and so is every unit of FSDP1: every rank holds one module or unit at a time.
+the exception. Where weights are sharded over ranks, all ranks gather one module (FSDP1: one unit) after the other, and
+rank 0 compresses and stores it.
 """
 
 from __future__ import annotations
@@ -20,16 +19,14 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy, QuantizationType
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lightning_obs.errors import sendable
 from lightning_obs.files.tensors import TensorWriter
-from lightning_obs.model.kinds import is_transformers_model, kind_of, to_matrix
+from lightning_obs.model.kinds import is_transformers_model, to_matrix
 from lightning_obs.model.module_qparams import ROUNDED, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.weight import by_unit, full_weight, identities, place_of, whole_tensor, whole_unit
 from lightning_obs.numerics.fake_quantize import dequantize, fake_quantize, pack_nibbles, quantize
 from lightning_obs.numerics.qparams import rows_per_scale
-from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 
 _Tensors: TypeAlias = dict[str, torch.Tensor]
 #: a tensor of the checkpoint, or rows of it: its name (in the module, or in the state dict), rows, number of the first
@@ -81,8 +78,7 @@ def store(model: nn.Module, layout: Container[str], put: Put | None) -> Exceptio
     """Give the tensors of the model's checkpoint that are in ``layout`` to ``put``, one module after the other.
 
     A compressed weight comes in blocks of rows. If weights are sharded, every rank must call this, with the same
-    ``layout``; without ``put`` it only helps to gather. Returns the failure of this rank, if any; a failure to compress
-    a rank's own rows is raised on all ranks.
+    ``layout``; without ``put`` it only helps to gather. Returns the failure of this rank, if any.
     """
     state, keys_of, prefixes = _state(model), dict[nn.Module, list[str]](), dict[nn.Module, list[str]]()
     for prefix, module, keys in list(_own(model, state)):  # a module used under two names has its entries under both
@@ -110,14 +106,14 @@ def store(model: nn.Module, layout: Container[str], put: Put | None) -> Exceptio
                 keys, known_as = keys_of[module], prefixes[module]
                 if not _is_compressible(module):
                     keys = [key for key in keys if any(prefix + key in layout for prefix in known_as)]
-                give(_entries(module, keys, known_as[0]), known_as)
+                give(_entries(module, keys), known_as)
     give(((name, whole_tensor(value), 0) for name, value in state.items()), [""])
     return failure
 
 
 def module_entries(module: nn.Module) -> Iterable[Entry]:
     """One module's entries in a checkpoint; a compressed weight's in blocks of rows."""
-    return _entries(module, next(_own(module, _state(module)))[2], "")
+    return _entries(module, next(_own(module, _state(module)))[2])
 
 
 def _is_compressible(module: nn.Module) -> bool:
@@ -144,32 +140,23 @@ def _packs_zero_points(scheme: QuantizationScheme) -> bool:
     return packed and weights.strategy in (QuantizationStrategy.GROUP, QuantizationStrategy.CHANNEL)
 
 
-def _entries(module: nn.Module, keys: list[str], prefix: str) -> Iterable[Entry]:
+def _entries(module: nn.Module, keys: list[str]) -> Iterable[Entry]:
     """A module's entries in the checkpoint; ``keys``: its own tensors.
 
     Shards of other ranks are gathered in the call, so every rank must call it; a whole weight is compressed while the
     entries are read.
     """
-    compressible, own = _is_compressible(module), _Tensors()
-    by_rows = compressible and is_compressed_by_rows(module)
-    if by_rows:
-        with on_all_ranks(Collectives.of_group()):
-            try:
-                own = compress_rows(module)
-            except Exception as error:
-                raise sendable(error, (prefix.rstrip("."), "weight")) from error
-        own = {key: whole_tensor(value) for key, value in own.items()}
+    tensors = _Tensors()
     for key in keys:
-        if not (by_rows and key == "weight"):
-            value = full_weight(module) if key == "weight" else getattr(module, key)
-            assert isinstance(value, torch.Tensor)
-            own[key] = whole_tensor(value)
+        value = full_weight(module) if key == "weight" else getattr(module, key)
+        assert isinstance(value, torch.Tensor)
+        tensors[key] = whole_tensor(value)
     scheme = get_scheme(module)
-    if scheme is not None and not by_rows:
-        own |= read_qparams(module)
-        if compressible:
-            return _compressed(_with_matrix(module, own, scheme), scheme)
-    return [(key, value, 0) for key, value in own.items()]
+    if scheme is not None:
+        tensors |= read_qparams(module)
+        if _is_compressible(module):
+            return _compressed(_with_matrix(module, tensors, scheme), scheme)
+    return [(key, value, 0) for key, value in tensors.items()]
 
 
 # ---------------------------------------------------------------------- one module
@@ -257,56 +244,6 @@ def _rows_of(entries: _Tensors, start: int, stop: int, scheme: QuantizationSchem
 def compressor_of(scheme: QuantizationScheme) -> Any:
     """compressed-tensors' compressor of a scheme's format."""
     return BaseCompressor.get_value_from_registry(CompressionFormat(scheme.format).value)
-
-
-# ---------------------------------------------------------------------- the rows of each rank
-
-
-def is_compressed_by_rows(module: nn.Module) -> bool:
-    """Whether each rank can compress its own rows of the weight. The answer is the same on every rank."""
-    scheme = get_scheme(module)
-    if scheme is None or scheme.weights is None or kind_of(module).stored_as is None or _packs_zero_points(scheme):
-        return False
-    rows, height = place_of(module).rows, rows_per_scale(scheme.weights) or 1
-    return rows is not None and not any(start % height for start, stop in rows if start < stop)
-
-
-def compress_rows(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Compress this rank's rows of a weight that :func:`is_compressed_by_rows`, without talking to other ranks.
-
-    Returns the entries in a checkpoint of weight and qparams: a DTensor ``Shard(0)`` where it has rows, else whole.
-    """
-    scheme, weight, every = get_scheme(module), module.weight, place_of(module).rows
-    assert isinstance(weight, DTensor)
-    assert scheme is not None
-    assert every is not None
-    rows, heights = weight.to_local().detach(), _heights(scheme)
-    start, _ = every[weight.device_mesh.get_local_rank()]
-    # A rank without rows compresses a block of zeros, and keeps nothing of it: shapes and dtypes are then right.
-    empty = len(rows) == 0
-    if empty:
-        start, rows = 0, rows.new_zeros(max(1, heights["weight_scale"]), *rows.shape[1:])
-    own = _rows_of(read_qparams(module), start, start + len(rows), scheme) | {"weight": rows}
-    if empty and ROUNDED in own:
-        own[ROUNDED] = rows
-    blocks: dict[str, list[torch.Tensor]] = {}
-    for name, value, _ in _compressed(own, scheme):
-        blocks.setdefault(name, []).append(value)
-    entries = {name: values[0] if len(values) == 1 else torch.cat(values) for name, values in blocks.items()}
-    if "weight_shape" in entries:
-        entries["weight_shape"] = entries["weight_shape"].new_tensor(weight.shape)
-    return {
-        name: _sharded(value[:0] if empty else value, weight, height) if (height := heights.get(name)) else value
-        for name, value in entries.items()
-    }
-
-
-def _sharded(rows: torch.Tensor, weight: DTensor, height: int) -> DTensor:
-    """One rank's rows as a part of all ranks' rows."""
-    shape = torch.Size((-(-len(weight) // height), *rows.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    mesh, placements = weight.device_mesh, weight.placements
-    return DTensor.from_local(rows.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 # ---------------------------------------------------------------------- under the names of files

@@ -35,7 +35,7 @@ from lightning_obs.model.offload import at_rest
 from lightning_obs.model.weight import in_shards, model_bytes, register_fsdp_units
 from lightning_obs.model.wrappers import adopt_adapters, unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import routers
-from lightning_obs.observers.statistic import to_host
+from lightning_obs.numerics.many_tensors import to_host
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.schemes.planned_modules import PlannedModule, find_misfits
 

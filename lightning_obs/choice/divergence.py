@@ -45,7 +45,7 @@ from lightning_obs.model.kinds import holds_parameters
 from lightning_obs.model.module_qparams import args_of, read_qparams
 from lightning_obs.model.offload import at_rest, brought_in_by, is_offloaded
 from lightning_obs.model.weight import onloaded
-from lightning_obs.observers.statistic import to_host
+from lightning_obs.numerics.many_tensors import to_host
 
 #: the errors of this many neighbouring tokens are summed before they are squared
 BLOCK = 16
@@ -66,27 +66,13 @@ def divergences(
         The KL divergence in nats per token for each scheme and each of ``groups``, and the number of predictions.
     """
     changes: _Changes = defaultdict(list)
-    # kept on the device until the end: no batch waits for the host
-    squares: dict[tuple[str, tuple[str, ...]], torch.Tensor] = {}
+    sums = _SquaredSums(groups)
     finite: list[torch.Tensor] = []
     tokens = 0
     with run_eagerly(), left_as_it_was(model), ExitStack() as stack:
-        stack.enter_context(set_checkpoint_early_stop(False))  # it would leave accelerate's hook before weights go
-        with at_rest():
-            offloaded = [module for module in model.modules() if is_offloaded(module) and holds_parameters(module)]
-        stack.enter_context(parameters_without_gradients(model))
-        for owner in {brought_in_by(module) for module in offloaded}:
-            # Autograd would keep the weights of all modules; so each runs again when backward reaches it.
-            again = partial(checkpoint, owner.forward, use_reentrant=False, preserve_rng_state=False)
-            stack.callback(set_attributes(owner, forward=again))
-        for name, of_module in twins.items():
-            module = model.get_submodule(name)
-            with weights_shared(module, of_module.values()):
-                for twin in of_module.values():
-                    stack.callback(quantize_forward(twin))
-            alike = _weights_alike(list(of_module.values()))
-            handle = module.register_forward_hook(_tap(name, of_module, alike, changes), with_kwargs=True)
-            stack.callback(keep_hook_out(module, handle))
+        _recompute_offloaded(model, stack)
+        for name, twins_of_module in twins.items():
+            _watch_twins(model.get_submodule(name), name, twins_of_module, changes, stack)
         last_layer = LastLayer()
         last_layer.watch(model, stack)
         for number, batch in enumerate(batches):
@@ -95,15 +81,60 @@ def divergences(
             signs = random_signs(logits.shape, seed + number, logits.device)
             logits.backward(fisher_probe(logits.detach(), signs))
             tokens += logits[..., 0].numel()
-            for scheme in dict.fromkeys(scheme for scheme, _ in changes):
-                for group in groups:
-                    members = [changes[scheme, name] for name in group if (scheme, name) in changes]
-                    squares[scheme, group] = squares.get((scheme, group), 0) + _square(members)
+            sums.add(changes)
             changes.clear()
-    totals = to_host(list(squares.values()))
     if finite and not torch.stack(finite).all():
         raise CalibrationError("the model's logits are not finite", remedy="find the NaN in weights or data.")
-    return {key: float(x) / (2 * max(1, tokens)) for key, x in zip(squares, totals, strict=True)}, tokens
+    losses: Losses = {}
+    for key, total in sums.read().items():
+        losses[key] = total / (2 * max(1, tokens))
+    return losses, tokens
+
+
+class _SquaredSums:
+    """By scheme and modules, the sum of squared changes over batches; it stays on the device until the end."""
+
+    def __init__(self, groups: Iterable[tuple[str, ...]]) -> None:
+        self._groups = list(groups)
+        self._totals: dict[tuple[str, tuple[str, ...]], torch.Tensor] = {}
+
+    def add(self, changes: _Changes) -> None:
+        """Add the changes of one batch."""
+        for scheme in dict.fromkeys(scheme for scheme, _ in changes):
+            for group in self._groups:
+                members = [changes[scheme, name] for name in group if (scheme, name) in changes]
+                self._totals[scheme, group] = self._totals.get((scheme, group), 0) + _square(members)
+
+    def read(self) -> dict[tuple[str, tuple[str, ...]], float]:
+        """The sums, brought to the host in one transfer."""
+        totals = to_host(list(self._totals.values()))
+        return {key: float(total) for key, total in zip(self._totals, totals, strict=True)}
+
+
+def _recompute_offloaded(model: nn.Module, stack: ExitStack) -> None:
+    """Run each offloaded module again when backward reaches it; else autograd would keep all weights.
+
+    Parameters need no gradients until ``stack`` is closed.
+    """
+    stack.enter_context(set_checkpoint_early_stop(False))  # it would leave accelerate's hook before weights go
+    with at_rest():
+        offloaded = [module for module in model.modules() if is_offloaded(module) and holds_parameters(module)]
+    stack.enter_context(parameters_without_gradients(model))
+    for owner in {brought_in_by(module) for module in offloaded}:
+        recomputed = partial(checkpoint, owner.forward, use_reentrant=False, preserve_rng_state=False)
+        stack.callback(set_attributes(owner, forward=recomputed))
+
+
+def _watch_twins(
+    module: nn.Module, name: str, twins: Mapping[str, nn.Module], changes: _Changes, stack: ExitStack
+) -> None:
+    """Quantize the forward of a module's twins, and hook the module so that backward runs them."""
+    with weights_shared(module, twins.values()):
+        for twin in twins.values():
+            stack.callback(quantize_forward(twin))
+    tap = _tap(name, twins, _first_alike(list(twins.values())), changes)
+    handle = module.register_forward_hook(tap, with_kwargs=True)
+    stack.callback(keep_hook_out(module, handle))
 
 
 @contextmanager
@@ -117,32 +148,53 @@ def weights_shared(module: nn.Module, twins: Collection[nn.Module]) -> Iterator[
         twin._parameters = module._parameters
 
 
-def _weights_alike(twins: Iterable[nn.Module]) -> list[int]:
-    """For each twin the number of the first that quantizes the weight to the same numbers."""
-    known: list[tuple[Any, dict[str, torch.Tensor]]] = []
-    alike = []
-    for number, twin in enumerate(twins):
-        args, qparams = args_of(twin, "weight"), read_qparams(twin)
-        qparams = {name: value for name, value in qparams.items() if name.startswith("weight_")}
-        kind = (
-            args and args.model_dump(exclude={"observer", "observer_kwargs"}),
-            {n: v.dtype for n, v in qparams.items()},
-        )
-        same = (kind == of and all(_are_equal(value, qparams[n]) for n, value in own.items()) for of, own in known)
-        alike.append(next((first for first, is_same in enumerate(same) if is_same), number))
-        known.append((kind, qparams))
-    return alike
+def _first_alike(twins: Sequence[nn.Module]) -> list[int]:
+    """For each twin, the number of the first twin that quantizes the weight to the same numbers."""
+    formats = [_weight_format(twin) for twin in twins]
+    scales = [_weight_qparams(twin) for twin in twins]
+    numbers: list[int] = []
+    for number in range(len(twins)):
+        first = 0
+        while formats[first] != formats[number] or not _are_all_equal(scales[first], scales[number]):
+            first += 1  # ends at the twin itself
+        numbers.append(first)
+    return numbers
 
 
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both are known to be equal; of an offloaded module's values nothing is known."""
-    return one is other or (not (one.is_meta or other.is_meta) and torch.equal(one, other))
+def _weight_qparams(twin: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in read_qparams(twin).items() if name.startswith("weight_")}
+
+
+def _weight_format(twin: nn.Module) -> tuple[Any, ...]:
+    """Equal for twins whose weights have the same number format and dtypes of qparams."""
+    args = args_of(twin, "weight")
+    number_format = args and args.model_dump(exclude={"observer", "observer_kwargs"})
+    dtypes = {name: value.dtype for name, value in _weight_qparams(twin).items()}
+    return number_format, dtypes
+
+
+def _are_all_equal(qparams: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+    """Whether qparams of the same names are known to be equal; an offloaded module's values are not known."""
+    for name, value in qparams.items():
+        other = others[name]
+        if value is other:
+            continue
+        if value.is_meta or other.is_meta or not torch.equal(value, other):
+            return False
+    return True
 
 
 def _tap(
     name: str, twins: Mapping[str, nn.Module], alike: Sequence[int], changes: _Changes
 ) -> Callable[..., torch.Tensor | None]:
-    """A forward hook that runs a module's twins once backward has reached its output."""
+    """A forward hook that runs a module's twins once backward has reached its output.
+
+    Args:
+        name: of the module.
+        twins: by scheme.
+        alike: :func:`_first_alike` of the twins; each different weight is quantized once.
+        changes: is added to, by scheme and name.
+    """
     states = [getattr(twin, STATE) for twin in twins.values()]
 
     def tap(module: nn.Module, args: Any, kwargs: Any, output: Any) -> torch.Tensor | None:
@@ -152,12 +204,14 @@ def _tap(
 
         @torch.no_grad()
         def change(gradient: torch.Tensor) -> None:
-            kept: list[list[torch.Tensor]] = [[] for _ in states]  # of twins alike, one quantizes the weight
-            with weights_shared(module, twins.values()), patch_attrs(states, "kept", [kept[first] for first in alike]):
+            caches: list[list[torch.Tensor]] = [[] for _ in states]
+            caches_of_twins = [caches[first] for first in alike]
+            with weights_shared(module, twins.values()), patch_attrs(states, "kept", caches_of_twins):
                 for scheme, twin in twins.items():
                     # forward, not the call: the copy has the original's hooks
-                    moved: torch.Tensor = twin.forward(*args, **kwargs) - plain
-                    changes[scheme, name].append(moved.mul_(gradient).sum(-1, dtype=torch.float32))
+                    difference: torch.Tensor = twin.forward(*args, **kwargs) - plain
+                    change_of_logits = difference.mul_(gradient).sum(-1, dtype=torch.float32)
+                    changes[scheme, name].append(change_of_logits)
             give_back_freed()
 
         return tapped(output, change)
@@ -166,8 +220,13 @@ def _tap(
 
 
 def _square(members: list[list[torch.Tensor]]) -> torch.Tensor:
-    """The squares of sums over :data:`BLOCK` neighbouring positions of a sequence, of all calls of some modules."""
-    if len({tuple(call.shape for call in calls) for calls in members}) == 1:  # fused: their changes of a token add up
+    """The sum, over all calls of some modules, of squared sums over :data:`BLOCK` neighbouring positions.
+
+    Args:
+        members: by module, the changes ``(..., positions)`` of each call.
+    """
+    shapes = {tuple(call.shape for call in calls) for calls in members}
+    if len(shapes) == 1:  # fused: their changes of a token add up
         members = [[torch.stack(calls).sum(0) for calls in zip(*members, strict=True)]]
     total = torch.zeros((), dtype=torch.float64)
     for changes in chain.from_iterable(members):

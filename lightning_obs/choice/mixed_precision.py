@@ -24,7 +24,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
-from lightning_obs.choice.sensitivity import Batches, Schemes, Sensitivity, sensitivity
+from lightning_obs.choice.sensitivity import Batches, Group, Schemes, Sensitivity, sensitivity
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.packages import import_package
 from lightning_obs.schemes.planned_modules import scheme_identity
@@ -42,7 +42,7 @@ class MixedPlan:
         schemes: by module name, the name of the scheme.
         loss: the sum of the groups' estimated losses, in the units of :attr:`Sensitivity.method`.
         size: bytes of the modules' weights and scales in a checkpoint.
-        weights: how many weights that are.
+        weights: the number of these modules' weights.
         config: for :class:`~lightning_obs.CalibrationCallback`, the command line and the export: a group for each
             scheme that was chosen. None if nothing is quantized.
     """
@@ -66,8 +66,12 @@ class MixedPlan:
     def row(self, name: str = "") -> dict[str, Any]:
         """The plan as a point of the frontier; a uniform plan has a name."""
         return {
-            "name": name, "bits_per_weight": self.bits, "bytes": self.size, "loss": self.loss, "modules": self.counts,
-        }  # fmt: skip
+            "name": name,
+            "bits_per_weight": self.bits,
+            "bytes": self.size,
+            "loss": self.loss,
+            "modules": self.counts,
+        }
 
 
 @takes_keywords_of(CalibrationOptions)
@@ -134,14 +138,13 @@ def choose_schemes(
     Raises:
         CalibrationError: nothing fits the budget; an unknown scheme in ``at_most``, or a share outside [0, 1].
     """
-    names, shares = measured.candidates, {name: float(share) for name, share in (at_most or {}).items()}
-    refuse(sorted(set(shares) - set(names)), "at_most names no candidate", expected=", ".join(names))
-    wrong = [f"{name} ({share:g})" for name, share in shares.items() if not 0 <= share <= 1]
-    refuse(wrong, "at_most takes shares of the weights, 0 to 1")
-    lost = [f"{g.names[0]} ({name})" for g in measured.groups for name in names if not isfinite(g.losses[name])]
-    remedy = "leave these modules out, or these candidates: the quantized layer overflows."
-    refuse(lost, "estimated losses are not finite", remedy=remedy)
-    plan = _solve(measured, None if budget is None else budget_in_bytes(budget, measured.weights), shares)
+    shares: dict[str, float] = {}
+    for name, share in (at_most or {}).items():
+        shares[name] = float(share)
+    _require_shares(shares, measured.candidates)
+    _require_finite_losses(measured)
+    limit = None if budget is None else budget_in_bytes(budget, measured.weights)
+    plan = _solve(measured, limit, shares)
     if plan is None:
         raise CalibrationError(
             "no choice of schemes fits the budget",
@@ -152,26 +155,63 @@ def choose_schemes(
     return plan
 
 
+def _require_shares(shares: Mapping[str, float], candidates: Sequence[str]) -> None:
+    """Refuse shares of unknown schemes, and shares outside [0, 1]."""
+    unknown = sorted(set(shares) - set(candidates))
+    refuse(unknown, "at_most names no candidate", expected=", ".join(candidates))
+    outside = [f"{name} ({share:g})" for name, share in shares.items() if not 0 <= share <= 1]
+    refuse(outside, "at_most takes shares of the weights, 0 to 1")
+
+
+def _require_finite_losses(measured: Sensitivity) -> None:
+    overflowing: list[str] = []
+    for group in measured.groups:
+        for scheme in measured.candidates:
+            if not isfinite(group.losses[scheme]):
+                overflowing.append(f"{group.names[0]} ({scheme})")
+    refuse(
+        overflowing,
+        "estimated losses are not finite",
+        remedy="leave these modules out, or these candidates: the quantized layer overflows.",
+    )
+
+
 def plan_of(measured: Sensitivity, schemes: str | Mapping[str, str]) -> MixedPlan:
     """The plan that gives every module one scheme, or each module its own.
 
     Raises:
         CalibrationError: no candidate of that name; no scheme, or two, for the modules of a group.
     """
-    chosen, loss, size = dict[str, str](), 0.0, 0
+    scheme_names: dict[str, str] = {}
+    loss = 0.0
+    size = 0
     for group in measured.groups:
-        asked = list(dict.fromkeys(schemes if isinstance(schemes, str) else schemes.get(name) for name in group.names))
-        if len(asked) > 1 or asked[0] is None or asked[0] not in measured.candidates:
-            raise CalibrationError(
-                "no scheme for modules",
-                where=group.names,
-                got=" and ".join(map(repr, asked)),
-                expected=f"one of {', '.join(measured.candidates)} for all of them",
-            )
-        chosen |= dict.fromkeys(group.names, asked[0])
-        loss, size = loss + group.losses[asked[0]], size + group.sizes[asked[0]]
-    modules = {module: (name, measured.schemes.get(name, {}).get(module)) for module, name in chosen.items()}
-    return MixedPlan(chosen, loss, size, measured.weights, config_of(modules, measured.ignore))
+        scheme_name = _scheme_of_group(group, schemes, measured.candidates)
+        scheme_names |= dict.fromkeys(group.names, scheme_name)
+        loss += group.losses[scheme_name]
+        size += group.sizes[scheme_name]
+    modules: dict[str, tuple[str, QuantizationScheme | None]] = {}
+    for module_name, scheme_name in scheme_names.items():
+        scheme = measured.schemes.get(scheme_name, {}).get(module_name)
+        modules[module_name] = scheme_name, scheme
+    return MixedPlan(scheme_names, loss, size, measured.weights, config_of(modules, measured.ignore))
+
+
+def _scheme_of_group(group: Group, schemes: str | Mapping[str, str], candidates: Sequence[str]) -> str:
+    """The name of the one scheme that ``schemes`` gives to the modules of a group."""
+    if isinstance(schemes, str):
+        names: list[str | None] = [schemes]
+    else:
+        names = list(dict.fromkeys(schemes.get(module_name) for module_name in group.names))
+    name = names[0]
+    if len(names) > 1 or name is None or name not in candidates:
+        raise CalibrationError(
+            "no scheme for modules",
+            where=group.names,
+            got=" and ".join(map(repr, names)),
+            expected=f"one of {', '.join(candidates)} for all of them",
+        )
+    return name
 
 
 def frontier(measured: Sensitivity, points: int = 16, *, at_most: Mapping[str, float] | None = None) -> list[MixedPlan]:
@@ -179,13 +219,17 @@ def frontier(measured: Sensitivity, points: int = 16, *, at_most: Mapping[str, f
 
     Args:
         measured: losses and sizes.
-        points: budgets to try, evenly spaced in bits per weight. A plan that is the best for several stands once.
+        points: budgets to try, evenly spaced in bits per weight. A plan that is best for several is returned once.
         at_most: as in :func:`mixed_precision`.
     """
     largest = max(choose_schemes(measured, at_most=at_most).size, measured.least)
     budgets = np.linspace(measured.least, largest, max(2, points))
-    plans = [_solve(measured, int(np.ceil(size)), at_most or {}) for size in budgets]
-    return list({tuple(plan.schemes.values()): plan for plan in plans if plan is not None}.values())
+    plans: dict[tuple[str, ...], MixedPlan] = {}
+    for size in budgets:
+        plan = _solve(measured, int(np.ceil(size)), at_most or {})
+        if plan is not None:
+            plans[tuple(plan.schemes.values())] = plan
+    return list(plans.values())
 
 
 def budget_in_bytes(budget: float | str, weights: int) -> int:
@@ -194,12 +238,16 @@ def budget_in_bytes(budget: float | str, weights: int) -> int:
     >>> budget_in_bytes(4.5, weights=1000), budget_in_bytes("90 MB", weights=1000), budget_in_bytes("1KiB", weights=1)
     (562, 90000000, 1024)
     """
-    found = re.fullmatch(rf"(\d+\.?\d*|\.\d+)\s*({'|'.join(_UNITS)})?", str(budget).strip(), re.IGNORECASE)
-    if found is None or float(found[1]) <= 0:
+    units = "|".join(_UNITS)
+    match = re.fullmatch(rf"(\d+\.?\d*|\.\d+)\s*({units})?", str(budget).strip(), re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
         expected = "bits per weight (4.5), or bytes ('90 MB', '80 MiB')"
         raise CalibrationError("budget", got=repr(budget), expected=expected)
-    value, unit = float(found[1]), found[2]
-    return int(value * _UNITS[unit.upper()]) if unit else int(value * weights / 8)
+    number = float(match[1])
+    unit = match[2]
+    if unit:
+        return int(number * _UNITS[unit.upper()])
+    return int(number * weights / 8)
 
 
 # ---------------------------------------------------------------------- the knapsack
@@ -213,33 +261,72 @@ def require_solver() -> None:
 def _solve(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]) -> MixedPlan | None:
     """The plan with the least loss within a limit in bytes, or None where nothing fits."""
     if measured.alone:
-        free, none = replace(measured, alone=False), dict.fromkeys(measured.schemes, 0.0)
-        found = [_solve(free, limit, {**shares, **none, n: shares.get(n, 1.0)}) for n in measured.schemes]
-        return min((plan for plan in found if plan is not None), key=lambda plan: plan.loss, default=None)
+        return _best_single_scheme(measured, limit, shares)
     require_solver()
-    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.optimize import Bounds, milp
+
+    candidates = measured.candidates
+    count = len(candidates)
+    losses = _flat([group.losses for group in measured.groups], candidates)
+    sizes = _flat([group.sizes for group in measured.groups], candidates)
+    # HiGHS' tolerances are absolute: losses in units of their mean. Of equal losses the smaller size is better.
+    mean_loss = max(losses.mean(), np.finfo(float).tiny)
+    largest_size = max(sizes.max(), 1.0)
+    cost = losses / mean_loss + 1e-6 * sizes / largest_size
+    constraints = _constraints(measured, sizes, limit, shares)
+    with _silent_solver():
+        solution = milp(
+            cost, integrality=1, bounds=Bounds(0, 1), constraints=constraints, options={"mip_rel_gap": 1e-4}
+        )
+    if solution.x is None:
+        return None
+    scheme_names: dict[str, str] = {}
+    for group, number in zip(measured.groups, solution.x.reshape(-1, count).argmax(1), strict=True):
+        scheme_names |= dict.fromkeys(group.names, candidates[number])
+    return plan_of(measured, scheme_names)
+
+
+def _best_single_scheme(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]) -> MixedPlan | None:
+    """The best of the plans that use one scheme beside full precision: an engine reads no more."""
+    mixed = replace(measured, alone=False)
+    best: MixedPlan | None = None
+    for scheme_name in measured.schemes:
+        shares_of_one = {**shares, **dict.fromkeys(measured.schemes, 0.0)}
+        shares_of_one[scheme_name] = shares.get(scheme_name, 1.0)
+        plan = _solve(mixed, limit, shares_of_one)
+        if plan is not None and (best is None or plan.loss < best.loss):
+            best = plan
+    return best
+
+
+def _flat(rows: Sequence[Mapping[str, float]], candidates: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """A number for each binary variable ``(groups * candidates,)``: all candidates of the first group first."""
+    table = np.empty((len(rows), len(candidates)))
+    for row, numbers in zip(table, rows, strict=True):
+        row[:] = [numbers[name] for name in candidates]
+    return table.ravel()
+
+
+def _constraints(measured: Sensitivity, sizes: Any, limit: int | None, shares: Mapping[str, float]) -> list[Any]:
+    """One scheme for each group; the limit in bytes; each scheme's share of the weights."""
+    from scipy.optimize import LinearConstraint
     from scipy.sparse import coo_array
 
-    groups, names, count = measured.groups, measured.candidates, len(measured.candidates)
-    losses = np.array([group.losses[name] for group in groups for name in names])
-    sizes = np.array([float(group.sizes[name]) for group in groups for name in names])
-    weights = np.repeat([float(group.weights) for group in groups], count)
-    variables = np.arange(len(losses))
-    one_each = coo_array((np.ones(len(losses)), (variables // count, variables)))
-    constraints = [LinearConstraint(one_each, 1, 1)]
+    candidates = measured.candidates
+    count = len(candidates)
+    variables = np.arange(len(sizes))
+    group_numbers = variables // count
+    candidate_numbers = variables % count
+    schemes_of_group = coo_array((np.ones(len(sizes)), (group_numbers, variables)))
+    constraints = [LinearConstraint(schemes_of_group, 1, 1)]
     if limit is not None:
         constraints.append(LinearConstraint(sizes[None] / measured.weights, ub=limit / measured.weights))
-    for name, share in shares.items():
-        of_scheme = np.where(variables % count == names.index(name), weights, 0.0)
-        constraints.append(LinearConstraint(of_scheme[None] / measured.weights, ub=share))
-    # HiGHS' tolerances are absolute: losses in units of their mean. Of equal losses the smaller size is better.
-    cost = losses / max(losses.mean(), np.finfo(float).tiny) + 1e-6 * sizes / max(sizes.max(), 1.0)
-    with _silent_solver():
-        found = milp(cost, integrality=1, bounds=Bounds(0, 1), constraints=constraints, options={"mip_rel_gap": 1e-4})
-    if found.x is None:
-        return None
-    chosen = zip(groups, found.x.reshape(-1, count).argmax(1), strict=True)
-    return plan_of(measured, {name: names[place] for group, place in chosen for name in group.names})
+    weights = np.repeat([float(group.weights) for group in measured.groups], count)
+    for scheme_name, share in shares.items():
+        has_scheme = candidate_numbers == candidates.index(scheme_name)
+        weights_of_scheme = np.where(has_scheme, weights, 0.0)
+        constraints.append(LinearConstraint(weights_of_scheme[None] / measured.weights, ub=share))
+    return constraints
 
 
 @contextmanager
@@ -247,7 +334,8 @@ def _silent_solver() -> Iterator[None]:
     """Keep HiGHS's prints from C++, which ignore its options (``transformNewIntegerFeas...``), off the terminal."""
     libc = ctypes.CDLL(None)
     libc.fflush(None)  # earlier output of the process is not ours to drop
-    terminal, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    terminal = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 1)
         yield
@@ -268,13 +356,16 @@ def config_of(
     groups: dict[tuple[str, str], QuantizationScheme] = {}
     for module, (name, scheme) in modules.items():
         if scheme is not None:
-            kind = name, scheme_identity(scheme)
-            if kind not in groups:
-                groups[kind] = scheme.model_copy(deep=True, update={"targets": []})
-            groups[kind].targets.append(module)
+            key = name, scheme_identity(scheme)
+            if key not in groups:
+                groups[key] = scheme.model_copy(deep=True, update={"targets": []})
+            groups[key].targets.append(module)
     if not groups:
         return None
-    used = Counter(name for name, _ in groups)
-    labels = [name if used[name] == 1 else f"{name}_{at}" for at, (name, _) in enumerate(groups)]
-    left = [module for module, (_, scheme) in modules.items() if scheme is None]
-    return QuantizationConfig(config_groups=dict(zip(labels, groups.values(), strict=True)), ignore=[*ignore, *left])
+    groups_of_name = Counter(name for name, _ in groups)
+    config_groups: dict[str, QuantizationScheme] = {}
+    for number, ((name, _), scheme) in enumerate(groups.items()):
+        label = name if groups_of_name[name] == 1 else f"{name}_{number}"
+        config_groups[label] = scheme
+    unquantized = [module for module, (_, scheme) in modules.items() if scheme is None]
+    return QuantizationConfig(config_groups=config_groups, ignore=[*ignore, *unquantized])

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from rich.table import Column, Table
 from torch import nn
 from typing_extensions import Unpack
@@ -23,15 +23,15 @@ from typing_extensions import Unpack
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.choice.mixed_precision import config_of
-from lightning_obs.choice.sensitivity import Batches, Sensitivity, candidate_options, sensitivity
+from lightning_obs.choice.sensitivity import Batches, Group, Sensitivity, candidate_options, sensitivity
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.schemes.config import SchemeLike, config_groups
 
-#: an observer's ``name``, and its hyperparameters
-_Named: TypeAlias = dict[str, Any]
-#: the default candidates, tried where they fit the scheme; the first of each list always is. Hessians and signed
-#: scales are tried for weights below 8 bits, where format and engine take them
-CANDIDATES: dict[str, list[_Named]] = {
+#: an observer's ``name``, its hyperparameters, and, for weights, ``rounding``
+_ObserverSpec: TypeAlias = dict[str, Any]
+#: The default candidates by base name, tried where they fit the scheme; the first of each list is always tried.
+#: Hessians and signed scales are tried for weights below 8 bits, where format and engine take them.
+CANDIDATES: dict[str, list[_ObserverSpec]] = {
     "input": [
         {"name": "static_minmax"},
         {"name": "minmax"},
@@ -47,8 +47,8 @@ CANDIDATES: dict[str, list[_Named]] = {
         {"name": "hessian"},
     ],
 }
-#: a tensor gets another candidate than the overall best if it loses less than this share of the best one's loss there:
-#: estimates for one tensor are noisy, and the least of several noisy ones is often luck
+#: A tensor takes another candidate than the overall best only below this share of the overall best's loss in that
+#: tensor: estimates for one tensor are noisy, and the least of several noisy estimates is often luck.
 CLEARLY = 0.8
 #: by base name (input, weight), names of observers or dicts of name, hyperparameters and (weight) rounding
 Candidates: TypeAlias = Mapping[str, Sequence[str | Mapping[str, Any]]]
@@ -74,8 +74,11 @@ class ObserverChoice:
     @property
     def counts(self) -> dict[str, Counter[str]]:
         """The number of tensors that got each candidate, by base name."""
-        chosen = self.observers.values()
-        return {base: Counter(_label(of[base]) for of in chosen if base in of) for base in self.losses}
+        counts: dict[str, Counter[str]] = {base_name: Counter() for base_name in self.losses}
+        for specs in self.observers.values():
+            for base_name, spec in specs.items():
+                counts[base_name][_label(spec)] += 1
+        return counts
 
     def table(self) -> Table:
         """Candidates and the choice, as a table for ``rich.print``."""
@@ -90,10 +93,11 @@ class ObserverChoice:
         """Candidates and the choice, a row each: ``{"of", "observer", "loss", "tensors"}``."""
         rows = []
         for base_name, losses in self.losses.items():
-            used = self.counts[base_name]
-            for name, loss in [*losses.items(), ("chosen by tensor", self.chosen[base_name])]:
-                tensors = used[name] if name in losses else used.total()
-                rows.append({"of": base_name, "observer": name, "loss": loss, "tensors": tensors})
+            tensors = self.counts[base_name]
+            for label, loss in losses.items():
+                rows.append({"of": base_name, "observer": label, "loss": loss, "tensors": tensors[label]})
+            total = {"observer": "chosen by tensor", "loss": self.chosen[base_name], "tensors": tensors.total()}
+            rows.append({"of": base_name, **total})
         return rows
 
 
@@ -132,52 +136,98 @@ def choose_observers(
         >>> sorted(choice.losses["input"]), set(choice.observers["0"])
         (['minmax', 'static_minmax'], {'input'})
     """
-    asked = CalibrationOptions.of(scheme, **options)
-    tried = fitting_candidates(model, asked, candidates)
-    given = list(batches)
-    observed, scored = (given[0::2], given[1::2]) if held_out is None else (given, list(held_out))
-    if not observed or not scored:
+    choice_options = CalibrationOptions.of(scheme, **options)
+    candidates_by_base = fitting_candidates(model, choice_options, candidates)
+    all_batches = list(batches)
+    if held_out is None:
+        observed_batches = all_batches[0::2]
+        scored_batches = all_batches[1::2]
+    else:
+        observed_batches = all_batches
+        scored_batches = list(held_out)
+    if not observed_batches or not scored_batches:
         raise CalibrationError("observers are compared on batches that they did not observe", got="too few batches")
-    schemes = {
-        _key(base_name, label): _candidate(asked, base_name, one)
-        for base_name, ones in tried.items()
-        for label, one in ones.items()
-    }
-    measured = sensitivity(model, scored, schemes, calibration=observed, seed=seed, **asked.beside_scheme)
-    return _choose(measured, tried, asked.config)
+    schemes: dict[str, Any] = {}
+    for base_name, specs in candidates_by_base.items():
+        for label, spec in specs.items():
+            schemes[_key(base_name, label)] = _candidate(choice_options, base_name, spec)
+    measured = sensitivity(
+        model, scored_batches, schemes, calibration=observed_batches, seed=seed, **choice_options.beside_scheme
+    )
+    return _choose(measured, candidates_by_base, choice_options.config)
 
 
 def _choose(
-    measured: Sensitivity, tried: Mapping[str, Mapping[str, _Named]], asked: QuantizationConfig
+    measured: Sensitivity, candidates: Mapping[str, Mapping[str, _ObserverSpec]], config: QuantizationConfig
 ) -> ObserverChoice:
-    """For each group of modules the overall best candidate, or the group's own best where that is clearly better."""
+    """Give each group of modules the overall best candidate, or its own best where that is clearly better.
+
+    Args:
+        measured: the losses of all candidates, under the names of :func:`_key`.
+        candidates: by base name and label.
+        config: the scheme whose observers are chosen.
+    """
     losses: dict[str, dict[str, float]] = {}
-    chosen = dict.fromkeys(tried, 0.0)
-    found: dict[str, dict[str, str]] = {name: {} for group in measured.groups for name in group.names}
-    for base_name, ones in tried.items():
-        of_groups = [{label: group.losses[_key(base_name, label)] for label in ones} for group in measured.groups]
-        whole = losses[base_name] = {label: sum(of_group[label] for of_group in of_groups) for label in ones}
-        favourite = min(whole, key=whole.__getitem__)
-        for group, of_group in zip(measured.groups, of_groups, strict=True):
-            best = min(of_group, key=of_group.__getitem__)
-            if of_group[best] > CLEARLY * of_group[favourite]:
-                best = favourite
-            chosen[base_name] += of_group[best]
-            for module in group.names:
-                found[module][base_name] = best
+    loss_of_choice: dict[str, float] = {}
+    labels: dict[str, dict[str, str]] = {}  # by module and base name
+    for base_name, specs in candidates.items():
+        keys = {label: _key(base_name, label) for label in specs}
+        losses[base_name] = _total_losses(measured, keys)
+        overall_best = min(losses[base_name], key=losses[base_name].__getitem__)
+        loss_of_choice[base_name] = 0.0
+        for group in measured.groups:
+            label = _best_in_group(group, keys, overall_best)
+            loss_of_choice[base_name] += group.losses[keys[label]]
+            for module_name in group.names:
+                labels.setdefault(module_name, {})[base_name] = label
+    observers: dict[str, dict[str, dict[str, Any]]] = {}
+    for group in measured.groups:
+        for module_name in group.names:
+            observers[module_name] = {
+                base_name: dict(candidates[base_name][label]) for base_name, label in labels[module_name].items()
+            }
+    return ObserverChoice(_config_with(labels, measured, config), observers, losses, loss_of_choice)
+
+
+def _total_losses(measured: Sensitivity, keys: Mapping[str, str]) -> dict[str, float]:
+    """By label, a candidate's loss over all groups."""
+    totals = dict.fromkeys(keys, 0.0)
+    for group in measured.groups:
+        for label, key in keys.items():
+            totals[label] += group.losses[key]
+    return totals
+
+
+def _best_in_group(group: Group, keys: Mapping[str, str], overall_best: str) -> str:
+    """The label of a group's candidate: ``overall_best``, unless another is clearly better (:data:`CLEARLY`)."""
+    best = min(keys, key=lambda label: group.losses[keys[label]])
+    if group.losses[keys[best]] > CLEARLY * group.losses[keys[overall_best]]:
+        return overall_best
+    return best
+
+
+def _config_with(
+    labels: Mapping[str, Mapping[str, str]], measured: Sensitivity, config: QuantizationConfig
+) -> QuantizationConfig:
+    """The scheme with the observers that ``labels`` give by module and base name; the kv cache stays as it is."""
     modules: dict[str, tuple[str, QuantizationScheme | None]] = {}
-    for module, labels in found.items():
-        schemes = {base: measured.schemes[_key(base, label)].get(module) for base, label in labels.items()}
-        whole_scheme = next(iter(schemes.values()))
-        if whole_scheme is not None:  # else no data reached the module
-            observed = {_FIELDS[base]: getattr(scheme, _FIELDS[base]) for base, scheme in schemes.items()}
-            label = ", ".join(f"{base} {label}" for base, label in labels.items())
-            modules[module] = label, whole_scheme.model_copy(update=observed)
-    config = config_of(modules, list(dict.fromkeys([*(asked.ignore or ()), *measured.ignore])))
-    assert config is not None
-    config.kv_cache_scheme = asked.kv_cache_scheme
-    observers = {m: {base: dict(tried[base][label]) for base, label in labels.items()} for m, labels in found.items()}
-    return ObserverChoice(config, observers, losses, chosen)
+    for module_name, labels_by_base in labels.items():
+        arguments: dict[str, Any] = {}
+        scheme: QuantizationScheme | None = None
+        for base_name, label in labels_by_base.items():
+            candidate = measured.schemes[_key(base_name, label)].get(module_name)
+            if candidate is None:  # no data reached the module
+                continue
+            scheme = scheme or candidate
+            arguments[_FIELDS[base_name]] = getattr(candidate, _FIELDS[base_name])
+        if scheme is not None:
+            name = ", ".join(f"{base_name} {label}" for base_name, label in labels_by_base.items())
+            modules[module_name] = name, scheme.model_copy(update=arguments)
+    ignore = dict.fromkeys([*(config.ignore or ()), *measured.ignore])
+    with_observers = config_of(modules, list(ignore))
+    assert with_observers is not None
+    with_observers.kv_cache_scheme = config.kv_cache_scheme
+    return with_observers
 
 
 def _key(base_name: str, label: str) -> str:
@@ -185,45 +235,98 @@ def _key(base_name: str, label: str) -> str:
     return f"{base_name}: {label}"
 
 
-def _candidate(asked: CalibrationOptions, base_name: str, one: _Named) -> dict[str, Any]:
-    """The scheme with this observer, without the kv cache, which has no weights."""
-    return {"scheme": asked.config.model_copy(update={"kv_cache_scheme": None}), "observers": {base_name: one}}
+def _candidate(options: CalibrationOptions, base_name: str, spec: _ObserverSpec) -> dict[str, Any]:
+    """The scheme with this observer, a candidate of a sensitivity; without the kv cache, which has no weights."""
+    scheme = options.config.model_copy(update={"kv_cache_scheme": None})
+    return {"scheme": scheme, "observers": {base_name: spec}}
 
 
 def fitting_candidates(
-    model: nn.Module, asked: CalibrationOptions, candidates: Candidates | None = None
-) -> dict[str, dict[str, _Named]]:
-    """Candidates by base name and label. The user's have to fit the scheme; default ones that do not are left out."""
+    model: nn.Module, options: CalibrationOptions, candidates: Candidates | None = None
+) -> dict[str, dict[str, _ObserverSpec]]:
+    """The candidates that fit the scheme, by base name and label.
+
+    Args:
+        model: the module that is calibrated; it is not changed.
+        options: of the calibration whose observers are chosen.
+        candidates: the user's, all of which have to fit; None: :data:`CANDIDATES`, of which some may not.
+
+    Raises:
+        CalibrationError: a candidate of the user does not fit; there is nothing to observe.
+    """
     require_candidates(candidates)
     refuse(sorted(set(candidates or {}) - set(_FIELDS)), "observers are chosen for input and weight")
-    tried: dict[str, dict[str, _Named]] = {}
-    for base_name, (first, *others) in CANDIDATES.items():
-        given: Sequence[Any] = others if candidates is None else candidates.get(base_name, ())
-        quantized = [args for group in config_groups(asked.config) if (args := getattr(group, _FIELDS[base_name]))]
-        observed = [args for args in quantized if args.dynamic is not True]
-        if not observed or not given:
-            continue
-        is_small = base_name == "weight" and all(args.num_bits < 8 for args in observed)
-        for one in [first, *([given] if isinstance(given, (str, Mapping)) else given)]:
-            named = {"name": one} if isinstance(one, str) else dict(one)
-            is_asked, forms = candidates is not None or one is first, [named]
-            if not is_asked and base_name == "weight":
-                forms = [named | {"signed": True}, named] if is_small else [named] * ("hessian" not in named["name"])
-            for form in forms:
-                try:
-                    candidate = candidate_options(_candidate(asked, base_name, form), **asked.beside_scheme)
-                    CalibrationSession(model, candidate)
-                except CalibrationError:
-                    if is_asked:
-                        raise
-                    continue
-                tried.setdefault(base_name, {})[_label(form)] = form
-                break
-    if not tried:
+    fitting: dict[str, dict[str, _ObserverSpec]] = {}
+    for base_name in CANDIDATES:
+        observed_arguments = _observed_arguments(options.config, base_name)
+        specs_by_candidate = _specs(base_name, observed_arguments, candidates)
+        for specs, is_required in specs_by_candidate if observed_arguments else ():
+            for spec in specs:
+                if _fits(model, options, base_name, spec, is_required):
+                    fitting.setdefault(base_name, {})[_label(spec)] = spec
+                    break
+    if not fitting:
         raise CalibrationError(
             "there is no observer to choose", got=f"candidates {candidates}", remedy="choose a scheme that observes."
         )
-    return tried
+    return fitting
+
+
+def _observed_arguments(config: QuantizationConfig, base_name: str) -> list[QuantizationArgs]:
+    """The number formats of a scheme's groups for weights or inputs, as far as their ranges are observed."""
+    observed: list[QuantizationArgs] = []
+    for group in config_groups(config):
+        arguments = getattr(group, _FIELDS[base_name])
+        if arguments is not None and arguments.dynamic is not True:
+            observed.append(arguments)
+    return observed
+
+
+def _specs(
+    base_name: str, observed_arguments: Sequence[QuantizationArgs], candidates: Candidates | None
+) -> list[tuple[list[_ObserverSpec], bool]]:
+    """For each candidate its forms, of which the first that fits is tried, and whether it has to fit.
+
+    Empty where the user gives candidates, but none for this base name.
+    """
+    default, *alternatives = CANDIDATES[base_name]
+    if candidates is None:
+        is_small = all(arguments.num_bits < 8 for arguments in observed_arguments)
+        specs = [([default], True)]
+        for spec in alternatives:
+            specs.append((_default_forms(base_name, spec, is_small), False))
+        return specs
+    named: Any = candidates.get(base_name, ())
+    if not named:
+        return []
+    specs = [([default], True)]
+    for candidate in [named] if isinstance(named, (str, Mapping)) else named:
+        spec = {"name": candidate} if isinstance(candidate, str) else dict(candidate)
+        specs.append(([spec], True))
+    return specs
+
+
+def _default_forms(base_name: str, spec: _ObserverSpec, is_small: bool) -> list[_ObserverSpec]:
+    """The forms of a default candidate: weights below 8 bits (``is_small``) with signed scales where these fit."""
+    if base_name != "weight":
+        return [spec]
+    if is_small:
+        return [{**spec, "signed": True}, spec]
+    return [] if "hessian" in spec["name"] else [spec]
+
+
+def _fits(
+    model: nn.Module, options: CalibrationOptions, base_name: str, spec: _ObserverSpec, is_required: bool
+) -> bool:
+    """Whether the model could be calibrated with this observer; raises the reason if it ``is_required``."""
+    try:
+        candidate = candidate_options(_candidate(options, base_name, spec), **options.beside_scheme)
+        CalibrationSession(model, candidate)
+    except CalibrationError:
+        if is_required:
+            raise
+        return False
+    return True
 
 
 def require_candidates(candidates: Any) -> None:
@@ -231,19 +334,19 @@ def require_candidates(candidates: Any) -> None:
     expected = "{'input': ['minmax', {'name': 'mse', 'norm': 2.0}]}"
     if candidates is not None and not isinstance(candidates, Mapping):
         raise CalibrationError("candidates", got=repr(candidates), expected=expected)
-    for base_name, given in (candidates or {}).items():
-        is_list = isinstance(given, Sequence) and not isinstance(given, str)
-        for one in given if is_list else [given]:
-            has_name = isinstance(one, Mapping) and isinstance(one.get("name"), str)
-            if not (isinstance(one, str) or has_name):
-                raise CalibrationError(f"candidates of {base_name!r}", got=repr(one), expected=expected)
+    for base_name, named in (candidates or {}).items():
+        is_list = isinstance(named, Sequence) and not isinstance(named, str)
+        for candidate in named if is_list else [named]:
+            has_name = isinstance(candidate, Mapping) and isinstance(candidate.get("name"), str)
+            if not isinstance(candidate, str) and not has_name:
+                raise CalibrationError(f"candidates of {base_name!r}", got=repr(candidate), expected=expected)
 
 
-def _label(one: Mapping[str, Any]) -> str:
+def _label(spec: Mapping[str, Any]) -> str:
     """An observer as a person writes it.
 
     >>> _label({"name": "imatrix_mse", "norm": 2.0})
     'imatrix_mse(norm=2.0)'
     """
-    hyperparameters = ", ".join(f"{key}={value}" for key, value in one.items() if key != "name")
-    return f"{one['name']}({hyperparameters})" if hyperparameters else str(one["name"])
+    hyperparameters = [f"{key}={value}" for key, value in spec.items() if key != "name"]
+    return f"{spec['name']}({', '.join(hyperparameters)})" if hyperparameters else str(spec["name"])

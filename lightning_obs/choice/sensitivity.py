@@ -8,10 +8,11 @@ copies in one forward and backward pass per batch.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import chain, combinations, product
+from itertools import combinations, product
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -143,61 +144,111 @@ def sensitivity(
         ([('0',), ('2',)], {'int8': 320, 'none': 1024})
     """
     engines = [engine_of(name, "engines") for name in as_names(options.pop("engines", ()))]
-    named = _named(schemes)
-    sessions = _sessions(model, named, engines, options)
-    candidates = [name for name, scheme in named.items() if name in sessions or scheme is None]
-    measured = None if batches is None else list(batches)
-    twins = _calibrate(model, sessions, measured if calibration is None else list(calibration))
+    schemes_by_name = _by_name(schemes)
+    sessions = _sessions(model, schemes_by_name, engines, options)
+    candidates = [name for name, scheme in schemes_by_name.items() if name in sessions or scheme is None]
+    measured_batches = None if batches is None else list(batches)
+    calibration_batches = measured_batches if calibration is None else list(calibration)
+    twins = _calibrate(model, sessions, calibration_batches)
     groups = _groups(model, sessions)
-    every = dict.fromkeys([*groups, *((name,) for group in groups for name in group)])
-    if measured is None:
-        losses, tokens = _weight_errors(model, twins, every), 0
+    module_names = [name for group in groups for name in group]
+    measured_sets = dict.fromkeys([*groups, *((name,) for name in module_names)])
+    if measured_batches is None:
+        method: Method = "weight error"
+        losses = _weight_errors(model, twins, measured_sets)
+        tokens = 0
     else:
-        losses, tokens = divergences(model, measured, twins, every, seed)
-    names, beside = [name for group in groups for name in group], (s.plan.left_out for s in sessions.values())
+        method = "divergence"
+        losses, tokens = divergences(model, measured_batches, twins, measured_sets, seed)
     return Sensitivity(
         groups=[_group(model, group, candidates, losses, twins) for group in groups],
-        layers={scheme: {name: losses.get((scheme, (name,)), 0.0) for name in names} for scheme in candidates},
-        schemes={k: {t.name: t.scheme for t in s.plan.targets if t.name not in s.skipped} for k, s in sessions.items()},
-        ignore=[*as_names(options.get("ignore", ())), *dict.fromkeys(chain.from_iterable(beside))],
-        method="weight error" if measured is None else "divergence",
+        layers=_losses_of_modules(candidates, module_names, losses),
+        schemes={name: _schemes_of(session) for name, session in sessions.items()},
+        ignore=[*as_names(options.get("ignore", ())), *_left_out(sessions.values())],
+        method=method,
         tokens=tokens,
-        alone=any(_refused_together(pair, groups[0], engines) for pair in combinations(sessions.values(), 2)),
+        alone=_need_one_scheme(sessions.values(), groups[0], engines),
     )
 
 
+def _losses_of_modules(
+    candidates: Iterable[str], module_names: Sequence[str], losses: Losses
+) -> dict[str, dict[str, float]]:
+    """By scheme and module, the loss of the module alone; 0 where it was not measured."""
+    layers: dict[str, dict[str, float]] = {}
+    for scheme in candidates:
+        layers[scheme] = {name: losses.get((scheme, (name,)), 0.0) for name in module_names}
+    return layers
+
+
+def _schemes_of(session: CalibrationSession) -> dict[str, QuantizationScheme]:
+    """By name, the scheme of each module that the session has calibrated."""
+    return {target.name: target.scheme for target in _calibrated_targets(session)}
+
+
+def _calibrated_targets(session: CalibrationSession) -> list[PlannedModule]:
+    """The planned modules, without those that no data reached."""
+    return [target for target in session.plan.targets if target.name not in session.skipped]
+
+
+def _left_out(sessions: Iterable[CalibrationSession]) -> list[str]:
+    """Modules that any session's plan leaves out, each once."""
+    names: dict[str, None] = {}
+    for session in sessions:
+        names |= dict.fromkeys(session.plan.left_out)
+    return list(names)
+
+
 def _sessions(
-    model: nn.Module, named: Mapping[str, Candidate], engines: Sequence[Engine], options: Mapping[str, Any]
+    model: nn.Module,
+    schemes: Mapping[str, Candidate | None],
+    engines: Sequence[Engine],
+    options: Mapping[str, Any],
 ) -> dict[str, CalibrationSession]:
-    """A session of each candidate that all engines take; a warning names the others."""
-    elsewhere = [name for name, module in model.named_modules() if in_shards(module)]
-    refuse(elsewhere, "sensitivities need whole weights")
-    sessions, refused = dict[str, CalibrationSession](), {}
-    for name, scheme in named.items():
-        if scheme is not None:
-            try:
-                sessions[name] = CalibrationSession(model, candidate_options(scheme, **options))
-            except CalibrationError as failure:
-                raise failure.said_of(name) from failure
+    """A session of each candidate that all engines take; a warning names the others.
+
+    Raises:
+        CalibrationError: weights in shards; a candidate that does not fit the model; none that all engines take.
+    """
+    refuse([name for name, module in model.named_modules() if in_shards(module)], "sensitivities need whole weights")
+    sessions: dict[str, CalibrationSession] = {}
+    for name, scheme in schemes.items():
+        if scheme is None:
+            continue
+        try:
+            sessions[name] = CalibrationSession(model, candidate_options(scheme, **options))
+        except CalibrationError as failure:
+            raise failure.said_of(name) from failure
+    refusals: dict[str, CalibrationError] = {}
     for engine, (name, session) in product(engines, sessions.items()):
-        if (error := _refusal(engine, session, session.plan.targets)) is not None:
-            warn(f"{name} is not a candidate: {error}")
-            refused[name] = error
-    if len(refused) == len(sessions):
-        raise CalibrationError("no candidate is taken by all engines", got="; ".join(map(str, refused.values())))
-    return {name: session for name, session in sessions.items() if name not in refused}
+        refusal = _refusal(engine, session, session.plan.targets)
+        if refusal is not None:
+            warn(f"{name} is not a candidate: {refusal}")
+            refusals[name] = refusal
+    if len(refusals) == len(sessions):
+        raise CalibrationError("no candidate is taken by all engines", got="; ".join(map(str, refusals.values())))
+    return {name: session for name, session in sessions.items() if name not in refusals}
+
+
+def _need_one_scheme(
+    sessions: Iterable[CalibrationSession], first_group: Sequence[str], engines: Sequence[Engine]
+) -> bool:
+    """Whether an engine refuses any two of the candidates in one plan."""
+    return any(_refused_together(pair, first_group, engines) for pair in combinations(sessions, 2))
 
 
 def _refused_together(
     pair: tuple[CalibrationSession, CalibrationSession], first: Sequence[str], engines: Sequence[Engine]
 ) -> bool:
-    """Whether an engine refuses a plan whose ``first`` modules have the one candidate, and all others the other."""
-    one, other = pair
-    targets = [t for t in one.plan.targets if t.name in first] + [t for t in other.plan.targets if t.name not in first]
-    return any(_refusal(engine, one, targets) is not None for engine in engines)
+    """Whether an engine refuses a plan in which the modules ``first`` have one candidate, all others the second."""
+    session, second = pair
+    targets = [target for target in session.plan.targets if target.name in first]
+    targets += [target for target in second.plan.targets if target.name not in first]
+    return any(_refusal(engine, session, targets) is not None for engine in engines)
 
 
 def _refusal(engine: Engine, session: CalibrationSession, targets: list[PlannedModule]) -> CalibrationError | None:
+    """The reason why an engine does not take a checkpoint of these targets; None: it takes it."""
     try:
         engine.check(PlannedCheckpoint(session.model, targets, session.options.fused_sets))
     except CalibrationError as error:
@@ -213,22 +264,35 @@ def candidate_options(candidate: Candidate, **options: Any) -> CalibrationOption
     return CalibrationOptions.of(**{**options, **candidate, "observers": observers})
 
 
-def _named(schemes: Schemes) -> dict[str, Candidate | None]:
-    named: dict[str, Candidate | None] = dict(schemes) if isinstance(schemes, Mapping) else {}
-    if isinstance(schemes, Sequence) and not isinstance(schemes, str):
-        unnamed = [repr(scheme) for scheme in schemes if not (scheme is None or isinstance(scheme, str))]
-        refuse(
-            unnamed,
-            "in a list, candidate schemes are names of presets",
-            remedy="give schemes of your own by a name each: schemes={'my scheme': {...}}.",
-        )
-        names = [FULL_PRECISION if name is None else name for name in schemes]
-        refuse(sorted({n for n in names if names.count(n) > 1}), "a candidate scheme stands twice")
-        named = {name: None if name == FULL_PRECISION else name for name in names}
+def _by_name(schemes: Schemes) -> dict[str, Candidate | None]:
+    """Candidate schemes by name; None is full precision.
+
+    Raises:
+        CalibrationError: a scheme without a name, a name twice, or nothing to quantize.
+    """
+    if isinstance(schemes, Mapping):
+        named: dict[str, Candidate | None] = dict(schemes)
+    elif isinstance(schemes, Sequence) and not isinstance(schemes, str):
+        named = _presets_by_name(schemes)
+    else:
+        named = {}
     if all(scheme is None for scheme in named.values()):
         expected = "a list of preset names, or {name: scheme}, at least one of which quantizes something"
         raise CalibrationError("schemes", got=repr(schemes), expected=expected)
     return named
+
+
+def _presets_by_name(presets: Sequence[str | None]) -> dict[str, Candidate | None]:
+    """Presets by their names; None is named :data:`FULL_PRECISION`."""
+    unnamed = [repr(scheme) for scheme in presets if scheme is not None and not isinstance(scheme, str)]
+    refuse(
+        unnamed,
+        "in a list, candidate schemes are names of presets",
+        remedy="give schemes of your own by a name each: schemes={'my scheme': {...}}.",
+    )
+    counts = Counter(FULL_PRECISION if preset is None else preset for preset in presets)
+    refuse(sorted(name for name, count in counts.items() if count > 1), "a candidate scheme is listed twice")
+    return {name: None if name == FULL_PRECISION else name for name in counts}
 
 
 def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], batches: Sequence[Any] | None) -> Twins:
@@ -252,15 +316,15 @@ def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], bat
                 session.read = next(iter(observing.values())).read
                 session.attach()
                 stack.callback(session.detach)
-            for batch in (batches or ()) if observing else ():
-                call_on(model, batch)
+            if observing:
+                for batch in batches or ():
+                    call_on(model, batch)
         for name, session in sessions.items():
             session.finalize()  # and detach
             for observer in session.fed.values():
                 observer.reset()  # a Hessian is large
-            for target in session.plan.targets:
-                if target.name not in session.skipped:
-                    twins.setdefault(target.name, {})[name] = _twin(target.module)
+            for target in _calibrated_targets(session):
+                twins.setdefault(target.name, {})[name] = _twin(target.module)
     finally:
         put_back(before)
     return twins
@@ -269,9 +333,9 @@ def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], bat
 def _twin(module: nn.Module) -> nn.Module:
     """A copy that shares parameters; the qparams that its quantized forward registers are its own."""
     twin = copy.copy(module)
-    # Its parameters are lent to it (weights_shared), so its forward brings in none.
-    for name in ("_hf_hook", "_old_forward", "_original_forward_func", "forward") if is_dispatched(module) else ():
-        vars(twin).pop(name, None)
+    if is_dispatched(module):  # weights_shared lends it parameters, so its forward needs no hook that loads them
+        for name in ("_hf_hook", "_old_forward", "_original_forward_func", "forward"):
+            vars(twin).pop(name, None)
     twin._buffers = dict(module._buffers)
     twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
     return twin
@@ -279,38 +343,57 @@ def _twin(module: nn.Module) -> nn.Module:
 
 def _groups(model: nn.Module, sessions: Mapping[str, CalibrationSession]) -> list[tuple[str, ...]]:
     """The modules that any candidate quantizes, in sets that must have one scheme, in the model's order."""
-    together: dict[str, set[str]] = {t.name: {t.name} for s in sessions.values() for t in s.plan.targets}
+    sets: dict[str, set[str]] = {}  # by module, the modules that must have its scheme
+    for session in sessions.values():
+        for target in session.plan.targets:
+            sets[target.name] = {target.name}
     for session in sessions.values():
         for fused in session.result.fused if session.result else ():
-            union = set().union(*(together[name] for name in fused))
-            together.update(dict.fromkeys(union, union))
-    order = [name for name, _ in model.named_modules() if name in together]
-    return list(dict.fromkeys(tuple(name for name in order if name in together[first]) for first in order))
+            union = set().union(*(sets[name] for name in fused))
+            sets.update(dict.fromkeys(union, union))
+    module_names = [name for name, _ in model.named_modules() if name in sets]
+    groups: dict[tuple[str, ...], None] = {}
+    for first in module_names:
+        group = tuple(name for name in module_names if name in sets[first])
+        groups[group] = None
+    return list(groups)
 
 
 @torch.no_grad()
 def _weight_errors(model: nn.Module, twins: Twins, groups: Iterable[tuple[str, ...]]) -> Losses:
     """The sum of squared relative errors of weights, by scheme and modules."""
-    alone: dict[tuple[str, str], float] = {}
-    for name, of_module in twins.items():
-        with weights_shared(model.get_submodule(name), of_module.values()):
-            for scheme, twin in of_module.items():
-                own: Any = twin.weight
-                weight, rounded = own.detach().float(), quantized_weight(twin)
-                assert rounded is not None
-                alone[scheme, name] = float((rounded.float() - weight).square().sum() / weight.square().sum())
-    schemes = {scheme for scheme, _ in alone}
-    return {(s, group): sum(alone.get((s, name), 0.0) for name in group) for s in schemes for group in groups}
+    errors: dict[tuple[str, str], float] = {}  # by scheme and module
+    for name, twins_of_module in twins.items():
+        with weights_shared(model.get_submodule(name), twins_of_module.values()):
+            for scheme, twin in twins_of_module.items():
+                errors[scheme, name] = _weight_error(twin)
+    losses: Losses = {}
+    for scheme in {scheme for scheme, _ in errors}:
+        for group in groups:
+            losses[scheme, group] = sum(errors.get((scheme, name), 0.0) for name in group)
+    return losses
+
+
+def _weight_error(twin: nn.Module) -> float:
+    """The squared error of a module's quantized weight, relative to the weight's own squares."""
+    parameter: Any = twin.weight
+    weight = parameter.detach().float()
+    rounded = quantized_weight(twin)
+    assert rounded is not None
+    return float((rounded.float() - weight).square().sum() / weight.square().sum())
 
 
 @at_rest()
 def _group(model: nn.Module, names: tuple[str, ...], schemes: Iterable[str], losses: Losses, twins: Twins) -> Group:
-    weights: dict[str, Any] = {name: model.get_submodule(name).weight for name in names}
+    """One group with its number of weights, and its loss and stored bytes by scheme."""
     sizes = dict.fromkeys(schemes, 0)
-    for name, weight in weights.items():
+    number = 0
+    for name in names:
+        weight: Any = model.get_submodule(name).weight
+        number += weight.numel()
         for scheme in sizes:
             twin = twins.get(name, {}).get(scheme)
             stored = {"weight": weight} if twin is None else stored_layout(twin)
             sizes[scheme] += sum(value.nbytes for key, value in stored.items() if key != "bias")
-    number = sum(weight.numel() for weight in weights.values())
-    return Group(names, number, {scheme: losses.get((scheme, names), 0.0) for scheme in sizes}, sizes)
+    losses_of_group = {scheme: losses.get((scheme, names), 0.0) for scheme in sizes}
+    return Group(names, number, losses_of_group, sizes)

@@ -30,7 +30,7 @@ from lightning_obs.forward.quantized_forward import fake_quantized_states, quant
 from lightning_obs.forward.quantized_tensors import Switch, has_range
 from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.module_qparams import get_scheme
-from lightning_obs.observers.base import Key, Observer
+from lightning_obs.observers import Key, Observer
 
 
 class Phase(Enum):

@@ -20,7 +20,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lightning_obs.errors import CalibrationError, refuse
@@ -62,14 +62,6 @@ def whole_matrix(module: nn.Module) -> torch.Tensor | None:
     """As :func:`held`, of a module that stands inside :func:`whole_unit`."""
     weight = full_weight(module)
     return None if weight is None else to_matrix(module, whole_tensor(weight))
-
-
-def rows_here(module: nn.Module) -> torch.Tensor:
-    """The rows of the matrix that this rank holds (FSDP2), without talking to others; all of them if it is whole."""
-    weight = full_weight(module)
-    matrix = None if weight is None else to_matrix(module, weight.to_local() if isinstance(weight, DTensor) else weight)
-    assert matrix is not None  # a plan has no module without a matrix
-    return matrix.detach()
 
 
 def full_weight(module: nn.Module) -> torch.Tensor | None:
@@ -155,8 +147,6 @@ class Place:
     shape: torch.Size  # of the whole
     first: int = 0  # which element of the whole is the first of a piece of a flat shard
     groups: tuple[dist.ProcessGroup, ...] = ()  # of ranks whose parts add up to the whole; none: this rank has it whole
-    #: first row, and row after the last, of each rank, where ranks have whole rows in order; else None
-    rows: list[tuple[int, int]] | None = None
     unit: FullyShardedDataParallel | None = None  # the wrapper of FSDP1 that makes it whole
 
 
@@ -165,14 +155,9 @@ def place_of(module: nn.Module, name: str = "weight") -> Place:
     value, flat = getattr(module, name), vars(module).get(_FLAT, {}).get(name)
     if flat is not None or not isinstance(value, DTensor):
         return flat or Place(value.shape)
-    mesh, placements, rows = value.device_mesh, value.placements, None
-    ranks = mesh.mesh.flatten().tolist()
-    # A strided shard (tensor parallelism below FSDP) is a subclass and holds other rows.
-    if len(placements) == 1 and type(placements[0]) is Shard and placements[0].dim == 0 and ranks == sorted(ranks):
-        each, count = -(-len(value) // len(ranks)), len(value)
-        rows = [(min(rank * each, count), min((rank + 1) * each, count)) for rank in range(len(ranks))]
+    mesh, placements = value.device_mesh, value.placements
     groups = tuple(mesh.get_group(dim) for dim, placed in enumerate(placements) if not placed.is_replicate())
-    return Place(value.shape, 0, groups, rows)
+    return Place(value.shape, 0, groups)
 
 
 def part_here(module: nn.Module, name: str) -> tuple[torch.Tensor, int]:

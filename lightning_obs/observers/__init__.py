@@ -1,11 +1,10 @@
 """Observers by name, one file per family over the pure functions of ``numerics``, which is all that they import.
 
-Importing this package registers the built-in ones. Start reading in ``base.py``, which holds the contract.
+Importing this package registers the built-in ones. Start reading in ``observer.py``, which holds the contract.
 """
 
-from lightning_obs.observers.base import Key, MinMaxTuple, Observer, QParamsDict
+from lightning_obs.observers.counting import HistogramObserver, PercentileObserver
 from lightning_obs.observers.hessian import HessianObserver, LocalHessianObserver
-from lightning_obs.observers.histogram import HistogramObserver, PercentileObserver
 from lightning_obs.observers.imatrix import IMatrixMSEObserver, NVFP4ExpandedIMatrixObserver
 from lightning_obs.observers.min_max import (
     MemorylessMinMaxObserver,
@@ -15,6 +14,7 @@ from lightning_obs.observers.min_max import (
 )
 from lightning_obs.observers.mse import MemorylessMSEObserver, MovingAverageMSEObserver, NVFP4ExpandedMSEObserver
 from lightning_obs.observers.normal import NormalObserver
+from lightning_obs.observers.observer import Key, MinMaxTuple, Observer, QParamsDict
 from lightning_obs.observers.statistic import Statistic
 
 __all__ = [

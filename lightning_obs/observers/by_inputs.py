@@ -11,9 +11,9 @@ from compressed_tensors.utils.helpers import patch_attr
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.observers.base import Observer
+from lightning_obs.numerics.many_tensors import all_zero
 from lightning_obs.observers.mse import MemorylessMSEObserver
-from lightning_obs.observers.statistic import all_zero
+from lightning_obs.observers.observer import Observer
 
 
 class ByInputsObserver(MemorylessMSEObserver):

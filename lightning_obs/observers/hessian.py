@@ -25,8 +25,8 @@ from lightning_obs.numerics.qparams import (
     power_of_two,
 )
 from lightning_obs.numerics.search.descent import descend
-from lightning_obs.observers.base import Observer
 from lightning_obs.observers.by_inputs import ByInputsObserver
+from lightning_obs.observers.observer import Observer
 from lightning_obs.observers.statistic import Statistic
 
 # Columns of the largest part of a Hessian that ``local_hessian`` gathers.

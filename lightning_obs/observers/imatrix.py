@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from lightning_obs.numerics.moments import channel_squares
 from lightning_obs.numerics.qparams import covered_by_scale, flatten_for_calibration
-from lightning_obs.observers.base import Observer
 from lightning_obs.observers.by_inputs import ByInputsObserver
 from lightning_obs.observers.mse import MemorylessMSEObserver, NVFP4ExpandedMSEObserver
+from lightning_obs.observers.observer import Observer
 from lightning_obs.observers.statistic import Statistic
 
 

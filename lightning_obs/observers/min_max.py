@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
 from lightning_obs.numerics.qparams import observed_range
-from lightning_obs.observers.base import MinMaxTuple, Observer
+from lightning_obs.observers.observer import MinMaxTuple, Observer
 from lightning_obs.observers.statistic import Statistic
 
 
@@ -26,8 +26,8 @@ class MemorylessMinMaxObserver(Observer):
     """
 
     statistics: ClassVar[tuple[Statistic, ...]] = (
-        Statistic("min_vals", "keep", rows="min"),
-        Statistic("max_vals", "keep", rows="max"),
+        Statistic("min_vals", "keep"),
+        Statistic("max_vals", "keep"),
     )
     hyperparameters: ClassVar[dict[str, Any] | None] = {"signed": False}
 
@@ -50,8 +50,8 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
     """The range of everything observed: exact for any batches, any order of them and any ranks."""
 
     statistics: ClassVar[tuple[Statistic, ...]] = (
-        Statistic("min_vals", "min", rows="min"),
-        Statistic("max_vals", "max", rows="max"),
+        Statistic("min_vals", "min"),
+        Statistic("max_vals", "max"),
     )
     keeps_extremes: ClassVar[bool] = True
     hyperparameters: ClassVar[dict[str, Any] | None] = {}
@@ -113,7 +113,7 @@ class MinMaxObserver(MovingAverageObserver, MemorylessMinMaxObserver):
     """
 
     statistics: ClassVar[tuple[Statistic, ...]] = (
-        Statistic("min_vals", "mean", rows="min"),
-        Statistic("max_vals", "mean", rows="max"),
+        Statistic("min_vals", "mean"),
+        Statistic("max_vals", "mean"),
     )
     hyperparameters: ClassVar[dict[str, Any] | None] = {}

@@ -10,13 +10,13 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from typing_extensions import override
 
-from lightning_obs.numerics.candidates import shrink_factors, visited
+from lightning_obs.numerics.candidates import shrink_factors
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import covered_by_scale
 from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
-from lightning_obs.observers.base import Observer
 from lightning_obs.observers.min_max import MovingAverageObserver
+from lightning_obs.observers.observer import Observer
 from lightning_obs.observers.statistic import Statistic
 
 
@@ -48,9 +48,8 @@ class MemorylessMSEObserver(Observer):
     """
 
     statistics: ClassVar[tuple[Statistic, ...]] = (
-        Statistic("min_vals", "keep", rows="apart"),
-        Statistic("max_vals", "keep", rows="apart"),
-        Statistic("improved", "keep"),  # (candidates,), bool: which improved a scale of this part of a weight
+        Statistic("min_vals", "keep"),
+        Statistic("max_vals", "keep"),
     )
     hyperparameters: ClassVar[dict[str, Any] | None] = {
         "maxshrink": 0.20,
@@ -65,11 +64,6 @@ class MemorylessMSEObserver(Observer):
     grid: float
     norm: float
     expand: float
-    #: whether other observers search other rows of the same weight: then all of them decide where the search ends
-    is_part: bool = False
-    #: how many candidates the whole weight's search visits, once the parts have decided it
-    stop: int | None = None
-    improved: torch.Tensor
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
@@ -115,37 +109,12 @@ class MemorylessMSEObserver(Observer):
         return NumberGrid.of(self.args, self.signed)
 
     def _grid_search(self, observed: torch.Tensor) -> GridSearch:
-        """The search that is due: all of it, that of a part of the rows, or the one that the parts agreed on."""
-        search = GridSearch(self._grid(observed), self.candidates(), self.idle_limit, self.norm, self.widest)
-        if self.stop is None:
-            return search._replace(is_part=self.is_part)
-        return search._replace(factors=search.factors[: self.stop], patience=None)
+        """The candidates to try on an observed tensor, and the error that is to be least."""
+        return GridSearch(self._grid(observed), self.candidates(), self.idle_limit, self.norm, self.widest)
 
     def _search(self, observed: torch.Tensor, **of_inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-        low, high, improved = search_range(observed, self._grid_search(observed), **of_inputs)
-        return (low, high, improved) if self.is_part else (low, high)
-
-    @override
-    def for_rows(self, start: int) -> Observer | None:
-        part = super().for_rows(start)
-        if isinstance(part, MemorylessMSEObserver):
-            part.is_part = self.idle_limit is not None and len(self.candidates()) > max(1, self.idle_limit)
-        return part
-
-    @override
-    def agree(self, parts: Sequence[Observer]) -> bool:
-        """End where one search of the whole weight would have ended: search once more if that is sooner."""
-        searches = [part for part in parts if isinstance(part, MemorylessMSEObserver) and part.is_part]
-        if not searches:
-            return False
-        improved = torch.stack([search.improved.cpu() for search in searches]).any(0)
-        stop = int(visited(improved, self.idle_limit).sum())
-        if not improved[stop:].any():  # no scale was chosen after the end
-            return False
-        for search in searches:
-            search.reset(keep=search.input_statistics)
-            search.stop = stop
-        return True
+        ranges = search_range(observed, self._grid_search(observed), **of_inputs)
+        return ranges.low, ranges.high
 
 
 @Observer.register("mse")
@@ -157,9 +126,8 @@ class MovingAverageMSEObserver(MovingAverageObserver, MemorylessMSEObserver):
     """
 
     statistics: ClassVar[tuple[Statistic, ...]] = (
-        Statistic("min_vals", "mean", rows="apart"),
-        Statistic("max_vals", "mean", rows="apart"),
-        Statistic("improved", "keep"),
+        Statistic("min_vals", "mean"),
+        Statistic("max_vals", "mean"),
     )
     hyperparameters: ClassVar[dict[str, Any] | None] = {}
 

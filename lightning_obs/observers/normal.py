@@ -9,7 +9,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
 from lightning_obs.numerics.moments import Moments, mean_and_std, measure_moments
-from lightning_obs.observers.base import MinMaxTuple, Observer
+from lightning_obs.observers.observer import MinMaxTuple, Observer
 from lightning_obs.observers.statistic import Statistic
 
 

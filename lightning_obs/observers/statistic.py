@@ -1,7 +1,7 @@
 """A statistic is declared once: its name, and how two of them become one.
 
 From the declaration follow, and are written nowhere else: how batches are combined, how ranks are reduced, what
-``reset`` forgets, the values checked for NaN, the saved state, and how the rows of a weight come together.
+``reset`` forgets, the values checked for NaN, and the saved state.
 
 A statistic that was not observed yet has no attribute, which stands for its identity: combining and reducing omit it.
 Its shape and dtype follow from the first tensor observed, so ranks agree on them (:mod:`lightning_obs.ranks`).
@@ -11,7 +11,7 @@ A tensor is replaced when it changes, never written to: several observers may ho
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple
@@ -21,9 +21,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import distributed as dist
 
 from lightning_obs.errors import refuse
+from lightning_obs.numerics.many_tensors import all_finite, widened
 
-#: elements of a tensor that is copied beside others
-_SMALL = 2**16
 _OPS = {"sum": "SUM", "mean": "AVG", "min": "MIN", "max": "MAX"}
 #: methods that a subclass writes to observe differently from its parent
 _PHASE_1 = {
@@ -44,14 +43,11 @@ class Statistic(NamedTuple):
         name: of the attribute.
         reduction: of batches and of ranks. ``sum``, ``min``, ``max``; ``mean``: over ranks (of batches the newest,
             unless the observer combines them itself); ``keep``: the newest batch, the lowest rank that has it.
-        rows: how a weight is cut by rows. None: it has to be observed whole. ``min`` or ``max``: parts that share a
-            scale reduce so. ``apart``: each scale needs all of its rows in one part.
         of_inputs: gathered of the inputs of the module whose weight is observed.
     """
 
     name: str
     reduction: str = "keep"
-    rows: str | None = None
     of_inputs: bool = False
 
     def combine(self, old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
@@ -61,26 +57,6 @@ class Statistic(NamedTuple):
         if self.reduction == "sum":
             return old + new
         return torch.minimum(old, new) if self.reduction == "min" else torch.maximum(old, new)
-
-    def join(self, parts: Sequence[tuple[int, torch.Tensor]], height: int | None) -> torch.Tensor:
-        """The statistic of a whole weight from its parts': rows below rows, reduced where parts share a scale.
-
-        Args:
-            parts: first row and statistic ``(*Q,)`` of each part; the weight's rows, none left out.
-            height: rows that have a scale together; None: all.
-
-        >>> one = torch.tensor([[-1.0], [-2.0]])
-        >>> Statistic("min_vals", rows="min").join([(0, one), (3, one * 3)], height=2).flatten()
-        tensor([-1., -3., -6.])
-        """
-        placed = [(0 if height is None else row // height, values) for row, values in parts]
-        first = placed[0][1]
-        count = max(at + len(values) for at, values in placed)
-        reduce, identity = (torch.maximum, -torch.inf) if self.rows == "max" else (torch.minimum, torch.inf)
-        joined = first.new_full((count, *first.shape[1:]), identity)
-        for at, values in placed:
-            joined[at : at + len(values)] = reduce(joined[at : at + len(values)], values)
-        return joined
 
     def is_exact(self, value: Any) -> bool:
         """Whether reducing ``value`` with the others gives the same bits in any order."""
@@ -229,7 +205,7 @@ class Statistics:
         if all_finite(statistics.values()):
             return None
         counted = {
-            name: (int((~torch.isfinite(_wide(value))).sum()), value.numel())
+            name: (int((~torch.isfinite(widened(value))).sum()), value.numel())
             for name, value in statistics.items()
             if isinstance(value, torch.Tensor) and value.is_floating_point()
         }
@@ -246,44 +222,3 @@ def equal_values(before: Any, now: Any) -> bool:
         return bool(before == now) or "__eq__" not in chain.from_iterable(map(vars, type(before).__mro__[:-1]))
     except (RuntimeError, ValueError, TypeError):  # containers of tensors
         return False
-
-
-def all_finite(values: Iterable[Any]) -> bool:
-    """Whether no tensor holds NaN or infinity: one answer is read for each device, and no large tensor is copied."""
-    answers: dict[torch.device, list[torch.Tensor]] = {}
-    alike: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            flat, key = value.reshape(-1), (value.dtype, value.device)
-            alike.setdefault(key if value.numel() <= _SMALL else (*key, len(alike)), []).append(flat)
-    for parts in alike.values():
-        wide = _wide(parts[0] if len(parts) == 1 else torch.cat(parts))
-        # NaN where a value is not finite, else zero: two operations, not five
-        answers.setdefault(wide.device, []).append((wide - wide).any())
-    return not any(bool(torch.stack(found).any() if len(found) > 1 else found[0]) for found in answers.values())
-
-
-def all_zero(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether each floating point tensor is zero everywhere: the answers are read once for each device."""
-    answers = [False] * len(tensors)
-    for device in {tensor.device for tensor in tensors}:
-        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
-        largest = torch._foreach_norm([tensors[place] for place in places], torch.inf)
-        for place, magnitude in zip(places, torch.stack(largest).tolist(), strict=True):
-            answers[place] = magnitude == 0
-    return answers
-
-
-def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies on the CPU; one transfer for each device, for any shapes and dtypes."""
-    found = [x if x.device.type != "cpu" else x.detach().clone() for x in tensors]
-    for device in {x.device for x in found if x.device.type != "cpu"}:
-        places = [place for place, x in enumerate(tensors) if x.device == device]
-        parts = [tensors[place].detach().contiguous().view(-1).view(torch.uint8) for place in places]
-        for place, part in zip(places, torch.cat(parts).cpu().split([len(part) for part in parts]), strict=True):
-            found[place] = part.clone().view(tensors[place].dtype).view(tensors[place].shape)
-    return found
-
-
-def _wide(value: torch.Tensor) -> torch.Tensor:
-    return value.float() if value.itemsize == 1 else value  # torch does not subtract float8

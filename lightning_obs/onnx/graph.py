@@ -1,4 +1,4 @@
-"""Changes of an ONNX graph after torch's exporter has written it: batch norms, 4-bit integers, leftovers."""
+"""Change an ONNX graph that torch's exporter has written: fold batch norms, store 4-bit integers, remove leftovers."""
 
 from __future__ import annotations
 
@@ -12,62 +12,88 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedNod
 
 
 def finish(model: Any, names: Collection[str]) -> None:
-    """Fold batch norms, store narrow integers in 4 bits, drop unused nodes and the exporter's notes.
+    """Fold batch norms, store 4-bit integers in 4 bits, remove unused nodes and the exporter's notes.
 
     Args:
         model: an ``onnx_ir`` model, changed in place.
-        names: of the initializers whose integers fit into 4 bits.
+        names: the initializers whose integers fit into 4 bits.
     """
-    for norm in [node for node in model.graph if node.op_type == "BatchNormalization"]:
-        _fold(model.graph, norm)
+    batch_norms = [node for node in model.graph if node.op_type == "BatchNormalization"]
+    for batch_norm in batch_norms:
+        _fold(model.graph, batch_norm)
     _store_4_bit(model.graph, names)
     RemoveUnusedNodesPass()(model)
     ClearMetadataAndDocStringPass()(model)
 
 
-def _fold(graph: Any, norm: Any) -> None:
-    """Take the factor of a batch norm into the scales of the convolution before it, the rest into its bias.
+def _fold(graph: Any, batch_norm: Any) -> None:
+    """Fold a batch norm into the quantized convolution before it; other batch norms stay.
 
-    Of a convolution ``W x + b`` with ``W = scale * (codes - zero)`` and a batch norm ``f (y - mean) + beta``, what is
-    left is ``scale' = f * scale`` and ``b' = f (b - mean) + beta``, the codes as they were.
+    A convolution ``W x + b`` with ``W = scale * (codes - zero)`` before a batch norm ``factor (y - mean) + beta`` is a
+    convolution with ``scale' = factor * scale``, ``b' = factor (b - mean) + beta`` and the same codes.
     """
-    conv = norm.inputs[0].producer()
-    weight = conv.inputs[1].producer() if conv is not None and conv.op_type == "Conv" else None
-    if weight is None or weight.op_type != "DequantizeLinear":
+    conv = batch_norm.inputs[0].producer()
+    weight = _quantized_weight_of(conv)
+    if weight is None or not _can_be_folded(batch_norm, conv, weight):
         return
-    bias = list(conv.inputs[2:3])
-    constants = (*norm.inputs[1:], *weight.inputs, *bias)
-    alone = all(len(value.uses()) == 1 for value in (norm.inputs[0], weight.outputs[0]))
-    if not alone or any(value.const_value is None for value in constants):
-        return
-    wide = (value.const_value.numpy().astype(np.float64) for value in (*norm.inputs[1:5], weight.inputs[1], *bias))
-    gamma, beta, mean, variance, scale, *before = wide
-    factor = gamma / np.sqrt(variance + norm.attributes["epsilon"].as_float())
-    # One scale for the whole weight becomes one for each channel; so does its zero point.
-    zeros = np.broadcast_to(weight.inputs[2].const_value.numpy(), factor.shape)
-    weight.replace_input_with(1, _constant(graph, f"{norm.name}_scale", factor * scale, np.float32))
-    weight.replace_input_with(2, _constant(graph, f"{norm.name}_zero", zeros, np.int8))
+    gamma, beta, mean, variance = [_array(value) for value in batch_norm.inputs[1:5]]
+    scale = _array(weight.inputs[1])
+    bias = _array(conv.inputs[2]) if len(conv.inputs) > 2 else 0
+    epsilon = batch_norm.attributes["epsilon"].as_float()
+    factor = gamma / np.sqrt(variance + epsilon)
+    # One scale for the whole weight becomes one scale per channel, and so does its zero point.
+    zero_points = np.broadcast_to(weight.inputs[2].const_value.numpy(), factor.shape)
+    weight.replace_input_with(1, _constant(graph, f"{batch_norm.name}_scale", factor * scale, np.float32))
+    weight.replace_input_with(2, _constant(graph, f"{batch_norm.name}_zero", zero_points, np.int8))
     weight.attributes["axis"] = ir.AttrInt64("axis", 0)
-    shift = factor * (sum(before) - mean) + beta
+    folded_bias = factor * (bias - mean) + beta
     conv.resize_inputs(3)
-    conv.replace_input_with(2, _constant(graph, f"{norm.name}_bias", shift, np.float32))
-    norm.outputs[0].replace_all_uses_with(conv.outputs[0], replace_graph_outputs=True)
-    graph.remove(norm, safe=True)
+    conv.replace_input_with(2, _constant(graph, f"{batch_norm.name}_bias", folded_bias, np.float32))
+    batch_norm.outputs[0].replace_all_uses_with(conv.outputs[0], replace_graph_outputs=True)
+    graph.remove(batch_norm, safe=True)
+
+
+def _quantized_weight_of(conv: Any) -> Any:
+    """The DequantizeLinear that makes a convolution's weight; None for another node, or a weight in float."""
+    if conv is None or conv.op_type != "Conv":
+        return None
+    weight = conv.inputs[1].producer()
+    if weight is None or weight.op_type != "DequantizeLinear":
+        return None
+    return weight
+
+
+def _can_be_folded(batch_norm: Any, conv: Any, weight: Any) -> bool:
+    """Whether all parameters are constants, and only the batch norm reads the convolution, and only it the weight."""
+    for value in (batch_norm.inputs[0], weight.outputs[0]):
+        if len(value.uses()) != 1:
+            return False
+    parameters = [*batch_norm.inputs[1:], *weight.inputs, *conv.inputs[2:3]]
+    return all(value.const_value is not None for value in parameters)
+
+
+def _array(value: Any) -> Any:
+    """A constant of the graph as a numpy array in float64."""
+    return value.const_value.numpy().astype(np.float64)
 
 
 def _store_4_bit(graph: Any, names: Collection[str]) -> None:
-    narrow: dict[str, Any] = {}
-    for node in [node for node in graph if node.op_type == "DequantizeLinear" and node.inputs[0].name in names]:
-        # Equal initializers are one: that of the zero point may be read by others, in 8 bits.
+    """Store the codes and zero points of DequantizeLinear nodes in 4 bits, where the codes are among ``names``."""
+    narrow_values: dict[str, Any] = {}
+    for node in list(graph):
+        if node.op_type != "DequantizeLinear" or node.inputs[0].name not in names:
+            continue
+        # Equal initializers are shared: a node that stays in 8 bits may read the same zero point, so it is copied.
         for index in (0, 2):
             value = node.inputs[index]
-            if value.name not in narrow:
+            if value.name not in narrow_values:
                 array = value.const_value.numpy()
-                narrow[value.name] = _constant(graph, f"{value.name}_int4", array, ml_dtypes.int4)
-            node.replace_input_with(index, narrow[value.name])
+                narrow_values[value.name] = _constant(graph, f"{value.name}_int4", array, ml_dtypes.int4)
+            node.replace_input_with(index, narrow_values[value.name])
 
 
 def _constant(graph: Any, name: str, array: Any, dtype: Any) -> Any:
+    """A new initializer of the graph."""
     tensor = ir.tensor(np.ascontiguousarray(array, dtype=dtype), name=name)
     value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)

@@ -1,12 +1,13 @@
-"""Write a calibrated model as one ONNX file in QDQ form, for onnxruntime and other engines of ONNX.
+"""Export a calibrated model as one ONNX file in QDQ form, for onnxruntime and other ONNX engines.
 
-torch's exporter traces the model while its modules run the quantized forward, in which a weight is ``DequantizeLinear``
-of stored integers, and an input ``DequantizeLinear(QuantizeLinear(input))``. Engines look for these pairs around a
-convolution or matrix product and compute with integers where they can.
+torch's exporter traces the model while its modules run the quantized forward. There a weight is ``DequantizeLinear`` of
+stored integers, and an input is ``DequantizeLinear(QuantizeLinear(input))``. Engines look for these pairs around a
+convolution or matrix product, and compute with integers where they can.
 
-Batch norms that read a convolution are folded away afterwards, for engines find no integer convolution where a batch
-norm stands between it and the next ``QuantizeLinear``. The integers stay what they are: the factor of each channel goes
-to the weight's scale, so nothing is rounded again. (A negative factor makes a negative scale.)
+Afterwards batch norms that follow a convolution are folded into it (:mod:`.graph`): an engine finds no integer
+convolution if a batch norm separates it from the next ``QuantizeLinear``. The integers do not change. The factor of
+each channel is multiplied into the weight's scale, so nothing is rounded again; a negative factor makes a negative
+scale.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.weight import in_shards, whole_matrix, whole_shape
 from lightning_obs.packages import import_package
 
-#: the first with integers of 4 bits and scales of groups
+#: the first opset with 4-bit integers and scales per group
 _OPSET = 21
 _SUPPORTED = "integers of at most 8 bits for weights, of 8 bits with one calibrated range per tensor for activations"
 _REMEDY = "use INT8_STATIC or a weight-only integer scheme (W8A16, W4A16), or list them in `ignore`."
@@ -55,27 +56,28 @@ def export_onnx(
     dynamic_shapes: Any = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a calibrated model, or one that :func:`~lightning_obs.load_checkpoint` loaded, as a QDQ ONNX file.
+    """Write a calibrated model, or a model that :func:`~lightning_obs.load_checkpoint` loaded, as a QDQ ONNX file.
 
-    Weights are stored as the checkpoint's integers (int8; int4 at 4 bits and less), so the file has about a quarter of
-    the float one's bytes at 8 bits. What it computes is what :func:`~lightning_obs.quantized` does, up to the order of
-    floating point operations. Needs the packages of the extra ``onnx``; opset 21.
+    Weights are stored as the integers that a checkpoint holds (int8; int4 at 4 bits and less): at 8 bits the file has
+    about a quarter of the bytes of a float32 file. It computes what the model does under
+    :func:`~lightning_obs.quantized`, up to the order of floating point operations. Needs the packages of the extra
+    ``onnx``; writes opset 21.
 
     Args:
-        model: in float32. It is traced in evaluation mode, and not changed.
-        file: written whole or not at all.
+        model: a model in float32. It is traced in evaluation mode, and not changed.
+        file: path of the new file, which appears complete or not at all.
         example: inputs to trace the model with: one tensor, positional arguments, or keyword arguments.
         dynamic_shapes: which dimensions may vary, as :func:`torch.export.export` takes it; none by default. A batch of
             any size: ``({0: torch.export.Dim.DYNAMIC},)``.
-        overwrite: replace ``file``.
+        overwrite: replace an existing ``file``.
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
-        CalibrationError: the model was not calibrated, or has changed since; a scheme that QDQ cannot
-            express (floating point formats, dynamic ranges, groups of a convolution's weight, attention states);
-            torch's exporter cannot trace the model; the file is there, or cannot be written.
+        CalibrationError: the model was not calibrated, or has changed since; QDQ cannot express the scheme (floating
+            point formats, dynamic ranges, groups of a convolution's weight, attention states); torch's exporter cannot
+            trace the model; the file exists, or cannot be written.
 
     Reference:
         ONNX operators QuantizeLinear and DequantizeLinear, version 21.
@@ -84,139 +86,226 @@ def export_onnx(
     file = Path(file)
     for package in ("onnx", "onnxscript"):
         import_package(package, "export_onnx")
-    _check_model(model)
+    _refuse_what_onnx_cannot_hold(model)
     if file.exists() and not (overwrite and file.is_file()):
         raise CalibrationError(f"{file} is already there", remedy="choose another name, or set overwrite=True.")
     with left_as_it_was(model):
-        program = _traced(model, example, dynamic_shapes)
+        program = _trace(model, example, dynamic_shapes)
     from lightning_obs.onnx.graph import finish
 
-    bits = {name: args.num_bits for name, module in calibrated_modules(model) if (args := args_of(module, "weight"))}
-    finish(program.model, {f"{name}.weight_codes".lstrip(".") for name, number in bits.items() if number <= 4})
+    finish(program.model, _names_of_4_bit_codes(model))
     _save(program, file, overwrite)
     return file
 
 
-def _check_model(model: nn.Module) -> None:
+def _names_of_4_bit_codes(model: nn.Module) -> set[str]:
+    """The names of the graph's initializers that hold weights of 4 bits or less."""
+    names = set()
+    for module_name, module in calibrated_modules(model):
+        args = args_of(module, "weight")
+        if args is not None and args.num_bits <= 4:
+            names.add(f"{module_name}.weight_codes".lstrip("."))
+    return names
+
+
+# ---------------------------------------------------------------------- refusals before tracing
+
+
+def _refuse_what_onnx_cannot_hold(model: nn.Module) -> None:
+    """Raise a CalibrationError for a model, or a scheme, that no QDQ file can represent."""
     require_ready(model, merged_for="an ONNX file")
-    calibrated = dict(calibrated_modules(model))
     refuse(
         [name for name, module in model.named_modules() if in_shards(module) or is_offloaded(module)],
         "weights are sharded over ranks, or offloaded",
         remedy="export_checkpoint, then load_checkpoint in one process and export_onnx there.",
     )
+    calibrated = dict(calibrated_modules(model))
     refuse(
         [name for name, module in calibrated.items() if quantized_states(module)],
         "ONNX has no quantized attention states",
         remedy="leave the kv cache in full precision.",
     )
+    other_dtypes = []
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32:
+            other_dtypes.append(f"{name} ({parameter.dtype})")
     refuse(
-        sorted({f"{n} ({p.dtype})" for n, p in model.named_parameters() if p.dtype != torch.float32}),
+        sorted(other_dtypes),
         "the model is not in float32, which onnxruntime's integer kernels expect",
         remedy="calibrate it in float32.",
     )
-    reasons: dict[str, list[str]] = {}
+    tensors_by_reason: dict[str, list[str]] = {}
     for name, module in calibrated.items():
         for base, args in scheme_args(get_scheme(module)):
-            if (reason := _unsupported(module, base, args)) is not None:
-                reasons.setdefault(reason, []).append(f"{name} ({base})")
-    for reason, names in reasons.items():
-        refuse(names, f"QDQ ONNX cannot hold {reason}", expected=_SUPPORTED, remedy=_REMEDY)
+            reason = _reason_against(module, base, args)
+            if reason is not None:
+                tensors_by_reason.setdefault(reason, []).append(f"{name} ({base})")
+    for reason, tensors in tensors_by_reason.items():
+        refuse(tensors, f"QDQ ONNX cannot hold {reason}", expected=_SUPPORTED, remedy=_REMEDY)
 
 
-def _unsupported(module: nn.Module, base: str, args: QuantizationArgs) -> str | None:
-    """Why an ONNX file cannot hold it, or None."""
+def _reason_against(module: nn.Module, base: str, args: QuantizationArgs) -> str | None:
+    """Why an ONNX file cannot hold one quantized tensor of a module; None if it can.
+
+    Args:
+        module: a calibrated module.
+        base: which of its tensors: ``"weight"``, ``"input"`` or ``"output"``.
+        args: how the scheme quantizes that tensor.
+    """
     if args.type != "int":
         return f"{args.num_bits}-bit floating point"
-    if base != "weight":
-        if args.dynamic is not False:
-            return "activations whose range is found at run time"
-        whole = args.strategy == QuantizationStrategy.TENSOR and args.num_bits == 8
-        return None if whole else f"{args.num_bits}-bit activations per {args.strategy.value}"
+    if base == "weight":
+        return _reason_against_weight(module, args)
+    if args.dynamic is not False:
+        return "activations whose range is found at run time"
+    if args.strategy != QuantizationStrategy.TENSOR or args.num_bits != 8:
+        return f"{args.num_bits}-bit activations per {args.strategy.value}"
+    return None
+
+
+def _reason_against_weight(module: nn.Module, args: QuantizationArgs) -> str | None:
+    """Why an ONNX file cannot hold a module's integer weight; None if it can."""
     if args.num_bits > 8:
         return f"{args.num_bits}-bit weights"
     if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
         return None
     dimensions = len(whole_shape(module) or ())
-    if args.strategy == QuantizationStrategy.GROUP and dimensions == 2 and not kind_of(module).rows:
-        return "weights in activation order" if hasattr(module, "weight_g_idx") else None
-    return f"weights of {dimensions} dimensions per {args.strategy.value}"
+    is_plain_matrix = dimensions == 2 and kind_of(module).rows == 0
+    if args.strategy != QuantizationStrategy.GROUP or not is_plain_matrix:
+        return f"weights of {dimensions} dimensions per {args.strategy.value}"
+    if hasattr(module, "weight_g_idx"):
+        return "weights in activation order"
+    return None
 
 
 # ---------------------------------------------------------------------- tracing
 
 
-class _Linear:
-    """QuantizeLinear and DequantizeLinear of one module's tensors, as torch's exporter writes them.
+class _QdqWriter:
+    """Adds QuantizeLinear and DequantizeLinear to the graph for the tensors of one module, while the model is traced.
 
-    The tensors that they read are buffers of the module meanwhile, from which the initializers have their names.
-    Activations are written unsigned, 128 higher and with a zero point that is: the same numbers, and what
-    onnxruntime's kernels for x86 take (1.30 turns signed ones around itself, and fails where a matrix product has three
-    dimensions).
+    The nodes read ``buffers``, which :func:`_trace` registers on the module for the length of the trace; the
+    initializers of the graph take the names of these buffers. Activations are written as unsigned integers, with codes
+    and zero point both 128 higher. The numbers are the same, and onnxruntime's kernels for x86 take them: onnxruntime
+    1.30 converts signed activations itself, and fails at matrix products with three dimensions.
+
+    Args:
+        module: a calibrated module.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        #: by base name (weight, input, output), the attributes of the DequantizeLinear node
         self.attributes: dict[str, dict[str, Any]] = {}
+        #: integers, scales and zero points, by the names of their buffers
         self.buffers: dict[str, torch.Tensor] = {}
         qparams = read_qparams(module)
         for base, args in scheme_args(get_scheme(module)):
             scale = qparams[f"{base}_scale"]
-            zero = qparams.get(f"{base}_zero_point", torch.zeros_like(scale)).to(torch.int8)
-            grouped, self.attributes[base] = args.strategy == QuantizationStrategy.GROUP, {}
+            zero_point = qparams.get(f"{base}_zero_point")
+            if zero_point is None:
+                zero_point = torch.zeros_like(scale)
+            zero_point = zero_point.to(torch.int8)
             if base == "weight":
-                matrix, whole = whole_matrix(module), whole_shape(module)
-                assert matrix is not None
-                assert whole is not None
-                codes = qparams.get(ROUNDED)
-                codes = quantize(matrix, scale, zero, args, dtype=torch.int8) if codes is None else codes
-                self.buffers["weight_codes"] = from_matrix(module, codes, whole).contiguous()
-                self.attributes[base]["axis"] = 1 if grouped else kind_of(module).rows
-                if grouped:
-                    self.attributes[base]["block_size"] = int(args.group_size or 1)
+                self.attributes[base] = self._weight_attributes(args)
+                self.buffers["weight_codes"] = self._weight_codes(args, scale, zero_point, qparams.get(ROUNDED))
             else:
-                zero = (zero.short() + 128).to(torch.uint8)
-            shape = scale.shape if grouped else (-1,) if args.strategy == QuantizationStrategy.CHANNEL else ()
-            self.buffers |= {f"{base}_step": scale.float().reshape(shape), f"{base}_zero": zero.reshape(shape)}
+                self.attributes[base] = {}
+                zero_point = (zero_point.short() + 128).to(torch.uint8)
+            shape = _onnx_shape(scale, args)
+            self.buffers[f"{base}_step"] = scale.float().reshape(shape)
+            self.buffers[f"{base}_zero"] = zero_point.reshape(shape)
+
+    def _weight_attributes(self, args: QuantizationArgs) -> dict[str, Any]:
+        """The weight's DequantizeLinear: the axis along which scales change, and how many values share a scale."""
+        if args.strategy == QuantizationStrategy.GROUP:
+            return {"axis": 1, "block_size": int(args.group_size or 1)}
+        return {"axis": kind_of(self.module).rows}
+
+    def _weight_codes(
+        self, args: QuantizationArgs, scale: torch.Tensor, zero_point: torch.Tensor, rounded: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The weight's integers as int8, in the shape of the weight.
+
+        ``rounded`` are the integers ``(R, C)`` that a rounding chose; None: the nearest integers are computed.
+        """
+        shape = whole_shape(self.module)
+        assert shape is not None
+        if rounded is not None:
+            return from_matrix(self.module, rounded, shape).contiguous()
+        matrix = whole_matrix(self.module)
+        assert matrix is not None
+        codes = quantize(matrix, scale, zero_point, args, dtype=torch.int8)
+        return from_matrix(self.module, codes, shape).contiguous()
 
     def __call__(self, value: torch.Tensor, base: str) -> torch.Tensor:
-        """The nodes for one tensor; of a weight, the codes stand for ``value``."""
-        step, zero = getattr(self.module, f"{base}_step"), getattr(self.module, f"{base}_zero")
-        node = partial(torch.onnx.ops.symbolic, shape=value.shape, version=_OPSET)
-        codes: Any = self.module.weight_codes if base == "weight" else None
-        if codes is None:
-            codes = node("QuantizeLinear", (value, step, zero), {}, dtype=torch.uint8)
-        return node("DequantizeLinear", (codes, step, zero), self.attributes[base], dtype=value.dtype)
+        """Add the nodes for one tensor of the module to the graph, and return their output.
+
+        The quantized forward calls it instead of quantizing and dequantizing. For a weight the stored integers are
+        read, and ``value`` gives only shape and dtype.
+        """
+        scale = getattr(self.module, f"{base}_step")
+        zero_point = getattr(self.module, f"{base}_zero")
+        add_node = partial(torch.onnx.ops.symbolic, shape=value.shape, version=_OPSET)
+        if base == "weight":
+            codes: Any = self.module.weight_codes
+        else:
+            codes = add_node("QuantizeLinear", (value, scale, zero_point), {}, dtype=torch.uint8)
+        return add_node("DequantizeLinear", (codes, scale, zero_point), self.attributes[base], dtype=value.dtype)
 
 
-def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> Any:
-    keyword = dict(example) if isinstance(example, Mapping) else {}
-    positional = () if keyword else (example,) if isinstance(example, torch.Tensor) else tuple(example)
+def _onnx_shape(scale: torch.Tensor, args: QuantizationArgs) -> tuple[int, ...]:
+    """The shape in which ONNX takes scales: a matrix per group, a vector per channel, a scalar per tensor."""
+    if args.strategy == QuantizationStrategy.GROUP:
+        return tuple(scale.shape)
+    if args.strategy == QuantizationStrategy.CHANNEL:
+        return (-1,)
+    return ()
+
+
+def _trace(model: nn.Module, example: Any, dynamic_shapes: Any) -> Any:
+    """The model as a ``torch.onnx.ONNXProgram``, traced under the quantized forward.
+
+    Raises:
+        CalibrationError: torch's exporter failed, with an error of any class.
+    """
+    keyword_arguments: dict[str, Any] = {}
+    positional_arguments: tuple[Any, ...] = ()
+    if isinstance(example, Mapping):
+        keyword_arguments = dict(example)
+    elif isinstance(example, torch.Tensor):
+        positional_arguments = (example,)
+    else:
+        positional_arguments = tuple(example)
     options = {"dynamo": True, "opset_version": _OPSET, "dynamic_shapes": dynamic_shapes, "verbose": False}
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
         for _, module in list(calibrated_modules(model)):
-            linear = _Linear(module)
-            for name, value in linear.buffers.items():
+            writer = _QdqWriter(module)
+            for name, value in writer.buffers.items():
                 module.register_buffer(name, value, persistent=False)
                 stack.callback(delattr, module, name)
-            stack.callback(quantize_forward(module, writer=linear))
+            stack.callback(quantize_forward(module, writer=writer))
         try:
-            return torch.onnx.export(model, positional, kwargs=keyword, **options)
-        except Exception as error:  # the exporter's own, of many kinds
+            return torch.onnx.export(model, positional_arguments, kwargs=keyword_arguments, **options)
+        except Exception as error:
+            first_line = str(error).strip().partition("\n")[0]
             raise CalibrationError(
                 f"torch's ONNX exporter cannot export {type(model).__name__}",
-                got=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+                got=f"{type(error).__name__}: {first_line}",
                 remedy="see torch.onnx.export(model, example, dynamo=True); the model has to be traceable.",
             ) from error
 
 
 def _save(program: Any, file: Path, overwrite: bool) -> None:
-    with whole_file(file, overwrite) as partial:
-        program.save(partial)
-        beside = [path for path in partial.parent.iterdir() if path != partial]
-        if beside:  # torch's way with a model that is too large for protobuf
+    """Write a traced program to one file, complete or not at all; refuse a model that needs more than one."""
+    with whole_file(file, overwrite) as partial_file:
+        program.save(partial_file)
+        # torch writes the weights of a model that is too large for protobuf to files beside it.
+        weight_files = [path for path in partial_file.parent.iterdir() if path != partial_file]
+        if weight_files:
+            size = sum(path.stat().st_size for path in weight_files)
             raise CalibrationError(
                 f"{file} would be more than one ONNX file holds",
-                got=f"{sum(path.stat().st_size for path in beside):,} bytes of weights beside it",
+                got=f"{size:,} bytes of weights beside it",
                 remedy="use fewer bits (W4A16), export parts of the model, or export_checkpoint, which has no limit.",
             )

@@ -27,8 +27,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_obs.errors import CalibrationError, key_text, refuse, require_no_failure, sendable
+from lightning_obs.numerics.many_tensors import all_finite
 from lightning_obs.observers import Key, Observer
-from lightning_obs.observers.statistic import all_finite
 from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.reduction import (
     WIDE,

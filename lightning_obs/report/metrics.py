@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_obs.numerics.many_tensors import to_host
 from lightning_obs.numerics.quantization_error import CODES, SUMS, ErrorSums
-from lightning_obs.observers.statistic import to_host
 from lightning_obs.ranks.collectives import Collectives
 
 #: errors that wait to be added: 2 KiB each

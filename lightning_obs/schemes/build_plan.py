@@ -22,7 +22,7 @@ from lightning_obs.model.module_qparams import qparams_home
 from lightning_obs.model.weight import adapters_of, identity, matrix_shape, unit_of, whole_shape
 from lightning_obs.model.wrappers import adopt_adapters, base_of, inside_adapted, is_adapted
 from lightning_obs.moe.experts import fused_experts, hub_names
-from lightning_obs.observers.base import Key, Observer
+from lightning_obs.observers import Key, Observer
 from lightning_obs.schemes.attention_states import find_states
 from lightning_obs.schemes.config import config_groups
 from lightning_obs.schemes.patterns import check_patterns, leave_out_absent_classes

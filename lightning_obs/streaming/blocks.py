@@ -21,108 +21,164 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import call_on
 from lightning_obs.model.additions import set_attributes
 
+_IN_MEMORY = "calibrate the whole model, with a device_map that offloads it (device_map='auto')."
+
 
 def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
-    """Name and list of the decoder's blocks: the only ``ModuleList`` of modules that transformers never splits.
+    """The decoder's list of blocks and its name: the only ``ModuleList`` of modules that transformers never splits.
 
-    Without exactly one, a CalibrationError.
+    Args:
+        model: a ``PreTrainedModel``, which may have a vision tower with blocks of its own beside the decoder.
+
+    Raises:
+        CalibrationError: the decoder has no such list, or several.
     """
-    whole = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    block_classes: set[str] = set()
+    for module in model.modules():
+        block_classes.update(getattr(module, "_no_split_modules", None) or ())
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module)
-        and whole.issuperset(type(block).__name__ for block in module)
-        and any(module is inner for inner in decoder.modules())
-    ]
-    if len(found) != 1:
+    decoder_modules = set(decoder.modules())
+    lists = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and module in decoder_modules and _holds_only(module, block_classes):
+            lists.append((name, module))
+    if len(lists) != 1:
+        class_names = ", ".join(sorted(block_classes)) or "modules in _no_split_modules"
         raise CalibrationError(
             "the blocks of the model were not found",
-            where=[name for name, _ in found] or [type(model).__name__],
-            got=f"{len(found)} lists of {', '.join(sorted(whole)) or 'modules in _no_split_modules'}",
+            where=[name for name, _ in lists] or [type(model).__name__],
+            got=f"{len(lists)} lists of {class_names}",
             expected="one ModuleList of decoder layers (model.model.layers)",
-            remedy="calibrate the whole model, with a device_map that offloads it (device_map='auto').",
+            remedy=_IN_MEMORY,
         )
-    return found[0]
+    return lists[0]
 
 
-class _Done(BaseException):
-    """Ends a forward; not an exception that a model would handle."""
+def _holds_only(modules: nn.ModuleList, class_names: set[str]) -> bool:
+    """Whether a list is not empty, and each of its modules is of one of the named classes."""
+    held_classes = {type(module).__name__ for module in modules}
+    return len(modules) > 0 and held_classes <= class_names
 
 
-class Relay:
-    """Runs the forward of ``session.model`` on all batches up to one of its blocks, while the session observes it.
+class _BlockDone(BaseException):
+    """Ends the model's forward after the block that was to run. No ``except Exception`` of a model catches it."""
+
+
+class BlockRunner:
+    """Runs the model of a session on all batches, up to one block at a time, while the session observes it.
 
     Modules before the first block are observed in the first run, modules between two blocks with the second.
+
+    Args:
+        session: its model is run, and its observers see the block that runs.
+        blocks: the decoder's blocks in order.
+        batches: arguments of the model's forward, as :func:`.call_on` takes them.
+        device: where the model runs.
+
+    Attributes:
+        outputs: the output of the last block that ran, for each batch, on the CPU.
     """
 
     def __init__(
         self, session: CalibrationSession, blocks: Sequence[nn.Module], batches: Sequence[Any], device: torch.device
     ) -> None:
-        self.session, self.blocks, self.batches, self._device = session, blocks, batches, device
-        #: of the last block that was run: its output for each batch, on the CPU
+        self.session = session
+        self.blocks = blocks
+        self.batches = batches
         self.outputs: list[Any] = [None] * len(batches)
-        self._is_first, self._observes, self._block, self._called = True, True, 0, 0
-        self._output: Any = None
+        self._device = device
+        self._no_block_was_observed = True
+        # Of the forward that runs now:
+        self._running_block = 0
+        self._is_observing = True
+        self._calls = 0  # how many blocks it has called
+        self._output: Any = None  # before the block has run, the kept output of the block before; then its own
 
     def attach(self, stack: ExitStack) -> None:
-        """Take the blocks' calls; ``stack`` gives them back."""
+        """Replace the blocks' forwards until ``stack`` closes."""
         for index, block in enumerate(self.blocks):
-            stack.callback(set_attributes(block, forward=partial(self._call, index, block.forward)))
+            replaced_forward = partial(self._on_block_call, index, block.forward)
+            stack.callback(set_attributes(block, forward=replaced_forward))
 
     def run(self, block: int, observe: bool = True, keep: bool = True) -> None:
-        """Run a loaded block on all batches, from the outputs of the block before; past the last, the modules after it.
+        """Run a loaded block on all batches, from the outputs of the block before.
 
-        ``observe``: let the session observe. ``keep``: keep the outputs, in place of the earlier ones.
+        Args:
+            block: its number; ``len(blocks)``: the modules after the last block.
+            observe: whether the session observes it.
+            keep: whether its outputs replace :attr:`outputs`.
+
+        Raises:
+            CalibrationError: the model cannot be run block by block.
         """
-        self._block, self._observes = block, observe
+        self._running_block = block
+        self._is_observing = observe
         for index, batch in enumerate(self.batches):
-            self._output, self._called = self.outputs[index], 0
-            self.session.is_paused = not (observe and self._is_first)
-            try:
-                with suppress(_Done):
-                    call_on(self.session.model, _moved(batch, self._device))
-            except (CalibrationError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                if block == 0:  # a fault of the batch is the caller's
-                    raise
-                raise self._refused(f"block {block} fails alone", error) from error
-            if self._called != min(block + 1, len(self.blocks)):
-                raise self._refused(f"{self._called} of {len(self.blocks)} blocks were called")
+            self._output = self.outputs[index]
+            self._calls = 0
+            # Modules before the first block run again with each block, and are observed once.
+            self.session.is_paused = not (observe and self._no_block_was_observed)
+            self._run_model(batch)
+            if self._calls != min(block + 1, len(self.blocks)):
+                raise self._refusal(f"{self._calls} of {len(self.blocks)} blocks were called")
             if keep and block < len(self.blocks):
-                self.outputs[index] = _moved(self._output, torch.device("cpu"))
+                self.outputs[index] = _copied(self._output, torch.device("cpu"))
             self._output = None
-        self.session.is_paused, self._is_first = False, self._is_first and not observe
-        self.session.read.forget()  # it holds the last Hessian twice
+        self.session.is_paused = False
+        if observe:
+            self._no_block_was_observed = False
+        self.session.read.forget()  # it keeps a second copy of the last Hessian
 
-    def _call(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if index != self._called:
-            raise self._refused(f"block {index} was called after {self._called} others")
-        self._called += 1
-        if index == self._block:
+    def _run_model(self, batch: Any) -> None:
+        """Call the model; its forward ends at the running block."""
+        try:
+            with suppress(_BlockDone):
+                call_on(self.session.model, _copied(batch, self._device))
+        except (CalibrationError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if self._running_block == 0:  # the batch is at fault, not the order of blocks
+                raise
+            got = f"block {self._running_block} fails alone: {type(error).__name__}: {error}"
+            raise self._refusal(got) from error
+
+    def _on_block_call(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run in place of a block's ``forward`` when the model calls the block."""
+        if index != self._calls:
+            raise self._refusal(f"block {index} was called after {self._calls} others")
+        self._calls += 1
+        if index == self._running_block:
             self._output = forward(*args, **kwargs)
-            raise _Done
-        is_last = index == self._block - 1
-        self.session.is_paused = not (self._observes and is_last)
-        if is_last:
-            return _moved(self._output, self._device)
-        # Nobody reads the outputs of still earlier blocks; writing to an expanded tensor is an error.
-        nothing = torch.zeros((), device=self._device)
-        return tree_map_only(torch.Tensor, lambda x: nothing.to(x.dtype).expand(x.shape), self._output)
+            raise _BlockDone
+        is_block_before = index == self._running_block - 1
+        self.session.is_paused = not (self._is_observing and is_block_before)
+        if is_block_before:
+            return _copied(self._output, self._device)
+        return self._unread(self._output)
 
-    def _refused(self, got: str, error: Exception | None = None) -> CalibrationError:
+    def _unread(self, output: Any) -> Any:
+        """An output that no block will read: tensors of the same shapes without memory; writing to them is an error."""
+        zero = torch.zeros((), device=self._device)
+
+        def expanded(tensor: torch.Tensor) -> torch.Tensor:
+            return zero.to(tensor.dtype).expand(tensor.shape)
+
+        return tree_map_only(torch.Tensor, expanded, output)
+
+    def _refusal(self, got: str) -> CalibrationError:
         return CalibrationError(
             "the model cannot be run block by block",
             where=[type(self.session.model).__name__],
-            got=got if error is None else f"{got}: {type(error).__name__}: {error}",
+            got=got,
             expected="blocks that are called one after the other, and read nothing of each other but the output",
-            remedy="calibrate the whole model, with a device_map that offloads it (device_map='auto').",
+            remedy=_IN_MEMORY,
         )
 
 
-def _moved(tree: Any, device: torch.device) -> Any:
-    """Copies of all tensors on a device: a block may write to its arguments."""
-    return tree_map_only(torch.Tensor, lambda x: x.detach().to(device, copy=True), tree)
+def _copied(tree: Any, device: torch.device) -> Any:
+    """A copy of a tree of tensors on a device: a block may write to its arguments."""
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(device, copy=True)
+
+    return tree_map_only(torch.Tensor, copied, tree)

@@ -1,15 +1,15 @@
-"""The finished blocks of a run layer by layer, so that a killed run goes on from them and from nothing else.
+"""The finished blocks of a run layer by layer, from which the next run goes on if this one is killed.
 
-A block's file and the outputs of the last block are worth something only together with all that they were made of: the
-checkpoint, batches, scheme, options, versions. So each state holds these facts, and checksums of every tensor that was
-read and of every file that was written. A weight is summed up when it is read for the run: that costs no further
-reading. A run that goes on reads once more what the finished blocks were made of, and their files.
+A block's file and the outputs of the last block are valid only for the checkpoint, batches, scheme, options and
+versions that they were made with. So each saved state holds these facts, and checksums of every tensor that was read
+and of every file that was written. A tensor's checksum is computed when the run reads it, which costs no second
+reading. A run that goes on reads the tensors and files of the finished blocks once more, to compare them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,14 @@ _VERSIONS = ("lightning_obs", "torch", "transformers", "compressed_tensors")
 
 
 class FinishedBlocks:
-    """The files of finished blocks and the states after them, in the folder ``unfinished``, of one rank.
+    """The files of finished blocks, and the state after each block, in the folder of an unfinished run.
+
+    Each rank has one. Made before any block is loaded: from then on, checksums of all that ``source`` reads are kept.
 
     Args:
-        unfinished: the folder.
-        source: the checkpoint that is read; checksums are kept of all that is read of it from now on.
-        facts: all else that the files depend on (:func:`facts_of_run`).
+        unfinished: the folder, which this rank has opened.
+        source: the checkpoint that is read.
+        facts: everything else that the files depend on (:func:`facts_of_run`).
     """
 
     def __init__(self, unfinished: Unfinished, source: CheckpointSource, facts: dict[str, Any]) -> None:
@@ -40,29 +42,33 @@ class FinishedBlocks:
         self._unfinished = unfinished
         self._source = source
         self._facts = facts
-        self._files: dict[str, int | None] = {}  # the checksum of each file that this rank has written
+        #: the checksum of each file that this rank has written
+        self._file_checksums: dict[str, int | None] = {}
         source.reader.watch()
 
     @property
     def remedy(self) -> str:
-        """What a user can do about finished blocks that cannot be taken over."""
+        """For errors: how a user can go on if the finished blocks cannot be used."""
         return f"delete {self.folder} to start over, or choose another folder."
 
     def add(self, file: str) -> None:
-        """Count a file as finished, with the bytes that it has now."""
-        self._files[file] = file_checksum(self.folder / file)
+        """Seal a complete file of the folder: its checksum is saved with every state from now on."""
+        self._file_checksums[file] = file_checksum(self.folder / file)
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write the state after a number of blocks."""
-        checks = {"facts": self._facts, "read": self._source.reader.checksums, "written": self._files}
-        self._unfinished.save(step, {**state, **checks})
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Save the state after ``step`` blocks, with the facts and checksums that it depends on."""
+        sealed_state = dict(state)
+        sealed_state["facts"] = self._facts
+        sealed_state["read"] = self._source.reader.checksums
+        sealed_state["written"] = self._file_checksums
+        self._unfinished.save(step, sealed_state)
 
     def load(self, step: int) -> dict[str, Any]:
-        """The state after a number of blocks.
+        """The state that an earlier run saved after ``step`` blocks.
 
         Raises:
-            CalibrationError: the state or a block's file is damaged or missing; the checkpoint, batches, options...
-                are others than those that the blocks were made of.
+            CalibrationError: the state or a block's file is damaged or missing; the checkpoint, batches, options or
+                versions differ from the ones that the finished blocks were made with.
         """
         state = self._unfinished.load(step)
         refuse(
@@ -76,28 +82,38 @@ class FinishedBlocks:
             f"{self.folder} was begun with other weights than {self._source.folder} has now",
             remedy=self.remedy,
         )
-        self._files = state["written"]
+        self._file_checksums = state["written"]
         self.require_whole()
         self._source.reader.watch(state["read"])
         return state
 
     def require_whole(self) -> None:
-        """Refuse files of finished blocks that are missing, or have other bytes than were written."""
-        missing = [file for file in self._files if not (self.folder / file).is_file()]
+        """Raise a CalibrationError for files of finished blocks that are missing, or changed since they were sealed."""
+        missing = []
+        changed = []
+        for file, checksum in self._file_checksums.items():
+            path = self.folder / file
+            if not path.is_file():
+                missing.append(file)
+            elif file_checksum(path) != checksum:
+                changed.append(file)
         refuse(missing, f"files of finished blocks are missing in {self.folder}", remedy=self.remedy)
-        changed = [file for file, checksum in self._files.items() if file_checksum(self.folder / file) != checksum]
         refuse(changed, f"files of finished blocks in {self.folder} have changed", remedy=self.remedy)
 
 
 def facts_of_run(
-    source: CheckpointSource, session: CalibrationSession, batches: Sequence[Any], runs: dict[str, Any]
+    source: CheckpointSource, session: CalibrationSession, batches: Sequence[Any], runs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """All that a run's files depend on except the data of weights, as numbers and strings by name.
+    """Everything that a run's files depend on except the data of weights: numbers and strings by name.
 
-    ``runs``: how the blocks are run.
+    Args:
+        source: the checkpoint that is read.
+        session: its options, observers and ranks.
+        batches: the calibration data of this rank.
+        runs: how the blocks are run, by the name of the option.
 
     Raises:
-        CalibrationError: batches hold something of which no checksum can be taken.
+        CalibrationError: batches hold an object of which no checksum can be computed.
     """
     reader = source.reader
     forms = {name: form_checksum(reader.meta(name)) for name in reader}
@@ -108,23 +124,26 @@ def facts_of_run(
         "checksum of the batches": _checksum_of_batches(batches),
         "rank": session.collectives.rank,
         "number of ranks": session.collectives.size,
-        **runs,
     }
+    facts.update(runs)
     for file in reader.files:
         facts[f"bytes of {file}"] = Path(source.folder, file).stat().st_size
     for name, value in session.options.beside_scheme.items():
         facts[name] = repr(value)
-    for name, value in flat_fields(json.loads(session.options.config.model_dump_json())):
+    scheme = json.loads(session.options.config.model_dump_json())
+    for name, value in flat_fields(scheme):
         facts[name] = repr(value)
     for (_, base), observer in session.observers.items():
-        kind = type(observer)
-        facts[f"class of {observer.args.observer} ({base})"] = f"{kind.__module__}.{kind.__qualname__}"
+        observer_class = type(observer)
+        class_path = f"{observer_class.__module__}.{observer_class.__qualname__}"
+        facts[f"class of {observer.args.observer} ({base})"] = class_path
     for package in _VERSIONS:
         facts[f"version of {package}"] = str(import_module(package).__version__)
     return facts
 
 
 def _checksum_of_batches(batches: Sequence[Any]) -> int:
+    """One checksum of all batches, which hold tensors, numbers and strings."""
     try:
         return state_checksum(list(batches))
     except Exception as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +33,10 @@ from lightning_obs.model.module_qparams import clear_qparams
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.schemes.config import SchemeLike
 from lightning_obs.schemes.left_in_float import shares_in_float
-from lightning_obs.streaming.blocks import Relay, find_blocks
-from lightning_obs.streaming.checkpoint_weights import Streaming, part_of, require_apart
+from lightning_obs.streaming.blocks import BlockRunner, find_blocks
 from lightning_obs.streaming.finished_blocks import FinishedBlocks, facts_of_run
+from lightning_obs.streaming.parts import calibrated
+from lightning_obs.streaming.quantized_files import QuantizedFiles, require_apart
 from lightning_obs.streaming.source import CheckpointSource
 
 Inputs = Literal["full_precision", "quantized"]
@@ -47,10 +48,11 @@ class BlockRuns:
 
     Args:
         inputs: a block's inputs: ``"full_precision"``, the outputs of the source's blocks, or ``"quantized"``, the
-            outputs of the quantized blocks, which the quantized model will compute. It runs each block twice.
-        token_mask: as of :class:`~lightning_obs.CalibrationSession`.
+            outputs of the quantized blocks, which the quantized model will compute. The latter runs each block twice.
+        token_mask: name of the model's argument that is nonzero for tokens that count, ``(batch, tokens)``, usually
+            ``"attention_mask"``; the other tokens reach no observer.
         device: where blocks are run, observed and compressed.
-        progress: as of :func:`~lightning_obs.export_checkpoint`.
+        progress: called with the name of each tensor written, the bytes written so far, and the bytes in all.
     """
 
     inputs: Inputs = "full_precision"
@@ -74,19 +76,21 @@ def calibrate_layerwise(
     runs: BlockRuns = BlockRuns(),
     **options: Unpack[OptionKeywords],
 ) -> CalibrationResult:
-    """Calibrate a checkpoint of a transformers decoder from its files to new ones, one block in memory at a time.
+    """Calibrate a checkpoint of a transformers decoder from its files to new files, one block in memory at a time.
 
-    With inputs in full precision the tensors of ``out`` are byte for byte those of
-    :func:`~lightning_obs.export_checkpoint` of the model in memory, calibrated on the same batches. There is a file for
-    each block and one for all else; the rest of ``folder`` is carried over as by :func:`quantize_checkpoint`. Called
-    again with the same arguments, a killed run goes on after the last block that is in the folder ``<out>.unfinished``.
+    With inputs in full precision the tensors of ``out`` are byte for byte the tensors that
+    :func:`~lightning_obs.export_checkpoint` writes for the model in memory, calibrated on the same batches. Each block
+    has a file, and all other modules share one; everything else in ``folder`` is copied as by
+    :func:`quantize_checkpoint`. A killed run that is called again with the same arguments goes on after the last block
+    in the folder ``<out>.unfinished``.
 
     Args:
         folder: a checkpoint of transformers, in full precision: ``config.json`` and safetensors files.
-        batches: arguments of the model's forward: keyword arguments each, or a tensor. This rank's own.
-        scheme: any, weight-only ones included.
-        out: written whole or not at all.
-        overwrite: as of :func:`~lightning_obs.export_checkpoint`.
+        batches: this rank's calibration data. Each is the argument of the model's forward: a dict of keyword
+            arguments, or a tensor.
+        scheme: any, weight-only schemes included.
+        out: the new folder, which appears complete or not at all.
+        overwrite: replace the checkpoint in ``out``; files that no export wrote are never deleted.
         collectives: how to talk to the other ranks; each must call this, and reach the same file system.
         runs: how the blocks are run.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`: ``ignore``, ``observers``...
@@ -99,37 +103,51 @@ def calibrate_layerwise(
             not found, or not called one after the other; an unfinished run was begun with other arguments.
     """
     out = Path(out)
-    chosen = CalibrationOptions.of(scheme, **options)
+    calibration_options = CalibrationOptions.of(scheme, **options)
     require_apart(folder, out)
     collectives = collectives or Collectives()
-    with ExitStack() as stack, ExitStack() as written, torch.inference_mode(False), torch.no_grad():
+    with ExitStack() as stack, ExitStack() as unnamed, torch.inference_mode(False), torch.no_grad():
         with on_all_ranks(collectives):
             source = CheckpointSource(folder)
             stack.callback(source.reader.close)
-            session = CalibrationSession(source.model, chosen, token_mask=runs.token_mask, collectives=collectives)
-            partial = written.enter_context(whole_folder(out, overwrite)) if collectives.rank == 0 else None
+            session = CalibrationSession(
+                source.model, calibration_options, token_mask=runs.token_mask, collectives=collectives
+            )
+            new_folder = unnamed.enter_context(whole_folder(out, overwrite)) if collectives.rank == 0 else None
             unfinished = Unfinished(out, collectives.rank, collectives.size)
             stack.callback(unfinished.close)
-            job = _LayerByLayer(source, session, list(batches), runs, unfinished)
-        finished = set.intersection(*map(set, collectives.gather_object(unfinished.steps)))
+            run = _LayerwiseRun(source, session, list(batches), runs, unfinished)
+        finished_steps = collectives.gather_object(unfinished.steps)
         with on_all_ranks(collectives):
-            if finished:
-                job.go_on_after(max(finished))
-        job.run(stack)
+            common_steps = set(finished_steps[0]).intersection(*finished_steps)
+            if common_steps:
+                run.go_on_after(max(common_steps))
+        run.run(stack)
         with on_all_ranks(collectives):
-            if partial is not None:
-                job.complete(partial)
-                written.close()  # the folder takes its name
+            if new_folder is not None:
+                run.complete(new_folder)
+                unnamed.close()  # the folder takes its name
                 unfinished.remove()
-    return job.result
+    return run.result
 
 
-#: the fields of a result that add up, block by block
+#: the fields of a result that grow block by block, and are saved with each block
 _ADDED = ("skipped", "fallback", "collectives", "input_ranges", "chosen_input_ranges", "expert_tokens")
 
 
-class _LayerByLayer:
-    """Converts the files of a source to the files of its quantized checkpoint, block by block."""
+class _LayerwiseRun:
+    """A run of :func:`calibrate_layerwise` on one rank.
+
+    Args:
+        source: the checkpoint that is read.
+        session: over ``source.model``.
+        batches: this rank's calibration data.
+        runs: how the blocks are run.
+        unfinished: the folder of finished blocks.
+
+    Attributes:
+        result: of all blocks finished so far.
+    """
 
     def __init__(
         self,
@@ -139,128 +157,196 @@ class _LayerByLayer:
         runs: BlockRuns,
         unfinished: Unfinished,
     ) -> None:
-        self.source, self.session, self.unfinished = source, session, unfinished
-        self._runs, self._device, self._started = runs, torch.device(runs.device), time.perf_counter()
+        self._started = time.perf_counter()
+        self._source = source
+        self._session = session
+        self._unfinished = unfinished
+        self._device = torch.device(runs.device)
+        self._inputs_are_quantized = runs.inputs == "quantized"
         refuse(session.weighed, "weigh_tokens runs the whole model backward", remedy="calibrate it in memory.")
-        name, blocks = find_blocks(source.model)
-        self._streaming = Streaming(source, session, runs.progress)
+        blocks_name, blocks = find_blocks(source.model)
+        self._files = QuantizedFiles(source, session, runs.progress)
         for target in session.plan.targets:
-            clear_qparams(target.module)
-        names = dict(source.model.named_modules())
-        inside = [[n for n in names if f"{n}.".startswith(f"{name}.{index}.")] for index in range(len(blocks))]
-        #: the modules of each block; last, the modules outside of blocks
-        self._parts = [*inside, [n for n in names if not n.startswith(f"{name}.")]]
-        self._relay = Relay(session, list(blocks), batches, self._device)
+            clear_qparams(target.module)  # of their later shapes, with which the files were laid out
+        self._parts = _module_names_of_parts(source.model, blocks_name, len(blocks))
+        self._runner = BlockRunner(session, list(blocks), batches, self._device)
         for config in (source.model.config, source.model.config.get_text_config()):
             config.use_cache = False  # it would grow from block to block
-        self._first = 0
-        ways = {"inputs": runs.inputs, "token_mask": runs.token_mask, "device": self._device.type}
-        self._finished = FinishedBlocks(unfinished, source, facts_of_run(source, session, batches, ways))
-        self._files = dict[str, str]()  # the file of each tensor that is written
+        run_facts = {"inputs": runs.inputs, "token_mask": runs.token_mask, "device": self._device.type}
+        self._finished = FinishedBlocks(unfinished, source, facts_of_run(source, session, batches, run_facts))
+        #: how many blocks are finished
+        self._step = 0
+        #: by name of a tensor that was written, its file
+        self._file_of_tensor: dict[str, str] = {}
         self.result = result_of(session, batches=len(batches) if session.needs_data else 0)
 
     def go_on_after(self, step: int) -> None:
-        """Take over the finished blocks of an earlier run, on all ranks."""
+        """Take over the first ``step`` blocks from an earlier run. Called on all ranks, before :meth:`run`."""
         state = self._finished.load(step)
-        self._first, self._relay.outputs = step, state["outputs"]
-        self._files, self._streaming.tally.done = state["files"], state["size"]
-        vars(self.result).update(state["result"])
+        self._step = step
+        self._runner.outputs = state["outputs"]
+        self._file_of_tensor = state["files"]
+        self._files.tally.done = state["size"]
+        for name, value in state["result"].items():
+            setattr(self.result, name, value)
 
     def run(self, stack: ExitStack) -> None:
-        """Finish every unfinished block, then the modules outside of blocks."""
-        needs_rest = any(name in self._parts[-1] for name, _ in self.session.fed)
-        if self.session.needs_data:
-            stack.callback(self.session.detach)
-            self.session.attach(count_calls=False)
-            self.session.batches, self.session.measurements = len(self._relay.batches), self.result.measurements
-            self._relay.attach(stack)
-            self.source.make_buffers(self._device)
+        """Finish every unfinished block, then the modules outside of blocks.
+
+        ``stack`` closes at the end of the calibration: it detaches the session, and frees modules outside of blocks.
+        """
+        session = self._session
+        outside = set(self._parts[-1])
+        if session.needs_data:
+            stack.callback(session.detach)
+            session.attach(count_calls=False)
+            session.batches = len(self._runner.batches)
+            session.measurements = self.result.measurements
+            self._runner.attach(stack)
+            self._source.make_buffers(self._device)
             for name in self._parts[-1]:
-                self._load_when_called(name, stack)
-        last = len(self._parts) - 1
-        for index in range(self._first, last):
-            with self.source.loaded(self._parts[index], self._device):
-                self._finish(index, self.session.needs_data)
+                self._load_at_first_call(name, stack)
+        for block in range(self._step, len(self._runner.blocks)):
+            with self._source.loaded(self._parts[block], self._device):
+                self._finish_block(block)
             give_back_freed()
-        planned = [name for name in self._streaming.taken if name in set(self._parts[last])]
-        with self.source.loaded(planned, self._device):
-            self._finish(last, needs_rest)
-        self.result.modules = [t.name for t in self.session.plan.targets if t.name not in set(self.result.skipped)]
+        quantized_outside = [name for name in self._files.quantized if name in outside]
+        with self._source.loaded(quantized_outside, self._device):
+            self._finish_modules_outside()
+        skipped = set(self.result.skipped)
+        self.result.modules = [target.name for target in session.plan.targets if target.name not in skipped]
         self.result.seconds = time.perf_counter() - self._started
 
-    def _load_when_called(self, name: str, stack: ExitStack) -> None:
-        """Load a module outside the blocks when it first runs, for all batches; of an embedding the rows in use."""
-        module = self.source.model.get_submodule(name)
-        if isinstance(module, torch.nn.Embedding) and name not in self._streaming.taken:
-            self.source.look_up(name, self._device)
+    def _load_at_first_call(self, name: str, stack: ExitStack) -> None:
+        """Load a module outside of blocks at its first call, and keep it until ``stack`` closes.
+
+        Of an embedding that is not quantized, only the rows that tokens look up are loaded.
+        """
+        module = self._source.model.get_submodule(name)
+        if isinstance(module, torch.nn.Embedding) and name not in self._files.quantized:
+            self._source.look_up(name, self._device)
             return
 
         def load(*_: Any) -> None:
-            remove()
-            stack.enter_context(self.source.loaded([name], self._device))
+            remove_hook()
+            stack.enter_context(self._source.loaded([name], self._device))
 
-        remove = keep_hook_out(module, module.register_forward_pre_hook(load, prepend=True))
+        remove_hook = keep_hook_out(module, module.register_forward_pre_hook(load, prepend=True))
 
-    def _finish(self, index: int, needs_data: bool) -> None:
-        """Run a loaded block on all batches, observe its weights, write it and the inputs of the next."""
-        session, is_block = self.session, index < len(self._relay.blocks)
-        here = set(self._parts[index])
-        as_quantized = needs_data and is_block and self._runs.inputs == "quantized"
-        as_quantized &= any(target.name in here for target in session.plan.targets)
-        if needs_data:
+    def _finish_block(self, block: int) -> None:
+        """Run a loaded block on all batches, calibrate it, and save its file and its outputs."""
+        session = self._session
+        module_names = set(self._parts[block])
+        is_planned = any(target.name in module_names for target in session.plan.targets)
+        runs_quantized = session.needs_data and self._inputs_are_quantized and is_planned
+        if session.needs_data:
             with on_all_ranks(session.collectives):
-                self._relay.run(index, keep=not as_quantized)
-        with part_of(session, self._parts[index]) as part:
-            part.progress = lambda *_: give_back_freed()  # after each weight: a Hessian's inverse leaves holes
-            if part.plan.targets:
-                found = vars(part.finalize())
-                for name in _ADDED:
-                    known = vars(self.result)[name]
-                    vars(self.result)[name] = known | found[name] if isinstance(known, dict) else known + found[name]
-            self.result.measurements = session.measurements
+                self._runner.run(block, keep=not runs_quantized)
+        with calibrated(session, module_names, _after_each_weight) as part_result:
+            self._add(part_result)
             with on_all_ranks(session.collectives):
-                if as_quantized:
+                if runs_quantized:
                     with quantized(session.model), weights_kept(session.model):
-                        self._relay.run(index, observe=False)
-                self._write(index, here)
-                if is_block:
-                    facts = {name: vars(self.result)[name] for name in (*_ADDED, "measurements")}
-                    state = {"files": self._files, "size": self._streaming.tally.done}
-                    self._finished.save(index + 1, {**state, "result": facts, "outputs": self._relay.outputs})
+                        self._runner.run(block, observe=False)
+                self._write_part(block)
+                self._save(block + 1)
 
-    def _write(self, index: int, modules: set[str]) -> None:
-        """Write the file of a block, on rank 0."""
-        streaming, reader = self._streaming, self.source.reader
-        file = f"model-{index + 1:05d}-of-{len(self._parts):05d}.safetensors"
-        taken = [name for name in streaming.taken if name in modules]
-        copied = [name for name, (_, of) in streaming.copied.items() if of.rpartition(".")[0] in modules]
-        layout = {streaming.copied[name][0]: reader.meta(name) for name in copied}
-        for name in taken:
-            for key, meta in stored_layout(self.source.model.get_submodule(name)).items():
-                if "." not in key:
-                    layout[streaming.stored_as[f"{name}.{key}"]] = meta
-        self._files |= dict.fromkeys(layout, file)
-        if self.unfinished.rank != 0:
+    def _finish_modules_outside(self) -> None:
+        """As :meth:`_finish_block`, for the modules outside of blocks, whose planned ones are loaded."""
+        session = self._session
+        last = len(self._runner.blocks)
+        module_names = set(self._parts[last])
+        if any(name in module_names for name, _ in session.fed):
+            with on_all_ranks(session.collectives):
+                self._runner.run(last)
+        with calibrated(session, module_names, _after_each_weight) as part_result:
+            self._add(part_result)
+            with on_all_ranks(session.collectives):
+                self._write_part(last)
+
+    def _add(self, part_result: CalibrationResult | None) -> None:
+        """Add the result of a part to the result of the run."""
+        self.result.measurements = self._session.measurements
+        if part_result is None:
             return
-        path = self.unfinished.folder / file
-        path.unlink(missing_ok=True)  # of a run that was killed
-        require_room(self.unfinished.folder, streaming.tally.total - streaming.tally.done)
-        with closing(TensorWriter(self.unfinished.folder, layout, sys.maxsize, file, tally=streaming.tally)) as writer:
-            for name in taken:
-                streaming.write_module(writer, name)
+        for name in _ADDED:
+            total = getattr(self.result, name)
+            addend = getattr(part_result, name)
+            setattr(self.result, name, total | addend if isinstance(total, dict) else total + addend)
+
+    def _save(self, step: int) -> None:
+        """Save the state after ``step`` blocks."""
+        result = {name: getattr(self.result, name) for name in (*_ADDED, "measurements")}
+        state = {
+            "files": self._file_of_tensor,
+            "size": self._files.tally.done,
+            "result": result,
+            "outputs": self._runner.outputs,
+        }
+        self._finished.save(step, state)
+
+    def _write_part(self, index: int) -> None:
+        """Write the file of a block, or of the modules outside of blocks, on rank 0; other ranks learn its tensors."""
+        module_names = set(self._parts[index])
+        quantized_modules = [name for name in self._files.quantized if name in module_names]
+        copied = self._files.copied_of(module_names)
+        layout = self._layout(quantized_modules, copied)
+        file = f"model-{index + 1:05d}-of-{len(self._parts):05d}.safetensors"
+        self._file_of_tensor |= dict.fromkeys(layout, file)
+        if self._unfinished.rank != 0:
+            return
+        folder = self._unfinished.folder
+        path = folder / file
+        path.unlink(missing_ok=True)  # a killed run may have left a part of it
+        tally = self._files.tally
+        require_room(folder, tally.total - tally.done)
+        with closing(TensorWriter(folder, layout, sys.maxsize, file, tally=tally)) as writer:
+            for name in quantized_modules:
+                self._files.write_module(writer, name)
             for name in copied:
-                streaming.copy(writer, name)
+                self._files.copy(writer, name)
             writer.require_complete()
-        with path.open("rb") as written:
-            os.fsync(written.fileno())
+        with path.open("rb") as written_file:
+            os.fsync(written_file.fileno())
         self._finished.add(file)
 
-    def complete(self, partial: Path) -> None:
-        """Put together the checkpoint."""
+    def _layout(self, quantized_modules: Iterable[str], copied: Iterable[str]) -> Mapping[str, torch.Tensor]:
+        """A meta tensor of each tensor of a part's file; a module without qparams is laid out in full precision."""
+        files = self._files
+        layout = {}
+        for name in copied:
+            layout[files.copied[name].stored_as] = self._source.reader.meta(name)
+        for module_name in quantized_modules:
+            for key, meta in stored_layout(self._source.model.get_submodule(module_name)).items():
+                if "." not in key:  # else an entry of a module inside it
+                    layout[files.stored_as[f"{module_name}.{key}"]] = meta
+        return layout
+
+    def complete(self, new_folder: Path) -> None:
+        """Put the files of all parts into the folder of the new checkpoint, and write its other files, on rank 0."""
         self._finished.require_whole()
-        self.result.in_float = shares_in_float(self.source.model, self.session.plan.targets, self.result.skipped)
-        for file in sorted(set(self._files.values())):
-            os.link(self.unfinished.folder / file, partial / file)
-        write_index(partial, self._files, self._streaming.tally.done)
-        self._streaming.write_any_qparams(self.result.skipped)
-        self._streaming.write_others(partial, self._files.keys())
+        self.result.in_float = shares_in_float(self._source.model, self._session.plan.targets, self.result.skipped)
+        for file in sorted(set(self._file_of_tensor.values())):
+            os.link(self._unfinished.folder / file, new_folder / file)
+        write_index(new_folder, self._file_of_tensor, self._files.tally.done)
+        self._files.put_later_qparams(self.result.skipped)
+        self._files.write_other_files(new_folder, self._file_of_tensor.keys())
+
+
+def _module_names_of_parts(model: torch.nn.Module, blocks_name: str, count: int) -> list[list[str]]:
+    """The names of the modules of each block, itself included; last, the names of the modules outside of blocks."""
+    inside: list[list[str]] = [[] for _ in range(count)]
+    outside = []
+    prefix = f"{blocks_name}."
+    for name, _ in model.named_modules():
+        if name.startswith(prefix):
+            block, _, _ = name.removeprefix(prefix).partition(".")
+            inside[int(block)].append(name)
+        else:
+            outside.append(name)
+    return [*inside, outside]
+
+
+def _after_each_weight(*_: Any) -> None:
+    """Give freed memory back to the system: searching a weight leaves holes, of a Hessian's inverse above all."""
+    give_back_freed()

@@ -1,4 +1,4 @@
-"""Weights compressed by the ranks that hold their rows. Each `on_*` function runs on every rank."""
+"""Weights compressed in blocks of rows, and weights that ranks share. Each `on_*` function runs on every rank."""
 
 from __future__ import annotations
 
@@ -6,20 +6,13 @@ import warnings
 
 import pytest
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
-from lightning_obs.checkpoint.compress import (
-    compress_rows,
-    compressor_of,
-    is_compressed_by_rows,
-    module_entries,
-)
+from lightning_obs.checkpoint.compress import compressor_of, module_entries
 from lightning_obs.model.module_qparams import get_scheme, read_qparams
-from lightning_obs.model.weight import whole_tensor
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.config import preset_names
 from tests.support.rank_processes import run_ranks
@@ -55,64 +48,39 @@ def calibrated(model, scheme, dtype, collectives=None):
     return model
 
 
-def on_compressing(rank, ranks, schemes, dtype):
-    """By scheme and layer: what compressing rows gives, what compressing the whole gives, and what was gathered."""
-    found = {}
-    for scheme in schemes:
-        model = Layers().to(dtype)
-        mesh = init_device_mesh("cpu", (ranks,))
-        for layer in (*model.children(), model):
-            fully_shard(layer, mesh=mesh)
-        model = calibrated(model, scheme, dtype, Collectives.of_group())
-        whole = calibrated(Layers().to(dtype), scheme, dtype)
-        for name, layer in whole.named_children():
-            sharded = model.get_submodule(name)
-            sharded.reshard()
-            if not is_compressed_by_rows(sharded):
-                found[scheme, name] = None
-                continue
-            entries = compress_rows(sharded)
-            held = sum(entry.to_local().nbytes if hasattr(entry, "to_local") else 0 for entry in entries.values())
-            rows = {key: plain(whole_tensor(entry)) for key, entry in entries.items()}
-            own = {"weight": layer.weight.detach().clone()} | read_qparams(layer)
-            compressed = compressor_of(get_scheme(layer)).compress(own, get_scheme(layer))
-            found[scheme, name] = rows, {key: plain(v) for key, v in compressed.items() if v is not None}, held
-    dist.barrier()
-    return found
-
-
 def plain(value):
     """Dtype, shape and bytes: torch cannot pickle every dtype."""
     return value.dtype, tuple(value.shape), value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
+def sharded(model, ranks):
+    mesh = init_device_mesh("cpu", (ranks,))
+    for layer in (*model.children(), model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+def on_exporting(rank, ranks, schemes, dtype, folder):
+    for scheme in schemes:
+        model = sharded(Layers().to(dtype), ranks)
+        export_checkpoint(calibrated(model, scheme, dtype, Collectives.of_group()), folder / scheme)
+
+
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_rows_below_each_other_are_the_compressed_weight(ranks, dtype):
-    for found in run_ranks(on_compressing, ranks, ranks, SCHEMES, dtype):
-        assert {scheme for scheme, _ in found} == set(SCHEMES)
-        for (scheme, name), result in found.items():
-            if result is None:  # the ranks share a block
-                assert scheme == "FP8_BLOCK"
-                assert (ranks, name) != (2, "even")
-                continue
-            rows, whole, _ = result
-            assert rows == whole, (scheme, name)
-
-
-def test_each_rank_holds_the_compressed_rows_of_its_own():
-    found = run_ranks(on_compressing, 2, 2, ["W4A16", "FP8_DYNAMIC"], torch.float32)
-    for scheme, bytes_a_row in (("W4A16", WIDTH // 2 + 4), ("FP8_DYNAMIC", WIDTH + 4)):
-        assert [result[scheme, "odd"][2] for result in found] == [7 * bytes_a_row, 6 * bytes_a_row]
-        assert [result[scheme, "few"][2] for result in found] == [bytes_a_row, 0]
+def test_weights_that_ranks_share_are_stored_as_one_device_stores_them(ranks, dtype, tmp_path):
+    schemes = [*SCHEMES, "W4A16_ASYM"]
+    run_ranks(on_exporting, ranks, ranks, schemes, dtype, tmp_path)
+    for scheme in schemes:
+        model = calibrated(Layers().to(dtype), scheme, dtype)
+        expected = export_checkpoint(model, tmp_path / f"{scheme} of one device")
+        for file in expected.iterdir():
+            assert (tmp_path / scheme / file.name).read_bytes() == file.read_bytes(), (scheme, file.name)
 
 
 def on_failing(rank, folder, what):
-    model = Layers()
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in (*model.children(), model):
-        fully_shard(layer, mesh=mesh)
+    model = sharded(Layers(), 2)
     calibrated(model, "W4A16", torch.float32, Collectives.of_group())
     if rank == 1 and what == "qparams":
         del model.even.weight_scale
@@ -133,11 +101,6 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_nothing_is_written(what, me
     assert errors[0] == errors[1]
     assert message in errors[0]
     assert not list(tmp_path.iterdir())
-
-
-def test_packed_zero_points_are_packed_along_the_column_so_the_weight_is_gathered():
-    found = run_ranks(on_compressing, 2, 2, ["W4A16_ASYM"], torch.float32)
-    assert all(result == {("W4A16_ASYM", name): None for name in ("odd", "few", "even")} for result in found)
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "W4A16_ASYM", "INT8_STATIC_ASYM"])

@@ -214,7 +214,7 @@ def test_a_scheme_without_a_name_is_refused_with_the_way_to_name_it(classifier, 
 
 
 def test_a_candidate_that_stands_twice_is_refused(classifier):
-    with pytest.raises(CalibrationError, match="a candidate scheme stands twice: FP8"):
+    with pytest.raises(CalibrationError, match="a candidate scheme is listed twice: FP8"):
         sensitivity(classifier, None, ["FP8", None, "FP8"])
 
 

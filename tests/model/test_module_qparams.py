@@ -21,7 +21,7 @@ from lightning_obs.model.module_qparams import (
     read_qparams,
     write_qparams,
 )
-from lightning_obs.model.weight import matrix_shape, rows_here
+from lightning_obs.model.weight import matrix_shape, whole_matrix
 
 INT8_STATIC = {
     "weights": {"num_bits": 8, "strategy": "channel"},
@@ -64,7 +64,7 @@ WITH_MATRIX = {
 @pytest.mark.parametrize("kind", WITH_MATRIX)
 def test_a_weight_is_a_matrix_of_output_channels(kind):
     make, shape = WITH_MATRIX[kind]
-    assert rows_here(make()).shape == shape
+    assert whole_matrix(make()).shape == shape
 
 
 @pytest.mark.parametrize("module", [nn.ReLU(), nn.LayerNorm(4), nn.ConvTranspose2d(4, 4, 3, groups=2)])

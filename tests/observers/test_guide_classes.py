@@ -9,8 +9,7 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from torch import nn
 
 from lightning_obs import CalibrationError, CalibrationSession
-from lightning_obs.observers import Observer
-from lightning_obs.observers.base import QParamsDict
+from lightning_obs.observers import Observer, QParamsDict
 
 
 class GuideMinMax(Observer):

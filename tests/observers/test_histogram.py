@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp
 from lightning_obs import CalibrationSession
 from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Observer
-from lightning_obs.observers.histogram import HistogramObserver
+from lightning_obs.observers.counting import HistogramObserver
 from tests.observers.histograms import HEADS, WAYS, every_format, every_way, make, same
 
 # ---------------------------------------------------------------------- exact in any partition

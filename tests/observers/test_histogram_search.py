@@ -13,7 +13,7 @@ from compressed_tensors.quantization.lifecycle import fake_quantize
 
 from lightning_obs.numerics.qparams import compute_qparams
 from lightning_obs.observers import Observer
-from lightning_obs.observers.histogram import HistogramObserver
+from lightning_obs.observers.counting import HistogramObserver
 from tests.observers.histograms import HEADS, INT4, INT8, every_format, make, same
 
 # ---------------------------------------------------------------------- the range of the least error

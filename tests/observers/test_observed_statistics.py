@@ -87,25 +87,6 @@ def test_a_nan_is_found_after_statistics_were_found_to_be_finite():
         observer.get_qparams()
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "start", "is_cut"),
-    [
-        ("memoryless_minmax", QuantizationArgs(strategy="tensor"), 3, True),
-        ("memoryless_mse", QuantizationArgs(strategy="tensor"), 4, False),
-        ("memoryless_mse", QuantizationArgs(strategy="channel"), 3, True),
-        ("memoryless_mse", QuantizationArgs(strategy="block", block_structure=[4, 4]), 3, False),
-        ("memoryless_mse", QuantizationArgs(strategy="block", block_structure=[4, 4]), 4, True),
-        ("histogram", QuantizationArgs(strategy="tensor"), 4, False),
-    ],
-)
-def test_the_declaration_says_whether_a_weight_is_cut_by_rows(name, args, start, is_cut):
-    assert (make(name, "weight", args).for_rows(start) is not None) == is_cut
-
-
-def test_a_subclass_that_observes_differently_sees_the_whole_weight():
-    assert WithLast("weight", QuantizationArgs(strategy="channel")).for_rows(4) is None
-
-
 # ---------------------------------------------------------------------- sharing a measurement
 
 

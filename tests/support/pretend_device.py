@@ -50,7 +50,7 @@ _IN_HALF_PRECISION = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scal
 
 @dataclass
 class Counts:
-    """What the device was asked to do, each by line of the package (``observers/base.py:12``), or ``outside`` of it.
+    """What the device was asked to do, each by line of the package (``observers/mse.py:12``), or ``outside`` of it.
 
     ``moved`` is in bytes: every operation reads what it is given and writes its result.
     """

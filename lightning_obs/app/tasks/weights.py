@@ -26,7 +26,8 @@ from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.report.numbers import folder_size
 from lightning_obs.streaming.checkpoint_weights import quantize_checkpoint
 from lightning_obs.streaming.layerwise import BlockRuns, calibrate_layerwise
-from lightning_obs.streaming.source import CheckpointSource, custom_code_named
+from lightning_obs.streaming.meta_model import custom_code_named
+from lightning_obs.streaming.source import CheckpointSource
 
 
 class Weights(Task):

@@ -55,19 +55,19 @@ def visit(rows: Rows, search: GridSearch) -> Found:
     if rows.size > _ROW:
         return loops.long_rows(search.limit)
     found, best, maybe = loops.all_rows()
-    if (search.limit is None and not search.is_part) or found.improved.all():
+    if search.limit is None or found.improved.all():
         return found
     improved, bits = found.improved, int(np.bitwise_or.reduce(maybe.numpy()))
     unsure = ~improved & torch.tensor([bool(bits >> k % 31 & 1) for k in range(len(improved))])
     ends = [visited(flags, search.limit) for flags in (improved, improved | unsure)]
-    if unsure.any() and (search.is_part or not torch.equal(*ends)):  # the definition decides for the rows in question
+    if unsure.any() and not torch.equal(*ends):  # the definition decides for the rows in question
         wanted = sum({1 << k % 31 for k in unsure.nonzero().flatten().tolist()})
         for _, copied in rows.copies((maybe & wanted).nonzero().squeeze(-1)):
             improved = improved | definition.visit(copied, loops.search).improved
     stop = int(visited(improved, search.limit).sum())
     late = (best >= stop).nonzero().squeeze(-1)  # their candidate comes after the end, which excludes it
     for some, copied in rows.copies(late):
-        sooner = visit(copied, search._replace(factors=search.factors[:stop], patience=None, is_part=False))
+        sooner = visit(copied, search._replace(factors=search.factors[:stop], patience=None))
         found.low[some], found.high[some] = sooner.low, sooner.high
     return found._replace(improved=improved[:stop])
 

@@ -36,8 +36,6 @@ class GridSearch(NamedTuple):
             visits all.
         norm: exponent of the error.
         expand: factor on the observed range before the search; above 1 it tries ranges wider than the values.
-        is_part: other rows belong to the search too. So it visits all factors, and their improvements decide where the
-            search of all rows ends (:func:`~lightning_obs.numerics.candidates.visited`).
     """
 
     grid: NumberGrid
@@ -45,19 +43,17 @@ class GridSearch(NamedTuple):
     patience: int | None = 5
     norm: float = 2.4
     expand: float = 1.0
-    is_part: bool = False
 
     @property
     def limit(self) -> int | None:
-        """After how many factors without an improvement this search, by itself, ends; None: it visits all."""
-        return None if self.patience is None or self.is_part else max(1, self.patience)
+        """After how many factors without an improvement the search ends; None: it visits all."""
+        return None if self.patience is None else max(1, self.patience)
 
 
 class Found(NamedTuple):
     """Smallest and largest value of each chosen range, ``(R,)`` of rows, ``(*Q,)`` of a tensor, in their dtype.
 
-    ``improved``, ``(C,)``, tells which factors improved any scale: of a search of a part for certain; otherwise it may
-    hold factors after the end of the search.
+    ``improved``, ``(C,)``, tells which factors improved any scale; it may hold factors after the end of the search.
     """
 
     low: torch.Tensor

@@ -6,8 +6,7 @@ factor of least error ``sum(|q(x) - x| ** norm)`` per scale. The first of equal 
 stop are llm-compressor's, so in float32 the range found is the range found there.
 
 The choice: all factors are measured in one visit of a row (the values of one scale). The factors that improved a row
-tells where the search should have ended; if that is before the last factor, it runs again with fewer. So rows can be
-searched by several ranks, or in any order: to be one search, they only need to join the factors that improved.
+tells where the search should have ended; if that is before the last factor, it runs again with fewer.
 
 There are two executions. :mod:`.definition` runs operation by operation, on any device. On a CPU compiled loops
 (:mod:`.cpu`, :mod:`.cpu_kernel`) are many times as fast, and leave to the definition rows that they cannot decide for

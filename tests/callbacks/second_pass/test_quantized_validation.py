@@ -268,7 +268,7 @@ def test_a_share_outside_zero_to_one_is_refused(evaluate, match):
 
 
 def test_batches_that_do_not_fit_are_left_out_and_told(monkeypatch):
-    monkeypatch.setattr(quantized_validation, "KEPT_BYTES", 650)  # a batch has 4 x 8 floats in a list
+    monkeypatch.setattr(quantized_validation, "KEPT_BYTES", 500)  # a batch has 4 x 8 floats: 128 bytes
     module = Plain()
     with pytest.warns(CalibrationWarning, match=r"on 3 of 4 batches, the first of each loader.*fit in 0\.0 GiB"):
         found = validated(module, CalibrationCallback(W2, evaluate=True, show=False))
@@ -278,7 +278,7 @@ def test_batches_that_do_not_fit_are_left_out_and_told(monkeypatch):
 
 
 def test_each_loader_has_its_share_of_the_memory(monkeypatch):
-    monkeypatch.setattr(quantized_validation, "KEPT_BYTES", 1000)
+    monkeypatch.setattr(quantized_validation, "KEPT_BYTES", 600)
     module = Plain()
     module.validation_step = lambda batch, batch_idx, dataloader_idx=0: module.log(
         "loss", module(batch[0]).pow(2).mean()

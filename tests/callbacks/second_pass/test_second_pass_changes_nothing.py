@@ -9,14 +9,14 @@ from torch.utils.data import DataLoader
 
 from lightning_obs import CalibrationCallback
 from tests.callbacks.calibration_modules import trainer
-from tests.callbacks.kinds.arrays import array_kinds, random_kinds
-from tests.callbacks.kinds.loaders import LOADER_KINDS, SAMPLES
-from tests.callbacks.kinds.metrics import metric_kinds
-from tests.callbacks.kinds.modules import module_kinds
-from tests.callbacks.kinds.own_classes import own_kinds
+from tests.callbacks.second_pass.kinds.arrays import array_kinds, random_kinds
+from tests.callbacks.second_pass.kinds.containers import container_kinds
+from tests.callbacks.second_pass.kinds.loaders import LOADER_KINDS, SAMPLES
+from tests.callbacks.second_pass.kinds.metrics import metric_kinds
+from tests.callbacks.second_pass.kinds.modules import module_kinds
 from tests.support.lightning_package import L
 
-MODULE_KINDS = dict([*metric_kinds(), *own_kinds(), *array_kinds(), *random_kinds(), *module_kinds()])
+MODULE_KINDS = dict([*metric_kinds(), *container_kinds(), *array_kinds(), *random_kinds(), *module_kinds()])
 
 OPTIONS = {
     "limit_val_batches 1": {"limit_val_batches": 1},

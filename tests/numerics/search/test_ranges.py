@@ -11,7 +11,7 @@ from compressed_tensors.quantization.utils import calculate_qparams, calculate_r
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_obs.numerics.candidates import shrink_factors, visited
+from lightning_obs.numerics.candidates import shrink_factors
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import flatten_for_calibration, observed_range
 from lightning_obs.numerics.search import cpu, definition, ranges
@@ -171,19 +171,6 @@ def test_a_search_of_rows_ends_where_the_last_row_ends():
     observed[:, 32:] *= 3
     expected, _ = brute_force(observed, FORMATS["int8"], FACTORS, patience=2)
     assert_same(search_range(observed, FORMATS["int8"], FACTORS, patience=2), expected)
-
-
-@pytest.mark.parametrize("name", ["int4", "int8", "fp8", "mxfp4"])
-@pytest.mark.parametrize("patience", [1, 2, 5])
-def test_parts_that_join_what_improved_end_where_the_whole_ends(name, patience):
-    observed = torch.randn(1, 6, 64)
-    whole = search(observed, FORMATS[name], FACTORS, patience=patience)
-    halves = [search(part, FORMATS[name], FACTORS, patience=patience, is_part=True) for part in observed.chunk(2, 1)]
-    improved = torch.stack([half.improved for half in halves]).any(0)
-    stop = int(visited(improved, patience).sum())
-    assert torch.equal(improved[:stop], whole.improved[:stop])
-    again = [search_range(part, FORMATS[name], FACTORS[:stop], patience=None) for part in observed.chunk(2, 1)]
-    assert_same([torch.cat(ends) for ends in zip(*again, strict=True)], whole[:2])
 
 
 EDGES = {

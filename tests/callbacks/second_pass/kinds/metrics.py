@@ -1,17 +1,14 @@
 """Metrics of torchmetrics, wherever they are held."""
 
 import collections
-import functools
 import itertools
-import types
 
 from torch import nn
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryAccuracy
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric
 
-from tests.callbacks.kinds.base import kind
-from tests.callbacks.kinds.own_classes import Sums
+from tests.callbacks.second_pass.kinds.base import kind
 
 
 def reset(metric):
@@ -47,9 +44,6 @@ def metric_kinds():
         "plain list": (lambda m: [m], lambda h: h[0]),
         "tuple": (lambda m: (m,), lambda h: h[0]),
         "nested dict": (lambda m: {"val": {"a": [m]}}, lambda h: h["val"]["a"][0]),
-        "dataclass": (lambda m: Sums(history=[m]), lambda h: h.history[0]),
-        "namespace": (lambda m: types.SimpleNamespace(m=m), lambda h: h.m),
-        "partial": (lambda m: functools.partial(print, m), lambda h: h.args[0]),
         "ModuleDict": (lambda m: nn.ModuleDict({"a": m}), lambda h: h["a"]),
         "ModuleList": (lambda m: nn.ModuleList([m]), lambda h: h[0]),
         "defaultdict": (lambda m: collections.defaultdict(MeanMetric, a=m), lambda h: h["a"]),

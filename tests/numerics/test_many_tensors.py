@@ -1,9 +1,9 @@
-"""Questions that are asked of many statistics at once."""
+"""Questions about many tensors at once."""
 
 import pytest
 import torch
 
-from lightning_obs.observers.statistic import all_finite
+from lightning_obs.numerics.many_tensors import all_finite
 
 LARGE = 2**17
 

@@ -28,7 +28,7 @@ from lightning_obs.numerics.histogram import (
 )
 from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
-from lightning_obs.observers.base import MinMaxTuple, Observer
+from lightning_obs.observers.observer import MinMaxTuple, Observer
 from lightning_obs.observers.statistic import Statistic, equal_values
 
 CRITERIA = ("mse", "percentile", "entropy")

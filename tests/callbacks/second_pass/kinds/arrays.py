@@ -1,13 +1,11 @@
 """Numbers, tensors, arrays, and random numbers."""
 
 import random
-import types
 
 import numpy as np
 import torch
 
-from tests.callbacks.kinds.base import drain, kind, mean
-from tests.callbacks.kinds.own_classes import Sums
+from tests.callbacks.second_pass.kinds.base import drain, kind, mean
 
 
 def array_kinds():
@@ -60,14 +58,6 @@ def array_kinds():
 
     yield "ndarray", kind(ndarray, add_array, lambda self: self.kept.sum())
 
-    def objects(self):
-        self.kept = np.array([[], None], dtype=object)
-
-    yield (
-        "ndarray of objects",
-        kind(objects, lambda self, out: self.kept[0].append(float(out.sum())), lambda self: drain(self.kept[0])),
-    )
-
     def tensors(self):
         self.kept = []
 
@@ -75,15 +65,6 @@ def array_kinds():
         "list of tensors",
         kind(tensors, lambda self, out: self.kept.append(out), lambda self: torch.cat(self.kept).mean()),
     )
-
-    def held(self):
-        self.kept = {"a": Sums()}
-        self.kept["a"].total = torch.zeros(())
-
-    def add_held(self, out):
-        self.kept["a"].total += out.detach().sum()
-
-    yield "tensor in a dataclass", kind(held, add_held, lambda self: self.kept["a"].total)
 
     def memory(self):
         self.register_buffer("bank", torch.zeros(8))
@@ -118,9 +99,6 @@ def random_kinds():
         "Generator in a dict",
         lambda: {"g": torch.Generator().manual_seed(1)},
         lambda d: torch.rand((), generator=d["g"]),
-    )
-    yield draws(
-        "Generator in a class", lambda: types.SimpleNamespace(g=np.random.default_rng(1)), lambda d: d.g.normal()
     )
     yield draws(
         "two names for one Generator", lambda: [g := random.Random(3), g], lambda d: d[0].random() + d[1].random()

@@ -33,7 +33,6 @@ from lightning_obs.numerics.qparams import (
     flatten_for_calibration,
     power_of_two,
     rounding_of,
-    rows_per_scale,
 )
 from lightning_obs.observers.registry import Registry
 from lightning_obs.observers.statistic import Statistics
@@ -337,41 +336,12 @@ class Observer(Statistics, Registry):
                 remedy="observe a tensor first: observer(value).",
             )
 
-    # ------------------------------------------------------------------ groups, rows and ranks
-
-    def for_rows(self, start: int) -> Observer | None:
-        """A new observer for a rank's rows of a weight, from row ``start`` on; None: it has to be observed whole.
-
-        The answer is the same on every rank. The statistics of the parts come together in :meth:`join`.
-        """
-        ways = {statistic.rows for statistic in self.declared} - {None}
-        height = rows_per_scale(self.args)
-        cuts_a_scale = height is None or start % height > 0
-        if not ways or ("apart" in ways and cuts_a_scale):
-            return None
-        part = type(self)(self.base_name, self.args)
-        part.load_statistics({name: getattr(self, name) for name in self.input_statistics if hasattr(self, name)})
-        return part
+    # ------------------------------------------------------------------ fused sets and ranks
 
     @property
     def merges_extremes_only(self) -> bool:
         """Whether it merges extremes only, so that ranks may have seen the same data, or other features of it."""
         return self.keeps_extremes and {statistic.reduction for statistic in self.declared} <= {"min", "max"}
-
-    def agree(self, parts: Sequence[Any]) -> bool:
-        """Let the observers of :meth:`for_rows`, of all rows, settle decisions that take the whole weight.
-
-        Returns whether they have to observe their rows once more.
-        """
-        return False
-
-    def join(self, parts: Sequence[tuple[int, Any]]) -> None:
-        """Take over the weight's statistics from ``(first row, observer of :meth:`for_rows`)`` of all its rows."""
-        height = rows_per_scale(self.args)
-        by_rows = [statistic for statistic in self.declared if statistic.rows]
-        self.load_statistics(
-            {s.name: s.join([(row, getattr(part, s.name)) for row, part in parts], height) for s in by_rows}
-        )
 
     @staticmethod
     def fuse(observers: Sequence[Observer], join_ranges: bool = False) -> None:

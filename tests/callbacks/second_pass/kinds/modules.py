@@ -1,33 +1,9 @@
 """State inside modules, and behind hooks."""
 
-import contextlib
-
 import torch
 from torch import nn
 
-from tests.callbacks.kinds.base import drain, kind, mean
-from tests.callbacks.kinds.own_classes import Meter
-
-
-class Back(Meter):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def update(self, value):
-        super().update(value + self.module.net[0].weight.sum() * 0)
-        self.module.extra.append(float(value))
-
-
-class Callable_:
-    def __init__(self):
-        self.values = []
-
-    def __call__(self, module, args, output):
-        self.values.append(float(output.detach().sum()))
-
-    def hook(self, module, args, output):
-        self.values.append(float(output.detach().mean()))
+from tests.callbacks.second_pass.kinds.base import drain, kind, mean
 
 
 class CountingLayer(nn.Linear):
@@ -123,24 +99,6 @@ def module_kinds():
         kind(hidden, lambda self, out: self.hidden[0](out[:, None]), lambda self: self.hidden[0].seen),
     )
 
-    def back(self):
-        self.extra, self.meter = [], Back(self)
-
-    yield (
-        "object that holds the module",
-        kind(
-            back,
-            lambda self, out: self.meter.update(float(out.sum())),
-            lambda self: self.meter.compute() + drain(self.extra),
-        ),
-    )
-
-    def method(self):
-        self.meter = Meter()
-        self.update = self.meter.update
-
-    yield "bound method", kind(method, lambda self, out: self.update(out.sum()), lambda self: self.meter.compute())
-
     def of_self(self):
         self.kept = []
         self.function = lambda x: self.kept.append(x)
@@ -149,18 +107,6 @@ def module_kinds():
         "lambda of self",
         kind(of_self, lambda self, out: self.function(float(out.sum())), lambda self: drain(self.kept)),
     )
-
-    def callable_hook(self):
-        self.watch = Callable_()
-        self.net[0].register_forward_hook(self.watch)
-
-    yield "object as a hook", kind(callable_hook, value=lambda self: drain(self.watch.values))
-
-    def method_hook(self):
-        self.watch = Callable_()
-        self.net.register_forward_hook(self.watch.hook)
-
-    yield "method as a hook", kind(method_hook, value=lambda self: drain(self.watch.values))
 
     def own_hook(self):
         self.kept = []
@@ -246,24 +192,3 @@ def module_kinds():
             batch.clear()
 
     yield "step that spoils its batch", kind(validation_step=spoil)
-
-    def stack(self):
-        self.kept = contextlib.ExitStack()
-        self.total = []
-
-    yield (
-        "exit stack",
-        kind(stack, lambda self, out: self.total.append(float(out.sum())), lambda self: drain(self.total)),
-    )
-
-    def hparams(self):
-        self.save_hyperparameters({"a": 1})
-
-    yield (
-        "hyperparameters",
-        kind(
-            hparams,
-            lambda self, out: self.hparams.__setitem__("a", self.hparams["a"] + 1),
-            lambda self: self.hparams["a"],
-        ),
-    )

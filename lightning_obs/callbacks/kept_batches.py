@@ -1,0 +1,143 @@
+"""Batches kept on the CPU, to be run a second time.
+
+``validation_step`` may change its batch, and the accelerator has no room for many. So each batch is deep-copied while
+a mode of torch sends every tensor of the copy to the CPU, whatever class of batch holds it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.report.predictions import KEPT_BYTES
+
+
+@dataclass(frozen=True)
+class _KeptBatch:
+    """A batch on the CPU, the device that each of its tensors (by id) came from, and a note about it."""
+
+    batch: Any
+    devices: Mapping[int, torch.device]
+    note: Any
+
+
+class KeptBatches:
+    """The first batches of a loader, copied to the CPU, as long as their tensors fit in the memory allowed.
+
+    Args:
+        byte_limit: memory for the tensors of all batches [bytes].
+        batch_limit: largest number of batches to keep.
+
+    Attributes:
+        offered: how many batches were offered, up to ``batch_limit``; more than ``len(self)`` if memory was short.
+
+    Examples:
+        >>> batches = KeptBatches(byte_limit=100)
+        >>> batches.add({"x": torch.zeros(20)}), batches.add({"x": torch.zeros(20)})
+        (None, None)
+        >>> len(batches), batches.offered
+        (1, 2)
+    """
+
+    def __init__(self, byte_limit: float = KEPT_BYTES, batch_limit: float = float("inf")) -> None:
+        self._bytes_left = byte_limit
+        self._batch_limit = batch_limit
+        self._kept: deque[_KeptBatch] = deque()
+        self.offered = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, batch: Any, note: Any = None) -> None:
+        """Keep a copy of a batch, and ``note`` itself, unless this batch or an earlier one did not fit.
+
+        Raises:
+            CalibrationError: the batch holds an object that cannot be copied.
+        """
+        if self.offered >= self._batch_limit:
+            return
+        an_earlier_one_did_not_fit = len(self) < self.offered
+        self.offered += 1
+        if an_earlier_one_did_not_fit:
+            return
+        to_cpu = _TensorsToCpu()
+        copied = _deep_copy(batch, to_cpu)
+        self._bytes_left -= to_cpu.copied_bytes
+        if self._bytes_left >= 0:
+            self._kept.append(_KeptBatch(copied, to_cpu.devices, note))
+
+    def shorten(self, length: int) -> None:
+        """Keep only the first ``length`` batches."""
+        while len(self) > length:
+            self._kept.pop()
+
+    def pop_all(self) -> Iterator[tuple[Any, Any]]:
+        """Yield ``(batch, note)`` in order, each batch on the devices it came from; it is released at the next one."""
+        while self._kept:
+            kept = self._kept.popleft()
+            yield _on_its_devices(kept), kept.note
+
+
+class _TensorsToCpu(TorchFunctionMode):
+    """Inside this mode ``copy.deepcopy`` copies tensors to the CPU, without their history.
+
+    Attributes:
+        devices: the device of each original, by the id of its copy.
+        copied_bytes: size of all copies [bytes].
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: dict[int, torch.device] = {}
+        self.copied_bytes = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.Tensor.__deepcopy__:
+            return function(*args, **(kwargs or {}))
+        tensor = args[0]
+        copied = tensor.detach().to("cpu", copy=True)
+        self.devices[id(copied)] = tensor.device
+        if copied.layout == torch.strided:
+            self.copied_bytes += copied.nbytes
+        return copied
+
+
+class _TensorsToDevices(TorchFunctionMode):
+    """Inside this mode ``copy.deepcopy`` copies each tensor to the device listed for its id."""
+
+    def __init__(self, devices: Mapping[int, torch.device]) -> None:
+        super().__init__()
+        self._devices = devices
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.Tensor.__deepcopy__:
+            return function(*args, **(kwargs or {}))
+        tensor = args[0]
+        return tensor.to(self._devices.get(id(tensor), tensor.device))
+
+
+def _deep_copy(batch: Any, mode: TorchFunctionMode) -> Any:
+    with torch.inference_mode(False), torch.no_grad(), mode:
+        try:
+            return copy.deepcopy(batch)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # every class refuses in its own way
+            raise CalibrationError(
+                "a batch is kept to be run a second time, and it cannot be copied",
+                got=f"{type(batch).__name__}: {type(error).__name__}: {error}",
+                remedy="a batch that copy.deepcopy copies.",
+            ) from error
+
+
+def _on_its_devices(kept: _KeptBatch) -> Any:
+    if all(device.type == "cpu" for device in kept.devices.values()):
+        return kept.batch
+    return _deep_copy(kept.batch, _TensorsToDevices(kept.devices))

@@ -1,0 +1,165 @@
+"""The state of a LightningModule at one time, except its weights, for a second pass that starts as the first did.
+
+``validation_step`` appends to lists of the module, updates its metrics, counts in its buffers. A second pass must find
+all of this as it was before the first batch, and nobody must see afterwards what it changed.
+
+So the attributes and buffers of every module are recorded. Metrics of torchmetrics are modules, and their state is
+recorded like any other. Modules stay the same objects: wrappers (DDP, FSDP), compiled code and hooks go on working, and
+``self.log`` recognizes its metrics. Values of Python's, NumPy's and torch's own types are copied (:meth:`_Copies.of`).
+All other objects are shared by both passes: nobody can say what a copy of a dataset, a lock or a logger would do.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from compressed_tensors.modeling import IMPL_ATTR, KV_CACHE_ATTR
+from torch import nn
+
+from lightning_obs.model.module_qparams import CALIBRATED, CHECKSUMS
+from lightning_obs.model.wrappers import inside
+
+#: attributes that stay as they are: the tables of ``nn.Module`` itself, and results of the calibration in between
+_UNTOUCHED = frozenset({*vars(nn.Module()), *CALIBRATED, IMPL_ATTR, KV_CACHE_ATTR})
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
+_RANDOM_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+
+
+class ModuleState:
+    """The attributes and buffers of a module, of its submodules, and of modules in lists and dicts that these hold.
+
+    Args:
+        root: its state is recorded now.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._tables: list[_Table] = []
+        copies = _Copies()
+        recorded_modules: set[int] = set()  # by id: metrics define == and hash in their own way
+        waiting = [root]
+        with torch.inference_mode(False), torch.no_grad():
+            while waiting:
+                module = waiting.pop()
+                if id(module) in recorded_modules:
+                    continue
+                recorded_modules.add(id(module))
+                if not _belongs_to_torch(module):
+                    self._record(module, copies)
+                waiting.extend(module.children())
+                waiting.extend(copies.pop_modules())
+
+    def _record(self, module: nn.Module, copies: _Copies) -> None:
+        special_names = {name for name in vars(module) if name.startswith("__")}
+        # FSDP1 sets whole weights as attributes under the names of the parameters.
+        untouched = _UNTOUCHED.union(special_names, module._parameters)
+        for live in (vars(module), module._buffers, module._modules):
+            recorded = {name: copies.of(value) for name, value in live.items() if name not in untouched}
+            self._tables.append(_Table(live, recorded, untouched))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """A block in which the modules have the recorded state; afterwards they have their present one again.
+
+        What the block changes is lost. Use it once: the block changes the recorded state.
+        """
+        present_contents = [dict(table.live) for table in self._tables]
+        try:
+            for table in self._tables:
+                table.restore()
+            yield
+        finally:
+            for table, content in zip(self._tables, present_contents, strict=True):
+                table.live.clear()
+                table.live.update(content)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """One of the dicts in which a module holds its attributes, its buffers or its submodules."""
+
+    #: the dict that the module itself reads and writes
+    live: dict[str, Any]
+    recorded: dict[str, Any]
+    #: names whose present values stay
+    untouched: frozenset[str]
+
+    def restore(self) -> None:
+        """Put the recorded values in place; names that came since are removed."""
+        content = dict(self.recorded)
+        for name, value in self.live.items():
+            if name in self.untouched:
+                content[name] = value
+        # Between two calibrations the scales of the earlier one are measured on purpose: no check of the weights.
+        content.pop(CHECKSUMS, None)
+        self.live.clear()
+        self.live.update(content)
+
+
+class _Copies:
+    """Copies of values, in which an object that two values share is again one object."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, Any] = {}
+        self._originals: list[Any] = []  # kept alive, so that no other object gets the id of one
+        self._modules: list[nn.Module] = []
+
+    def pop_modules(self) -> list[nn.Module]:
+        """The modules that were met in values since the last call; they were not copied."""
+        modules = self._modules
+        self._modules = []
+        return modules
+
+    def of(self, value: Any) -> Any:
+        """A copy of a tensor, an array, a random generator, or of a list, tuple, dict, set or deque and its items.
+
+        Everything else is returned as it is: parameters, modules, numbers, strings, objects of all other classes and of
+        subclasses of these.
+        """
+        if id(value) in self._copies:
+            return self._copies[id(value)]
+        copied = self._copy(value)
+        if copied is not value:
+            self._originals.append(value)
+            self._copies[id(value)] = copied
+        return copied
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            self._modules.append(value)
+            return value
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        if isinstance(value, torch.Generator):
+            return value.clone_state()
+        if isinstance(value, _RANDOM_GENERATORS):
+            return copy.deepcopy(value)
+        if type(value) in (np.ndarray, set):
+            return value.copy()
+        if type(value) is tuple:
+            return tuple([self.of(item) for item in value])
+        if hasattr(type(value), "_make"):  # a named tuple
+            return value._make([self.of(item) for item in value])
+        if type(value) in (list, deque, *_DICTS):
+            return self._copy_container(value)
+        return value
+
+    def _copy_container(self, value: Any) -> Any:
+        copied = copy.copy(value)
+        self._copies[id(value)] = copied  # the container may hold itself
+        places = value.keys() if isinstance(value, dict) else range(len(value))
+        for place in places:
+            copied[place] = self.of(value[place])
+        return copied
+
+
+def _belongs_to_torch(module: nn.Module) -> bool:
+    """Whether the module's attributes are torch's: a wrapper (FSDP1 has begun since), or compiled code."""
+    return inside(module) is not None or isinstance(module, torch.jit.ScriptModule)

@@ -1,0 +1,227 @@
+"""The files of a quantized checkpoint: which tensors they hold, and how each is made from the source's files.
+
+A tensor of the source belongs to a module that is quantized, or is copied as bytes. All names, shapes and dtypes of the
+new files follow from the plan, before any data is read: the qparams that modules will have are put on them as meta
+tensors. So the place of each tensor in the new files is known from the beginning.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Container, Iterator, Set
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.checkpoint.compress import StoredTensors, module_entries
+from lightning_obs.checkpoint.export import write_quantization_config
+from lightning_obs.checkpoint.load import any_qparams
+from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.files.tensors import Progress, Tally, TensorWriter
+from lightning_obs.model.module_qparams import write_qparams
+from lightning_obs.moe.experts import linear_experts
+from lightning_obs.streaming.other_files import copy_other_files
+from lightning_obs.streaming.parts import calibrated
+from lightning_obs.streaming.source import CheckpointSource
+
+
+class CopiedTensor(NamedTuple):
+    """A tensor of the source's files that is stored as it is."""
+
+    #: its name in the new files
+    stored_as: str
+    #: the parameter or buffer of the model that it holds; empty: the model does not know it
+    name_in_model: str = ""
+
+
+class QuantizedFiles:
+    """The files of the quantized checkpoint of a source, which is open.
+
+    Args:
+        source: the checkpoint that is read.
+        session: its plan says which modules are quantized.
+        progress: called with the name of each tensor written, the bytes written so far, and the bytes in all.
+
+    Attributes:
+        quantized: names of the modules that are not copied: planned ones, and experts beside them, which the source may
+            hold in a stack, and which are stored one by one.
+        copied: by name in the source's files, the tensors that are stored as they are.
+        layout: by name in the new files, a meta tensor of each stored tensor.
+        tally: counts the bytes written.
+
+    Raises:
+        CalibrationError: the source's files hold tensors in quantized modules that the model does not know.
+    """
+
+    def __init__(self, source: CheckpointSource, session: CalibrationSession, progress: Progress | None = None) -> None:
+        self.source = source
+        self.session = session
+        self.put_later_qparams()
+        self.quantized = self._find_quantized()
+        self.copied = self._find_copied()
+        stored = StoredTensors(source.model)
+        #: by name in the model, the name in the new files, also of a module that is left in full precision after all
+        self.stored_as = source.stored_as | stored.renamed
+        self.layout: dict[str, torch.Tensor] = {}
+        quantized = set(self.quantized)
+        for name, meta in stored.entries.items():
+            if _module_of(name) in quantized:
+                self.layout[self.stored_as[name]] = meta
+        self._refuse_strays()
+        for name, tensor in self.copied.items():
+            self.layout[tensor.stored_as] = source.reader.meta(name)
+        total = sum(meta.nbytes for meta in self.layout.values())
+        self.tally = Tally(total, progress)
+
+    @classmethod
+    @contextmanager
+    def opened(
+        cls, folder: str | os.PathLike[str], options: CalibrationOptions, progress: Progress | None = None
+    ) -> Iterator[QuantizedFiles]:
+        """The quantized files of a checkpoint's folder, whose files are open inside the ``with`` block."""
+        source = CheckpointSource(folder)
+        with closing(source.reader), torch.inference_mode(False), torch.no_grad():
+            yield cls(source, CalibrationSession(source.model, options), progress)
+
+    # ------------------------------------------------------------------ which tensors
+
+    def put_later_qparams(self, skipped: Container[str] = ()) -> None:
+        """Give all planned modules, except the ``skipped`` ones, meta tensors of the qparams that they will have.
+
+        With them the model is laid out, and its quantization config written, as if it were calibrated.
+        """
+        for target in self.session.plan.targets:
+            if target.name not in skipped:
+                write_qparams(target.module, target.scheme, any_qparams(target))
+
+    def _find_quantized(self) -> list[str]:
+        """The planned modules; with some experts of a layer, the Linears of all its experts."""
+        planned = {target.name for target in self.session.plan.targets}
+        expert_prefixes = []
+        for container in linear_experts(self.source.model):
+            prefix = f"{container}."
+            if any(name.startswith(prefix) for name in planned):
+                expert_prefixes.append(prefix)
+        names = []
+        for name, module in self.source.model.named_modules():
+            is_expert = isinstance(module, nn.Linear) and name.startswith(tuple(expert_prefixes))
+            if name in planned or is_expert:
+                names.append(name)
+        return names
+
+    def _find_copied(self) -> dict[str, CopiedTensor]:
+        """The tensors of the source's files of which no quantized module is made."""
+        source = self.source
+        quantized = set(self.quantized)
+        copied: dict[str, CopiedTensor] = {}
+        consumed = set()
+        for name, location in source.locations.items():
+            if _module_of(name) in quantized:
+                consumed.add(location.tensor)
+            elif location.item is None:
+                stored_as = source.stored_as.get(name, location.tensor)
+                copied[location.tensor] = CopiedTensor(stored_as, name)
+            else:
+                copied[location.tensor] = CopiedTensor(location.tensor, name)
+        for tensor in source.reader:
+            if tensor not in consumed and tensor not in copied:
+                copied[tensor] = CopiedTensor(tensor)
+        return copied
+
+    def copied_of(self, module_names: Set[str]) -> list[str]:
+        """Names in the source of the copied tensors of these modules; unknown tensors count as the model's own ('')."""
+        names = []
+        for name, tensor in self.copied.items():
+            if _module_of(tensor.name_in_model) in module_names:
+                names.append(name)
+        return names
+
+    @property
+    def _unknown(self) -> Set[str]:
+        """Names of the copied tensors that the model does not know, in one order in every process."""
+        unknown: dict[str, None] = {}
+        for name, tensor in self.copied.items():
+            if not tensor.name_in_model:
+                unknown[name] = None
+        return unknown.keys()
+
+    def _refuse_strays(self) -> None:
+        """Refuse unknown tensors under the name of a quantized module: a reader could take them for its entries."""
+        modules = {_module_of(name) for name in self.layout}
+        strays = []
+        for name in self._unknown:
+            module_name, _, key = name.rpartition(".")
+            # A bias that the config leaves out is no entry of a quantized module.
+            if name in self.layout or (module_name in modules and key != "bias"):
+                strays.append(name)
+        refuse(
+            strays,
+            f"the files of {self.source.folder} hold tensors in quantized modules that the model does not know",
+            expected="a checkpoint in full precision, with the tensors of its model",
+            remedy="delete them from the files, or list their modules in `ignore`.",
+        )
+
+    def fused_sets(self) -> list[list[str]]:
+        """The quantized modules in sets that have to be observed together; most sets have one module."""
+        set_of_module: dict[str, tuple[str, ...]] = {}
+        for fused_set in self.session.plan.fused:
+            for name in fused_set:
+                set_of_module[name] = tuple(fused_set)
+        fused_sets = dict.fromkeys(set_of_module.get(name, (name,)) for name in self.quantized)
+        return [list(fused_set) for fused_set in fused_sets]
+
+    # ------------------------------------------------------------------ writing
+
+    def quantize(self, writer: TensorWriter, module_names: Collection[str]) -> None:
+        """Load modules, observe their weights, and write their entries."""
+        with self.source.loaded(module_names), calibrated(self.session, module_names):
+            for name in module_names:
+                self.write_module(writer, name)
+
+    def write_module(self, writer: TensorWriter, module_name: str) -> None:
+        """Write the entries of a loaded module: compressed if it holds qparams."""
+        for key, rows, first in module_entries(self.source.model.get_submodule(module_name)):
+            writer.write(self.stored_as[f"{module_name}.{key}"], rows, first)
+
+    def copy(self, writer: TensorWriter, name: str) -> None:
+        """Write a copied tensor: from memory if it is loaded as the files hold it, else from file to file."""
+        tensor = self.copied[name]
+        meta = self.layout[tensor.stored_as]
+        if tensor.name_in_model:
+            value = self.source.meta(tensor.name_in_model)
+            if not value.is_meta and value.dtype == meta.dtype and value.shape == meta.shape:
+                writer.write(tensor.stored_as, value)
+                return
+        writer.copy(tensor.stored_as, self.source.reader, name)
+
+    def write_other_files(self, new_folder: Path, stored: Set[str]) -> None:
+        """Copy the files beside the weights, and add the quantization config to ``config.json``.
+
+        Args:
+            new_folder: the folder of the new checkpoint.
+            stored: names of all tensors in its files.
+        """
+        copy_other_files(self.source.folder, new_folder)
+        write_quantization_config(self.source.model, new_folder, stored - self._unknown, self._unknown)
+
+
+def require_apart(folder: str | os.PathLike[str], out: Path) -> None:
+    """Refuse to write into the folder that is read: its files would be copied into themselves."""
+    if isinstance(folder, nn.Module):  # refused by CheckpointSource, which says more
+        return
+    if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
+        raise CalibrationError(
+            f"{out} is inside the checkpoint that is read, {os.fspath(folder)}",
+            expected="another folder",
+            remedy="write beside it.",
+        )
+
+
+def _module_of(name: str) -> str:
+    """The name of the module that has a tensor."""
+    return name.rpartition(".")[0]

@@ -1,0 +1,119 @@
+"""Share the work of :func:`~lightning_obs.quantize_checkpoint` out to processes that this one starts.
+
+Each process opens the same source and writes to its places in the same new files. It is given one fused set, or one
+tensor to copy, at a time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.errors import CalibrationError
+from lightning_obs.files.tensors import TensorWriter
+from lightning_obs.streaming.quantized_files import QuantizedFiles
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What a process needs to open the source and the new files."""
+
+    folder: str | os.PathLike[str]
+    options: CalibrationOptions
+    new_folder: Path
+    max_shard_size: int | str
+    #: how many threads of torch the process may use
+    threads: int
+    #: modules of Python to import: a user's, which register observers and engines
+    imports: list[str]
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """What a started process keeps open."""
+
+    files: QuantizedFiles
+    writer: TensorWriter
+
+
+#: in a process that :func:`quantize_in_processes` has started, its only worker
+_workers: list[_Worker] = []
+
+
+def quantize_in_processes(
+    files: QuantizedFiles,
+    folder: str | os.PathLike[str],
+    new_folder: Path,
+    max_shard_size: int | str,
+    workers: int,
+) -> None:
+    """Write all tensors in processes. The first error is raised, and work that has not begun is then left.
+
+    Args:
+        files: the same files as opened in this process, whose tally counts the bytes that all processes write.
+        folder: the checkpoint that is read.
+        new_folder: where the files are written.
+        max_shard_size: bytes of one file of weights.
+        workers: how many processes.
+    """
+    options = files.session.options
+    classes = {type(options.engine)}
+    for observer in files.session.observers.values():
+        classes.add(type(observer))
+    imports = sorted({cls.__module__ for cls in classes})
+    threads = max(1, torch.get_num_threads() // workers)
+    setup = _Setup(folder, options, new_folder, max_shard_size, threads, imports)
+    with ProcessPoolExecutor(workers, get_context("spawn"), _start, (setup,)) as pool:
+        try:
+            futures = [pool.submit(_quantize, module_names) for module_names in files.fused_sets()]
+            futures += [pool.submit(_copy, name) for name in files.copied]
+            for future in as_completed(futures):
+                name, size = future.result()
+                files.tally.add(name, size)
+        except BrokenProcessPool as error:
+            raise CalibrationError(
+                "a worker ended before its work was done",
+                got=str(error),
+                remedy="look for its error above; a script needs `if __name__ == '__main__':`. A worker that was "
+                "killed may have had too little memory: try fewer.",
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _start(setup: _Setup) -> None:
+    """Called once in each process, before its work: open the source and the new files until the process ends."""
+    torch.set_num_threads(setup.threads)
+    for name in setup.imports:
+        import_module(name)
+    opened = ExitStack()
+    atexit.register(opened.close)
+    files = opened.enter_context(QuantizedFiles.opened(setup.folder, setup.options))
+    writer = TensorWriter(setup.new_folder, files.layout, setup.max_shard_size, tally=files.tally)
+    _workers.append(_Worker(files, writer))
+
+
+def _quantize(module_names: list[str]) -> tuple[str, int]:
+    """Write the entries of a fused set; the name of its last module, and how many bytes were written."""
+    worker = _workers[0]
+    written_before = worker.files.tally.done
+    worker.files.quantize(worker.writer, module_names)
+    return module_names[-1], worker.files.tally.done - written_before
+
+
+def _copy(name: str) -> tuple[str, int]:
+    """Copy a tensor of the source; its name, and how many bytes were written."""
+    worker = _workers[0]
+    written_before = worker.files.tally.done
+    worker.files.copy(worker.writer, name)
+    return name, worker.files.tally.done - written_before

@@ -1,0 +1,78 @@
+"""What the second pass has of its own, and what both passes share."""
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_obs.callbacks.module_state import ModuleState
+
+
+class Meter:
+    def __init__(self):
+        self.total = 0.0
+
+
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+        self.teachers = [nn.Linear(2, 2)]
+        self.metrics = {"val": [MeanMetric()]}
+        self.outputs = []
+        self.same_outputs = self.outputs
+        self.meter = Meter()
+        self.data = TensorDataset(torch.ones(2))
+
+
+def test_weights_teachers_metrics_and_objects_of_other_classes_stay_the_same_objects():
+    module = Holder()
+    teacher, metric, meter, data, weight = (
+        module.teachers[0],
+        module.metrics["val"][0],
+        module.meter,
+        module.data,
+        module.net.weight,
+    )
+    with ModuleState(module).restored():
+        assert module.teachers[0] is teacher
+        assert module.metrics["val"][0] is metric
+        assert module.meter is meter
+        assert module.data is data
+        assert module.net.weight is weight
+        module.meter.total += 1
+    assert module.meter.total == 1
+
+
+def test_lists_and_metrics_begin_as_recorded_and_end_as_the_first_pass_left_them():
+    module = Holder()
+    state = ModuleState(module)
+    metric = module.metrics["val"][0]
+    metric.update(2.0)
+    module.outputs.append(1)
+    module.born_late = []
+    outputs = module.outputs
+    with state.restored():
+        assert not metric.update_called
+        assert module.outputs == []
+        assert module.outputs is module.same_outputs
+        assert not hasattr(module, "born_late")
+        module.outputs.append(7)
+        metric.update(9.0)
+    assert module.outputs is module.same_outputs is outputs
+    assert outputs == [1]
+    assert module.born_late == []
+    assert float(metric.compute()) == 2.0
+
+
+def test_after_an_error_the_module_has_its_own_state():
+    module = Holder()
+    state = ModuleState(module)
+    module.outputs.append(1)
+    try:
+        with state.restored():
+            module.outputs.append(2)
+            raise RuntimeError
+    except RuntimeError:
+        pass
+    assert module.outputs == [1]
