@@ -20,7 +20,7 @@ from lightning_obs.checkpoint.names_in_folder import held_at, hint_of_names, pre
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.tensors import WEIGHTS_FILE, TensorReader
-from lightning_obs.files.write import refuse_damage, settle_dead
+from lightning_obs.files.write import clean_up_after_killed_writers, refuse_damage
 from lightning_obs.forward.quantized_forward import quantize_for_good
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.kinds import from_matrix
@@ -66,7 +66,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
         remedy="load it into the whole model, then dispatch that.",
     )
     if not folder.exists():
-        settle_dead(Path(os.path.realpath(folder)).parent)
+        clean_up_after_killed_writers(Path(os.path.realpath(folder)).parent)
     raw = read_json(folder / CONFIG_FILE, remedy=_REMEDY).get("quantization_config")
     with naming(folder / CONFIG_FILE, remedy=_REMEDY):
         config = None if raw is None else QuantizationConfig.model_validate(raw)

@@ -5,7 +5,7 @@ further file is an engine's answers.
 """
 
 from lightning_obs.engines.engine import Hardware, Verdict, ask_engines
-from lightning_obs.engines.transformers import Transformers
+from lightning_obs.engines.transformers_engine import Transformers
 from lightning_obs.engines.vllm import VLLM
 
 # In the order in which a run reports them.

@@ -41,17 +41,28 @@ class Hardware:
     last: int | None = None  # the greatest compute capability, times ten; None: any
 
     def __str__(self) -> str:
-        until = " or newer" if self.last is None else f" to {self.last / 10:.1f}" * (self.last != self.cuda)
-        cuda = "" if self.cuda is None else f"CUDA {self.cuda / 10:.1f}{until}"
-        return ", ".join(filter(None, (self.cpu, cuda))) or "no hardware"
+        kinds = [self.cpu] if self.cpu else []
+        if self.cuda is not None:
+            kinds.append(f"CUDA {self.cuda / 10:.1f}{self._upper_end()}")
+        return ", ".join(kinds) or "no hardware"
+
+    def _upper_end(self) -> str:
+        if self.last is None:
+            return " or newer"
+        return "" if self.last == self.cuda else f" to {self.last / 10:.1f}"
 
     def and_(self, other: Hardware) -> Hardware:
         """The hardware that runs both."""
-        both = None if self.cuda is None or other.cuda is None else max(self.cuda, other.cuda)
-        last = min((each.last for each in (self, other) if each.last is not None), default=None)
-        if both is None or (last is not None and last < both):
-            both = last = None
-        return Hardware(both, max(self.cpu, other.cpu, key=len) if self.cpu and other.cpu else "", last)
+        cpu = ""
+        if self.cpu and other.cpu:
+            cpu = max(self.cpu, other.cpu, key=len)  # "CPU with AMX" asks for more than "CPU"
+        if self.cuda is None or other.cuda is None:
+            return Hardware(None, cpu)
+        cuda = max(self.cuda, other.cuda)
+        last = min((end for end in (self.last, other.last) if end is not None), default=None)
+        if last is not None and last < cuda:
+            return Hardware(None, cpu)
+        return Hardware(cuda, cpu, last)
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,7 @@ class Verdict:
 
     loads: bool  # whether the engine loads it and gives the calibrated model
     text: str = ""  # the hardware that runs it, if known; or why the engine does not load it
-    what: str = ""  # the reason in one clause, without modules and remedy; empty if the engine loads it
+    what: str = ""  # why it does not load it, in one clause, without modules and remedy; else empty
 
 
 @dataclass(frozen=True)
@@ -104,12 +115,16 @@ class Engine:
         Raises:
             CalibrationError: the engine does not take the checkpoint, and why.
         """
-        inside = tuple(f"{name}." for name in linear_experts(planned.model))
-        found: Hardware | None = None
+        expert_prefixes = tuple(f"{name}." for name in linear_experts(planned.model))
+        hardware: Hardware | None = None
         for target in planned.targets:
-            runs = self.takes(target, target.name.startswith(inside))
-            found = found.and_(runs) if found and runs else found or runs
-        return found
+            is_expert = target.name.startswith(expert_prefixes)
+            hardware_of_target = self.takes(target, is_expert)
+            if hardware is None:
+                hardware = hardware_of_target
+            elif hardware_of_target is not None:
+                hardware = hardware.and_(hardware_of_target)
+        return hardware
 
     def remarks(self, planned: PlannedCheckpoint, chosen: bool) -> Iterator[str]:
         """Remarks for the user, each of which becomes a CalibrationWarning.
@@ -138,9 +153,9 @@ def engine_of(reload: str, option: str = "reload") -> Engine:
     Raises:
         CalibrationError: there is none.
     """
-    known = {**ENGINES, "unchecked": Engine()}
-    require_choice(option, reload, known)
-    return known[reload]
+    engines = {**ENGINES, "unchecked": Engine()}
+    require_choice(option, reload, engines)
+    return engines[reload]
 
 
 def ask_engines(planned: PlannedCheckpoint, chosen: Engine, also: Collection[Engine] = ()) -> dict[str, Verdict]:
@@ -152,19 +167,27 @@ def ask_engines(planned: PlannedCheckpoint, chosen: Engine, also: Collection[Eng
     Raises:
         CalibrationError: the chosen engine, which the checkpoint is for, does not take it, or one of ``also``.
     """
-    runs = chosen.check(planned)
-    if runs == Hardware():
+    hardware = chosen.check(planned)
+    if hardware == Hardware():
         warn(f"{chosen.name} loads the checkpoint, but no hardware has kernels for all of its schemes")
     verdicts: dict[str, Verdict] = {}
     for engine in ENGINES.values():
         for text in engine.remarks(planned, engine is chosen):
             warn(text)
-        if engine in also or (engine.listed and is_transformers_model(planned.model)):
-            try:
-                found = runs if engine is chosen else engine.check(planned)
-                verdicts[engine.name] = Verdict(True, str(found or ""))
-            except CalibrationError as error:
-                if engine in also:
-                    raise
-                verdicts[engine.name] = Verdict(False, str(error), error.what)
+        is_reported = engine.listed and is_transformers_model(planned.model)
+        if engine is chosen and (engine in also or is_reported):
+            verdicts[engine.name] = Verdict(True, str(hardware or ""))
+        elif engine in also:
+            verdicts[engine.name] = Verdict(True, str(engine.check(planned) or ""))
+        elif is_reported:
+            verdicts[engine.name] = _verdict(engine, planned)
     return verdicts
+
+
+def _verdict(engine: Engine, planned: PlannedCheckpoint) -> Verdict:
+    """The answer of an engine that does not have to take the checkpoint."""
+    try:
+        hardware = engine.check(planned)
+    except CalibrationError as error:
+        return Verdict(False, str(error), error.what)
+    return Verdict(True, str(hardware or ""))

@@ -25,17 +25,22 @@ REMEDY = 'choose another scheme (docs/engines.md lists them), list the modules i
 
 
 def fits(numbers: str, *strategies: str, **fields: Any) -> Fits:
-    """Whether quantization arguments have one of the number formats, one of the strategies, and these fields.
+    """A predicate of quantization arguments; None (full precision) never fits.
 
-    A tuple stands for any of its values.
+    Args:
+        numbers: the number formats that fit, separated by spaces (``"int4 int8"``).
+        *strategies: the strategies that fit.
+        **fields: further fields of the arguments, each with the value that fits, or a tuple of such values.
     """
-    allowed = {name: value if isinstance(value, tuple) else (value,) for name, value in fields.items()}
+    formats = numbers.split()
+    values_by_field = {name: value if isinstance(value, tuple) else (value,) for name, value in fields.items()}
 
-    def asked(args: QuantizationArgs | None) -> bool:
-        known = args is not None and number_format(args) in numbers.split() and args.strategy in strategies
-        return known and all(getattr(args, name) in values for name, values in allowed.items())
+    def predicate(args: QuantizationArgs | None) -> bool:
+        if args is None or number_format(args) not in formats or args.strategy not in strategies:
+            return False
+        return all(getattr(args, name) in values for name, values in values_by_field.items())
 
-    return asked
+    return predicate
 
 
 def full(args: QuantizationArgs | None) -> bool:
@@ -44,23 +49,27 @@ def full(args: QuantizationArgs | None) -> bool:
 
 
 def either(*choices: Fits) -> Fits:
-    """Whether quantization arguments fit one of several descriptions."""
+    """A predicate that is true where one of several is."""
     return lambda args: any(choice(args) for choice in choices)
 
 
 NVFP4 = fits("float4", "tensor_group", group_size=16, symmetric=True)
 MXFP4 = fits("float4", "group", group_size=32, symmetric=True)
 MXFP8 = fits("float8", "group", group_size=32, scale_dtype=torch.uint8)
-FP8_CHANNEL, FP8_TENSOR = fits("float8", "channel", symmetric=True), fits("float8", "tensor", symmetric=True)
-FP8_EITHER, FP8_BLOCK = either(FP8_CHANNEL, FP8_TENSOR), fits("float8", "block", symmetric=True)
-FP8_TOKENS, FP8_GROUPS = fits("float8", "token", dynamic=True), fits("float8", "group", dynamic=True)
+FP8_CHANNEL = fits("float8", "channel", symmetric=True)
+FP8_TENSOR = fits("float8", "tensor", symmetric=True)
+FP8_EITHER = either(FP8_CHANNEL, FP8_TENSOR)
+FP8_BLOCK = fits("float8", "block", symmetric=True)
+FP8_TOKENS = fits("float8", "token", dynamic=True)
+FP8_GROUPS = fits("float8", "group", dynamic=True)
 FP8_DYNAMIC = fits("float8", "tensor", dynamic=True)
 FP8_STATIC = fits("float8", "tensor", dynamic=False, symmetric=True)
 INT8_CHANNEL = fits("int8", "channel", symmetric=True)
 INT8_EITHER = either(INT8_CHANNEL, fits("int8", "tensor", symmetric=True))
+INT8_TOKENS = fits("int8", "token", dynamic=True)
+INT8_STATIC = fits("int8", "tensor", dynamic=False)
 #: inputs that leave no scale in the checkpoint
 DYNAMIC = fits("int4 int8 float8", "token", "tensor", "group", dynamic=True)
-INT8_TOKENS, INT8_STATIC = fits("int8", "token", dynamic=True), fits("int8", "tensor", dynamic=False)
 
 
 @dataclass(frozen=True)
@@ -86,22 +95,26 @@ class FamilyEngine(Engine):
 
     def family_of(self, scheme: QuantizationScheme) -> Family | None:
         """The first family that a scheme fits; None: the engine refuses it."""
-        weights, inputs = scheme.weights, scheme.input_activations
-        fitting = (family for family in self.families if family.weights(weights) and family.inputs(inputs))
-        return None if scheme.output_activations is not None else next(fitting, None)
+        if scheme.output_activations is not None:
+            return None
+        for family in self.families:
+            if family.weights(scheme.weights) and family.inputs(scheme.input_activations):
+                return family
+        return None
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
         if not is_transformers_model(planned.model):
             kind = type(planned.model).__name__
             raise CalibrationError(f"{self.name} does not load a {kind}", expected="a model of transformers")
+        modules = [target for target in planned.targets if not target.states]
         refuse(
-            [str(t) for t in planned.targets if not t.states and kind_of(t.module).stored_as not in self.stored],
+            [str(target) for target in modules if kind_of(target.module).stored_as not in self.stored],
             f"{self.release} loads quantized {' and '.join(kind.__name__ for kind in self.stored)} modules, no others",
             remedy=REMEDY,
         )
         refuse(
-            [t.name for t in planned.targets if t.states and self.states is None],
+            [target.name for target in planned.targets if target.states and self.states is None],
             f"{self.release} does not load a quantized kv cache",
             remedy="leave the kv cache in full precision.",
         )
@@ -131,8 +144,12 @@ class FamilyEngine(Engine):
 
     @override
     def remarks(self, planned: PlannedCheckpoint, chosen: bool) -> Iterator[str]:
-        differs: dict[str, list[str]] = {}
-        for target in planned.targets if chosen else ():
-            if not target.states and (family := self.family_of(target.scheme)) is not None and family.differs:
-                differs.setdefault(family.differs, []).append(target.name)
-        yield from (f"{text}: {name_list(names)}" for text, names in differs.items())
+        if not chosen:
+            return
+        names_by_difference: dict[str, list[str]] = {}
+        for target in planned.targets:
+            family = None if target.states else self.family_of(target.scheme)
+            if family is not None and family.differs:
+                names_by_difference.setdefault(family.differs, []).append(target.name)
+        for difference, names in names_by_difference.items():
+            yield f"{difference}: {name_list(names)}"

@@ -42,10 +42,10 @@ class LlamaCpp(FamilyEngine):
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
-        found = super().check(planned)
+        hardware = super().check(planned)
         modules = [target for target in planned.targets if not target.states]
         if modules and all(fit.NVFP4(target.scheme.weights) for target in modules):
-            return found
+            return hardware
         refuse(
             [target.name for target in planned.targets if target.states],
             f"{self.release} has no names for the scales of a kv cache",
@@ -55,4 +55,4 @@ class LlamaCpp(FamilyEngine):
             raise CalibrationError(
                 f"{self.release} reads one scheme, not several", remedy="use one scheme for all modules, or only NVFP4."
             )
-        return found
+        return hardware

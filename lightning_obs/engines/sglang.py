@@ -20,12 +20,14 @@ from lightning_obs.engines.vllm import VLLM
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.schemes.planned_modules import PlannedModule
 
-_AMPERE, _ADA = Hardware(80), Hardware(89)
+_AMPERE = Hardware(80)
+_ADA = Hardware(89)
 #: sgl-kernel multiplies int8 by kernels for these capabilities only
 _INT8 = Hardware(80, last=90)
 _WEIGHTS_ONLY = "below CUDA {} SGLang leaves the inputs alone, which the scheme quantizes"
 _FP8_DYNAMIC = fits("float8", "token", "tensor", "group", dynamic=True)
-_BELOW_89, _BELOW_100 = _WEIGHTS_ONLY.format("8.9"), _WEIGHTS_ONLY.format("10.0")
+_BELOW_89 = _WEIGHTS_ONLY.format("8.9")
+_BELOW_100 = _WEIGHTS_ONLY.format("10.0")
 
 
 @Engine.register("sglang")

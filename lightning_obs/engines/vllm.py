@@ -23,7 +23,10 @@ from lightning_obs.moe.experts import expert_containers, modules_beside, split_e
 from lightning_obs.schemes.config import describe, number_format
 from lightning_obs.schemes.planned_modules import find_fused
 
-_CUDA, _CUDA80, _CPU, _AMX = Hardware(75), Hardware(80), Hardware(75, cpu="CPU"), Hardware(75, cpu="CPU with AMX")
+_CUDA = Hardware(75)
+_CUDA80 = Hardware(80)
+_CPU = Hardware(75, cpu="CPU")
+_AMX = Hardware(75, cpu="CPU with AMX")
 _INTS = "int2 int3 int4 int5 int6 int7"
 _W4AFP8 = fits("int4", "group", group_size=128, symmetric=True)
 _MX_FP8_INPUTS = fits("float8", "token", "group", dynamic=True, symmetric=True)
@@ -74,31 +77,35 @@ class VLLM(FamilyEngine):
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
-        model, config = planned.model, getattr(planned.model, "config", None)
-        if getattr(config, "is_encoder_decoder", False) and getattr(model, "main_input_name", "") == "input_ids":
+        config = getattr(planned.model, "config", None)
+        reads_text = getattr(planned.model, "main_input_name", "") == "input_ids"
+        if getattr(config, "is_encoder_decoder", False) and reads_text:
             raise CalibrationError(
                 f"{self.release} has no models that read text with an encoder and write it with a decoder",
-                got=type(model).__name__,
+                got=type(planned.model).__name__,
             )
-        found = super().check(planned)
-        for fault in self._wrong_choices(planned):
-            raise fault
-        return found
+        hardware = super().check(planned)
+        for refusal in self._refusals(planned):
+            raise refusal
+        return hardware
 
     @override
     def remarks(self, planned: PlannedCheckpoint, chosen: bool) -> Iterator[str]:
         if not chosen:
-            yield from map(str, self._wrong_choices(planned))
-        of_q = [target for target in planned.targets if "q" in target.states]
-        named = {name for target in of_q for name in target.scheme.targets}
-        if len(named) > 1 or any(not name.endswith("Attention") for name in named):
-            kinds = sorted({type(target.module).__name__ for target in of_q})
+            for refusal in self._refusals(planned):
+                yield str(refusal)
+        targets_of_q = [target for target in planned.targets if "q" in target.states]
+        patterns: set[str] = set()
+        for target in targets_of_q:
+            patterns.update(target.scheme.targets)
+        if len(patterns) > 1 or any(not pattern.endswith("Attention") for pattern in patterns):
+            kinds = sorted({type(target.module).__name__ for target in targets_of_q})
             yield (
-                f"vLLM wants one target that ends in Attention ({', '.join(kinds)}), not {', '.join(sorted(named))}; "
-                f"transformers loads it."
+                f"vLLM wants one target that ends in Attention ({', '.join(kinds)}), not "
+                f"{', '.join(sorted(patterns))}; transformers loads it."
             )
         yield from super().remarks(planned, chosen)
-        if of_q and chosen:
+        if targets_of_q and chosen:
             yield f"{self.release} does not quantize q, only the kv cache: attention will give other numbers there"
 
     @override
@@ -111,57 +118,76 @@ class VLLM(FamilyEngine):
         """vLLM's output embedding is not a Linear."""
         return module is not getattr(model, "get_output_embeddings", lambda: None)()
 
-    def _wrong_choices(self, planned: PlannedCheckpoint) -> Iterator[CalibrationError]:
+    def _refusals(self, planned: PlannedCheckpoint) -> Iterator[CalibrationError]:
         """Refusals that depend on the choice of modules or on the format of the kv cache, not on the scheme."""
-        model, names = planned.model, {target.name for target in planned.targets}
-        caches = {
-            target.name: describe(args)
-            for target in planned.targets
-            for args in target.states.values()
-            if number_format(args) != "float8" or not args.symmetric
-        }
         together = "target or ignore them together."
-        for where, what, remedy in (
-            (
-                [*caches],
-                f"loads a kv cache in symmetric 8-bit float only, not {next(iter(caches.values()), '')}",
-                'kv_cache="FP8" or "FP8_HEAD".',
-            ),
-            (
-                _split_sets(planned, [*self.fused_sets, *planned.own_sets]),
-                "fuses these modules and wants all of a set quantized or none, but only a part is targeted",
-                together,
-            ),
-            (
-                split_experts(model, names),
-                "runs the experts of a layer in one scheme, but only some of their modules are targeted",
-                together,
-            ),
-            (
-                _quantized_gates(model, names),
-                "runs most routers or gates of experts in full precision and would not load these quantized",
-                "list them in `ignore`.",
-            ),
-        ):
-            if where:
-                yield CalibrationError(f"{self.release} {what}", where=where, remedy=remedy)
+        cache_formats = _refused_cache_formats(planned)
+        if cache_formats:
+            cache_format = next(iter(cache_formats.values()))
+            yield CalibrationError(
+                f"{self.release} loads a kv cache in symmetric 8-bit float only, not {cache_format}",
+                where=list(cache_formats),
+                remedy='kv_cache="FP8" or "FP8_HEAD".',
+            )
+        split_sets = _split_sets(planned, [*self.fused_sets, *planned.own_sets])
+        if split_sets:
+            yield CalibrationError(
+                f"{self.release} fuses these modules and wants all of a set quantized or none, but only a part is "
+                "targeted",
+                where=split_sets,
+                remedy=together,
+            )
+        target_names = {target.name for target in planned.targets}
+        experts = split_experts(planned.model, target_names)
+        if experts:
+            yield CalibrationError(
+                f"{self.release} runs the experts of a layer in one scheme, but only some of their modules are "
+                "targeted",
+                where=experts,
+                remedy=together,
+            )
+        gates = _quantized_gates(planned.model, target_names)
+        if gates:
+            yield CalibrationError(
+                f"{self.release} runs most routers or gates of experts in full precision and would not load these "
+                "quantized",
+                where=gates,
+                remedy="list them in `ignore`.",
+            )
+
+
+def _refused_cache_formats(planned: PlannedCheckpoint) -> dict[str, str]:
+    """By attention module, the format of its kv cache where vLLM does not load it."""
+    formats: dict[str, str] = {}
+    for target in planned.targets:
+        for args in target.states.values():
+            if number_format(args) != "float8" or not args.symmetric:
+                formats[target.name] = describe(args)
+    return formats
 
 
 def _split_sets(planned: PlannedCheckpoint, fused_sets: FusedSets) -> list[str]:
     """Fused sets that would be quantized in part: ``"q_proj/k_proj/v_proj in layers.0.self_attn"``."""
-    names, kinds = {t.name for t in planned.targets}, {type(t.module) for t in planned.targets}
-    return [
-        f"{'/'.join(n.rpartition('.')[2] for n in fused)} in {fused[0].rpartition('.')[0]}"
-        for fused in find_fused((n for n, m in planned.model.named_modules() if type(m) in kinds), fused_sets)
-        if 0 < sum(name in names for name in fused) < len(fused)
-    ]
+    target_names = {target.name for target in planned.targets}
+    classes = {type(target.module) for target in planned.targets}
+    names = [name for name, module in planned.model.named_modules() if type(module) in classes]
+    split: list[str] = []
+    for members in find_fused(names, fused_sets):
+        quantized = sum(name in target_names for name in members)
+        if 0 < quantized < len(members):
+            parent = members[0].rpartition(".")[0]
+            attributes = "/".join(name.rpartition(".")[2] for name in members)
+            split.append(f"{attributes} in {parent}")
+    return split
 
 
 def _quantized_gates(model: nn.Module, planned: Container[str]) -> list[str]:
     """Modules that will be quantized and look like routers or gates of experts."""
-    return [
-        other
-        for name, experts in expert_containers(model).items()
-        for other, module in modules_beside(model, name)
-        if isinstance(module, nn.Linear) and other in planned and module.out_features in (1, len(experts))
-    ]
+    gates: list[str] = []
+    for name, experts in expert_containers(model).items():
+        for gate_name, module in modules_beside(model, name):
+            if not isinstance(module, nn.Linear) or gate_name not in planned:
+                continue
+            if module.out_features in (1, len(experts)):
+                gates.append(gate_name)
+    return gates

@@ -1,4 +1,4 @@
-"""The reader of JSON files from users: any fault of the file is an error that names it."""
+"""Read JSON files of users: any fault of a file is an error that names the file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from lightning_obs.errors import CalibrationError
 def read_json(path: str | os.PathLike[str], *, expected: str | None = None, remedy: str | None = None) -> Any:
     """The JSON object in a file.
 
+    Args:
+        path: the file.
+        expected: what the file should hold, for the error.
+        remedy: remedy in the error.
+
     Raises:
         CalibrationError: the file does not exist, is not valid JSON (cut off, not UTF-8, nested too deep), or holds no
-            object. ``expected`` and ``remedy`` become part of it.
+            object.
     """
     with naming(path, expected=expected, remedy=remedy):
         try:
@@ -31,16 +36,19 @@ def read_json(path: str | os.PathLike[str], *, expected: str | None = None, reme
 
 @contextmanager
 def naming(path: str | os.PathLike[str], *, expected: str | None = None, remedy: str | None = None) -> Iterator[None]:
-    """Turn any exception of a reader of a damaged file into a :class:`CalibrationError` that names the file."""
+    """A block that reads a file: any exception becomes a :class:`CalibrationError` that names it.
+
+    A :class:`CalibrationError` passes unchanged. ``expected`` and ``remedy`` are as for :func:`read_json`.
+    """
     try:
         yield
     except CalibrationError:
         raise
     except Exception as error:  # a damaged file makes its readers raise anything
-        text = str(error).strip().partition("\n")[0]
+        first_line = str(error).strip().partition("\n")[0]
         raise CalibrationError(
             f"{os.fspath(path)} cannot be read",
-            got=f"{type(error).__name__}: {text[:300]}",
+            got=f"{type(error).__name__}: {first_line[:300]}",
             expected=expected,
             remedy=remedy,
         ) from error

@@ -1,4 +1,4 @@
-"""States with a checksum of all that they hold: one that was changed, cut or mixed up is refused."""
+"""Saved states with a checksum of everything in them: a state that was changed, cut or mixed up is refused."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ _PLAIN = (str, bytes, int, float, complex, torch.dtype, torch.device)
 
 
 def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with a checksum of all that it holds, for :func:`require_whole`."""
-    parts = {key: value for key, value in state.items() if key != SEAL}
-    return {**parts, SEAL: state_checksum(parts)}
+    """The state with a checksum of everything in it, for :func:`require_whole`."""
+    content = {key: value for key, value in state.items() if key != SEAL}
+    checksum = state_checksum(content)
+    content[SEAL] = checksum
+    return content
 
 
 def require_whole(
@@ -28,10 +30,15 @@ def require_whole(
     name: str = "the saved calibration",
     remedy: str = "load the checkpoint of this model, or calibrate again.",
 ) -> None:
-    """Refuse a state, called ``name``, of which anything was changed, lost or added since it was :func:`sealed`.
+    """Refuse a state of which anything was changed, lost or added since it was :func:`sealed`.
+
+    Args:
+        state: a state that was loaded from a file.
+        name: name of the state in the error.
+        remedy: remedy in the error.
 
     Raises:
-        CalibrationError: with that ``name`` and ``remedy``.
+        CalibrationError: the checksum is missing or differs, or cannot be computed.
     """
     with naming(name, remedy=remedy):
         if state.get(SEAL) != sealed(state)[SEAL]:
@@ -39,23 +46,41 @@ def require_whole(
 
 
 def state_checksum(value: Any, crc: int = 0) -> int:
-    """CRC-32 of tensors, numbers and strings, and of lists, sets and dicts of them in any order of their keys."""
+    """CRC-32 of tensors, numbers and strings, and of lists, sets and dicts of them; dicts in any order of their keys.
+
+    Args:
+        value: the state, or a part of it.
+        crc: checksum of what comes before it.
+    """
     if isinstance(value, torch.Tensor):
         crc = form_checksum(value, crc)
-        return zlib.crc32(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data, crc)
-    if isinstance(value, (set, frozenset)):
-        value = sorted(value, key=repr)
-    if isinstance(value, Mapping):
-        value = [part for key in sorted(value, key=repr) for part in (key, value[key])]
+        return zlib.crc32(_raw_bytes(value), crc)
     if isinstance(value, (list, tuple)):
-        for part in (f"{len(value)} parts", *value):
-            crc = state_checksum(part, crc)
-        return crc
+        return _checksum_of_items(list(value), crc)
+    if isinstance(value, (set, frozenset)):
+        return _checksum_of_items(sorted(value, key=repr), crc)
+    if isinstance(value, Mapping):
+        keys_and_values = []
+        for key in sorted(value, key=repr):
+            keys_and_values += [key, value[key]]
+        return _checksum_of_items(keys_and_values, crc)
     if value is None or isinstance(value, _PLAIN):
         return zlib.crc32(repr(value).encode(errors="backslashreplace"), crc)
-    return zlib.crc32(pickle.dumps(value), crc)  # the text of an array leaves most of it out
+    return zlib.crc32(pickle.dumps(value), crc)  # the repr of an array leaves most of it out
+
+
+def _checksum_of_items(items: list[Any], crc: int) -> int:
+    crc = state_checksum(f"{len(items)} parts", crc)
+    for item in items:
+        crc = state_checksum(item, crc)
+    return crc
 
 
 def form_checksum(tensor: torch.Tensor, crc: int = 0) -> int:
-    """The part of a tensor's :func:`state_checksum` that comes before its bytes: of its dtype and shape."""
+    """Checksum of a tensor's dtype and shape, which :func:`state_checksum` continues with the tensor's bytes."""
     return state_checksum([str(tensor.dtype), *tensor.shape], crc)
+
+
+def _raw_bytes(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().reshape(-1).contiguous()
+    return flat.view(torch.uint8).numpy().data

@@ -1,9 +1,10 @@
-"""Safetensors files by position: the header is known first, and each tensor is read and written by itself.
+"""Safetensors files by position: tensors are written and read one at a time, in any order.
 
-safetensors writes a file from all of its tensors at once, and maps a whole file to read it. Here tensors, or rows of
-them, are written to their places in any order, and one tensor, or an item of it, is read: nothing else is held.
+safetensors writes a file from all of its tensors at once, and maps a whole file to read it. Here a file begins with its
+complete header. Then each tensor, or some of its rows, is written to its place, and one tensor, or one item of its
+first dimension, is read: nothing else is in memory.
 
-The format: 8 bytes, the length of the header; the header, JSON, ``{name: {dtype, shape, data_offsets}}``; the tensors.
+The format: the length of the header in 8 bytes; the header in JSON, ``{name: {dtype, shape, data_offsets}}``; tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.sealed import form_checksum, state_checksum
 
-#: called with the name of the tensor that was written or searched, the bytes done so far, and the bytes in all
+#: called with the name of the tensor that was just written or searched, the bytes done so far, and the bytes in all
 Progress: TypeAlias = Callable[[str, int, int], None]
 
 WEIGHTS_FILE = "model.safetensors"
@@ -39,35 +40,50 @@ _DTYPES: dict[str, torch.dtype] = {**_TYPES, "F8_E8M0": torch.float8_e8m0fnu}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 #: bytes that are copied at once
 _BLOCK = 1 << 24
-#: bytes after which freed memory is given back to the system
-_TRIMMED = 1 << 26
-_DAMAGED = "download or copy the checkpoint again."
+#: bytes that are written between two calls of :func:`give_back_freed`
+_BYTES_BETWEEN_TRIMS = 1 << 26
+#: the header's length, as the first bytes of a file
+_LENGTH = struct.Struct("<Q")
+_DOWNLOAD_AGAIN = "download or copy the checkpoint again."
 
 
 class _Place(NamedTuple):
-    """Where one tensor lies."""
+    """The place of one tensor: an open file's descriptor, the tensor's first byte there, its shape and dtype."""
 
-    file: int  # an open one
-    start: int  # its first byte
-    meta: torch.Tensor  # its shape and dtype
+    file: int
+    start: int
+    meta: torch.Tensor
 
 
-class _Tensors:
-    """Open files, and where tensors lie in them."""
+class _OpenFiles:
+    """Descriptors of open files, to be closed together, and the places of all tensors in them."""
 
     def __init__(self) -> None:
-        self._places: dict[str, _Place] = {}
-        self._files: list[int] = []
+        self.places: dict[str, _Place] = {}
+        self._descriptors: list[int] = []
+
+    def open(self, path: Path, flags: int) -> int:
+        """Open a file; a new one gets the permissions of the umask."""
+        descriptor = os.open(path, flags, 0o666)
+        self._descriptors.append(descriptor)
+        return descriptor
 
     def close(self) -> None:
-        for file in self._files:
-            os.close(file)
-        self._files = []
+        """Close all files; can be called any number of times."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
 
 
 @dataclass
 class Tally:
-    """Counts the bytes of tensors that were written or searched, of ``total``, and tells ``progress``."""
+    """Counts the bytes of tensors that were written or searched, and reports them to ``progress``.
+
+    Args:
+        total: all bytes that there will be.
+        progress: called after each tensor.
+        done: bytes so far.
+    """
 
     total: int
     progress: Progress | None = None
@@ -80,13 +96,15 @@ class Tally:
             self.progress(name, self.done, self.total)
 
 
-class TensorWriter(_Tensors):
-    """The weight files of a checkpoint, in ``folder``: headers, and an index where there are several files.
+class TensorWriter:
+    """Writes the weight files of a checkpoint: their headers now, tensors as they come, an index for several files.
 
     Args:
-        layout: a meta tensor for each name, in the order in which they are dealt to files.
-        max_shard_size: bytes of one file, or ``"5GB"``; a larger tensor has a file of its own.
-        file: the name of the file, where there is one.
+        folder: an existing folder.
+        layout: a meta tensor for each name, in the order in which tensors are distributed to files.
+        max_shard_size: largest size of a file [bytes], or ``"5GB"``; a larger tensor has a file of its own.
+        file: name of the file if there is only one.
+        tally: counts the bytes that are written.
     """
 
     def __init__(
@@ -98,77 +116,107 @@ class TensorWriter(_Tensors):
         tally: Tally | None = None,
     ) -> None:
         split = deal_to_files(layout, max_shard_size, file)
-        super().__init__()
-        #: bytes of each tensor that are not written yet
-        self._left = {name: tensor.nbytes for name, tensor in layout.items()}
-        self._untrimmed, self._tally = 0, tally or Tally(0)
+        names_of_files = split.filename_to_tensors or {file: []}
+        self._files = _OpenFiles()
+        self._tally = tally or Tally(0)
+        self._bytes_since_trim = 0
+        self._bytes_missing = {name: tensor.nbytes for name, tensor in layout.items()}
         try:
-            for each, names in (split.filename_to_tensors or {file: []}).items():
-                self._begin(folder / each, {name: layout[name] for name in names})
+            for file_name, names in names_of_files.items():
+                self._begin_file(folder / file_name, {name: layout[name] for name in names})
         except BaseException:
             self.close()
             raise
         if split.is_sharded:
             write_index(folder, split.tensor_to_filename, split.metadata["total_size"])
 
-    def _begin(self, path: Path, layout: Mapping[str, torch.Tensor]) -> None:
-        """Write the header, the same in every process: widest elements first, so that each tensor is aligned."""
+    def _begin_file(self, path: Path, layout: Mapping[str, torch.Tensor]) -> None:
+        """Write the header, and give the file its final size. Every process that does it writes the same bytes."""
+        names = sorted(layout, key=lambda name: _order_in_file(name, layout[name]))
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        names = sorted(layout, key=lambda name: (-layout[name].itemsize, _CODES[layout[name].dtype], name))
-        file, end = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), 0
-        self._files.append(file)
+        end = 0
         for name in names:
-            tensor, start, end = layout[name], end, end + layout[name].nbytes
-            header[name] = {"dtype": _CODES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
+            tensor = layout[name]
+            start = end
+            end += tensor.nbytes
+            header[name] = {
+                "dtype": _CODES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [start, end],
+            }
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
-        _write_all(file, memoryview(struct.pack("<Q", len(text)) + text), 0)
-        os.truncate(file, 8 + len(text) + end)
+        data_start = _LENGTH.size + len(text)
+        file = self._files.open(path, os.O_RDWR | os.O_CREAT)
+        _write_all(file, memoryview(_LENGTH.pack(len(text)) + text), 0)
+        os.truncate(file, data_start + end)
         for name in names:
-            start = 8 + len(text) + header[name]["data_offsets"][0]
-            self._places[name] = _Place(file, start, layout[name])
+            start, _ = header[name]["data_offsets"]
+            self._files.places[name] = _Place(file, data_start + start, layout[name])
 
     def write(self, name: str, rows: torch.Tensor, first: int = 0) -> None:
-        """Write a tensor, or rows of it from ``first`` on, to its place."""
-        place, meta, size = self._places[name], self._places[name].meta, rows.numel() * rows.itemsize
-        if rows.dtype != meta.dtype or rows.shape[1:] != meta.shape[1:] or size > self._left[name]:
+        """Write a tensor, or some of its rows, to its place.
+
+        Args:
+            name: a name of the layout.
+            rows: the tensor, or consecutive rows (items of its first dimension), on any device.
+            first: index of the first of these rows.
+
+        Raises:
+            CalibrationError: dtype or shape are not those of the layout.
+        """
+        place = self._files.places[name]
+        size = rows.numel() * rows.itemsize
+        is_expected = rows.dtype == place.meta.dtype and rows.shape[1:] == place.meta.shape[1:]
+        if not is_expected or size > self._bytes_missing[name]:
             raise CalibrationError(
                 "a tensor differs from its header",
                 where=[name],
-                got=f"{rows.dtype} {tuple(rows.shape)}",
-                expected=f"{meta.dtype} {tuple(meta.shape)}",
+                got=_described(rows),
+                expected=_described(place.meta),
             )
+        start = place.start
+        if first:
+            start += first * _row_bytes(place.meta)
         rows = rows.detach().cpu().contiguous()
-        start = place.start + (first * (meta.nbytes // len(meta)) if first else 0)
         _write_all(place.file, _bytes_of(rows), start)
-        self._left[name] -= size
-        self._untrimmed += size
-        if self._untrimmed > _TRIMMED:
+        self._bytes_missing[name] -= size
+        self._bytes_since_trim += size
+        if self._bytes_since_trim > _BYTES_BETWEEN_TRIMS:
             give_back_freed()
-            self._untrimmed = 0
+            self._bytes_since_trim = 0
         self._tally.add(name, size)
 
     def copy(self, name: str, reader: TensorReader, source: str) -> None:
-        """Copy a tensor as bytes."""
-        place, start = self._places[name], 0
+        """Copy the bytes of the tensor ``source`` of ``reader``, which has the same dtype and shape."""
+        place = self._files.places[name]
+        copied = 0
         for block in reader.blocks(source):
-            _write_all(place.file, block, place.start + start)
-            start += len(block)
-        self._left[name] -= start
-        self._tally.add(name, start)
+            _write_all(place.file, block, place.start + copied)
+            copied += len(block)
+        self._bytes_missing[name] -= copied
+        self._tally.add(name, copied)
 
     def require_complete(self) -> None:
-        """Refuse files that lack tensors."""
-        refuse([name for name, left in self._left.items() if left], "tensors of the checkpoint were not written")
+        """Refuse files that lack tensors, or rows of them."""
+        incomplete = [name for name, missing in self._bytes_missing.items() if missing]
+        refuse(incomplete, "tensors of the checkpoint were not written")
 
     def close(self) -> None:
         """Close the files, and give freed memory back."""
-        super().close()
+        self._files.close()
         give_back_freed()
 
 
-class TensorReader(_Tensors):
-    """The tensors of a folder of safetensors files, by name. Headers are read, and checked against file sizes.
+class TensorReader:
+    """Reads the tensors of a folder of safetensors files, by name. Headers are checked against the files' sizes.
+
+    Args:
+        folder: holds ``model.safetensors``, or an index and the files that it names.
+
+    Attributes:
+        files: names of the files that hold the tensors, and of their index.
+        checksums: the checksum of every tensor (item None), or item of one, that was read; None before :meth:`watch`.
 
     Raises:
         CalibrationError: there are no safetensors files; an index that names a tensor twice, or a file that is not in
@@ -176,141 +224,203 @@ class TensorReader(_Tensors):
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__()
-        #: of each tensor, or item of one, that was read: the checksum; None: nobody asked for them (:meth:`watch`)
         self.checksums: dict[tuple[str, int | None], int] | None = None
-        #: names of the files that hold the tensors, and of their index
         self.files = [WEIGHTS_FILE]
-        index = {}
+        self._open_files = _OpenFiles()
+        file_of: dict[str, str] = {}
         try:
             if (folder / INDEX_FILE).exists():
-                index = _read_index(folder)
-                self.files = sorted(set(index.values()))
+                file_of = _read_index(folder)
+                self.files = sorted(set(file_of.values()))
             for file in self.files:
-                expected = {name for name, its in index.items() if its == file}
-                self._open(folder / file, expected or None)
+                names = {name for name, its_file in file_of.items() if its_file == file}
+                self._open(folder / file, names or None)
         except BaseException:
             self.close()
             raise
-        if index:
+        if file_of:
             self.files.append(INDEX_FILE)
 
-    def _open(self, path: Path, expected: set[str] | None) -> None:
+    def _open(self, path: Path, expected_names: set[str] | None) -> None:
+        """Open a file, check its header, and keep the places of its tensors; None: any names are accepted."""
         if not path.is_file():
             raise CalibrationError(
                 f"{path} is missing",
                 expected="weights in safetensors files, named by model.safetensors.index.json if there are several",
-                remedy=_DAMAGED,
+                remedy=_DOWNLOAD_AGAIN,
             )
-        with naming(path, remedy=_DAMAGED):
-            file = os.open(path, os.O_RDONLY)
-            self._files.append(file)
+        with naming(path, remedy=_DOWNLOAD_AGAIN):
+            file = self._open_files.open(path, os.O_RDONLY)
+            header, data_start = _read_header(path, file)
             size = os.fstat(file).st_size
-            (length,) = struct.unpack("<Q", os.pread(file, 8, 0))
-            if 8 + length > size:
-                raise CalibrationError(f"{path} is cut off", got=f"{size:,} bytes", remedy=_DAMAGED)
-            header = json.loads(os.pread(file, length, 8))
-            header.pop("__metadata__", None)
-            ends: dict[str, tuple[int, int]] = {}
+            offsets: dict[str, tuple[int, int]] = {}
             for name, entry in header.items():
+                meta = _checked_meta(name, entry)
                 start, stop = entry["data_offsets"]
-                if not all(isinstance(number, int) for number in (start, stop, *entry["shape"])):
-                    raise TypeError(f"{name} has data_offsets {[start, stop]} and shape {entry['shape']}")
-                meta = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="meta")
-                if start < 0 or stop - start != meta.nbytes:
-                    raise ValueError(f"{name} has {stop - start} bytes and shape {entry['shape']}")
-                if 8 + length + stop > size:
-                    bytes_ = f"{size:,} bytes, {name} ends at {8 + length + stop:,}"
-                    raise CalibrationError(f"{path} is cut off", got=bytes_, remedy=_DAMAGED)
-                ends[name] = start, stop
-                self._places[name] = _Place(file, 8 + length + start, meta)
-            _refuse_overlaps(path, ends)
-        refuse(
-            sorted(header.keys() ^ expected) if expected is not None else [],
-            f"{path} and {INDEX_FILE} disagree on its tensors",
-            remedy=_DAMAGED,
-        )
+                if data_start + stop > size:
+                    raise CalibrationError(
+                        f"{path} is cut off",
+                        got=f"{size:,} bytes, {name} ends at {data_start + stop:,}",
+                        remedy=_DOWNLOAD_AGAIN,
+                    )
+                offsets[name] = start, stop
+                self._open_files.places[name] = _Place(file, data_start + start, meta)
+            _refuse_overlaps(path, offsets)
+        if expected_names is not None:
+            refuse(
+                sorted(header.keys() ^ expected_names),
+                f"{path} and {INDEX_FILE} disagree on its tensors",
+                remedy=_DOWNLOAD_AGAIN,
+            )
+
+    def close(self) -> None:
+        """Close the files; can be called any number of times."""
+        self._open_files.close()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._open_files.places)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places
+        return name in self._open_files.places
 
     def meta(self, name: str) -> torch.Tensor:
-        """A tensor's shape and dtype."""
-        return self._places[name].meta
+        """A meta tensor with a tensor's shape and dtype."""
+        return self._open_files.places[name].meta
 
     def read(self, name: str, item: int | None = None) -> torch.Tensor:
-        """A tensor, or one item ``(1, ...)`` of its first dimension, in memory of its own."""
+        """A tensor, or one item ``(1, ...)`` of its first dimension, on the CPU in memory of its own."""
         data = self._read(name, item)
         if self.checksums is not None:
-            self._remember((name, item), state_checksum(data))
+            self._require_unchanged((name, item), state_checksum(data))
         return data
 
     def _read(self, name: str, item: int | None) -> torch.Tensor:
-        place, meta = self._places[name], self._places[name].meta
-        data = torch.empty_like(meta if item is None else meta[:1], device="cpu")
-        _read_all(place.file, _bytes_of(data), place.start + (item or 0) * data.nbytes)
+        place = self._open_files.places[name]
+        start = place.start
+        if item is None:
+            data = torch.empty_like(place.meta, device="cpu")
+        else:
+            data = torch.empty_like(place.meta[:1], device="cpu")
+            start += item * data.nbytes
+        _read_all(place.file, _bytes_of(data), start)
         return data
 
     def blocks(self, name: str) -> Iterator[memoryview]:
-        """The bytes of a tensor, in order; each block is overwritten by the next."""
-        place = self._places[name]
+        """The bytes of a tensor, in order, in blocks of up to 16 MiB; each block is overwritten by the next."""
+        place = self._open_files.places[name]
         size = place.meta.nbytes
         checksum = form_checksum(place.meta)
         buffer = memoryview(bytearray(min(size, _BLOCK)))
-        for done in range(0, size, _BLOCK):
-            block = buffer[: min(_BLOCK, size - done)]
-            _read_all(place.file, block, place.start + done)
+        for start in range(0, size, _BLOCK):
+            block = buffer[: min(_BLOCK, size - start)]
+            _read_all(place.file, block, place.start + start)
             if self.checksums is not None:
                 checksum = zlib.crc32(block, checksum)
             yield block
         if self.checksums is not None:
-            self._remember((name, None), checksum)
+            self._require_unchanged((name, None), checksum)
 
     def watch(self, checksums: Mapping[tuple[str, int | None], int] | None = None) -> None:
-        """Keep the checksums of all that is read from now on; what differs when it is read again is an error.
+        """Keep the checksums of all that is read from now on: reading other bytes the second time is an error.
 
-        ``checksums``: of tensors that were read before.
+        Args:
+            checksums: of tensors that were read earlier, by another process perhaps.
         """
-        self.checksums = {**(self.checksums or {}), **(checksums or {})}
+        watched = dict(self.checksums or {})
+        watched.update(checksums or {})
+        self.checksums = watched
 
-    def _remember(self, key: tuple[str, int | None], checksum: int) -> None:
+    def _require_unchanged(self, key: tuple[str, int | None], checksum: int) -> None:
         assert self.checksums is not None
-        if self.checksums.setdefault(key, checksum) != checksum:
+        earlier = self.checksums.setdefault(key, checksum)
+        if earlier != checksum:
+            name, _ = key
             raise CalibrationError(
                 "a checkpoint has changed while it was read",
-                where=[key[0]],
+                where=[name],
                 remedy="start over, and leave its files alone meanwhile.",
             )
 
     def changed(self, checksums: Mapping[tuple[str, int | None], int]) -> list[str]:
-        """Names of the tensors that are not as they were when their ``checksums`` were kept; all are read again."""
-        names: dict[str, None] = {}
+        """Names of the tensors whose bytes are not those of earlier ``checksums``; all of them are read again."""
+        names = []
         for (name, item), checksum in checksums.items():
-            is_there = name in self and (item is None or item < len(self.meta(name)))
-            if not is_there or state_checksum(self._read(name, item)) != checksum:
-                names[name] = None
-        return list(names)
+            exists = name in self and (item is None or item < len(self.meta(name)))
+            if not exists or state_checksum(self._read(name, item)) != checksum:
+                names.append(name)
+        return list(dict.fromkeys(names))
 
 
-def _refuse_overlaps(path: Path, ends: Mapping[str, tuple[int, int]]) -> None:
-    """Refuse tensors that share bytes of a file; ``ends``: the first byte of each, and the one after its last."""
-    in_order = sorted((name for name, (start, stop) in ends.items() if start < stop), key=ends.__getitem__)
-    for first, second in pairwise(in_order):
-        if ends[second][0] < ends[first][1]:
+# ---------------------------------------------------------------------- headers
+
+
+def _order_in_file(name: str, tensor: torch.Tensor) -> tuple[int, str, str]:
+    """The sorting key of a tensor in its file: widest elements first, so that each tensor is aligned."""
+    return -tensor.itemsize, _CODES[tensor.dtype], name
+
+
+def _read_header(path: Path, file: int) -> tuple[dict[str, Any], int]:
+    """A file's header without metadata, and the offset of the first tensor's bytes."""
+    (length,) = _LENGTH.unpack(os.pread(file, _LENGTH.size, 0))
+    data_start = _LENGTH.size + length
+    size = os.fstat(file).st_size
+    if data_start > size:
+        raise CalibrationError(f"{path} is cut off", got=f"{size:,} bytes", remedy=_DOWNLOAD_AGAIN)
+    header: dict[str, Any] = json.loads(os.pread(file, length, _LENGTH.size))
+    header.pop("__metadata__", None)
+    return header, data_start
+
+
+def _checked_meta(name: str, entry: Mapping[str, Any]) -> torch.Tensor:
+    """A meta tensor of a header's entry; an entry that no writer writes raises an error of any class."""
+    shape = entry["shape"]
+    start, stop = entry["data_offsets"]
+    for number in (start, stop, *shape):
+        if not isinstance(number, int):
+            raise TypeError(f"{name} has data_offsets {[start, stop]} and shape {shape}")
+    meta = torch.empty(shape, dtype=_DTYPES[entry["dtype"]], device="meta")
+    if start < 0 or stop - start != meta.nbytes:
+        raise ValueError(f"{name} has {stop - start} bytes and shape {shape}")
+    return meta
+
+
+def _refuse_overlaps(path: Path, offsets: Mapping[str, tuple[int, int]]) -> None:
+    """Refuse tensors that share bytes of a file; ``offsets``: the first byte of each, and the byte after its last."""
+    names = [name for name, (start, stop) in offsets.items() if start < stop]
+    names.sort(key=offsets.__getitem__)
+    for first, second in pairwise(names):
+        _, first_stop = offsets[first]
+        second_start, _ = offsets[second]
+        if second_start < first_stop:
             raise CalibrationError(
                 f"tensors overlap in {path}",
                 where=[first, second],
-                got=f"bytes {list(ends[first])} and {list(ends[second])}",
+                got=f"bytes {list(offsets[first])} and {list(offsets[second])}",
                 expected="bytes of their own for each tensor",
-                remedy=_DAMAGED,
+                remedy=_DOWNLOAD_AGAIN,
             )
 
 
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes // len(tensor)
+
+
+# ---------------------------------------------------------------------- several files
+
+
 def deal_to_files(layout: Mapping[str, torch.Tensor], max_shard_size: int | str, file: str = WEIGHTS_FILE) -> Any:
-    """Which tensors each file holds, as transformers deals them; see :class:`TensorWriter`."""
+    """The names of the files and the tensors in each, as transformers distributes them.
+
+    Args:
+        layout, max_shard_size, file: as for :class:`TensorWriter`.
+
+    Returns:
+        huggingface_hub's ``StateDictSplit``.
+    """
     pattern = file.replace(".safetensors", "{suffix}.safetensors")
     try:
         return split_torch_state_dict_into_shards(dict(layout), filename_pattern=pattern, max_shard_size=max_shard_size)
@@ -320,42 +430,64 @@ def deal_to_files(layout: Mapping[str, torch.Tensor], max_shard_size: int | str,
 
 
 def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:
-    """Write the index: ``files``, the file of each tensor, and ``size``, the bytes of all tensors."""
+    """Write the index of several files.
+
+    Args:
+        folder: the folder of the files.
+        files: the name of each tensor's file.
+        size: bytes of all tensors.
+    """
     index = {"metadata": {"total_size": size}, "weight_map": files}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _read_index(folder: Path) -> dict[str, str]:
+    """The name of each tensor's file."""
     path = folder / INDEX_FILE
-    found = read_json(path, remedy=_DAMAGED)
-    with naming(path, remedy=_DAMAGED):
-        files = dict(found["weight_map"])
+    index = read_json(path, remedy=_DOWNLOAD_AGAIN)
+    with naming(path, remedy=_DOWNLOAD_AGAIN):
+        file_of = dict(index["weight_map"])
         refuse(
-            sorted(str(file) for file in set(files.values()) if Path(file).name != file or file in ("", ".", "..")),
+            sorted(str(file) for file in set(file_of.values()) if not _is_name_in_folder(file)),
             f"{path} names files that are not in its folder",
-            remedy=_DAMAGED,
+            remedy=_DOWNLOAD_AGAIN,
         )
-    return files
+    return file_of
+
+
+def _is_name_in_folder(file: str) -> bool:
+    return file not in ("", ".", "..") and Path(file).name == file
+
+
+# ---------------------------------------------------------------------- bytes
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor, which must outlive it. (FSDP1 cannot free memory once given to numpy.)"""
+    """The memory of a contiguous tensor on the CPU; the tensor must outlive it.
+
+    Not by way of NumPy: FSDP1 cannot free a tensor's memory that NumPy once had.
+    """
     size = tensor.numel() * tensor.itemsize
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
+    if size == 0:
+        return memoryview(b"")
+    array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
 
 
 def _write_all(file: int, data: memoryview, start: int) -> None:
     while data:
-        done = os.pwrite(file, data, start)
-        data, start = data[done:], start + done
+        count = os.pwrite(file, data, start)
+        data = data[count:]
+        start += count
 
 
 def _read_all(file: int, data: memoryview, start: int) -> None:
     while data:
-        done = os.preadv(file, [data], start)
-        if not done:
-            raise CalibrationError("a safetensors file has become shorter while it was read", remedy=_DAMAGED)
-        data, start = data[done:], start + done
+        count = os.preadv(file, [data], start)
+        if count == 0:
+            raise CalibrationError("a safetensors file has become shorter while it was read", remedy=_DOWNLOAD_AGAIN)
+        data = data[count:]
+        start += count
 
 
 def give_back_freed() -> None:

@@ -1,14 +1,14 @@
-"""The states of a long run after its steps, so that a killed run continues after the last one.
+"""The state of a long run after each of its steps, so that a killed run continues after the last finished step.
 
-A run with output files keeps both in a folder beside its output:
+The states are in a folder beside the run's output, together with the output files that are finished:
 
     <name>.unfinished/
-        lock                    held by the writer as long as it lives
+        lock                    locked by rank 0 as long as it lives
         <finished files>
-        state-<step>-<rank>.pt  of a rank, after a step
+        state-<step>-<rank>.pt  the state of a rank after a step
 
-A step is finished when the states of all ranks are there; each appears whole, after the files that belong to it.
-Every state is sealed: one that was damaged, or belongs to another step or rank, is refused.
+A step is finished when the states of all ranks are there. A rank's state appears whole, after the files that belong to
+it. Every state is sealed: a state that was damaged, or belongs to another step or rank, is refused.
 """
 
 from __future__ import annotations
@@ -28,16 +28,22 @@ from lightning_obs.files.read import naming
 from lightning_obs.files.sealed import SEAL, require_whole, sealed
 from lightning_obs.files.write import whole_file
 
-#: where a state says of which step and rank it is
-_PLACE = "step and rank"
-_OF_A_RUN = re.compile(r"lock|state-\d+-\d+\.pt|model-\d{5}-of-\d{5}\.safetensors|\.lightning_obs\..*")
+#: the key under which a state names its step and rank
+_STEP_AND_RANK = "step and rank"
+#: names of the files that such a run writes
+_WRITTEN_NAMES = re.compile(r"lock|state-\d+-\d+\.pt|model-\d{5}-of-\d{5}\.safetensors|\.lightning_obs\..*")
 
 
 class Unfinished:
-    """The folder beside ``out`` of one rank of ``ranks``, which are at most a step apart.
+    """The folder of states beside the output of a run.
+
+    Args:
+        out: the output of the run.
+        rank: of this process.
+        ranks: how many ranks there are; they are at most one step apart.
 
     Attributes:
-        folder: its path; all ranks share it.
+        folder: the path of the folder; all ranks share it.
         rank: of this process.
 
     Raises:
@@ -48,7 +54,7 @@ class Unfinished:
         target = Path(os.path.realpath(out))
         self.folder = target.with_name(f"{target.name}.unfinished")
         self.rank = rank
-        self._kept = 1 if ranks == 1 else 2  # states of each rank
+        self._states_to_keep = 1 if ranks == 1 else 2  # of each rank
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         if rank == 0:
@@ -62,21 +68,27 @@ class Unfinished:
 
     @property
     def steps(self) -> list[int]:
-        """The steps whose state was saved, in ascending order."""
-        found = (re.fullmatch(rf"state-(\d+)-{self.rank}\.pt", path.name) for path in self.folder.glob("*"))
-        return sorted(int(match[1]) for match in found if match)
+        """The steps of which this rank has a state, in ascending order."""
+        pattern = re.compile(rf"state-(\d+)-{self.rank}\.pt")
+        steps = []
+        for path in self.folder.glob("*"):
+            match = pattern.fullmatch(path.name)
+            if match:
+                steps.append(int(match[1]))
+        return sorted(steps)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write the state after a step, sealed; remove the states that no rank needs any more.
+        """Write this rank's state after a step, sealed; delete earlier states that no rank needs any more.
 
         Raises:
             CalibrationError: it cannot be written (a full disk). The earlier states stay.
         """
+        whole_state = sealed({**state, _STEP_AND_RANK: [step, self.rank]})
         with whole_file(self._path(step)) as partial, partial.open("wb") as file:
-            # torch says what the system said only where Python opened the file.
-            torch.save(sealed({**state, _PLACE: [step, self.rank]}), file)
-        for earlier in self.steps[: -self._kept]:
-            _delete(self._path(earlier))
+            # From a file that Python opened, torch reports the system's reason (a full disk).
+            torch.save(whole_state, file)
+        for earlier_step in self.steps[: -self._states_to_keep]:
+            _delete(self._path(earlier_step))
 
     def load(self, step: int) -> dict[str, Any]:
         """The state after a step: tensors, numbers, strings, and lists, tuples, dicts of them.
@@ -84,16 +96,17 @@ class Unfinished:
         Raises:
             CalibrationError: it cannot be read, has changed since it was saved, or is of another step or rank.
         """
-        path, remedy = self._path(step), f"delete {self.folder} to start over."
+        path = self._path(step)
+        remedy = f"delete {self.folder} to start over."
         with naming(path, remedy=remedy), torch.inference_mode(False):
             state: dict[str, Any] = torch.load(path, weights_only=True)
         require_whole(state, str(path), remedy)
         del state[SEAL]
-        place = state.pop(_PLACE, None)
-        if place != [step, self.rank]:
+        step_and_rank = state.pop(_STEP_AND_RANK, None)
+        if step_and_rank != [step, self.rank]:
             raise CalibrationError(
                 f"{path} holds another state",
-                got=f"step and rank {place}",
+                got=f"step and rank {step_and_rank}",
                 expected=[step, self.rank],
                 remedy=remedy,
             )
@@ -103,22 +116,22 @@ class Unfinished:
         return self.folder / f"state-{step}-{self.rank}.pt"
 
     def remove(self) -> None:
-        """Delete the files that such a run writes, of any rank; and the folder, if nothing else is in it."""
+        """Delete the files that runs wrote here, of all ranks, and the folder if nothing else is in it."""
         for path in self.folder.glob("*"):
-            if _OF_A_RUN.fullmatch(path.name):
+            if _WRITTEN_NAMES.fullmatch(path.name):
                 _delete(path)
         with suppress(OSError):
             self.folder.rmdir()
 
     def close(self) -> None:
-        """Release the lock; delete a folder without a finished step."""
+        """Release the lock; rank 0 deletes a folder in which it has no state."""
         if self.rank == 0 and not self.steps:
             self.remove()
         os.close(self._lock)
 
 
 def _delete(path: Path) -> None:
-    """Delete a file, or a folder that a damage has put in its place."""
+    """Delete a file, or a folder that somebody put in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,19 +1,18 @@
-"""Files and folders that take their name when they are complete: the old or the new is under it, whole, at any time.
+"""Atomic writes: a path always holds the complete old or the complete new content.
 
-Files are written into a hidden folder beside the name:
+Whatever is written begins in a hidden folder beside its path:
 
     .lightning_obs.<random>.partial/
-        lock            held by the writer as long as it lives
-        writing/<name>  incomplete
-        whole/<name>    complete; after an exchange, the folder that had the name before
-        old/<name>      taken from under the name, where the file system cannot exchange
+        lock             locked by the writer as long as it lives
+        new/<name>       what is being written; after an exchange, the folder that was replaced
+        replaced/<name>  the folder that was replaced, where the file system cannot exchange two names
 
-A folder lists its own files and their checksums (``lightning_obs.json``). So missing and damaged files are named, and
-files that no export wrote are never deleted.
+A file takes its name by one rename. A folder that replaces another takes it by an exchange (Linux' ``renameat2``). File
+systems without it need two renames, and a kill between them leaves nothing under the name: the next process that writes
+there, or loads from there, puts the replaced folder back. It also deletes what killed writers left.
 
-A file replaces another by one rename. A folder needs an exchange (Linux' ``renameat2``); where there is none it takes
-two renames, and a kill between them leaves nothing under the name. Whoever writes beside it next, or loads it, puts
-back folders that dead writers took and removes their leftovers.
+A folder that was written lists its files with their checksums (``lightning_obs.json``). So damage is named, and a
+folder is replaced only if an export wrote every file in it.
 """
 
 from __future__ import annotations
@@ -33,35 +32,37 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from lightning_obs.errors import CalibrationError, refuse, require_bool, warn
+from lightning_obs.errors import CalibrationError, refuse, require_bool
 from lightning_obs.files.read import naming, read_json
 
-#: contents of the folder: ``{"files": {relative path: CRC-32 of the file, null of a folder}}``
+#: the list of a folder's files: ``{"files": {relative path: CRC-32 of a file, null for a folder}}``
 CONTENTS_FILE = "lightning_obs.json"
-_DAMAGED = "copy or export the checkpoint again."
-_PREFIX, _SUFFIX = ".lightning_obs.", ".partial"
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_WRITE_AGAIN = "copy or export the checkpoint again."
+_PREFIX = ".lightning_obs."
+_SUFFIX = ".partial"
+#: constants of Linux for ``renameat2``: paths are relative to the working folder; exchange the two
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+#: bytes of a file that are read at once for its checksum
+_BLOCK = 1 << 22
 
 
 def require_free(folder: Path, overwrite: bool) -> None:
-    """Refuse a folder that cannot be written, or that holds anything but a checkpoint.
+    """Refuse a folder that an export could not create, or replace where ``overwrite`` is set; called before the work.
 
     Raises:
-        CalibrationError: something is there and ``overwrite`` is off, or it is nothing that an export wrote; the folder
-            is the working folder or a mount point, which cannot be renamed.
+        CalibrationError: the folder cannot be written; it holds files and ``overwrite`` is off, or files that no export
+            wrote; it is a file, the working folder or a mount point, which cannot be renamed.
     """
     require_bool(overwrite=overwrite)
-    with _writing(folder) as target:
-        settle_dead(target.parent)
+    with _errors_name(folder):
+        target = _real_path(folder)
+        clean_up_after_killed_writers(target.parent)
         try:
             target.lstat()  # exists() hides that a name is too long
         except FileNotFoundError:
             return
-        fixed = {"the working folder": Path.cwd().is_relative_to(target), "a mount point": os.path.ismount(target)}
-        for kind, is_so in fixed.items():
-            if is_so:
-                remedy = "choose a folder inside it."
-                raise CalibrationError(f"{folder} is {kind}, which cannot be replaced whole", remedy=remedy)
+        _refuse_unmovable(target, folder)
         if not target.is_dir():
             raise CalibrationError(f"{folder} is already there, and is not a folder", remedy="choose another folder.")
         if any(target.iterdir()) and not overwrite:
@@ -70,25 +71,43 @@ def require_free(folder: Path, overwrite: bool) -> None:
                 remedy="choose another folder, or set overwrite=True, which replaces a checkpoint (a callback's "
                 "export_overwrite=True).",
             )
-        while True:
-            found = target.stat()
-            try:
-                refuse_foreign(target, folder)
-                return
-            except (CalibrationError, OSError):
-                now = target.stat()
-                if (found.st_ino, found.st_ctime_ns) == (now.st_ino, now.st_ctime_ns):
-                    raise  # otherwise another export has replaced it meanwhile
+        _refuse_foreign_while_others_write(target, folder)
+
+
+def _refuse_unmovable(target: Path, folder: Path) -> None:
+    kind = None
+    if Path.cwd().is_relative_to(target):
+        kind = "the working folder"
+    elif os.path.ismount(target):
+        kind = "a mount point"
+    if kind is not None:
+        raise CalibrationError(
+            f"{folder} is {kind}, which cannot be replaced whole", remedy="choose a folder inside it."
+        )
+
+
+def _refuse_foreign_while_others_write(target: Path, folder: Path) -> None:
+    """Refuse files that no export wrote; look again if another export replaced the folder while it was read."""
+    while True:
+        before = target.stat()
+        try:
+            refuse_foreign(target, folder)
+            return
+        except (CalibrationError, OSError):
+            after = target.stat()
+            if (before.st_ino, before.st_ctime_ns) == (after.st_ino, after.st_ctime_ns):
+                raise
 
 
 @contextmanager
 def whole_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """Give a temporary folder beside ``folder`` to write into; it takes its name when the block ended well.
+    """Write a folder: yields a temporary one beside it, which takes its name when the block ended without an error.
 
     Raises:
-        CalibrationError: as of :func:`require_free`; ``folder`` cannot be written. It is then as before.
+        CalibrationError: as :func:`require_free`; or writing failed. The path then holds what it held before.
     """
-    with _writing(folder) as target:  # a symlink stays, its target is replaced
+    with _errors_name(folder):
+        target = _real_path(folder)  # a symlink stays, its target is replaced
         target.parent.mkdir(parents=True, exist_ok=True)
         require_free(folder, overwrite)
         with closing(Staging(target)) as staging:
@@ -98,21 +117,22 @@ def whole_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
             try:
                 staging.replace_folder(overwrite)
             except OSError:
-                require_free(folder, overwrite)
+                require_free(folder, overwrite)  # raises the error that names the reason, if there is one
                 raise
 
 
 @contextmanager
 def whole_file(file: str | os.PathLike[str], overwrite: bool = True) -> Iterator[Path]:
-    """Give a path beside ``file`` to write to; it takes its name when the block ended well.
+    """Write a file: yields a temporary path beside it; it takes its name when the block ended without an error.
 
     Raises:
-        CalibrationError: ``file`` is there and ``overwrite`` is off; it cannot be written. It is then as before.
+        CalibrationError: ``file`` exists and ``overwrite`` is off; or writing failed. The path then holds what it held
+            before.
     """
     require_bool(overwrite=overwrite)
     file = Path(file)
-    with _writing(file):
-        parent = Path(os.path.realpath(file.parent))
+    with _errors_name(file):
+        parent = _real_path(file.parent)
         parent.mkdir(parents=True, exist_ok=True)
         # A symlink under this very name is replaced, not followed.
         with closing(Staging(parent / file.name)) as staging:
@@ -126,24 +146,25 @@ def whole_file(file: str | os.PathLike[str], overwrite: bool = True) -> Iterator
 
 
 def write_text(file: str | os.PathLike[str], text: str) -> None:
-    """Write text as UTF-8, whole or not at all; characters outside of UTF-8 (lone surrogates) are escaped."""
+    """Write text as UTF-8 by :func:`whole_file`; characters that UTF-8 lacks (lone surrogates) are escaped."""
     with whole_file(file) as partial:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def require_room(partial: Path, size: int) -> None:
-    """Refuse to start writing ``size`` bytes to a disk with less free space."""
-    if (free := shutil.disk_usage(partial).free) < size:
+    """Raise ``OSError`` if the disk that holds the folder ``partial`` has less than ``size`` bytes free."""
+    free = shutil.disk_usage(partial).free
+    if free < size:
         raise OSError(errno.ENOSPC, f"{free:,} bytes are free, the weights have {size:,}")
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[Path]:
-    """The path without symlinks; an error of the system names the path."""
+def _errors_name(path: Path) -> Iterator[None]:
+    """A block that writes ``path``: errors of the system become a :class:`CalibrationError` that names it."""
     try:
         if "\0" in str(path):
             raise OSError(errno.EINVAL, "a path cannot hold a NUL")
-        yield Path(os.path.realpath(path))
+        yield
     except (OSError, SafetensorError, UnicodeEncodeError) as error:
         raise CalibrationError(
             f"{path} cannot be written",
@@ -152,70 +173,88 @@ def _writing(path: Path) -> Iterator[Path]:
         ) from error
 
 
+def _real_path(path: Path) -> Path:
+    """The path without symlinks."""
+    return Path(os.path.realpath(path))
+
+
 # ---------------------------------------------------------------------- the list of a folder's files
 
 
 def write_contents(folder: Path) -> None:
-    """List all that lies in ``folder``."""
-    files = {path.relative_to(folder).as_posix(): file_checksum(path) for path in sorted(folder.rglob("*"))}
-    (folder / CONTENTS_FILE).write_text(json.dumps({"files": files}, indent=1) + "\n")
+    """Write :data:`CONTENTS_FILE`, the list of everything in ``folder``."""
+    checksums = {name: file_checksum(folder / name) for name in _names_in(folder)}
+    (folder / CONTENTS_FILE).write_text(json.dumps({"files": checksums}, indent=1) + "\n")
 
 
 def refuse_damage(folder: Path) -> None:
-    """Refuse a folder in which a listed file is missing or has other bytes than were written."""
+    """Refuse a folder in which a listed file is missing or has other bytes than were written; called before loading.
+
+    A folder without a list, which other programs write, is accepted.
+    """
     if not (folder / CONTENTS_FILE).exists():
         return
-    written = _contents(folder)
-    with naming(folder, remedy=_DAMAGED):
+    listed = _listed_checksums(folder)
+    with naming(folder, remedy=_WRITE_AGAIN):
         refuse(
-            [name for name in written if not (folder / name).exists()],
+            [name for name in listed if not (folder / name).exists()],
             f"files of {folder} are missing",
-            remedy=_DAMAGED,
+            remedy=_WRITE_AGAIN,
         )
         refuse(
-            [name for name in written if written[name] != file_checksum(folder / name)],
+            [name for name in listed if listed[name] != file_checksum(folder / name)],
             f"files of {folder} have changed since they were written",
-            remedy=f"{_DAMAGED} If you changed them on purpose, delete {CONTENTS_FILE}.",
+            remedy=f"{_WRITE_AGAIN} If you changed them on purpose, delete {CONTENTS_FILE}.",
         )
 
 
-def foreign(folder: Path) -> list[str]:
-    """Files in ``folder`` that are not, byte for byte, the files that were written there."""
+def refuse_foreign(folder: Path, shown: Path | None = None) -> None:
+    """Refuse to replace a folder with files that are not, byte for byte, as an export wrote them there.
+
+    Args:
+        folder: where the files are now.
+        shown: the path that the error names, if it is another one.
+    """
     try:
-        own = _contents(folder)
-    except CalibrationError:
-        own = {}
-    found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
-    added = [name for name in found if name not in own and not (own and name == CONTENTS_FILE)]
-    changed = [name for name in found if name in own and own[name] != file_checksum(folder / name)]
-    return [*added, *(f"{name} (changed since)" for name in changed)]
-
-
-def refuse_foreign(folder: Path, name: Path | None = None) -> None:
-    """Refuse to replace a folder with files that no export wrote; ``name``: its own, where it lies elsewhere now."""
+        listed = _listed_checksums(folder)
+    except CalibrationError:  # no list, or none that can be read: no file is known
+        listed = {}
+    added = []
+    changed = []
+    for name in _names_in(folder):
+        if name in listed:
+            if listed[name] != file_checksum(folder / name):
+                changed.append(f"{name} (changed since)")
+        elif not (listed and name == CONTENTS_FILE):
+            added.append(name)
     refuse(
-        foreign(folder),
-        f"{name or folder} holds files that no export wrote, and overwrite=True would delete them",
+        added + changed,
+        f"{shown or folder} holds files that no export wrote, and overwrite=True would delete them",
         remedy="choose another folder, or move these files away.",
     )
 
 
-def _contents(folder: Path) -> dict[str, int | None]:
+def _names_in(folder: Path) -> list[str]:
+    """The relative paths of all files and folders inside ``folder``, sorted, with ``/``."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def _listed_checksums(folder: Path) -> dict[str, int | None]:
     path = folder / CONTENTS_FILE
-    found = read_json(path, remedy=_DAMAGED)
-    with naming(path, remedy=_DAMAGED):
-        return dict(found["files"])
+    contents = read_json(path, remedy=_WRITE_AGAIN)
+    with naming(path, remedy=_WRITE_AGAIN):
+        return dict(contents["files"])
 
 
 def file_checksum(path: Path) -> int | None:
-    """CRC-32 of a file's bytes; None of a folder, -1 of anything else."""
+    """CRC-32 of a file's bytes; None for a folder, -1 for anything else (a pipe, a device, a dead link)."""
     if path.is_dir():
         return None
-    if not path.is_file():  # a pipe, a device, a link to nothing
+    if not path.is_file():
         return -1
     checksum = 0
     with path.open("rb") as file:
-        while block := file.read(1 << 22):
+        while block := file.read(_BLOCK):
             checksum = zlib.crc32(block, checksum)
     return checksum
 
@@ -224,64 +263,77 @@ def file_checksum(path: Path) -> int | None:
 
 
 class Staging:
-    """A hidden folder beside ``target`` (with no symlink in its path); ``partial`` inside it is written to."""
+    """A hidden folder beside ``target``, a path without symlinks.
+
+    Attributes:
+        target: the path that the content will take.
+        partial: a path inside the hidden folder, at which the caller writes the content.
+    """
 
     def __init__(self, target: Path) -> None:
-        settle_dead(target.parent)
+        clean_up_after_killed_writers(target.parent)
         self.target = target
-        self._folder, self._lock = _locked_folder(target.parent)
-        (self._folder / "writing").mkdir()
-        self.partial = self._folder / "writing" / target.name
+        self._folder, self._lock = _make_locked_folder(target.parent)
+        self.partial = self._folder / "new" / target.name
+        self.partial.parent.mkdir()
 
     def close(self) -> None:
-        """Remove leftovers; put back a folder that was taken, where an interrupt came between two renames."""
+        """Delete the hidden folder; put the replaced folder back if an interrupt came between two renames."""
         try:
-            _settle(self._folder)
+            _put_back_and_delete(self._folder)
         except KeyboardInterrupt:  # it may have come while the replaced folder was deleted
-            _settle(self._folder)
+            _put_back_and_delete(self._folder)
             raise
         finally:
             os.close(self._lock)
 
     def replace_file(self, overwrite: bool) -> None:
-        """Give the file its name."""
-        self._finish([self.partial])
+        """Give the file its name.
+
+        Raises:
+            FileExistsError: the name is taken and ``overwrite`` is off.
+        """
+        self._make_final([self.partial])
         if not overwrite:
             try:
-                os.link(self.partial, self.target)  # a rename would replace an existing folder
+                os.link(self.partial, self.target)  # a rename would replace an existing file
                 return
-            except OSError:  # perhaps of a file system without hard links
+            except OSError:
                 if os.path.lexists(self.target):
                     raise
+                # The file system has no hard links, and the name is free.
         os.replace(self.partial, self.target)
 
     def replace_folder(self, overwrite: bool) -> None:
-        """Give the folder its name, unless this would delete files that no export wrote."""
-        self._finish(path for path in self.partial.rglob("*") if path.is_file())
-        os.rename(self._folder / "writing", self._folder / "whole")
-        new = self._folder / "whole" / self.target.name
+        """Give the folder its name; a folder that has the name is replaced if ``overwrite`` is set.
+
+        Raises:
+            CalibrationError: it holds files that no export wrote. Nothing is replaced.
+            OSError: it may not be replaced, or cannot be renamed.
+        """
+        self._make_final([path for path in self.partial.rglob("*") if path.is_file()])
         try:
-            os.rename(new, self.target)  # onto nothing or an empty folder, else it fails
+            os.rename(self.partial, self.target)  # fails unless the name is free or an empty folder has it
+            return
         except OSError:
             if not overwrite or not self.target.is_dir():
                 raise
-            if _exchange(new, self.target):
-                old = new
-                try:
-                    refuse_foreign(old, self.target)  # now that nothing can be added to it under its name
-                except BaseException:
-                    _exchange(old, self.target)
-                    raise
-            else:
-                old = self._folder / "old" / self.target.name
-                old.parent.mkdir()
-                os.rename(self.target, old)  # close() puts it back, unless the second rename follows
-                refuse_foreign(old, self.target)
-                os.rename(new, self.target)
-            os.rename(old.parent, self._folder / "checked")
+        if _exchange(self.partial, self.target):
+            try:
+                # Only now can nobody add a file to the replaced folder by its name.
+                refuse_foreign(self.partial, self.target)
+            except BaseException:
+                _exchange(self.partial, self.target)
+                raise
+        else:
+            replaced = self._folder / "replaced" / self.target.name
+            replaced.parent.mkdir()
+            os.rename(self.target, replaced)  # close() puts it back, unless the second rename follows
+            refuse_foreign(replaced, self.target)
+            os.rename(self.partial, self.target)
 
-    def _finish(self, files: Iterable[Path]) -> None:
-        """Let others read as the umask says (safetensors writes for the owner alone); flush all files to the disk."""
+    def _make_final(self, files: Iterable[Path]) -> None:
+        """Give files the permissions of the umask (safetensors writes for the owner alone); flush them to the disk."""
         mode = os.fstat(self._lock).st_mode & 0o777
         for path in files:
             path.chmod(mode)
@@ -289,53 +341,48 @@ class Staging:
                 os.fsync(file.fileno())
 
 
-def settle_dead(parent: Path) -> None:
-    """Put back folders that killed writers took from their names in ``parent``, and remove their other leftovers."""
+def clean_up_after_killed_writers(parent: Path) -> None:
+    """Delete the hidden folders of killed writers in ``parent``; put back a folder killed between its two renames."""
     try:
-        left = [path for path in parent.iterdir() if path.name.startswith(_PREFIX) and path.name.endswith(_SUFFIX)]
-    except OSError:  # whoever writes there says why
+        children = list(parent.iterdir())
+    except OSError:  # whoever writes or reads there next says why
         return
-    for folder in left:
-        lock = _lock_of_dead(folder)
-        if lock is not None:
-            _settle(folder)
-            os.close(lock)
+    for path in children:
+        if path.name.startswith(_PREFIX) and path.name.endswith(_SUFFIX):
+            lock = _lock_of_killed_writer(path)
+            if lock is not None:
+                _put_back_and_delete(path)
+                os.close(lock)
 
 
-def _settle(folder: Path) -> None:
-    for taken in list(folder.glob("old/*")):
-        target = folder.parent / taken.name
+def _put_back_and_delete(hidden: Path) -> None:
+    for replaced in list(hidden.glob("replaced/*")):
+        target = hidden.parent / replaced.name
         if not os.path.lexists(target):
-            os.rename(taken, target)
-    for path in (*folder.glob("whole/*"), *folder.glob("old/*")):
-        if foreign(path):
-            warn(
-                f"{path} was {folder.parent / path.name} until an overwrite of it was killed, and holds files "
-                "that no export wrote. It stays there: move it away, or delete it."
-            )
-            return
-    shutil.rmtree(folder, ignore_errors=True)
+            os.rename(replaced, target)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _locked_folder(parent: Path) -> tuple[Path, int]:
+def _make_locked_folder(parent: Path) -> tuple[Path, int]:
+    """A new hidden folder in ``parent``, and the file descriptor of its lock."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, suffix=_SUFFIX, dir=parent))
-        # Before it is locked, another writer may take this one for dead and remove the folder.
+        hidden = Path(tempfile.mkdtemp(prefix=_PREFIX, suffix=_SUFFIX, dir=parent))
+        # Until it is locked, another process may take its writer for killed and delete the folder.
         with suppress(FileNotFoundError):
-            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-            with suppress(OSError):  # a file system without locks: no writer there is known to be dead
+            lock = os.open(hidden / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+            with suppress(OSError):  # a file system without locks: no writer there is taken for killed
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if (folder / "lock").exists():
-                return folder, lock
+            if (hidden / "lock").exists():
+                return hidden, lock
             os.close(lock)
 
 
-def _lock_of_dead(folder: Path) -> int | None:
-    """The lock of a folder of ours whose writer has ended; None: it lives, or nobody can tell."""
+def _lock_of_killed_writer(hidden: Path) -> int | None:
+    """The lock of a hidden folder whose writer has ended; None if the writer lives, or nobody can tell."""
     try:
-        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        if hidden.is_symlink() or hidden.stat().st_uid != os.getuid():
             return None
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        lock = os.open(hidden / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError:
         return None
     try:
@@ -346,10 +393,12 @@ def _lock_of_dead(folder: Path) -> int | None:
     return lock
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Let two names change places at once; False where the system or file system cannot."""
+def _exchange(first: Path, second: Path) -> bool:
+    """Let two paths change places in one step; False where the system or the file system cannot."""
     if not sys.platform.startswith("linux"):
         return False
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-    paths = os.fsencode(one), os.fsencode(other)
-    return renameat2 is not None and not renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE)
+    if renameat2 is None:
+        return False
+    error = renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+    return not error

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from statistics import median, median_low
 from typing import Any
 
@@ -27,6 +28,7 @@ from lightning_obs.report.numbers import human_size, moved_texts, number, relati
 from lightning_obs.report.predictions import Moved
 from lightning_obs.report.step import Step
 from lightning_obs.schemes.config import describe_scheme, observer_name
+from lightning_obs.schemes.planned_modules import PlannedModule
 
 #: below this [dB] more than 3 % of a typical token's output energy is quantization noise
 POOR_SQNR = 15.0
@@ -49,15 +51,16 @@ class ScaleDrift:
         for name, scale in qparams.items():
             if not name.endswith("_scale") or name.endswith("_global_scale"):
                 continue
-            now = scale.detach().float().cpu().abs().log2()
+            logarithm = scale.detach().float().cpu().abs().log2()
             first = self._first.get(name)
-            if first is None or first.shape != now.shape:
-                first = self._first[name] = now
+            if first is None or first.shape != logarithm.shape:
+                first = self._first[name] = logarithm
+            drift = (logarithm - first).abs().nan_to_num(nan=0.0, posinf=0.0).mean()
             history = self.drifts.setdefault(name, [0.0] * (len(self.steps) - 1))
-            history.append(float((now - first).abs().nan_to_num(nan=0.0, posinf=0.0).mean()))
+            history.append(float(drift))
 
     def numbers(self) -> dict[str, float]:
-        """The largest drift and the mean one, now; nothing before there are two to compare.
+        """The largest and the mean drift at the last step; empty until scales were added twice.
 
         >>> drift = ScaleDrift()
         >>> for step, scale in enumerate((1.0, 2.0)):
@@ -76,14 +79,15 @@ class LayerFacts:
     """One layer's scheme, observers and bytes."""
 
     scheme: str  # in a few words
-    weight_width: int | None  # bits of its numbers; None: full precision
-    input_width: int | None
-    weight_observer: str  # which found the range; empty: none did
-    input_observer: str
+    weight_width: int | None  # bits of a weight; None: full precision
+    input_width: int | None  # bits of an input value; None: full precision
+    weight_observer: str  # that chose the weight's range; empty: none did
+    input_observer: str  # that chose the input's range; empty: none did
     before: int  # bytes of all its tensors in the model
-    after: int  # and in a checkpoint
-    outputs: int  # how many output channels the weight has scales of
-    channels: list[float]  # largest weight that the scales of each can hold; of runs of channels where there are many
+    after: int  # bytes of all its tensors in a checkpoint
+    outputs: int  # output channels that have scales of their own
+    #: the largest weight that each channel's scales can represent; of many channels, of runs of neighbours
+    channels: list[float]
     grid: tuple[float, float] | None  # ends of the range of the input's one scale; None: it has several scales
 
 
@@ -190,18 +194,19 @@ class Report:
 
 def facts(report: Report, arrow: str = "->") -> dict[str, str]:
     """What the run has measured, by name, in the order of a report; the arrow stands between before and after."""
-    found = dict[str, str]()
+    texts: dict[str, str] = {}
     for name, (before, after) in report.metrics.items():
         if before is not None and after is not None:
             kind = metric_kind(name, report.higher_is_better.get(name))
-            found[name] = metric_text(kind, before, after, arrow)
+            texts[name] = metric_text(kind, before, after, arrow)
     if report.moved is not None:
-        found |= moved_texts(asdict(report.moved))
+        texts |= moved_texts(asdict(report.moved))
     if report.sizes is not None:
-        found["size"] = f" {arrow} ".join(map(human_size, report.sizes))
+        before_size, after_size = report.sizes
+        texts["size"] = f"{human_size(before_size)} {arrow} {human_size(after_size)}"
     if report.result is not None and any(sum(counts) for counts in report.result.expert_tokens.values()):
-        found["experts"] = _expert_line(report.result.expert_tokens)
-    return found
+        texts["experts"] = _expert_line(report.result.expert_tokens)
+    return texts
 
 
 def metric_text(kind: MetricKind, before: float, after: float, arrow: str = "->") -> str:
@@ -223,34 +228,46 @@ def metric_text(kind: MetricKind, before: float, after: float, arrow: str = "->"
 
 
 def _expert_line(tokens: Mapping[str, Sequence[int]]) -> str:
-    """How many tokens the router sent to the experts, and which got none."""
-    counts = sorted(count for layer in tokens.values() for count in layer)
-    line = f"tokens per expert: {counts[0]} to {counts[-1]}, median {median_low(counts)}"
-    none = [f"{name}.{i}" for name, layer in tokens.items() for i, count in enumerate(layer) if not count]
-    return f"{line}; {len(none)} of {len(counts)} experts got none: {name_list(none)}" if none else line
+    """How many tokens the router sent to the experts, and which experts received none."""
+    counts: list[int] = []
+    without_tokens: list[str] = []
+    for layer_name, counts_of_layer in tokens.items():
+        counts += counts_of_layer
+        for expert, count in enumerate(counts_of_layer):
+            if count == 0:
+                without_tokens.append(f"{layer_name}.{expert}")
+    line = f"tokens per expert: {min(counts)} to {max(counts)}, median {median_low(counts)}"
+    if without_tokens:
+        line += f"; {len(without_tokens)} of {len(counts)} experts got none: {name_list(without_tokens)}"
+    return line
 
 
 def aggregates(result: CalibrationResult | None, errors: Sequence[LayerError]) -> dict[str, float]:
-    """Numbers for a logger to plot over time: least and median SQNR [dB], the largest clipped share [%] of an input,
-    tokens of the least and of the median expert, and how long calibration took [s].
+    """Numbers of one calibration, for loggers to plot over time.
+
+    Least and median SQNR [dB], the largest share of an input that is clipped [%], the tokens of the expert with the
+    fewest and of the median expert, and the time that calibration took [s].
 
     >>> from lightning_obs.report.metrics import TensorError
     >>> aggregates(None, [LayerError("a", TensorError(20.0)), LayerError("b", input=TensorError(30.0, clipped=0.5))])
     {'sqnr_min': 20.0, 'sqnr_median': 25.0, 'clipped_max': 0.5}
     """
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     ratios = [error.sqnr for error in errors if math.isfinite(error.sqnr)]
     if ratios:
-        found |= {"sqnr_min": min(ratios), "sqnr_median": median(ratios)}
+        numbers["sqnr_min"] = min(ratios)
+        numbers["sqnr_median"] = median(ratios)
     clipped = [error.clipped for error in errors if error.clipped is not None]
     if clipped:
-        found["clipped_max"] = max(clipped)
+        numbers["clipped_max"] = max(clipped)
     if result is None:
-        return found
-    tokens = [count for layer in result.expert_tokens.values() for count in layer]
+        return numbers
+    tokens = list(chain.from_iterable(result.expert_tokens.values()))
     if any(tokens):
-        found |= {"expert_tokens_min": float(min(tokens)), "expert_tokens_median": float(median(tokens))}
-    return found | {"seconds": result.seconds}
+        numbers["expert_tokens_min"] = float(min(tokens))
+        numbers["expert_tokens_median"] = float(median(tokens))
+    numbers["seconds"] = result.seconds
+    return numbers
 
 
 # ---------------------------------------------------------------------- facts of a session
@@ -259,67 +276,100 @@ def aggregates(result: CalibrationResult | None, errors: Sequence[LayerError]) -
 def known_facts(session: CalibrationSession) -> dict[str, Any]:
     """The fields of :class:`Report` that a calibrated session knows; no data are read."""
     assert session.result is not None
-    qparams, targets = session.result.qparams, {t.name: t for t in session.plan.targets if not t.states}
-    kinds, bytes_of = dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
+    targets = {target.name: target for target in session.plan.targets if not target.states}
     with session.in_force():
         sizes = _sizes(session.model)
-    for name, (before, after) in sizes.items():
+    kinds: dict[str, tuple[int, int]] = {}
+    sizes_of_modules: dict[str, tuple[int, int]] = {}
+    for name, size in sizes.items():
         path, _, key = name.rpartition(".")
         kind = _kind(session.model.get_submodule(path), key, path in targets)
-        for found, at in ((kinds, kind), (bytes_of, path)):
-            had = found.get(at, (0, 0))
-            found[at] = had[0] + before, had[1] + after
-    of_observers = {(n, base): observer_name(base, one.args) for (n, base), one in session.observers.items()}
-    layers = {}
+        _add_size(kinds, kind, size)
+        _add_size(sizes_of_modules, path, size)
+    layers: dict[str, LayerFacts] = {}
     for name, target in targets.items():
-        weight, read = (target.args.get(base) for base in ("weight", "input"))
-        layers[name] = LayerFacts(
-            describe_scheme(target.scheme),
-            None if weight is None else weight.num_bits,
-            None if read is None else read.num_bits,
-            of_observers.get((name, "weight"), ""),
-            of_observers.get((name, "input"), ""),
-            *bytes_of.get(name, (0, 0)),
-            *_channels(weight, qparams.get(f"{name}.weight_scale")),
-            _grid(read, *(qparams.get(f"{name}.input_{key}") for key in ("scale", "zero_point"))),
-        )
+        layers[name] = _layer_facts(session, target, sizes_of_modules.get(name, (0, 0)))
     return {"result": session.result, "options": session.options, "layers": layers, "kinds": kinds}
 
 
+def _add_size(sizes: dict[str, tuple[int, int]], name: str, size: tuple[int, int]) -> None:
+    before, after = sizes.get(name, (0, 0))
+    sizes[name] = before + size[0], after + size[1]
+
+
+def _layer_facts(session: CalibrationSession, target: PlannedModule, size: tuple[int, int]) -> LayerFacts:
+    """The facts of one planned module, whose tensors take ``size`` bytes before and after."""
+    assert session.result is not None
+    qparams = session.result.qparams
+    weight_args = target.args.get("weight")
+    input_args = target.args.get("input")
+    outputs, channels = _channels(weight_args, qparams.get(f"{target.name}.weight_scale"))
+    input_scale = qparams.get(f"{target.name}.input_scale")
+    input_zero_point = qparams.get(f"{target.name}.input_zero_point")
+    return LayerFacts(
+        scheme=describe_scheme(target.scheme),
+        weight_width=None if weight_args is None else weight_args.num_bits,
+        input_width=None if input_args is None else input_args.num_bits,
+        weight_observer=_observer_name(session, target, "weight"),
+        input_observer=_observer_name(session, target, "input"),
+        before=size[0],
+        after=size[1],
+        outputs=outputs,
+        channels=channels,
+        grid=_grid(input_args, input_scale, input_zero_point),
+    )
+
+
+def _observer_name(session: CalibrationSession, target: PlannedModule, base_name: str) -> str:
+    observer = session.observers.get((target.name, base_name))
+    return "" if observer is None else observer_name(base_name, observer.args)
+
+
 def _sizes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Bytes before and after of each tensor, by its name in either state dict; tied ones once."""
+    """Bytes before and after of each tensor, by its name in either state dict; tied tensors by their first name."""
     names = identities(model)
-    once = {one: name for name, one in reversed(names.items())}
-    sizes = {}
-    for path, _, key in (name.rpartition(".") for name in once.values()):
+    first_names: dict[Any, str] = {}
+    for name, identity in names.items():
+        first_names.setdefault(identity, name)
+    sizes: dict[str, tuple[int, int]] = {}
+    for name in first_names.values():
+        path, _, key = name.rpartition(".")
         module = model.get_submodule(path)
-        if (shape := whole_shape(module, key)) is not None:
-            sizes[f"{path}.{key}" if path else key] = shape.numel() * getattr(module, key).itemsize, 0
-    tied = names.keys() - once.values()
+        shape = whole_shape(module, key)
+        if shape is not None:
+            sizes[name] = shape.numel() * getattr(module, key).itemsize, 0
+    tied = names.keys() - first_names.values()
     for name, value in stored_layout(model).items():
         if name not in tied:
-            sizes[name] = sizes.get(name, (0, 0))[0], value.nbytes
+            before, _ = sizes.get(name, (0, 0))
+            sizes[name] = before, value.nbytes
     return sizes
 
 
 def _kind(module: nn.Module, key: str, is_target: bool) -> str:
+    """The kind of a tensor, by which the page adds up bytes."""
     if is_target and key != "bias":
         return "quantized weights" if key in ("weight", "weight_packed") else "scales"
     return "embeddings" if isinstance(module, nn.Embedding) else "full precision"
 
 
 def _channels(args: QuantizationArgs | None, scale: torch.Tensor | None) -> tuple[int, list[float]]:
+    """The number of output channels with scales of their own, and the largest weight that each can represent."""
     if args is None or scale is None or scale.ndim < 2 or len(scale) < 2:
         return 0, []
-    held = scale.detach().float().abs().flatten(1).amax(1) * calculate_range(args, scale.device)[1].float()
-    return len(held), [float(part.max()) for part in held.tensor_split(min(CHANNELS, len(held)))]
+    _, largest_code = calculate_range(args, scale.device)
+    largest_scales = scale.detach().float().abs().flatten(1).amax(1)
+    largest_weights = largest_scales * largest_code.float()
+    runs = largest_weights.tensor_split(min(CHANNELS, len(largest_weights)))
+    return len(largest_weights), [float(run.max()) for run in runs]
 
 
 def _grid(
-    args: QuantizationArgs | None, scale: torch.Tensor | None, zero: torch.Tensor | None
+    args: QuantizationArgs | None, scale: torch.Tensor | None, zero_point: torch.Tensor | None
 ) -> tuple[float, float] | None:
+    """The smallest and the largest value that an input with one scale can take."""
     if args is None or scale is None or scale.numel() != 1:
         return None
-    middle = 0.0 if zero is None else float(zero)
-    low, high = ((float(end) - middle) * float(scale) for end in calculate_range(args, torch.device("cpu")))
-    return low, high
+    offset = 0.0 if zero_point is None else float(zero_point)
+    lowest_code, highest_code = calculate_range(args, torch.device("cpu"))
+    return (float(lowest_code) - offset) * float(scale), (float(highest_code) - offset) * float(scale)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -54,10 +54,13 @@ class LayerError:
 
     @property
     def sqnr(self) -> float:
-        """Mean over tokens of the output's signal-to-quantization-noise ratio [dB]; where no output was measured, the
-        least of the weight's and the input's; NaN where none is known."""
-        parts = (self.weight, self.input) if self.output is None else (self.output,)
-        return min((part.sqnr for part in parts if part is not None and part.sqnr is not None), default=math.nan)
+        """Signal-to-quantization-noise ratio of the output [dB], the mean over tokens.
+
+        Where no output was measured, the smaller of the weight's and the input's ratio; NaN where neither is known.
+        """
+        tensors = (self.weight, self.input) if self.output is None else (self.output,)
+        ratios = [tensor.sqnr for tensor in tensors if tensor is not None and tensor.sqnr is not None]
+        return min(ratios, default=math.nan)
 
     @property
     def clipped(self) -> float | None:
@@ -74,10 +77,9 @@ def measure_layer_errors(
 ) -> list[LayerError]:
     """Compare every calibrated layer's output with and without quantization, worst first.
 
-    Attention states are not compared: they are not a layer's output.
-
-    The model runs unquantized, in evaluation mode, and is left as it was. Each layer is run a second time, quantized,
-    on the input it got. So an error is the layer's own, not one that it inherited.
+    The model runs unquantized, in evaluation mode, and is left as it was. Each layer runs a second time, quantized, on
+    the same input, so the error of one layer does not add to the next one's. Attention states are not compared: they
+    are not a layer's output.
 
     Args:
         model: a calibrated model.
@@ -86,47 +88,64 @@ def measure_layer_errors(
         counts: filled with how often each input value was seen, ``{module name: (values, counts)}``.
     """
     layers = _layers(model)
+    inputs = LayerSums(list(layers))
+    outputs = LayerSums(list(layers))
+    feeds = _Feeds()
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad(), run_eagerly(), left_as_it_was(model):
-        inputs, outputs, feeds = LayerSums(list(layers)), LayerSums(list(layers)), stack.enter_context(_Feeds())
+        stack.enter_context(feeds)
         for name, module in layers.items():
-            hook = module.register_forward_hook(_probe(name, inputs, outputs, feeds, counts), with_kwargs=True)
-            stack.callback(keep_hook_out(module, hook))
-        for batch in batches if layers else ():
-            call_on(model, batch)
-    # Outputs are compared as they come out: they have no grid, and nothing of them is clipped here.
-    written = {name: replace(error, clipped=None) for name, error in outputs.errors().items()}
-    found = _joined(layers, _weight_errors(model, layers, collectives), inputs.errors(), written)
-    return [replace(error, feeds=tuple(feeds.of[error.name])) for error in found if error.output is not None]
+            probe = _probe(name, inputs, outputs, feeds, counts)
+            handle = module.register_forward_hook(probe, with_kwargs=True)
+            stack.callback(keep_hook_out(module, handle))
+        if layers:
+            for batch in batches:
+                call_on(model, batch)
+    output_errors: dict[str, TensorError] = {}
+    for name, error in outputs.errors().items():
+        output_errors[name] = replace(error, clipped=None)  # outputs have no grid that could clip them
+    weight_errors = _weight_errors(model, layers, collectives)
+    errors: list[LayerError] = []
+    for layer in _worst_first(layers, weight_errors, inputs.errors(), output_errors):
+        if layer.output is not None:
+            errors.append(replace(layer, feeds=tuple(feeds.readers[layer.name])))
+    return errors
 
 
 class _Feeds(TorchFunctionMode):
-    """The layers that are the first to read a layer's output: ``of``, by its name.
+    """Find the layers that are the first to read each layer's output: ``readers``, by the name of the source.
 
-    A tensor stems from the layers that the arguments of its function stem from, so it is followed through attention,
-    norms and additions, but not through functions that are not torch's. The first readers are all that read one tensor:
-    q, k and v.
+    While it is entered, every torch function passes the sources of its arguments on to its results. So an output is
+    followed through attention, norms and additions, but not through functions outside torch. Several layers are first
+    readers if they read the same tensor, as q, k and v do.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.of = defaultdict[str, list[str]](list)
-        self._sources = WeakTensorKeyDictionary()
-        self._first: dict[str, weakref.ref[torch.Tensor]] = {}
+        self.readers = defaultdict[str, list[str]](list)
+        self._sources = WeakTensorKeyDictionary()  # by tensor, the names of the layers that it stems from
+        self._first_read: dict[str, weakref.ref[torch.Tensor]] = {}  # by source, the first tensor that a layer read
 
     def passed(self, name: str, value: torch.Tensor, output: torch.Tensor) -> None:
-        """A layer has read a tensor and written another."""
+        """Note that a layer has read ``value`` and written ``output``; called by the layer's hook."""
         for source in self._sources.get(value, ()):
-            if self._first.setdefault(source, weakref.ref(value))() is value:
-                self.of[source].append(name)
+            first_read = self._first_read.setdefault(source, weakref.ref(value))
+            if first_read() is value:
+                self.readers[source].append(name)
         self._sources[output] = {name}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        read, written = ([x for x in tree_leaves(at) if isinstance(x, torch.Tensor)] for at in ((args, kwargs), found))
-        sources = set().union(*(self._sources.get(tensor, ()) for tensor in read))
-        for tensor in written if sources else ():
-            self._sources[tensor] = sources
-        return found
+        result = function(*args, **(kwargs or {}))
+        sources: set[str] = set()
+        for tensor in _tensors_in((args, kwargs)):
+            sources |= self._sources.get(tensor, set())
+        if sources:
+            for tensor in _tensors_in(result):
+                self._sources[tensor] = sources
+        return result
+
+
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def known_layer_errors(
@@ -144,13 +163,14 @@ def known_layer_errors(
         inputs = LayerSums(list(layers))
         for name, (values, numbers) in counts.items():
             grid = _grid_of(layers[name], "input") if name in layers else None
-            if grid is not None and grid[0].numel() == 1:
-                at = grid[0].device
-                inputs.update(name, counted_error(values.to(at), numbers.to(at), *grid))
-    return _joined(layers, _weight_errors(model, layers, collectives), inputs.errors(), {})
+            if grid is not None and grid.scale.numel() == 1:
+                device = grid.scale.device
+                inputs.update(name, counted_error(values.to(device), numbers.to(device), *grid))
+    return _worst_first(layers, _weight_errors(model, layers, collectives), inputs.errors(), {})
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The calibrated modules by name, without attention, whose states are no layer's output."""
     return {name: module for name, module in calibrated_modules(model) if not quantized_states(module)}
 
 
@@ -162,13 +182,13 @@ def _weight_errors(
     reshard(model)
     with torch.inference_mode(False), torch.no_grad():
         sums = LayerSums(list(layers))
-        for turn, (name, module) in enumerate(layers.items()):
-            mine = turn % collectives.size == collectives.rank
-            if not mine and not in_shards(module):
+        for number, (name, module) in enumerate(layers.items()):
+            measures = number % collectives.size == collectives.rank
+            if not measures and not in_shards(module):
                 continue
-            with held(module) as matrix:
+            with held(module) as matrix:  # all ranks gather a weight in shards
                 grid = _grid_of(module, "weight")
-                if mine and matrix is not None and grid is not None:
+                if measures and matrix is not None and grid is not None:
                     rounded = read_qparams(module).get(ROUNDED)
                     sums.update(name, grid_error(matrix, *grid, "weight", rounded=rounded))
         if layers and collectives.size > 1:
@@ -176,14 +196,26 @@ def _weight_errors(
     return sums.errors()
 
 
-def _grid_of(module: nn.Module, base_name: str) -> tuple[torch.Tensor, torch.Tensor | None, QuantizationArgs] | None:
-    """Scale (a global one divided out), zero point and arguments of a tensor with a static grid; else None."""
-    args, qparams = args_of(module, base_name), read_qparams(module)
-    scale, global_scale = (qparams.get(f"{base_name}_{name}") for name in ("scale", "global_scale"))
+class _Grid(NamedTuple):
+    """The numbers that a quantized tensor can take; a global scale is divided out of the scale."""
+
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None
+    args: QuantizationArgs
+
+
+def _grid_of(module: nn.Module, base_name: str) -> _Grid | None:
+    """The static grid of a module's weight or input; None where it has none."""
+    args = args_of(module, base_name)
+    qparams = read_qparams(module)
+    scale = qparams.get(f"{base_name}_scale")
     if args is None or scale is None or args.dynamic is not False:
         return None
-    scale = scale.float() if global_scale is None else scale.float() / global_scale.float()
-    return scale, qparams.get(f"{base_name}_zero_point"), args
+    scale = scale.float()
+    global_scale = qparams.get(f"{base_name}_global_scale")
+    if global_scale is not None:
+        scale = scale / global_scale.float()
+    return _Grid(scale, qparams.get(f"{base_name}_zero_point"), args)
 
 
 def _probe(
@@ -199,26 +231,30 @@ def _probe(
         with ExitStack() as stack:
             stack.callback(quantize_forward(module))
             quantized = module.forward(*args, **kwargs)  # not __call__: hooks saw this call already
-        rounded, plain = (tokens_of(module, each) for each in (quantized, output))
-        outputs.update(name, difference_error(rounded, plain))
+        outputs.update(name, difference_error(tokens_of(module, quantized), tokens_of(module, output)))
         if not value.is_floating_point():
             return
         grid = _grid_of(module, "input")
         if grid is None:
             error = only_range(value)
-        else:  # groups of compressed-tensors lie in the last dimension
-            value = tokens_of(module, value) if grid[0].numel() == 1 else value
+        else:
+            if grid.scale.numel() == 1:  # else the last dimension has to stay last: it holds the groups
+                value = tokens_of(module, value)
             error = grid_error(value, *grid, "input", by_token=True)
         inputs.update(name, error)
         if counts is not None:
-            seen = support_of(value)
-            counts[name] = join_supports(counts[name], seen) if name in counts else seen
+            support = support_of(value)
+            counts[name] = join_supports(counts[name], support) if name in counts else support
 
     return probe
 
 
-def _joined(layers: Iterable[str], *tensors: Mapping[str, TensorError]) -> list[LayerError]:
-    """The errors of layers from the errors of weights, inputs and outputs, the worst first."""
-    weights, inputs, outputs = tensors
-    found = [LayerError(name, weights.get(name), inputs.get(name), outputs.get(name)) for name in layers]
-    return sorted(found, key=lambda error: math.inf if math.isnan(error.sqnr) else error.sqnr)
+def _worst_first(
+    layers: Iterable[str],
+    weights: Mapping[str, TensorError],
+    inputs: Mapping[str, TensorError],
+    outputs: Mapping[str, TensorError],
+) -> list[LayerError]:
+    """The errors of layers from the errors of their tensors; layers of which nothing is known come last."""
+    errors = [LayerError(name, weights.get(name), inputs.get(name), outputs.get(name)) for name in layers]
+    return sorted(errors, key=lambda error: math.inf if math.isnan(error.sqnr) else error.sqnr)

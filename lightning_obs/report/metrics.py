@@ -18,13 +18,13 @@ from lightning_obs.numerics.many_tensors import to_host
 from lightning_obs.numerics.quantization_error import CODES, SUMS, ErrorSums
 from lightning_obs.ranks.collectives import Collectives
 
-#: errors that wait to be added: 2 KiB each
-_MOST = 4096
+#: errors that are kept before they are added up, 2 KiB each
+_PENDING = 4096
 
 
 @dataclass(frozen=True)
 class TensorError:
-    """The effect of rounding on one tensor: :data:`NUMBERS`, its smallest and its largest value. None: not known."""
+    """The effect of rounding on one tensor: the :data:`NUMBERS`, and its smallest and largest value; None: unknown."""
 
     sqnr: float | None = None
     mse: float | None = None
@@ -54,35 +54,40 @@ class LayerSums:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._at = {name: at for at, name in enumerate(names)}
-        many = len(self._at)
-        self._measured: list[tuple[int, ErrorSums]] = []  # not added yet, so that one transfer brings them to the host
-        self.sums = torch.zeros(many, len(SUMS), dtype=torch.float64)
-        self.codes = torch.zeros(many, CODES, dtype=torch.int64)
-        self.low = torch.full((many,), math.inf, dtype=torch.float64)
+        self._rows = {name: row for row, name in enumerate(names)}
+        count = len(self._rows)
+        self._pending: list[tuple[int, ErrorSums]] = []  # not added yet, so that one transfer brings them to the host
+        self.sums = torch.zeros(count, len(SUMS), dtype=torch.float64)
+        self.codes = torch.zeros(count, CODES, dtype=torch.int64)
+        self.low = torch.full((count,), math.inf, dtype=torch.float64)
         self.high = -self.low
 
     def update(self, name: str, error: ErrorSums) -> None:
         """Add the error of a tensor of one layer."""
-        self._measured.append((self._at[name], error))
-        if len(self._measured) >= _MOST:
+        self._pending.append((self._rows[name], error))
+        if len(self._pending) >= _PENDING:
             self._add_up()
 
     def _add_up(self) -> None:
-        brought = iter(to_host([value for _, error in self._measured for value in error]))
-        for at, _ in self._measured:
-            sums, low, high, codes = (next(brought) for _ in ErrorSums._fields)
-            self.sums[at] += sums
-            self.low[at] = torch.fmin(self.low[at], low)
-            self.high[at] = torch.fmax(self.high[at], high)
-            self.codes[at] += codes
-        self._measured.clear()
+        """Add the pending errors to the sums."""
+        tensors: list[torch.Tensor] = []
+        for _, error in self._pending:
+            tensors += error
+        on_host = iter(to_host(tensors))
+        for row, error in self._pending:
+            sums, low, high, codes = (next(on_host) for _ in error)
+            self.sums[row] += sums
+            self.low[row] = torch.fmin(self.low[row], low)
+            self.high[row] = torch.fmax(self.high[row], high)
+            self.codes[row] += codes
+        self._pending.clear()
 
     def reduce_ranks(self, collectives: Collectives) -> None:
         """Add the other ranks' sums, in three collectives; every rank must call this. It writes in place."""
         self._add_up()
         for sums in (self.sums, self.codes):
-            sums.copy_(collectives.reduce(sums.flatten().to(collectives.device), "sum").view_as(sums))
+            total = collectives.reduce(sums.flatten().to(collectives.device), "sum")
+            sums.copy_(total.view_as(sums))
         ends = torch.cat([self.low, -self.high]).to(collectives.device)
         low, high = collectives.reduce(ends, "min").chunk(2)
         self.low.copy_(low)
@@ -95,16 +100,21 @@ class LayerSums:
     def compute(self) -> dict[str, torch.Tensor]:
         """Each of :data:`NUMBERS`, and ``low`` and ``high``, ``(layers,)``; NaN where it is not known."""
         self._add_up()
-        ends = {"low": self.low, "high": self.high}
-        found = {name: end.where(end.isfinite(), torch.nan) for name, end in ends.items()}
-        return {name: number(self) for name, number in NUMBERS.items()} | found
+        numbers = {name: number(self) for name, number in NUMBERS.items()}
+        numbers["low"] = self.low.where(self.low.isfinite(), torch.nan)
+        numbers["high"] = self.high.where(self.high.isfinite(), torch.nan)
+        return numbers
 
     def errors(self) -> dict[str, TensorError]:
         """The numbers of each layer that ran, by name."""
-        computed = {key: values.tolist() for key, values in self.compute().items()}
-        seen = (self.low.isfinite() | (self.of("values") > 0)).tolist()
-        known = ({key: v[at] for key, v in computed.items() if not math.isnan(v[at])} for at in range(len(seen)))
-        return {name: TensorError(**row) for name, row, is_seen in zip(self._at, known, seen, strict=True) if is_seen}
+        columns = {key: values.tolist() for key, values in self.compute().items()}
+        has_run = (self.low.isfinite() | (self.of("values") > 0)).tolist()
+        errors: dict[str, TensorError] = {}
+        for name, row in self._rows.items():
+            if has_run[row]:
+                numbers = {key: column[row] for key, column in columns.items() if not math.isnan(column[row])}
+                errors[name] = TensorError(**numbers)
+        return errors
 
 
 def sqnr(layers: LayerSums) -> torch.Tensor:
@@ -125,8 +135,10 @@ def cosine(layers: LayerSums) -> torch.Tensor:
 
     The quantized form is x + e, so its sums follow from the sums of x and e.
     """
-    signal, noise, cross = (layers.of(name) for name in ("signal", "noise", "cross"))
-    return (signal + cross) / (signal * (signal + 2 * cross + noise)).sqrt()
+    signal = layers.of("signal")
+    cross = layers.of("cross")
+    quantized_signal = signal + 2 * cross + layers.of("noise")
+    return (signal + cross) / (signal * quantized_signal).sqrt()
 
 
 def clipped_share(layers: LayerSums) -> torch.Tensor:

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,15 +75,18 @@ def write_report(folder: str | os.PathLike[str], report: Report, judgement: Judg
     Raises:
         CalibrationError: a point of the frontier without name, bits per weight or loss; the folder cannot be written.
     """
-    keys = ("name", "bits_per_weight", "loss")
-    lacking = [f"point {at}" for at, point in enumerate(report.frontier) if not all(key in point for key in keys)]
-    refuse(lacking, "a point of the frontier lacks something", expected=", ".join(keys))
+    keys = {"name", "bits_per_weight", "loss"}
+    incomplete = [f"point {number}" for number, point in enumerate(report.frontier) if not keys <= point.keys()]
+    refuse(incomplete, "a point of the frontier lacks something", expected="name, bits_per_weight, loss")
     folder = Path(folder)
     data = _data(report, judge(report, folder) if judgement is None else judgement)
     write_text(folder / "report.html", _page(report, data))
     write_text(folder / "report.json", as_json(data))
     if data["layers"]:
-        rows = [{k: v for k, v in row.items() if k not in _ONLY_PAGE} for row in data["layers"]]
+        rows = [dict(row) for row in data["layers"]]
+        for row in rows:
+            for key in _ONLY_PAGE:
+                row.pop(key, None)
         write_csv(folder / "layers.csv", rows)
     return folder / "report.html"
 
@@ -94,19 +98,25 @@ def as_json(data: Any) -> str:
 
 def layer_row(error: LayerError) -> dict[str, Any]:
     """One layer, flat: ``{"name": ..., "sqnr": ..., "weight_sqnr": ..., "input_bits": ...}``; None is not known."""
-    whole = {key: getattr(error, key) for key in ("name", "sqnr", "clipped", "feeds")}
-    parts = {kind: getattr(error, kind) for kind in ("weight", "input", "output")}
-    flat = {f"{kind}_{key}": value for kind, part in parts.items() if part for key, value in asdict(part).items()}
-    own = {column.key: column.value(error) for column in COLUMNS if column.value is not None}
-    return {key: finite(value) for key, value in (whole | flat | own).items()}
+    row: dict[str, Any] = {"name": error.name, "sqnr": error.sqnr, "clipped": error.clipped, "feeds": error.feeds}
+    for base_name in ("weight", "input", "output"):
+        tensor_error = getattr(error, base_name)
+        if tensor_error is not None:
+            for key, value in asdict(tensor_error).items():
+                row[f"{base_name}_{key}"] = value
+    for column in COLUMNS:
+        if column.value is not None:
+            row[column.key] = column.value(error)
+    return {key: finite(value) for key, value in row.items()}
 
 
 def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows under the union of their keys, in the order in which these first appear."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = list(dict.fromkeys(chain.from_iterable(rows)))
 
-    def text(value: Any) -> Any:  # a spreadsheet would take it for a formula
-        return f"'{value}" if isinstance(value, str) and value[:1] in {*"=+-@\t\r"} else value
+    def text(value: Any) -> Any:
+        is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+        return f"'{value}" if is_formula else value  # else a spreadsheet would compute it
 
     with (
         whole_file(path) as partial,
@@ -119,25 +129,38 @@ def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -
 
 def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
     """All that the page shows as numbers, strings, lists and dicts."""
-    above = {*_LEFT_OUT, *(sign.label for sign in judgement.signs)}
-    known = {**(report.result.facts() if report.result else {}), **facts(report, "\N{RIGHTWARDS ARROW}")}
-    known = {_LABELS.get(k, k): v for k, v in known.items() if k not in above}
+    result = report.result
     ignored = [] if report.options is None else report.options.config.ignore or []
-    as_they_are = ("title", "metrics", "sensitivity_unit", "kinds", "frontier", "scores", "curves")
-    return {
+    data: dict[str, Any] = {
         "ignore": list(dict.fromkeys([*ignored, *report.poor_layers])),
         **report.row,
         **report.extra,
-        **{name: getattr(report, name) for name in as_they_are},
-        "judgement": {**asdict(judgement), "signs": [sign._asdict() for sign in judgement.signs]},
-        # a percentage is not torn from its sign
-        "summary": [{"label": k, "value": v.replace(" %)", "\N{NO-BREAK SPACE}%)")} for k, v in known.items()],
-        "lines": as_names(report.lines),
-        "engines": {} if report.result is None else {k: asdict(v) for k, v in report.result.engines.items()},
-        "layers": list(_layers(report)),
-        "runs": [{**run, "quality": quality_of(run)} for run in report.runs],
-        "drift": None if report.drift is None else {"steps": report.drift.steps, "drifts": report.drift.drifts},
     }
+    for name in ("title", "metrics", "sensitivity_unit", "kinds", "frontier", "scores", "curves"):
+        data[name] = getattr(report, name)
+    data["judgement"] = {**asdict(judgement), "signs": [sign._asdict() for sign in judgement.signs]}
+    data["summary"] = _summary(report, judgement)
+    data["lines"] = as_names(report.lines)
+    data["engines"] = {} if result is None else {name: asdict(verdict) for name, verdict in result.engines.items()}
+    data["layers"] = list(_layers(report))
+    data["runs"] = [{**run, "quality": quality_of(run)} for run in report.runs]
+    data["drift"] = None
+    if report.drift is not None:
+        data["drift"] = {"steps": report.drift.steps, "drifts": report.drift.drifts}
+    return data
+
+
+def _summary(report: Report, judgement: Judgement) -> list[dict[str, str]]:
+    """The facts beside the judgement, without its signs: ``[{"label", "value"}]``."""
+    texts = {} if report.result is None else report.result.facts()
+    texts = {**texts, **facts(report, "\N{RIGHTWARDS ARROW}")}
+    omitted = {*_LEFT_OUT, *(sign.label for sign in judgement.signs)}
+    entries: list[dict[str, str]] = []
+    for name, text in texts.items():
+        if name not in omitted:
+            unbroken = text.replace(" %)", "\N{NO-BREAK SPACE}%)")  # a number stays with its percent sign
+            entries.append({"label": _LABELS.get(name, name), "value": unbroken})
+    return entries
 
 
 def _page(report: Report, data: Mapping[str, Any]) -> str:
@@ -155,24 +178,37 @@ def _page(report: Report, data: Mapping[str, Any]) -> str:
 
 
 def _layers(report: Report) -> Iterable[dict[str, Any]]:
-    ranges = {} if report.result is None else report.result.chosen_input_ranges
-    order = {} if report.result is None else {name: at for at, name in enumerate(report.result.modules)}
+    """A row of the page's data for each layer that anything is known of."""
     rows: dict[str, dict[str, Any]] = {error.name: layer_row(error) for error in report.errors}
     for name in [*report.layers, *report.sensitivity, *report.choices]:
         rows.setdefault(name, {"name": name})
+    _add_losses(rows, report)
+    for name, layer in report.layers.items():
+        rows[name] |= asdict(layer)
+    for name, support in report.counts.items():
+        if name in rows and len(support.values):
+            low, high, numbers = linear_bins(support, BINS)
+            rows[name]["histogram"] = {"low": low, "high": high, "counts": numbers}
+    if report.result is not None:
+        for number, name in enumerate(report.result.modules):
+            if name in rows:
+                rows[name]["at"] = number
+        for name, (low, high) in report.result.chosen_input_ranges.items():
+            if name in rows:
+                rows[name]["chosen_low"] = low
+                rows[name]["chosen_high"] = high
+    return rows.values()
+
+
+def _add_losses(rows: Mapping[str, dict[str, Any]], report: Report) -> None:
+    """Add each layer's share of the loss, and the numbers of a plan, to its row."""
     losses = layer_losses(report)
-    total = sum(one.loss for one in losses)
-    for one in losses if total else ():
-        rows[one.name] |= {"share": 100 * one.loss / total, "by_input": one.input}
-    for key, values in (("sensitivity", report.sensitivity), ("loss", report.losses), ("choice", report.choices)):
+    total = sum(layer.loss for layer in losses)
+    if total:
+        for layer in losses:
+            rows[layer.name]["share"] = 100 * layer.loss / total
+            rows[layer.name]["by_input"] = layer.input
+    values_by_key = {"sensitivity": report.sensitivity, "loss": report.losses, "choice": report.choices}
+    for key, values in values_by_key.items():
         for name, value in values.items():
             rows[name][key] = value
-    for name, row in rows.items():
-        row |= {} if name not in report.layers else asdict(report.layers[name])
-        row |= {"at": order[name]} if name in order else {}
-        if name in ranges:
-            row["chosen_low"], row["chosen_high"] = ranges[name]
-        if name in report.counts and len(report.counts[name].values):
-            low, high, numbers = linear_bins(report.counts[name], BINS)
-            row["histogram"] = {"low": low, "high": high, "counts": numbers}
-    return rows.values()

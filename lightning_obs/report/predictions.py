@@ -24,7 +24,7 @@ from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.ranks.collectives import Collectives
 
-#: memory for the original's logits, and again for batches that are kept, on each rank [bytes]
+#: memory on each rank for the original's logits, and as much again for batches that are kept [bytes]
 KEPT_BYTES = 2 * 2**30
 #: positions that are compared at a time: a block of their logits stays in the cache
 _ROWS = 16

@@ -8,7 +8,7 @@ when it loads the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from compressed_tensors.quantization import (
@@ -40,6 +40,7 @@ KV_PRESETS: dict[str, QuantizationArgs] = {
 class StatesConfig(QuantizationConfig):
     """A config with separate observers for q, k and v, which share one ``QuantizationArgs`` otherwise."""
 
+    #: by base name, the fields ``observer`` and ``observer_kwargs``
     state_observers: dict[str, dict[str, Any]]
 
 
@@ -56,11 +57,13 @@ def resolve_kv_cache(kv_cache: KVCacheLike, in_config: QuantizationArgs | None) 
         raise CalibrationError(
             "the kv cache is given twice", got="kv_cache beside kv_cache_scheme", remedy="say it in one place."
         )
-    given = in_config if kv_cache is None else kv_cache
-    if isinstance(given, str):
-        given = KV_PRESETS.get(given.upper(), given)
-    if given is None or isinstance(given, QuantizationArgs):
-        return None if given is None else given.model_copy(deep=True)
+    requested = in_config if kv_cache is None else kv_cache
+    if isinstance(requested, str):
+        requested = KV_PRESETS.get(requested.upper(), requested)
+    if requested is None:
+        return None
+    if isinstance(requested, QuantizationArgs):
+        return requested.model_copy(deep=True)
     if isinstance(kv_cache, Mapping):
         try:
             return QuantizationArgs.model_validate(dict(kv_cache))
@@ -87,8 +90,8 @@ def quantizes_states(group: QuantizationScheme) -> bool:
 
 def state_args(config: QuantizationConfig, args: QuantizationArgs, base_name: str) -> QuantizationArgs:
     """``args`` with the observer that ``config`` names for q, k or v."""
-    own = config.state_observers if isinstance(config, StatesConfig) else {}
-    return args.model_copy(deep=True, update=own.get(base_name))
+    state_observers = config.state_observers if isinstance(config, StatesConfig) else {}
+    return args.model_copy(deep=True, update=state_observers.get(base_name))
 
 
 # ---------------------------------------------------------------------- over one model
@@ -107,28 +110,54 @@ def find_states(
             attention function that would fail.
     """
     cached = {name: module for name, module in model.named_modules() if is_cached_attention_module(module)}
-    ignore = config.ignore or ()
-    groups: dict[str, QuantizationScheme] = {}
-    for name, module in cached.items():
-        group = next((by_target[target] for target in match_targets(name, module, by_target)), None)
-        if group is not None and not is_match(name, module, ignore) and is_narrow_match(model, group.targets, name):
-            groups[name] = group
-    kv = config.kv_cache_scheme
-    if kv is None and not groups:
+    groups = _groups_of(model, cached, config, by_target)
+    kv_args = config.kv_cache_scheme
+    if kv_args is None and not groups:
         return []
     _check_model(model, cached)
-    _check_schemes(kv, groups)
+    _check_schemes(kv_args, groups)
     if groups:
         _check_q(model, cached, groups)
-    elif idle := [p for p in ignore if _names_attention(p) and any(is_match(n, m, p) for n, m in cached.items())]:
-        whole = "the kv cache of a model is quantized whole, ignore does not keep attention modules out of it"
-        warn(f"{whole}: {name_list(idle)}")
-    scheme = next(iter(groups.values()), QuantizationScheme(targets=[*KV_CACHE_TARGETS], input_activations=kv))
+        scheme = next(iter(groups.values()))
+        base_names: tuple[str, ...] = ATTENTION
+    else:
+        _warn_ignored_attention(cached, config.ignore or ())
+        scheme = QuantizationScheme(targets=[*KV_CACHE_TARGETS], input_activations=kv_args)
+        base_names = ATTENTION[1:]  # k and v
     args = scheme.input_activations
     assert args is not None  # _check_schemes
     _check_scales(model, args, list(cached))
-    states = {base: state_args(config, args, base) for base in (ATTENTION if groups else ATTENTION[1:])}
+    states = {base_name: state_args(config, args, base_name) for base_name in base_names}
     return [PlannedModule(name, module, groups.get(name, scheme), states) for name, module in cached.items()]
+
+
+def _groups_of(
+    model: nn.Module,
+    cached: Mapping[str, nn.Module],
+    config: QuantizationConfig,
+    by_target: Mapping[str, QuantizationScheme],
+) -> dict[str, QuantizationScheme]:
+    """By name, the group that targets each attention module, by compressed-tensors' rule (:func:`find_states`)."""
+    groups: dict[str, QuantizationScheme] = {}
+    for name, module in cached.items():
+        matching = match_targets(name, module, by_target)
+        if not matching or is_match(name, module, config.ignore or ()):
+            continue
+        group = by_target[matching[0]]
+        if is_narrow_match(model, group.targets, name):
+            groups[name] = group
+    return groups
+
+
+def _warn_ignored_attention(cached: Mapping[str, nn.Module], ignore: Sequence[str]) -> None:
+    """Warn of entries of ``ignore`` that name attention modules, whose cache is quantized all the same."""
+    idle: list[str] = []
+    for pattern in ignore:
+        if _names_attention(pattern) and any(is_match(name, module, pattern) for name, module in cached.items()):
+            idle.append(pattern)
+    if idle:
+        reason = "the kv cache of a model is quantized whole, ignore does not keep attention modules out of it"
+        warn(f"{reason}: {name_list(idle)}")
 
 
 def _attention_names(model: nn.Module) -> list[str]:
@@ -137,7 +166,8 @@ def _attention_names(model: nn.Module) -> list[str]:
 
 def _check_model(model: nn.Module, cached: Mapping[str, nn.Module]) -> None:
     """Refuse models that are not of transformers, cross-attention, and attention without a cache."""
-    kind, in_full = type(model).__name__, "leave the kv cache in full precision."
+    kind = type(model).__name__
+    in_full = "leave the kv cache in full precision."
     if not is_transformers_model(model):
         raise CalibrationError(
             "attention states and the kv cache are quantized in transformers models only, through model.config",
@@ -161,16 +191,21 @@ def _check_model(model: nn.Module, cached: Mapping[str, nn.Module]) -> None:
 
 def _check_schemes(kv: QuantizationArgs | None, groups: Mapping[str, QuantizationScheme]) -> None:
     """Refuse a scheme of weights or outputs, and two schemes at once."""
-    wrong = [n for n, g in groups.items() if g.weights is not None or g.output_activations is not None]
-    if wrong or any(group.input_activations is None for group in groups.values()):
+    with_weights: list[str] = []
+    for name, group in groups.items():
+        if group.weights is not None or group.output_activations is not None:
+            with_weights.append(name)
+    if with_weights or any(group.input_activations is None for group in groups.values()):
         raise CalibrationError(
             "an attention module has states to quantize, no weights and no outputs",
-            where=wrong or list(groups),
+            where=with_weights or list(groups),
             expected="a group of input_activations only, which stand for q, k and v",
             remedy="target its projections (`re:.*self_attn.*_proj$`) with the weights' scheme.",
         )
-    given = [*(group.input_activations for group in groups.values()), kv]
-    formats = {args.model_dump_json(exclude={"observer", "observer_kwargs"}) for args in given if args is not None}
+    formats: set[str] = set()
+    for args in (*(group.input_activations for group in groups.values()), kv):
+        if args is not None:
+            formats.add(args.model_dump_json(exclude={"observer", "observer_kwargs"}))
     if len(formats) > 1:
         raise CalibrationError(
             "attention states are given two schemes, but a checkpoint has room for one",
@@ -181,12 +216,13 @@ def _check_schemes(kv: QuantizationArgs | None, groups: Mapping[str, Quantizatio
 
 
 def _check_q(model: Any, cached: Mapping[str, nn.Module], groups: Mapping[str, QuantizationScheme]) -> None:
-    """Refuse a part of the attention modules, eager attention, and several attention functions.
+    """Refuse a group for some of the attention modules only, eager attention, and several attention functions.
 
-    compressed-tensors replaces the one attention function, and its own fails in a module that it did not hook.
+    compressed-tensors replaces the attention function that all modules look up through their ``config``; its
+    replacement fails in a module that it has not hooked. A wrapper around an attention module looks up nothing itself.
     """
-    own_config = [name for name in _attention_names(model) if hasattr(model.get_submodule(name), "config")]
-    innermost = [name for name in own_config if not any(other.startswith(f"{name}.") for other in own_config)]
+    with_config = [name for name in _attention_names(model) if hasattr(model.get_submodule(name), "config")]
+    innermost = [name for name in with_config if not _has_submodule_in(name, with_config)]
     refuse(
         [name for name in dict.fromkeys([*cached, *innermost]) if name not in groups],
         "q is quantized in every attention module of a model or in none",
@@ -196,11 +232,15 @@ def _check_q(model: Any, cached: Mapping[str, nn.Module], groups: Mapping[str, Q
     used = sorted({str(config._attn_implementation) for config in configs})
     if used in (["eager"], ["None"]) or len(used) > 1:
         raise CalibrationError(
-            "compressed-tensors quantizes q in models with one attention function, of transformers' registry, of which "
+            "compressed-tensors quantizes q in models with one attention function of transformers' registry, of which "
             "eager is none",
             got=f"attn_implementation {', '.join(used)}",
             remedy='load the model with attn_implementation="sdpa", or quantize k and v only (kv_cache=...).',
         )
+
+
+def _has_submodule_in(name: str, names: Sequence[str]) -> bool:
+    return any(candidate.startswith(f"{name}.") for candidate in names)
 
 
 def _check_scales(model: Any, args: QuantizationArgs, names: list[str]) -> None:

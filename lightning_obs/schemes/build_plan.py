@@ -49,69 +49,122 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
         CalibrationError: see the message; nothing was changed.
     """
     require_transformers(model)
-    config, ignore = config.model_copy(deep=True), list(config.ignore or [])
-    by_target = {target: group for group in config_groups(config) for target in group.targets}
-    written = [target for group in config_groups(config) for target in group.targets]
+    config = config.model_copy(deep=True)
+    ignore = list(config.ignore or [])
+    groups_by_target = leave_out_absent_classes(model, _groups_by_target(config))
+    check_patterns(model, groups_by_target, ignore)
+    adopt_adapters(model)
+    targets = find_states(model, config, groups_by_target)
+    selected_by_class = _add_matching_modules(targets, model, groups_by_target, ignore)
+    left_out = unsuited(model, targets, selected_by_class)
+    targets = [target for target in targets if target.name not in left_out]
+    ignore += left_out
+    config.ignore = ignore
+    check_stacked_experts(model, list(groups_by_target), ignore)
+    _check_any_left(model, targets, list(groups_by_target), ignore)
+    _warn_idle_targets(targets, groups_by_target)
+    check_targets(model, targets)
+    fused = find_fused((target.name for target in targets), fused_sets)
+    _check_fused_schemes(targets, fused)
+    warn_cast_buffers(model)
+    warn_left_in_float(model, targets, groups_by_target, ignore)
+    return Plan(config, targets, fused, left_out)
+
+
+def _groups_by_target(config: QuantizationConfig) -> dict[str, QuantizationScheme]:
+    """The group of each target; a target of two groups is refused."""
+    counts: Counter[str] = Counter()
+    groups_by_target: dict[str, QuantizationScheme] = {}
+    for group in config_groups(config):
+        counts.update(group.targets)
+        groups_by_target |= dict.fromkeys(group.targets, group)
     refuse(
-        sorted(target for target in by_target if written.count(target) > 1),
-        "a target stands in two groups",
+        sorted(target for target, count in counts.items() if count > 1),
+        "a target is in two groups",
         remedy="keep it in one of them.",
     )
-    by_target = leave_out_absent_classes(model, by_target)
-    check_patterns(model, by_target, ignore)
-    adopt_adapters(model)
-    targets = find_states(model, config, by_target)
-    left_alone, by_class = {target.name for target in targets} | inside_adapted(model), set[str]()
-    for name, module in match_named_modules(model, by_target, ignore):
-        if name not in left_alone:
-            pattern, module = match_targets(name, module, by_target)[0], base_of(module)
-            if is_meant(pattern, module):
-                targets.append(PlannedModule(name, module, by_target[pattern]))
-                by_class |= {name} if pattern in {kind.__name__ for kind in type(module).__mro__} else set()
-    left_out = unsuited(model, targets, by_class)
-    targets = [target for target in targets if target.name not in left_out]
-    config.ignore = ignore = [*ignore, *left_out]
-    check_stacked_experts(model, list(by_target), ignore)
-    if not targets:
-        known = sorted({type(module).__name__ for module in model.modules() if matrix_shape(module) is not None})
-        raise CalibrationError(
-            "nothing is left to quantize",
-            got=f"targets {list(by_target)}, all of them matched by ignore {ignore}",
-            expected=f"a target that `ignore` leaves, among {', '.join(known)}",
-        )
-    taken = {id(target.scheme) for target in targets}
-    if idle := [pattern for pattern, group in by_target.items() if id(group) not in taken]:
+    return groups_by_target
+
+
+def _add_matching_modules(
+    targets: list[PlannedModule],
+    model: nn.Module,
+    groups_by_target: Mapping[str, QuantizationScheme],
+    ignore: Sequence[str],
+) -> set[str]:
+    """Add the modules that the targets match to ``targets``; returns the names of those that match by their class."""
+    planned_or_inner = {target.name for target in targets} | inside_adapted(model)
+    selected_by_class: set[str] = set()
+    for name, module in match_named_modules(model, groups_by_target, ignore):
+        if name in planned_or_inner:
+            continue
+        pattern = match_targets(name, module, groups_by_target)[0]
+        module = base_of(module)
+        if not is_meant(pattern, module):
+            continue
+        targets.append(PlannedModule(name, module, groups_by_target[pattern]))
+        if pattern in (kind.__name__ for kind in type(module).__mro__):
+            selected_by_class.add(name)
+    return selected_by_class
+
+
+def _check_any_left(
+    model: nn.Module, targets: Sequence[PlannedModule], target_names: list[str], ignore: list[str]
+) -> None:
+    if targets:
+        return
+    classes = sorted({type(module).__name__ for module in model.modules() if matrix_shape(module) is not None})
+    raise CalibrationError(
+        "nothing is left to quantize",
+        got=f"targets {target_names}, all of them matched by ignore {ignore}",
+        expected=f"a target that `ignore` leaves, among {', '.join(classes)}",
+    )
+
+
+def _warn_idle_targets(targets: Sequence[PlannedModule], groups_by_target: Mapping[str, QuantizationScheme]) -> None:
+    """Warn of targets whose group has no module left."""
+    used_groups = {id(target.scheme) for target in targets}
+    idle = [pattern for pattern, group in groups_by_target.items() if id(group) not in used_groups]
+    if idle:
         warn(f"other targets, `ignore` or a tied weight leave no module for {name_list(idle)}")
-    check_targets(model, targets)
-    fused = find_fused((t.name for t in targets), fused_sets)
-    schemes = {t.name: scheme_identity(t.scheme) for t in targets}
+
+
+def _check_fused_schemes(targets: Sequence[PlannedModule], fused: Sequence[Sequence[str]]) -> None:
+    """Refuse a fused set whose modules have different schemes."""
+    identities = {target.name: scheme_identity(target.scheme) for target in targets}
+    mixed: list[str] = []
+    for members in fused:
+        if len({identities[name] for name in members}) > 1:
+            mixed += members
     refuse(
-        [name for members in fused if len({schemes[name] for name in members}) > 1 for name in members],
+        mixed,
         "modules that are fused at inference have different schemes",
         expected="one scheme for all members of a fused set (q, k, v; gate, up; your fused_sets)",
         remedy="target or ignore them together.",
     )
-    warn_cast_buffers(model)
-    warn_left_in_float(model, targets, by_target, ignore)
-    return Plan(config, targets, fused, left_out)
 
 
 def is_meant(target: str, module: nn.Module) -> bool:
-    """Whether a pattern that matches a module is meant for it: ``re:.*mlp.*`` also matches containers and activation
-    functions, which hold no parameters."""
+    """Whether a target that matches a module is meant for it.
+
+    ``re:.*mlp.*`` also matches containers and activation functions, which hold no parameters.
+    """
     return not target.startswith("re:") or holds_parameters(module)
 
 
 def check_stacked_experts(model: nn.Module, targets: list[str], ignore: list[str]) -> None:
     """Refuse experts in 3-D parameters whose projections the targets would match, unless ``ignore`` names them."""
-    linear, projections = nn.Linear(1, 1, device="meta"), hub_names(model)
+    linear = nn.Linear(1, 1, device="meta")
+    projections = hub_names(model)
+    unreached: list[str] = []
+    for name, module in fused_experts(model).items():
+        if is_match(name, module, ignore):
+            continue
+        names_as_linear = [f"{name}.0.{projection}" for projection in projections[name].values()]
+        if any(is_match(linear_name, linear, targets, ignore) for linear_name in names_as_linear):
+            unreached.append(f"{name} ({type(module).__name__})")
     refuse(
-        [
-            f"{name} ({type(module).__name__})"
-            for name, module in fused_experts(model).items()
-            if not is_match(name, module, ignore)
-            and any(is_match(f"{name}.0.{leaf}", linear, targets, ignore) for leaf in projections[name].values())
-        ],
+        unreached,
         "experts are stacked in 3-D parameters, so no target reaches them and they would stay in full precision",
         remedy="call lightning_obs.linearize_experts(model) first (in the constructor or configure_model), or list "
         "them in `ignore` (`re:.*experts`) to leave them on purpose.",
@@ -121,33 +174,47 @@ def check_stacked_experts(model: nn.Module, targets: list[str], ignore: list[str
 # ---------------------------------------------------------------------- the modules that were chosen
 
 
-def unsuited(model: nn.Module, targets: Sequence[PlannedModule], by_class: Set[str]) -> dict[str, str]:
-    """Planned modules that cannot be quantized, by name the reason: their weight is that of an Embedding that is not
-    planned, is read without a call, or has no elements.
+def unsuited(model: nn.Module, targets: Sequence[PlannedModule], selected_by_class: Set[str]) -> dict[str, str]:
+    """The planned modules that cannot be quantized, each with the reason.
 
-    Only modules that a target selects by their class (``by_class``): one selected by a name or a pattern is refused
-    later.
+    Their weight is tied to an Embedding that is not planned, is read without a call, or has no elements. Only modules
+    that a target selects by their class (``selected_by_class``) are left out; a module selected by its name or a
+    pattern is refused later.
     """
-    planned = {id(t.module) for t in targets if t.scheme.weights is not None}
-    tied = {
-        name: f"tied to {embedding}"
-        for sharing in _shared_weights(model)
-        for embedding in [n for n, m in sharing if isinstance(m, nn.Embedding) and id(m) not in planned][:1]
-        for name, module in sharing
-        if name in by_class and id(module) in planned
-    }
-    empty = {t.name: "no elements" for t in targets if t.name in by_class and 0 in (matrix_shape(t.module) or ())}
-    return tied | empty | {t.name: _UNCALLED for t in _uncalled(model, targets) if t.name in by_class}
+    reasons: dict[str, str] = {}
+    planned = {id(target.module) for target in targets if target.scheme.weights is not None}
+    for sharing in _shared_weights(model):
+        embedding = _unplanned_embedding(sharing, planned)
+        for name, module in sharing:
+            if embedding is not None and name in selected_by_class and id(module) in planned:
+                reasons[name] = f"tied to {embedding}"
+    for target in targets:
+        if target.name in selected_by_class and 0 in (matrix_shape(target.module) or ()):
+            reasons[target.name] = "no elements"
+    for target in _uncalled(model, targets):
+        if target.name in selected_by_class:
+            reasons[target.name] = _UNCALLED
+    return reasons
+
+
+def _unplanned_embedding(sharing: Sequence[tuple[str, nn.Module]], planned: Set[int]) -> str | None:
+    """The name of the first Embedding among the modules that share a weight, if it is not planned."""
+    for name, module in sharing:
+        if isinstance(module, nn.Embedding) and id(module) not in planned:
+            return name
+    return None
 
 
 def _uncalled(model: nn.Module, targets: Sequence[PlannedModule]) -> list[PlannedModule]:
     """Planned modules whose weights code of PyTorch, transformers or mamba-ssm reads without calling them."""
-    read = set[int]()
+    uncalled: set[int] = set()
     for module in model.modules():
-        kind = "Mamba" if "Mamba" in type(module).__name__ else type(module).__name__
-        names = ("out_proj",) if isinstance(module, nn.MultiheadAttention) else _READS.get(kind, ())
-        read.update(id(getattr(module, name, None)) for name in names)
-    return [target for target in targets if id(target.module) in read]
+        class_name = "Mamba" if "Mamba" in type(module).__name__ else type(module).__name__
+        attributes = _READS.get(class_name, ())
+        if isinstance(module, nn.MultiheadAttention):
+            attributes = ("out_proj",)
+        uncalled.update(id(getattr(module, attribute, None)) for attribute in attributes)
+    return [target for target in targets if id(target.module) in uncalled]
 
 
 def _shared_weights(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
@@ -155,70 +222,88 @@ def _shared_weights(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
     users: dict[Hashable, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter) and not is_adapted(module):  # whose weight is that of its base layer
+        if isinstance(weight, nn.Parameter) and not is_adapted(module):  # an adapted module shows its base's weight
             users.setdefault(identity(module), []).append((name, module))
     return [modules for modules in users.values() if len(modules) > 1]
 
 
 def check_targets(model: nn.Module, targets: list[PlannedModule]) -> None:
-    """Refuse modules that cannot be quantized as their scheme says. The user reads of the first problem."""
+    """Refuse modules that cannot be quantized as their scheme says; the error names the first problem."""
     refuse(
         [target.name for target in _uncalled(model, targets)],
         "code of the model reads the weights of these modules without calling them, so they cannot be quantized",
         remedy="target the class (Linear), which leaves them out, or list them in `ignore`.",
     )
     _check_adapters(model, targets)
-    others = [t for t in targets if not t.states and kind_of(t.module).stored_as is None]
     refuse(
-        [t.name for t in others if "Attention" in type(t.module).__name__],
+        [target.name for target in targets if _is_unhooked_attention(target)],
         "attention that compressed-tensors cannot quantize: it finds no kv cache there",
         expected="a module with k_proj and v_proj that is called with past_key_values",
         remedy="target the Linear modules.",
     )
     refuse(
-        [t.name for t in targets if getattr(t.module, "quantization_status", None) in ("compressed", "decompressed")],
+        [target.name for target in targets if _is_quantized(target.module)],
         "already quantized, its weights are on another grid",
         expected="a model in full precision",
         remedy="load the checkpoint that was quantized, or this one with CompressedTensorsConfig(dequantize=True).",
     )
+    indexed = [target for target in targets if kind_of(target.module).reads_indices]
     refuse(
-        [t.name for t in targets if kind_of(t.module).reads_indices and t.scheme.input_activations is not None],
+        [target.name for target in indexed if target.scheme.input_activations is not None],
         "an Embedding's input is token indices and cannot be quantized",
         remedy="give embeddings a weight-only group of their own.",
     )
-    weighted = [t for t in targets if t.scheme.weights is not None]
+    weighted = [target for target in targets if target.scheme.weights is not None]
+    _check_weights(weighted)
+    _check_shared(model, weighted)
+    _check_group_sizes(targets)
+
+
+def _is_unhooked_attention(target: PlannedModule) -> bool:
+    """Whether a target is an attention module in which compressed-tensors finds no kv cache."""
+    is_known = target.states or kind_of(target.module).stored_as is not None
+    return not is_known and "Attention" in type(target.module).__name__
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    return getattr(module, "quantization_status", None) in ("compressed", "decompressed")
+
+
+def _check_weights(weighted: Sequence[PlannedModule]) -> None:
+    """Refuse weights that are no matrices, are computed at each access, or hold no floating point numbers."""
     refuse(
-        [str(t) for t in weighted if matrix_shape(t.module) is None],
+        [str(target) for target in weighted if matrix_shape(target.module) is None],
         "has no weight matrix to quantize",
         expected="a module with a weight of two or more dimensions",
         remedy="list it in `ignore`, or target its input_activations only.",
     )
     refuse(
-        [t.name for t in weighted if is_parametrized(t.module, "weight")],
+        [target.name for target in weighted if is_parametrized(target.module, "weight")],
         "the weight is computed at each access (torch.nn.utils.parametrize), so it cannot be quantized in place",
         remedy="torch.nn.utils.parametrize.remove_parametrizations(module, 'weight') first.",
     )
-    refuse(
-        [t.name for t in weighted if (home := qparams_home(t.module)) is not None and not home.is_floating_point()],
-        "the weight is not floating point",
-        remedy="list it in `ignore`.",
-    )
-    _check_shared(model, weighted)
-    _check_group_sizes(targets)
+    not_floating: list[str] = []
+    for target in weighted:
+        weight = qparams_home(target.module)
+        if weight is not None and not weight.is_floating_point():
+            not_floating.append(target.name)
+    refuse(not_floating, "the weight is not floating point", remedy="list it in `ignore`.")
 
 
 def _check_adapters(model: nn.Module, targets: list[PlannedModule]) -> None:
     """Refuse adapters of peft other than LoRA on Linear modules, and any beside weights that FSDP1 shards."""
-    layers = [m for m in model.modules() if hasattr(m, "base_layer") and hasattr(m, "merged")]
-    others = hasattr(model, "peft_config") and not (layers and all(map(is_adapted, layers)))
-    if hasattr(model, "get_base_model") or others:
+    layers = [module for module in model.modules() if hasattr(module, "base_layer") and hasattr(module, "merged")]
+    are_all_lora = bool(layers) and all(map(is_adapted, layers))
+    has_other_adapters = hasattr(model, "peft_config") and not are_all_lora
+    if hasattr(model, "get_base_model") or has_other_adapters:
         raise CalibrationError(
             f"{type(model).__name__} holds adapters beside its weights",
             expected="adapters of LoRA on Linear modules, and the model inside peft's wrapper (get_base_model())",
             remedy="merge them first: model = model.merge_and_unload().",
         )
+    adapted = [target for target in targets if adapters_of(target.module) is not None]
     refuse(
-        [t.name for t in targets if unit_of(t.module) is not None and adapters_of(t.module) is not None],
+        [target.name for target in adapted if unit_of(target.module) is not None],
         "adapters beside weights that FSDP1 shards are not supported",
         remedy="merge them first: model = model.merge_and_unload(), or use FSDP2 or DDP.",
     )
@@ -226,13 +311,13 @@ def _check_adapters(model: nn.Module, targets: list[PlannedModule]) -> None:
 
 def _check_shared(model: nn.Module, weighted: list[PlannedModule]) -> None:
     """Refuse weights that several modules share (tied)."""
-    planned = {id(t.module) for t in weighted}
+    planned = {id(target.module) for target in weighted}
     for sharing in _shared_weights(model):
-        chosen = [name for name, module in sharing if id(module) in planned]
-        others = [name for name, _ in sharing if name not in chosen] or chosen[1:]
+        planned_names = [name for name, module in sharing if id(module) in planned]
+        tied_to = [name for name, _ in sharing if name not in planned_names] or planned_names[1:]
         refuse(
-            chosen,
-            f"shares its weight with {name_list(others)} (tied); quantizing it would quantize both or untie them",
+            planned_names,
+            f"shares its weight with {name_list(tied_to)} (tied); quantizing it would quantize both or untie them",
             remedy="list it in `ignore`, or untie first (clone the weight, set tie_word_embeddings=False).",
         )
 
@@ -240,37 +325,48 @@ def _check_shared(model: nn.Module, weighted: list[PlannedModule]) -> None:
 def _check_group_sizes(targets: list[PlannedModule]) -> None:
     """Refuse groups that do not divide the columns."""
     for base_name in ("weight", "input"):
-        all_columns = set[int]()
-        bad: dict[tuple[int, int], list[str]] = {}
+        all_columns: set[int] = set()
+        uneven: dict[tuple[int, int], list[str]] = {}  # names by group size and columns
         for target in targets:
             size = getattr(target.args.get(base_name), "group_size", None) or 0
             shape = matrix_shape(target.module)
             if shape is None or size <= 0:
                 continue
-            all_columns.add(shape[1])
-            if shape[1] % size:
-                bad.setdefault((size, shape[1]), []).append(target.name)
-        for (size, columns), names in bad.items():
-            fits = [str(g) for g in (128, 64, 32, 16) if not any(width % g for width in all_columns)]
+            _, columns = shape
+            all_columns.add(columns)
+            if columns % size:
+                uneven.setdefault((size, columns), []).append(target.name)
+        for (size, columns), names in uneven.items():
             refuse(
                 names,
                 f"{base_name} group size {size} does not divide the columns",
                 got=f"{columns} columns",
                 expected=f"a multiple of {size}",
-                remedy=(f"use a group size of {' or '.join(fits[:2])}, or " if fits else "")
-                + "list the modules in `ignore`.",
+                remedy=_group_size_remedy(all_columns),
             )
+
+
+def _group_size_remedy(all_columns: Set[int]) -> str:
+    """Name the usual group sizes that divide the columns of all targets."""
+    sizes: list[str] = []
+    for size in (128, 64, 32, 16):
+        if not any(columns % size for columns in all_columns):
+            sizes.append(str(size))
+    if not sizes:
+        return "list the modules in `ignore`."
+    return f"use a group size of {' or '.join(sizes[:2])}, or list the modules in `ignore`."
 
 
 def check_inputs_fit(targets: Sequence[PlannedModule], observers: Mapping[Key, Observer]) -> None:
     """Refuse an observer that needs one input channel per column of the weight where inputs have other channels."""
+    unfit: list[str] = []
+    for target in targets:
+        observer = observers.get((target.name, "weight"))
+        is_matrix = len(whole_shape(target.module) or ()) == 2
+        if getattr(observer, "needs_inputs", False) and (kind_of(target.module).reads_indices or not is_matrix):
+            unfit.append(str(target))
     refuse(
-        [
-            str(target)
-            for target in targets
-            if getattr(observers.get((target.name, "weight")), "needs_inputs", False)
-            and (kind_of(target.module).reads_indices or len(whole_shape(target.module) or ()) != 2)
-        ],
+        unfit,
         "the observer of the weight needs inputs with one channel per column of the weight",
         expected="Linear modules",
         remedy="give these modules a group of their own with another observer (memoryless_mse), or ignore them.",
@@ -281,16 +377,18 @@ def check_inputs_fit(targets: Sequence[PlannedModule], observers: Mapping[Key, O
 
 
 def warn_cast_buffers(model: nn.Module) -> None:
-    """Warn of half-precision buffers that no checkpoint holds (rotary frequencies): transformers recreates them in
-    float32."""
+    """Warn of half-precision buffers that no checkpoint holds (rotary frequencies).
+
+    transformers makes them anew in float32 when it loads the checkpoint.
+    """
     if not is_transformers_model(model):
         return
-    cast = [
-        f"{name}.{key}"
-        for name, module in model.named_modules()
-        for key, value in module.named_buffers(recurse=False)
-        if key in module._non_persistent_buffers_set and value.dtype in (torch.bfloat16, torch.float16)
-    ]
+    cast: list[str] = []
+    for name, module in model.named_modules():
+        for key, value in module.named_buffers(recurse=False):
+            is_half = value.dtype in (torch.bfloat16, torch.float16)
+            if is_half and key in module._non_persistent_buffers_set:
+                cast.append(f"{name}.{key}")
     if cast:
         warn(
             f"these buffers were cast to half precision and come back in float32, so the reloaded model will give "
@@ -300,7 +398,10 @@ def warn_cast_buffers(model: nn.Module) -> None:
 
 
 def warn_left_in_float(
-    model: nn.Module, targets: Sequence[PlannedModule], by_target: dict[str, QuantizationScheme], ignore: list[str]
+    model: nn.Module,
+    targets: Sequence[PlannedModule],
+    groups_by_target: Mapping[str, QuantizationScheme],
+    ignore: list[str],
 ) -> None:
     """Warn if more than half of a model's bytes stay in full precision without the user having asked for it.
 
@@ -308,30 +409,48 @@ def warn_left_in_float(
     convolutional net. Embeddings of a transformers model usually stay, and do not count.
     """
     weighted = [target for target in targets if target.scheme.weights is not None]
-    if not weighted or by_target.keys() != {"Linear"} or any(unit_of(target.module) for target in weighted):
+    has_default_targets = groups_by_target.keys() == {"Linear"}
+    if not weighted or not has_default_targets or any(unit_of(target.module) for target in weighted):
         return
-    meant = {id(p) for target in weighted for p in target.module.parameters(recurse=False)}
-    meant |= {id(p) for n, m in model.named_modules() if is_match(n, m, ignore) for p in m.parameters()}
-    if is_transformers_model(model):
-        meant |= {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    left: Counter[str] = Counter()
-    others: dict[str, list[PlannedModule]] = {}
+    intended = _parameters_in_intended_precision(model, weighted, ignore)
+    sizes: Counter[str] = Counter()  # bytes by class
+    candidates: dict[str, list[PlannedModule]] = {}
     for name, module in model.named_modules():
-        size = sum(p.nbytes for p in module.parameters(recurse=False) if id(p) not in meant)
+        parameters = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in intended]
+        size = sum(parameter.nbytes for parameter in parameters)
         if size:
-            left[type(module).__name__] += size
-            others.setdefault(type(module).__name__, []).append(PlannedModule(name, module, by_target["Linear"]))
-    total = sum(p.nbytes for p in model.parameters())
-    if left.total() <= total / 2:
+            class_name = type(module).__name__
+            sizes[class_name] += size
+            candidate = PlannedModule(name, module, groups_by_target["Linear"])
+            candidates.setdefault(class_name, []).append(candidate)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    if sizes.total() <= total / 2:
         return
-    takeable = [kind for kind in left if _are_taken(model, others[kind])]
-    sizes = ", ".join(f"{kind} {size:,}" for kind, size in left.most_common(4))
-    more = f"{sum(left[kind] for kind in takeable):,}"
-    remedy = f"Set targets={['Linear', *takeable]} to quantize {more} of them, or list" if takeable else "List"
+    quantizable = [class_name for class_name in sizes if _are_taken(model, candidates[class_name])]
+    remedy = "List"
+    if quantizable:
+        quantizable_bytes = sum(sizes[class_name] for class_name in quantizable)
+        remedy = f"Set targets={['Linear', *quantizable]} to quantize {quantizable_bytes:,} of them, or list"
+    largest = ", ".join(f"{class_name} {size:,}" for class_name, size in sizes.most_common(4))
     warn(
-        f"{left.total():,} of {total:,} bytes of {type(model).__name__}'s parameters stay in full precision: "
-        f"{sizes}. {remedy} in `ignore` the modules that should stay."
+        f"{sizes.total():,} of {total:,} bytes of {type(model).__name__}'s parameters stay in full precision: "
+        f"{largest}. {remedy} in `ignore` the modules that should stay."
     )
+
+
+def _parameters_in_intended_precision(
+    model: nn.Module, weighted: Sequence[PlannedModule], ignore: list[str]
+) -> set[int]:
+    """Ids of the parameters that are quantized, or stay in full precision as the user asked."""
+    modules = [module for name, module in model.named_modules() if is_match(name, module, ignore)]
+    if is_transformers_model(model):
+        modules += [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    parameters: set[int] = set()
+    for module in modules:
+        parameters.update(map(id, module.parameters()))
+    for target in weighted:
+        parameters.update(map(id, target.module.parameters(recurse=False)))
+    return parameters
 
 
 def _are_taken(model: nn.Module, targets: list[PlannedModule]) -> bool:

@@ -97,34 +97,54 @@ def resolve_config(
         CalibrationError: an unknown preset, field, base name, observer or rounding; targets given twice; a scheme that
             compressed-tensors refuses (its own message is in the error).
     """
-    lists = [each for each in observers.values() if isinstance(each, list)] if isinstance(observers, Mapping) else []
-    if lists or not (observers is None or isinstance(observers, Mapping)):
-        raise CalibrationError(
-            "observers",
-            got=repr(observers),
-            expected="one for each base name, {'input': 'minmax'}",
-            remedy="CalibrationCallback(observers='auto') and choose_observers(model, batches, scheme) choose by "
-            "measurement, for each tensor.",
-        )
-    names = None if targets is None else as_names(targets)
-    try:
-        only_cache = scheme is None and kv_cache is not None
-        base = QuantizationConfig(config_groups={}) if only_cache else _config(_with_lists(scheme), names)
-    except CalibrationError:
-        raise
-    except (ValueError, TypeError, NotImplementedError, KeyError) as error:
-        raise CalibrationError(f"compressed-tensors refuses the scheme: {error}", got=repr(scheme)) from error
+    if observers is not None:
+        _refuse_several_observers(observers)
+    base = _config_of(scheme, targets, has_cache=kv_cache is not None)
     config = QuantizationConfig(
         config_groups=base.model_copy(deep=True).config_groups,
         ignore=[*(base.ignore or []), *as_names(ignore)],
         kv_cache_scheme=resolve_kv_cache(kv_cache, base.kv_cache_scheme),
     )
-    _refuse_broken_patterns("targets", [name for group in config_groups(config) for name in group.targets])
+    for group in config_groups(config):
+        _refuse_broken_patterns("targets", group.targets)
     _refuse_broken_patterns("ignore", config.ignore or [])
-    if any(observers and observers.get(name) for name in ATTENTION):
+    if observers is None:
+        observers = {}
+    assert not isinstance(observers, str)  # _refuse_several_observers
+    if any(observers.get(base_name) for base_name in ATTENTION):
         config = StatesConfig(**dict(config), state_observers={})
-    _set_observers(config, observers or {}, rounding)
+    _set_observers(config, observers)
+    if rounding is not None:
+        _set_rounding(config, rounding)
+    _make_every_observer(config)
     return config
+
+
+def _refuse_several_observers(observers: Any) -> None:
+    """Refuse ``"auto"`` and lists of candidates, which the callback takes, and anything but a dict."""
+    is_mapping = isinstance(observers, Mapping)
+    if is_mapping and not any(isinstance(observer, list) for observer in observers.values()):
+        return
+    raise CalibrationError(
+        "observers",
+        got=repr(observers),
+        expected="one for each base name, {'input': 'minmax'}",
+        remedy="CalibrationCallback(observers='auto') and choose_observers(model, batches, scheme) choose by "
+        "measurement, for each tensor.",
+    )
+
+
+def _config_of(scheme: SchemeLike | None, targets: str | Sequence[str] | None, has_cache: bool) -> QuantizationConfig:
+    """The scheme as a config; without groups where only the kv cache is quantized (``has_cache``)."""
+    if scheme is None and has_cache:
+        return QuantizationConfig(config_groups={})
+    target_names = None if targets is None else as_names(targets)
+    try:
+        return _config(_with_lists(scheme), target_names)
+    except CalibrationError:
+        raise
+    except (ValueError, TypeError, NotImplementedError, KeyError) as error:
+        raise CalibrationError(f"compressed-tensors refuses the scheme: {error}", got=repr(scheme)) from error
 
 
 def _refuse_broken_patterns(option: str, names: Iterable[str]) -> None:
@@ -156,50 +176,76 @@ def _with_lists(scheme: Any) -> Any:
     """A scheme whose ``targets`` and ``ignore`` are lists, at any depth."""
     if not isinstance(scheme, Mapping):
         return scheme
-    named = ("targets", "ignore")
-    return {k: [v] if k in named and isinstance(v, str) else _with_lists(v) for k, v in scheme.items()}
+    with_lists = {}
+    for key, value in scheme.items():
+        if key in ("targets", "ignore") and isinstance(value, str):
+            with_lists[key] = [value]
+        else:
+            with_lists[key] = _with_lists(value)
+    return with_lists
 
 
 def _config(scheme: SchemeLike | None, targets: list[str] | None) -> QuantizationConfig:
-    """The scheme as a config: itself, if it is one."""
-    default, config = targets or [*DEFAULT_TARGETS], None
+    """The scheme as a config: itself, if it is one.
+
+    Raises:
+        CalibrationError: not a scheme, or ``targets`` beside targets of the scheme's own.
+    """
     if isinstance(scheme, os.PathLike) or (isinstance(scheme, str) and Path(scheme).suffix):
-        given = "give its config_groups: scheme={'config_groups': {...}, 'ignore': [...]}."
-        raise CalibrationError("a scheme is not read from a file", got=scheme, expected=_EXPECTED, remedy=given)
+        remedy = "give its config_groups: scheme={'config_groups': {...}, 'ignore': [...]}."
+        raise CalibrationError("a scheme is not read from a file", got=scheme, expected=_EXPECTED, remedy=remedy)
     if isinstance(scheme, Mapping) and "config_groups" in scheme:
-        # compressed-tensors would leave unknown keys out
-        stated = [str(key) for key, value in scheme.items() if value or key not in _OF_CHECKPOINTS]
-        refuse_unknown(stated, QuantizationConfig.model_fields, "unknown key beside config_groups")
-        scheme = QuantizationConfig.model_validate(dict(scheme))
+        scheme = _from_checkpoint(scheme)
     if isinstance(scheme, QuantizationConfig):
-        config, has_targets, groups = scheme, "the QuantizationConfig's groups", {}
-    elif isinstance(scheme, QuantizationScheme):
-        has_targets = "the QuantizationScheme" if scheme.targets else ""
-        groups = {"group_0": scheme.model_copy(update={"targets": scheme.targets or default})}
-    elif isinstance(scheme, str):
-        has_targets, groups = "", {"group_0": _preset(scheme, default)}
-    elif scheme is not None and not isinstance(scheme, Mapping):
+        _refuse_second_targets(targets, "the QuantizationConfig's groups")
+        return scheme
+    if isinstance(scheme, QuantizationScheme):
+        if scheme.targets:
+            _refuse_second_targets(targets, "the QuantizationScheme")
+        group = scheme.model_copy(update={"targets": scheme.targets or _or_default(targets)})
+        return QuantizationConfig(config_groups={"group_0": group})
+    if isinstance(scheme, str):
+        return QuantizationConfig(config_groups={"group_0": _preset(scheme, _or_default(targets))})
+    if scheme is not None and not isinstance(scheme, Mapping):
         raise CalibrationError("not a scheme", got=type(scheme).__name__, expected=_EXPECTED)
-    elif not scheme:
+    if not scheme:
         raise CalibrationError(
             "the scheme is empty",
             expected="a preset name or at least one group",
             remedy="for the kv cache alone: kv_cache='FP8'.",
         )
-    elif set(scheme) & {*_SCHEME_FIELDS, PRESET}:  # one scheme, perhaps misspelt, rather than groups called "weights"
-        has_targets = "the scheme" if "targets" in scheme else ""
-        groups = {"group_0": _from_fields("the scheme", {**scheme, "targets": scheme.get("targets") or default})}
-    else:
-        has_targets = "the scheme's groups"
-        groups = {name: _group(name, value) for name, value in scheme.items()}
-    if has_targets and targets is not None:
+    if set(scheme) & {*_SCHEME_FIELDS, PRESET}:  # one scheme, perhaps misspelt, rather than groups called "weights"
+        if "targets" in scheme:
+            _refuse_second_targets(targets, "the scheme")
+        scheme_targets = scheme.get("targets") or _or_default(targets)
+        group = _from_fields("the scheme", {**scheme, "targets": scheme_targets})
+        return QuantizationConfig(config_groups={"group_0": group})
+    _refuse_second_targets(targets, "the scheme's groups")
+    return QuantizationConfig(config_groups={name: _group(name, value) for name, value in scheme.items()})
+
+
+def _or_default(targets: list[str] | None) -> list[str]:
+    return targets or [*DEFAULT_TARGETS]
+
+
+def _refuse_second_targets(targets: list[str] | None, owner: str) -> None:
+    """Refuse targets given beside an ``owner`` that has targets."""
+    if targets is not None:
         raise CalibrationError(
-            "targets are given twice", got=f"targets={targets} beside {has_targets}", remedy="say it in one place."
+            "targets are given twice", got=f"targets={targets} beside {owner}", remedy="say it in one place."
         )
-    return config or QuantizationConfig(config_groups=groups)
+
+
+def _from_checkpoint(fields: Mapping[str, Any]) -> QuantizationConfig:
+    """A config of its fields, or of a checkpoint's ``quantization_config``."""
+    # compressed-tensors would leave unknown keys out
+    stated = [str(key) for key, value in fields.items() if value or key not in _OF_CHECKPOINTS]
+    refuse_unknown(stated, QuantizationConfig.model_fields, "unknown key beside config_groups")
+    return QuantizationConfig.model_validate(dict(fields))
 
 
 def _group(name: str, value: Any) -> QuantizationScheme:
+    """One group of a dict of groups: a preset with its targets, or a scheme."""
     if isinstance(value, str):
         return _preset(name, [value])
     if isinstance(value, QuantizationScheme):
@@ -211,17 +257,18 @@ def _group(name: str, value: Any) -> QuantizationScheme:
     raise CalibrationError(f"scheme group {name!r}", got=repr(value), expected="a list of targets or a dict of fields")
 
 
-def _from_fields(what: str, fields: dict[str, Any]) -> QuantizationScheme:
-    """A scheme of its fields; beside ``preset``, of the fields that differ from the preset's."""
-    refuse_unknown(map(str, fields), {*_SCHEME_FIELDS, PRESET}, f"{what} has no such field")
+def _from_fields(owner: str, fields: dict[str, Any]) -> QuantizationScheme:
+    """A scheme from its fields, named ``owner`` in errors; beside ``preset``, from the fields that differ from it."""
+    refuse_unknown(map(str, fields), {*_SCHEME_FIELDS, PRESET}, f"{owner} has no such field")
     if PRESET not in fields:
         return QuantizationScheme.model_validate(fields)
     name = fields[PRESET]
     if not isinstance(name, str):
-        raise CalibrationError(f"{what}: preset", got=repr(name), expected="the name of a preset")
-    changed = {key: value for key, value in fields.items() if key != PRESET}
-    scheme = dict(_preset(name, changed["targets"]))
-    for key, value in changed.items():
+        raise CalibrationError(f"{owner}: preset", got=repr(name), expected="the name of a preset")
+    scheme = dict(_preset(name, fields["targets"]))
+    for key, value in fields.items():
+        if key == PRESET:
+            continue
         args = scheme[key]
         if not isinstance(value, Mapping) or args is None:
             scheme[key] = value
@@ -241,56 +288,81 @@ def config_groups(config: QuantizationConfig) -> list[QuantizationScheme]:
 
 
 def _preset(name: str, targets: list[str]) -> QuantizationScheme:
-    upper = name.upper()
-    if upper not in preset_names():
-        hint = likely(upper, preset_names())
+    """The scheme of a preset, of any case, for ``targets``."""
+    upper_name = name.upper()
+    if upper_name not in preset_names():
+        hint = likely(upper_name, preset_names())
         raise CalibrationError(f"unknown scheme {name!r}{hint}", expected=f"one of {', '.join(preset_names())}")
-    own = OWN_PRESETS.get(upper)
-    return QuantizationScheme(targets=targets, **own) if own else preset_name_to_scheme(upper, targets)
+    if upper_name in OWN_PRESETS:
+        return QuantizationScheme(targets=targets, **OWN_PRESETS[upper_name])
+    scheme: QuantizationScheme = preset_name_to_scheme(upper_name, targets)
+    return scheme
 
 
-def _set_observers(config: QuantizationConfig, observers: Mapping[str, Any], rounding: RoundingLike) -> None:
+def _set_observers(config: QuantizationConfig, observers: Mapping[str, Any]) -> None:
+    """Replace the observers that the scheme names by those of ``observers``, by base name."""
     refuse_unknown(observers, BASE_NAMES, "observers are given for an unknown tensor")
     for base_name, value in observers.items():
-        kwargs = {"name": value} if isinstance(value, str) else dict(value or {})
-        name = kwargs.pop("name", None)
-        if name is None and kwargs:
-            raise CalibrationError(f"observers[{base_name!r}] has hyperparameters but no name", got=repr(kwargs))
-        if name is None:
-            continue
-        observed = [args for owner, args in _all_args(config) if owner == base_name and args.dynamic is not True]
-        other = "choose a scheme that needs it (INT8_STATIC and FP8 calibrate inputs)."
-        if base_name in ATTENTION:
-            other = "quantize attention states (kv_cache for k and v, an attention group for q, k and v)."
-        if not observed:
+        hyperparameters = {"name": value} if isinstance(value, str) else dict(value or {})
+        name = hyperparameters.pop("name", None)
+        if name is not None:
+            _set_observer(config, base_name, name, hyperparameters)
+        elif hyperparameters:
             raise CalibrationError(
-                f"observer {name!r} is given for {base_name}, but the scheme has nothing static to observe there",
-                remedy=f"leave it out, or {other}",
+                f"observers[{base_name!r}] has hyperparameters but no name", got=repr(hyperparameters)
             )
-        if isinstance(config, StatesConfig) and base_name in ATTENTION:
-            config.state_observers[base_name] = {"observer": name, "observer_kwargs": kwargs}
-            continue
-        for args in observed:  # rounding is another step: another observer leaves it as it is
-            rounded = {key: value for key, value in args.observer_kwargs.items() if key == ROUNDING}
-            args.observer, args.observer_kwargs = name, rounded | kwargs
+
+
+def _set_observer(config: QuantizationConfig, base_name: str, name: str, hyperparameters: dict[str, Any]) -> None:
+    """Give one observer to all tensors of a base name whose ranges are observed."""
+    observed = [args for owner, args in _all_args(config) if owner == base_name and args.dynamic is not True]
+    if not observed:
+        remedy = "choose a scheme that needs it (INT8_STATIC and FP8 calibrate inputs)."
+        if base_name in ATTENTION:
+            remedy = "quantize attention states (kv_cache for k and v, an attention group for q, k and v)."
+        raise CalibrationError(
+            f"observer {name!r} is given for {base_name}, but the scheme has nothing static to observe there",
+            remedy=f"leave it out, or {remedy}",
+        )
+    if isinstance(config, StatesConfig) and base_name in ATTENTION:
+        config.state_observers[base_name] = {"observer": name, "observer_kwargs": hyperparameters}
+        return
+    for args in observed:
+        args.observer = name
+        if ROUNDING in args.observer_kwargs:  # rounding is another step, which a new observer leaves as it is
+            args.observer_kwargs = {ROUNDING: args.observer_kwargs[ROUNDING], **hyperparameters}
+        else:
+            args.observer_kwargs = dict(hyperparameters)
+
+
+def _set_rounding(config: QuantizationConfig, rounding: RoundingLike) -> None:
+    """Round the weights of all groups in one way."""
     weights = [args for base_name, args in _all_args(config) if base_name == "weight"]
-    if rounding is not None and not weights:
+    if not weights:
         raise CalibrationError("rounding is given, but the scheme quantizes no weights", got=f"rounding={rounding!r}")
-    for args in weights if rounding is not None else ():
+    for args in weights:
         args.observer_kwargs = {**args.observer_kwargs, ROUNDING: rounding}
+
+
+def _make_every_observer(config: QuantizationConfig) -> None:
+    """Refuse an unknown observer or hyperparameter now, before there are data."""
     for base_name, args in _all_args(config):
-        if args.dynamic is not True:  # an unknown name or hyperparameter is refused now, not after the data
+        if args.dynamic is not True:
             make_observer(base_name, state_args(config, args, base_name))
 
 
 def _all_args(config: QuantizationConfig) -> Iterator[tuple[str, QuantizationArgs]]:
+    """The base name and arguments of every tensor that a config quantizes; q, k and v share one arguments object."""
     for group in config_groups(config):
         if quantizes_states(group):
-            yield from ((base_name, args) for base_name in ATTENTION for _, args in scheme_args(group))
+            for _, args in scheme_args(group):
+                for base_name in ATTENTION:
+                    yield base_name, args
         else:
             yield from scheme_args(group)
     if config.kv_cache_scheme is not None:
-        yield from ((base_name, config.kv_cache_scheme) for base_name in ("k", "v"))
+        yield "k", config.kv_cache_scheme
+        yield "v", config.kv_cache_scheme
 
 
 def observer_name(base_name: str, args: QuantizationArgs) -> str:
@@ -344,9 +416,15 @@ def describe(args: QuantizationArgs) -> str:
     >>> describe(QuantizationArgs(num_bits=4, group_size=64, symmetric=False))
     'asymmetric int4 group 64'
     """
-    size = f" {args.group_size}" if args.group_size and args.group_size > 0 else ""
-    dynamic, kind = "dynamic " * (args.dynamic is True), "asymmetric " * (not args.symmetric)
-    return f"{dynamic}{kind}{number_format(args)} {QuantizationStrategy(args.strategy).value}{size}"
+    words: list[str] = []
+    if args.dynamic is True:
+        words.append("dynamic")
+    if not args.symmetric:
+        words.append("asymmetric")
+    words += [str(number_format(args)), QuantizationStrategy(args.strategy).value]
+    if args.group_size and args.group_size > 0:
+        words.append(str(args.group_size))
+    return " ".join(words)
 
 
 def number_format(args: QuantizationArgs | None) -> str | None:

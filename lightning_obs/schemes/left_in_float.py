@@ -35,14 +35,17 @@ def shares_in_float(
         ``{"LSTM": 0.41, "LayerNorm": 0.01}``, the largest share first; empty where nothing is left. Each part of an
         ``nn.MultiheadAttention`` counts as one.
     """
-    quantized = {id(t.module) for t in targets if t.scheme.weights is not None and t.name not in skipped}
+    quantized: set[int] = set()
+    for target in targets:
+        if target.scheme.weights is not None and target.name not in skipped:
+            quantized.add(id(target.module))
     modules = dict(model.named_modules())
     adapters = inside_adapted(model)
-    # A weight that is tied to a quantized one is quantized: those are counted first.
+    # A weight that is tied to a quantized one is quantized, so quantized modules are counted first.
     order = sorted(modules, key=lambda name: id(modules[name]) not in quantized)
     counted = set()
     total = 0
-    left: Counter[str] = Counter()
+    in_float: Counter[str] = Counter()
     for name in order:
         module = modules[name]
         is_quantized = id(module) in quantized
@@ -56,8 +59,8 @@ def shares_in_float(
             size = shape.numel() * parameter.itemsize
             total += size
             if not is_quantized:
-                left[_owner(modules, name)] += size
-    return {kind: size / total for kind, size in left.most_common() if size}
+                in_float[_owner(modules, name)] += size
+    return {kind: size / total for kind, size in in_float.most_common() if size}
 
 
 def _owner(modules: Mapping[str, nn.Module], name: str) -> str:
@@ -79,11 +82,11 @@ def shares_text(shares: Mapping[str, float]) -> str:
     named = {kind: share for kind, share in largest if share >= 0.01}
     if not named:
         named = dict(largest[:1])
-    others = sum(share for kind, share in shares.items() if kind not in named)
-    parts = [f"{kind} {_percent(share)}" for kind, share in named.items()]
-    if others:
-        parts.append(f"others {_percent(others)}")
-    return ", ".join(parts) or "none"
+    texts = [f"{kind} {_percent(share)}" for kind, share in named.items()]
+    unnamed_share = sum(share for kind, share in shares.items() if kind not in named)
+    if unnamed_share:
+        texts.append(f"others {_percent(unnamed_share)}")
+    return ", ".join(texts) or "none"
 
 
 def _percent(share: float) -> str:

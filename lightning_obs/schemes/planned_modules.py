@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -67,33 +68,41 @@ def check_own_sets(own: Sequence[Sequence[str]]) -> None:
     """Refuse values other than a list of fused sets: two or more attribute names each, and no name in two sets."""
     if not isinstance(own, (list, tuple)) or not all(isinstance(fused, (list, tuple)) for fused in own):
         raise CalibrationError("fused_sets", got=repr(own), expected="a list of lists of names, [['a', 'b']]")
-    names = [name for fused in own for name in fused]
-    bad = [str(name) for name in names if not isinstance(name, str) or not name or "." in name]
+    names = list(chain.from_iterable(own))
+    malformed = [str(name) for name in names if not isinstance(name, str) or not name or "." in name]
+    too_short = [str(list(fused)) for fused in own if len(set(fused)) < 2]
     refuse(
-        [*bad, *(str(list(fused)) for fused in own if len(set(fused)) < 2)],
+        [*malformed, *too_short],
         "not a fused set",
         expected="two or more attribute names under one parent, without dots: ['gate_proj', 'up_proj']",
     )
-    twice = sorted({name for name in names if names.count(name) > 1})
-    refuse(twice, "a name stands in two fused sets", remedy="make them one set.")
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    refuse(repeated, "a name is in two fused sets", remedy="make them one set.")
 
 
 def find_fused(names: Iterable[str], sets: Sequence[Sequence[str]]) -> list[list[str]]:
     """The module names that are fused: same parent, last parts in one of ``sets``, of which members may be missing.
 
-    A name that stands in two sets belongs to the later one.
+    A name that is in two sets belongs to the later one.
 
     >>> find_fused(["0.k", "0.q", "0.o", "1.up", "1.gate", "2.up"], [("q", "k", "v"), ("gate", "up")])
     [['0.q', '0.k'], ['1.gate', '1.up']]
     """
-    rank = {member: (index, place) for index, fused in enumerate(sets) for place, member in enumerate(fused)}
-    found: dict[tuple[str, int], list[tuple[int, str]]] = {}
+    places: dict[str, tuple[int, int]] = {}  # by attribute name, the number of its set and its position there
+    for set_number, fused in enumerate(sets):
+        for position, attribute in enumerate(fused):
+            places[attribute] = set_number, position
+    members: dict[tuple[str, int], list[tuple[int, str]]] = {}  # by parent and set
     for name in names:
-        parent, _, leaf = name.rpartition(".")
-        if leaf in rank:
-            index, place = rank[leaf]
-            found.setdefault((parent, index), []).append((place, name))
-    return [[name for _, name in sorted(members)] for members in found.values() if len(members) > 1]
+        parent, _, attribute = name.rpartition(".")
+        if attribute in places:
+            set_number, position = places[attribute]
+            members.setdefault((parent, set_number), []).append((position, name))
+    fused_names: list[list[str]] = []
+    for positioned in members.values():
+        if len(positioned) > 1:
+            fused_names.append([name for _, name in sorted(positioned)])
+    return fused_names
 
 
 # ---------------------------------------------------------------------- qparams of a quantized module
@@ -101,14 +110,18 @@ def find_fused(names: Iterable[str], sets: Sequence[Sequence[str]]) -> list[list
 
 def expected_shapes(target: PlannedModule, base_name: str) -> dict[str, tuple[int, ...] | None]:
     """The parameters that quantizing a tensor takes: ``{"weight_scale": shape}``; None: the shape is not known."""
-    args, shapes = target.args[base_name], dict[str, tuple[int, ...] | None]()
+    args = target.args[base_name]
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    if args.dynamic is True:
+        return shapes
     if args.strategy == "tensor_group":
-        shapes["global_scale"] = (1,)
-    if args.dynamic is False:
-        shapes["scale"] = scale_shape(target, base_name, args)
+        shapes[f"{base_name}_global_scale"] = (1,)
+    if args.dynamic is False:  # else "local": scales of groups are computed as the model runs
+        shape = scale_shape(target, base_name, args)
+        shapes[f"{base_name}_scale"] = shape
         if not args.symmetric:
-            shapes["zero_point"] = shapes["scale"]
-    return {f"{base_name}_{suffix}": shape for suffix, shape in shapes.items() if args.dynamic is not True}
+            shapes[f"{base_name}_zero_point"] = shape
+    return shapes
 
 
 def find_misfits(
@@ -119,48 +132,68 @@ def find_misfits(
     ``bases`` are the tensors (base names) whose parameters must be there, and no others; default: all that the scheme
     quantizes.
     """
-    expected = {
-        name: (shape, args)
-        for base, args in target.args.items()
-        if bases is None or base in bases
-        for name, shape in expected_shapes(target, base).items()
-    }
+    expected: dict[str, tuple[tuple[int, ...] | None, QuantizationArgs]] = {}
+    for base_name, args in target.args.items():
+        if bases is None or base_name in bases:
+            for name, shape in expected_shapes(target, base_name).items():
+                expected[name] = shape, args
     if "weight" in target.args and ROUNDED in qparams:
         expected[ROUNDED] = matrix_shape(target.module), target.args["weight"]
     prefix = f"{target.name}." if target.name else ""
     for name in sorted(expected.keys() | qparams.keys()):
         if name not in expected:
             yield f"{prefix}{name} belongs to nothing that is quantized"
-        elif (wrong := _misfit(name, qparams.get(name), *expected[name])) is not None:
-            yield f"{prefix}{name} {wrong}"
+            continue
+        misfit = _misfit(name, qparams.get(name), *expected[name])
+        if misfit is not None:
+            yield f"{prefix}{name} {misfit}"
 
 
 def _misfit(name: str, value: Any, shape: tuple[int, ...] | None, args: QuantizationArgs) -> str | None:
+    """Why a value cannot be the parameter of this name; None: it can."""
+    if value is None:
+        return "is missing"
     if not isinstance(value, torch.Tensor):
-        return "is missing" if value is None else f"is a {type(value).__name__}, not a tensor"
+        return f"is a {type(value).__name__}, not a tensor"
     if shape is not None and value.shape != shape:
         return f"has shape {tuple(value.shape)} instead of {tuple(shape)}"
     if name.endswith("scale"):
-        if not value.is_floating_point():
-            return f"is {value.dtype}"
-        wide = value.float()  # torch asks nothing of float8
-        signed = can_be_signed(name.removesuffix("_scale"), args)
-        positive = bool((torch.isfinite(wide) & ((wide.abs() if signed else wide) > 0)).all())
-        return None if positive else f"is not finite and {'other than zero' if signed else 'positive'}"
+        return _scale_misfit(name, value, args)
     low, high = calculate_range(args, value.device)
-    inside = bool(((value.float() >= low) & (value.float() <= high)).all())
-    return None if inside else f"is not from {low:g} to {high:g}"
+    wide = value.float()
+    if not bool(((wide >= low) & (wide <= high)).all()):
+        return f"is not from {low:g} to {high:g}"
+    return None
+
+
+def _scale_misfit(name: str, scale: torch.Tensor, args: QuantizationArgs) -> str | None:
+    if not scale.is_floating_point():
+        return f"is {scale.dtype}"
+    wide = scale.float()  # torch does not compare float8
+    if can_be_signed(name.removesuffix("_scale"), args):
+        wide = wide.abs()
+        expected = "other than zero"
+    else:
+        expected = "positive"
+    if not bool((torch.isfinite(wide) & (wide > 0)).all()):
+        return f"is not finite and {expected}"
+    return None
 
 
 def scale_shape(target: PlannedModule, base_name: str, args: QuantizationArgs) -> tuple[int, ...] | None:
     """The shape of a scale as it is stored; None where it depends on the data's shape."""
     if base_name in ATTENTION:
-        return (count_heads(target.module)[base_name], 1, 1) if args.strategy == "attn_head" else (1,)
+        if args.strategy == "attn_head":
+            return (count_heads(target.module)[base_name], 1, 1)
+        return (1,)
     matrix = matrix_shape(target.module)
     if base_name == "weight" and matrix is not None:
-        return tuple(flatten_for_calibration(torch.empty(matrix, device="meta"), "weight", args).shape[1:-1])
+        weight = torch.empty(matrix, device="meta")
+        return tuple(flatten_for_calibration(weight, "weight", args).shape[1:-1])
     if args.strategy not in ("group", "tensor_group"):
         return (1,)
     if matrix is None or len(whole_shape(target.module) or ()) != 2:
         return None
-    return (matrix[1 if base_name == "input" else 0] // int(args.group_size or 1),)
+    rows, columns = matrix
+    channels = columns if base_name == "input" else rows
+    return (channels // int(args.group_size or 1),)

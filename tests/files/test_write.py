@@ -1,4 +1,4 @@
-"""Files appear whole under their name; what dead writers left is put back or removed, and nothing else."""
+"""Files appear whole under their name; what killed writers left is put back or removed, and nothing else."""
 
 import os
 import subprocess
@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from lightning_obs.errors import CalibrationError, CalibrationWarning
-from lightning_obs.files.write import CONTENTS_FILE, Staging, settle_dead, whole_file, write_contents, write_text
+from lightning_obs.errors import CalibrationError
+from lightning_obs.files.write import (
+    CONTENTS_FILE,
+    Staging,
+    clean_up_after_killed_writers,
+    whole_file,
+    write_contents,
+    write_text,
+)
 
 
 def hidden(folder):
@@ -79,19 +86,20 @@ def killed(folder, *lines):
     subprocess.run([sys.executable, "-c", "\n".join(code)], check=False, timeout=60)
 
 
-def test_what_a_dead_writer_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
+def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
     killed(tmp_path, "writer.partial.write_text('half')")
     assert len(hidden(tmp_path)) == 1
     alive = Staging(tmp_path / "other")
     alive.partial.write_text("going on")
-    settle_dead(tmp_path)
+    clean_up_after_killed_writers(tmp_path)
     assert hidden(tmp_path) == [alive.partial.parent.parent]
     alive.replace_file(overwrite=True)
     alive.close()
     assert os.listdir(tmp_path) == ["other"]
 
 
-TAKE = ["(writer._folder / 'old').mkdir()", "os.rename(writer.target, writer._folder / 'old' / 'out')"]
+HIDDEN = "writer.partial.parent.parent"
+TAKE = [f"({HIDDEN} / 'replaced').mkdir()", f"os.rename(writer.target, {HIDDEN} / 'replaced' / 'out')"]
 
 
 def export(folder):
@@ -101,39 +109,33 @@ def export(folder):
     return folder
 
 
-def test_what_a_dead_writer_took_is_put_back(tmp_path):
+def test_what_a_killed_writer_took_is_put_back(tmp_path):
     export(tmp_path / "out")
     killed(tmp_path, *TAKE)
     assert len(hidden(tmp_path)) == len(os.listdir(tmp_path)) == 1
-    settle_dead(tmp_path)
+    clean_up_after_killed_writers(tmp_path)
     assert os.listdir(tmp_path) == ["out"]
     assert (tmp_path / "out" / "model").read_text() == "weights"
 
 
-@pytest.mark.parametrize("foreign", [False, True])
-def test_what_a_dead_writer_took_and_cannot_be_put_back_is_deleted_only_if_an_export_wrote_it(tmp_path, foreign):
+def test_what_a_killed_writer_took_is_deleted_where_another_has_written_the_name_since(tmp_path):
     out = export(tmp_path / "out")
-    if foreign:
-        (out / "notes").write_text("precious")
     killed(tmp_path, *TAKE)
     export(out)
-    if not foreign:
-        settle_dead(tmp_path)
-        assert os.listdir(tmp_path) == ["out"]
-        return
-    with pytest.warns(CalibrationWarning, match="out was .*out until an overwrite of it was killed"):
-        settle_dead(tmp_path)
-    assert [path.read_text() for path in tmp_path.rglob("notes")] == ["precious"]
+    (out / "model").write_text("new")
+    clean_up_after_killed_writers(tmp_path)
+    assert os.listdir(tmp_path) == ["out"]
+    assert (out / "model").read_text() == "new"
 
 
 def test_folders_of_that_name_that_are_links_or_somebody_elses_stay(tmp_path, monkeypatch):
     (victim := tmp_path / "victim").mkdir()
     (victim / "precious").write_text("")
     (tmp_path / ".lightning_obs.a.partial").symlink_to(victim)
-    settle_dead(tmp_path)
+    clean_up_after_killed_writers(tmp_path)
     (tmp_path / ".lightning_obs.b.partial").mkdir()
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    settle_dead(tmp_path)
+    clean_up_after_killed_writers(tmp_path)
     assert len(hidden(tmp_path)) == 2
     assert os.listdir(victim) == ["precious"]
 

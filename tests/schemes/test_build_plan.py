@@ -114,7 +114,7 @@ def test_a_group_whose_modules_another_takes_is_warned_of(mlp):
 
 
 def test_a_target_in_two_groups_is_refused(mlp):
-    with pytest.raises(CalibrationError, match="a target stands in two groups: Linear"):
+    with pytest.raises(CalibrationError, match="a target is in two groups: Linear"):
         plan(mlp, {"FP8": ["Linear"], "INT8_STATIC": ["Linear", "fc1"]})
 
 

@@ -65,7 +65,7 @@ def test_a_known_name_in_a_set_of_one_s_own_belongs_there():
         ([["same", "same"]], "not a fused set"),
         ([["attn.q", "attn.k"]], r"not a fused set: attn\.q, attn\.k.*without dots"),
         ([["a", 3]], "not a fused set: 3"),
-        ([["a", "b"], ["b", "c"]], r"stands in two fused sets: b\. Remedy: make them one"),
+        ([["a", "b"], ["b", "c"]], r"is in two fused sets: b\. Remedy: make them one"),
     ],
 )
 def test_what_is_no_fused_set_is_refused(groups, message):

@@ -27,7 +27,7 @@ from transformers import (
 from lightning_obs.app.console import say
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming
-from lightning_obs.files.write import refuse_damage, settle_dead, whole_folder
+from lightning_obs.files.write import clean_up_after_killed_writers, refuse_damage, whole_folder
 from lightning_obs.model.kinds import require_transformers
 from lightning_obs.model.module_qparams import args_of
 from lightning_obs.numerics.qparams import can_be_signed
@@ -78,7 +78,7 @@ def load_pretrained(
     name = os.fspath(source or folder)
     expected = "a folder with config.json and weights, or a name on the hub"
     if not folder.exists():
-        settle_dead(Path(os.path.abspath(folder)).parent)
+        clean_up_after_killed_writers(Path(os.path.abspath(folder)).parent)
         if not folder.exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
             raise CalibrationError(f"model.path={name} does not exist", expected=expected)  # the hub is not asked
     if source is not None and folder.is_dir():

@@ -43,18 +43,20 @@ class Transformers(Engine):
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
-        targets, in_transformers = planned.targets, is_transformers_model(planned.model)
-        packed = {t.name for t in targets if "pack" in storage_format(nn.Linear, t.scheme)}
+        targets = planned.targets
+        in_transformers = is_transformers_model(planned.model)
+        packed = {target.name for target in targets if "pack" in storage_format(nn.Linear, target.scheme)}
         if in_transformers:
             # compressed-tensors cannot store these: from_pretrained would give the model unquantized, without a word.
             refuse(
-                [str(t) for t in targets if not t.states and not kind_of(t.module).stored_as],
+                [str(target) for target in targets if not target.states and not kind_of(target.module).stored_as],
                 "transformers loads quantized Linear and Embedding modules only, and would leave these in full "
                 "precision",
                 remedy='list them in `ignore`, or set reload="unchecked" and load the checkpoint with load_checkpoint.',
             )
+            run_quantized = [] if self.dequantize else [target for target in targets if not target.states]
             refuse(
-                [str(t) for t in targets if not (t.states or self.dequantize) and _takes_more(t.module)],
+                [str(target) for target in run_quantized if _takes_several_arguments(target.module)],
                 "compressed-tensors gives a loaded module one argument, and the forward of these has more",
                 remedy=f"list them in `ignore`, or {_UNCHECKED}",
             )
@@ -66,7 +68,8 @@ class Transformers(Engine):
         for target in targets:
             if target.scheme.weights is not None:
                 _check_weight(target, target.scheme.weights, in_transformers)
-        if packed and (fault := initializer_fault(planned.model, packed)) is not None:
+        fault = initializer_fault(planned.model, packed) if packed else None
+        if fault is not None:
             raise CalibrationError(
                 f"transformers 5.23 cannot load packed weights of {type(planned.model).__name__}, which initializes "
                 "weights while it loads",
@@ -86,21 +89,22 @@ class Dequantized(Transformers):
     dequantize = True
 
 
-def _takes_more(module: nn.Module) -> bool:
+def _takes_several_arguments(module: nn.Module) -> bool:
     return len(inspect.signature(type(module).forward).parameters) > 2
 
 
 def _check_dequantized(model: nn.Module, targets: list[PlannedModule], in_transformers: bool) -> None:
     """Refuse attention states, converted weights, several schemes, and zero points in one packed row."""
     refuse(
-        [t.name for t in targets if t.states],
+        [target.name for target in targets if target.states],
         "transformers drops the quantization of attention states and the kv cache when it dequantizes",
         remedy=f'reload="default", leave the kv cache in full precision, or {_UNCHECKED}',
     )
     if not in_transformers:
         return
+    weight_names = [f"{target.name}.weight" for target in targets]
     refuse(
-        [name.rpartition(".")[0] for name in converted(model, [f"{t.name}.weight" for t in targets])],
+        [name.rpartition(".")[0] for name in converted(model, weight_names)],
         "transformers 5.23 cannot dequantize weights that it merges, splits or reorders while it loads them",
         remedy=f'list them in `ignore`, reload="default", or {_UNCHECKED}',
     )
@@ -110,23 +114,31 @@ def _check_dequantized(model: nn.Module, targets: list[PlannedModule], in_transf
             remedy=f'reload="default", or {_UNCHECKED}',
         )
     refuse(
-        [t.name for t in targets if _packs_zero_points_into_one_row(t)],
+        [target.name for target in targets if _packs_zero_points_into_one_row(target)],
         "compressed-tensors 0.20 cannot unpack 4-bit zero points of groups where there are at most 8 output rows",
         remedy=f"list them in `ignore`, use a symmetric scheme (W4A16), or {_UNCHECKED}",
     )
 
 
 def _packs_zero_points_into_one_row(target: PlannedModule) -> bool:
-    weights, shape = target.scheme.weights, matrix_shape(target.module)
+    """Whether the 4-bit zero points of a weight's groups fit into one packed row: 8 integers make a word."""
+    weights = target.scheme.weights
+    shape = matrix_shape(target.module)
     if weights is None or shape is None or weights.symmetric or number_format(weights) != "int4":
         return False
-    packed = storage_format(nn.Linear, target.scheme) == "pack-quantized"
-    return packed and shape[0] <= 8 and shape[1] > (weights.group_size or shape[1]) > 0
+    if storage_format(nn.Linear, target.scheme) != "pack-quantized":
+        return False
+    rows, columns = shape
+    has_groups = 0 < (weights.group_size or columns) < columns
+    return rows <= 8 and has_groups
 
 
 def _check_weight(target: PlannedModule, weights: QuantizationArgs, in_transformers: bool) -> None:
-    """Refuse 4-bit and microscaling floats in models of other dtypes than bfloat16, in which they are decompressed; and
-    packed integers (4-bit and weight-only ones) of other modules than symmetric Linear, which are not unpacked."""
+    """Refuse weights that transformers would load with other numbers.
+
+    4-bit and microscaling floats are decompressed as bfloat16, so the model must be bfloat16. Packed integers (4-bit
+    and weight-only schemes) are unpacked for symmetric Linear modules only.
+    """
     dtype = target.module.weight.dtype
     nvfp4 = weights.strategy == "tensor_group"
     mx = weights.scale_dtype == torch.uint8 and in_transformers
@@ -138,10 +150,13 @@ def _check_weight(target: PlannedModule, weights: QuantizationArgs, in_transform
             remedy=f"load the model in bfloat16 (dtype=torch.bfloat16), or {_UNCHECKED}",
         )
     packed = weights.type == "int" and (weights.num_bits < 8 or target.scheme.input_activations is None)
-    what, instead = "packed asymmetric weights as they are", "use a symmetric scheme (W4A16)"
     if kind_of(target.module).stored_as is nn.Embedding:
-        what, instead = "a packed integer Embedding as it is", "use FP8 for the embedding"
-    elif weights.symmetric:
+        what = "a packed integer Embedding as it is"
+        instead = "use FP8 for the embedding"
+    elif not weights.symmetric:
+        what = "packed asymmetric weights as they are"
+        instead = "use a symmetric scheme (W4A16)"
+    else:
         return
     if in_transformers and packed:
         raise CalibrationError(
@@ -155,13 +170,15 @@ def _check_weight(target: PlannedModule, weights: QuantizationArgs, in_transform
 
 
 def _check_layout(model: nn.Module, targets: list[PlannedModule], packed: Collection[str]) -> None:
-    """Refuse weights in full precision that transformers merges or splits while it loads them.
+    """Refuse packed weights that transformers reorders, and full-precision weights that it merges or splits.
 
-    They go through a reader of the scheme's format: FP8's alone takes weights without a scale, and none can split.
+    While it loads them, merged and split weights pass a reader of the scheme's format. Only FP8's reader takes weights
+    without a scale, and none can split them.
     """
     planned = {target.name for target in targets}
+    packed_shapes = [f"{name}.weight_shape" for name in packed]
     refuse(
-        [n.rpartition(".")[0] for n in converted(model, [f"{name}.weight_shape" for name in packed], "Permute")],
+        [name.rpartition(".")[0] for name in converted(model, packed_shapes, "Permute")],
         "transformers 5.23 reorders the rows of these weights while it loads them, and cannot if they are packed",
         remedy=f"list them in `ignore`, use a scheme that is not packed (FP8, INT8), or {_UNCHECKED}",
     )
@@ -172,30 +189,39 @@ def _check_layout(model: nn.Module, targets: list[PlannedModule], packed: Collec
         f"modules they become are in full precision, or {type(model).__name__} has none",
         remedy=f"quantize these modules, too, or {_UNCHECKED}",
     )
-    stacked, taken_apart = fused_experts(model), linear_experts(model)
+    stacked = fused_experts(model)
+    linearized = linear_experts(model)
     refuse(
         [name for name, module in stacked.items() if is_replaced(module)],
         "transformers 5.23 expects a Linear per expert in quantized checkpoints of this architecture, and would give "
         "these experts random weights",
         remedy=f"call linearize_experts(model) first (`ignore` may still list them), or {_UNCHECKED}",
     )
-    experts = {*stacked, *taken_apart}
-    left = [name for name in taken_apart if not any(t.startswith(f"{name}.") for t in planned)]
-    merged = [*stacked_weights(model, [f"{name}.down_proj" for name in left]), *merged]
-    left = list(dict.fromkeys(name.rpartition(".")[0] for name in merged))
-    of_weights = [t.scheme for t in targets if t.scheme.weights is not None] or [t.scheme for t in targets]
-    other = [scheme for scheme in of_weights if number_format(scheme.weights) != "float8"]
-    if left and other:
-        remedy = f"use FP8 for the other modules, or {_UNCHECKED}"
-        if experts:
-            remedy = f"quantize the experts too (linearize_experts(model), nothing of them in `ignore`), {remedy}"
-        raise CalibrationError(
-            f"transformers 5.23 cannot load {'experts' if set(left) <= experts else 'weights that it merges'} in "
-            "full precision beside other modules in this format",
-            where=left,
-            got=storage_format(nn.Linear, other[0]),
-            remedy=remedy,
-        )
+    in_float = [name for name in linearized if not any(target.startswith(f"{name}.") for target in planned)]
+    merged_experts = stacked_weights(model, [f"{name}.down_proj" for name in in_float])
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in [*merged_experts, *merged])
+    _check_formats_beside(model, list(owners), targets, experts={*stacked, *linearized})
+
+
+def _check_formats_beside(
+    model: nn.Module, in_float: list[str], targets: list[PlannedModule], experts: Collection[str]
+) -> None:
+    """Refuse weights in full precision that are merged (``in_float``) beside modules of another format than FP8."""
+    weight_schemes = [target.scheme for target in targets if target.scheme.weights is not None]
+    schemes = weight_schemes or [target.scheme for target in targets]
+    schemes = [scheme for scheme in schemes if number_format(scheme.weights) != "float8"]
+    if not in_float or not schemes:
+        return
+    remedy = f"use FP8 for the other modules, or {_UNCHECKED}"
+    if experts:
+        remedy = f"quantize the experts too (linearize_experts(model), nothing of them in `ignore`), {remedy}"
+    merged = "experts" if set(in_float) <= set(experts) else "weights that it merges"
+    raise CalibrationError(
+        f"transformers 5.23 cannot load {merged} in full precision beside other modules in this format",
+        where=in_float,
+        got=storage_format(nn.Linear, schemes[0]),
+        remedy=remedy,
+    )
 
 
 # ---------------------------------------------------------------------- experts
@@ -208,51 +234,45 @@ def _check_experts(model: nn.Module, targets: list[PlannedModule], dequantize: b
     ``dequantize`` was not asked for. So experts' inputs are not quantized there, and only the formats that its
     loader knows can be read.
     """
-    containers = {n: m for n, m in linear_experts(model).items() if not isinstance(m, SortedExperts)}
-    stacked = {name.rpartition(".")[0] for name in stacked_weights(model, [f"{name}.down_proj" for name in containers])}
+    containers = [name for name, experts in linear_experts(model).items() if not isinstance(experts, SortedExperts)]
+    stacked_names = stacked_weights(model, [f"{name}.down_proj" for name in containers])
+    stacked = {name.rpartition(".")[0] for name in stacked_names}
     refuse(
         [name for name in containers if name not in stacked],
         f"transformers 5.23 loads no experts one by one into {type(model).__name__}",
         remedy="list them in `ignore` and do not call linearize_experts, or " + _UNCHECKED,
     )
-    inside = [t for t in targets if t.name.startswith(tuple(f"{name}." for name in containers))]
-    if not inside:
+    prefixes = tuple(f"{name}." for name in containers)
+    expert_targets = [target for target in targets if target.name.startswith(prefixes)]
+    if not expert_targets:
         return
     refuse(
-        split_experts(model, {t.name for t in targets}),
+        split_experts(model, {target.name for target in targets}),
         "transformers 5.23 stacks the experts of a layer while it loads them, so all of them have to be quantized",
         remedy=f"target or ignore all experts of a layer together, or {_UNCHECKED}",
     )
-    for target in inside:
+    for target in expert_targets:
         _check_expert(target, dequantize)
-    if len({scheme_identity(t.scheme) for t in targets}) > 1:
+    if len({scheme_identity(target.scheme) for target in targets}) > 1:
         raise CalibrationError(
             "transformers 5.23 loads all experts with one scheme, and dequantizes nothing where there are several",
-            where=[inside[0].name],
+            where=[expert_targets[0].name],
             remedy=f"use one scheme, or {_UNCHECKED}",
         )
 
 
 def _check_expert(target: PlannedModule, dequantize: bool) -> None:
     """Refuse a format that the loader of experts cannot read, and quantized activations, which it drops."""
-    scheme, weights = target.scheme, target.scheme.weights
-    if weights is not None:
-        whole_float8 = number_format(weights) == "float8" and weights.strategy in ("tensor", "channel")
-        bfloat16 = target.module.weight.dtype == torch.bfloat16  # as which MX is decompressed
-        loads = {
-            **dict.fromkeys(("float-quantized", "naive-quantized"), whole_float8),
-            **dict.fromkeys(("mxfp4-pack-quantized", "mxfp6-pack-quantized"), bfloat16),
-            "pack-quantized": weights.symmetric,
-        }
-        stored = storage_format(nn.Linear, scheme)
-        if not loads.get(stored):
-            raise CalibrationError(
-                "transformers 5.23 cannot load experts in this format",
-                where=[target.name],
-                got=stored,
-                expected="FP8 per tensor or channel (FP8, FP8_DYNAMIC), symmetric weight-only integers (W4A16, W8A16)",
-                remedy=_UNCHECKED,
-            )
+    scheme = target.scheme
+    stored = storage_format(nn.Linear, scheme)
+    if scheme.weights is not None and not _loads_expert(target, scheme.weights, stored):
+        raise CalibrationError(
+            "transformers 5.23 cannot load experts in this format",
+            where=[target.name],
+            got=stored,
+            expected="FP8 per tensor or channel (FP8, FP8_DYNAMIC), symmetric weight-only integers (W4A16, W8A16)",
+            remedy=_UNCHECKED,
+        )
     if not dequantize and (scheme.input_activations is not None or scheme.output_activations is not None):
         raise CalibrationError(
             "transformers 5.23 loads experts dequantized and does not quantize what they read, so the reloaded "
@@ -260,3 +280,12 @@ def _check_expert(target: PlannedModule, dequantize: bool) -> None:
             where=[target.name],
             remedy=f"{_DEQUANTIZED}: no activation is quantized), use a weight-only scheme (W4A16), or {_UNCHECKED}",
         )
+
+
+def _loads_expert(target: PlannedModule, weights: QuantizationArgs, stored: str) -> bool:
+    """Whether the loader of experts reads a weight in a format of compressed-tensors (``stored``)."""
+    if stored in ("float-quantized", "naive-quantized"):
+        return number_format(weights) == "float8" and weights.strategy in ("tensor", "channel")
+    if stored in ("mxfp4-pack-quantized", "mxfp6-pack-quantized"):
+        return target.module.weight.dtype == torch.bfloat16  # the dtype that MX is decompressed to
+    return stored == "pack-quantized" and bool(weights.symmetric)
