@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.checkpoint.compress import stored_layout
+from lightning_obs.checkpoint.entries import stored_layout
 from lightning_obs.choice.divergence import Losses, Twins, divergences, weights_shared
 from lightning_obs.engines.engine import Engine, PlannedCheckpoint, engine_of
 from lightning_obs.errors import CalibrationError, refuse, warn

@@ -1,13 +1,13 @@
-"""The scales that an optimizer trains, kept by the callback and not by the model.
+"""The scales that an optimizer trains. The callback keeps them, not the model.
 
 The model's ``state_dict`` must load without the callback, and the optimizer is made before any range is known. So each
-scale is a calibrated constant times ``exp(log_factor)``: the factors are made, all zero, from the plan alone when fit
-starts, join the first group of their module's optimizer (with its learning rate and schedule; an optimizer's state is
-restored by position), and travel in the callback's state.
+scale is a calibrated constant times ``exp(log_factor)``. The factors are made from the plan alone when fit starts, all
+zero. They join the first group of their module's optimizer, with its learning rate and schedule (an optimizer's state
+is restored by position), and are saved in the callback's state.
 
-Where scales are trained alone, weights in NVFP4 keep the numbers that calibration gave them, the nearest or a
-rounding's (``weight_rounded``), and the scale has an exact gradient: a float8 scale moves by 6 to 12 % at a time, too
-far for the straight-through gradient of a weight that is rounded again. Weights of the other formats are rounded again.
+If only scales are trained, weights in NVFP4 keep the numbers that calibration gave them, the nearest or a rounding's
+(``weight_rounded``), and the scale has an exact gradient: a float8 scale moves by 6 to 12 % at a time, too far for the
+straight-through gradient of a weight that is rounded again. Weights of the other formats are rounded again.
 """
 
 from __future__ import annotations
@@ -36,11 +36,22 @@ from lightning_obs.schemes.planned_modules import Plan, PlannedModule, scale_sha
 
 
 class LearnedScales:
-    """A log factor for every scale of a plan that can be learned; ``alone``: nothing but scales is trained.
+    """A log factor for every scale of a plan that can be learned.
 
-    Learned are static scales of weights, and of activations with one scale per tensor; the others are observed. Scales
-    of NVFP4 are learned only alone, because trained weights need another global scale; scales of MX never, because the
-    smallest step of a power of two doubles a block.
+    Static scales of weights are learned, and static scales of activations with one scale per tensor; all others are
+    observed. Scales of NVFP4 are learned only if nothing else is trained, because trained weights need another global
+    scale. Scales of MX are never learned: the smallest step of a power of two doubles a block.
+
+    Args:
+        plan: the modules to quantize.
+        alone: whether nothing but scales is trained.
+
+    Attributes:
+        alone: as given.
+        covers_activations: whether data need not give the range of any activation.
+
+    Raises:
+        CalibrationError: no scale can be learned, or weights are sharded (FSDP).
     """
 
     def __init__(self, plan: Plan, alone: bool = False) -> None:
@@ -50,142 +61,203 @@ class LearnedScales:
             "scales of sharded weights (FSDP) cannot be learned",
             remedy="use DDP.",
         )
-        #: by name, as ``layer.weight``
-        self._scales = {
-            f"{target.name}.{base_name}": _Scale(target, base_name, shape)
-            for target in plan.targets
-            for base_name in target.args
-            if (shape := _learned_shape(target, base_name, alone)) is not None
-        }
+        self._scales: dict[str, _LearnedScale] = {}  # by names such as ``layer.weight``
+        self.covers_activations = True
+        for target in plan.targets:
+            for base_name, args in target.args.items():
+                shape = _learned_shape(target, base_name, alone)
+                if shape is not None:
+                    self._scales[f"{target.name}.{base_name}"] = _LearnedScale(target, base_name, shape)
+                elif base_name != "weight" and args.dynamic is not True:
+                    self.covers_activations = False
         if not self._scales:
             raise CalibrationError(
                 "no scale of this scheme can be learned",
                 expected="static scales, not powers of two (MX); those of NVFP4 are learned with train='scales'",
                 remedy="set train='weights'; every validation observes the ranges again.",
             )
-        #: whether no range of an activation is left to data
-        self.covers_activations = all(
-            f"{target.name}.{base_name}" in self._scales
-            for target in plan.targets
-            for base_name, args in target.args.items()
-            if base_name != "weight" and args.dynamic is not True
-        )
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The log factors, in the plan's order."""
-        return [scale.factor for scale in self._scales.values()]
+        return [scale.log_factor for scale in self._scales.values()]
 
     def join(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Add each factor, once, to the first group of the optimizer that trains its module.
+        """Add each factor to the first group of the optimizer that trains its module, unless it is there already.
 
-        Where scales are trained alone, all other parameters are removed. Empty groups stay: schedulers count them.
+        If only scales are trained, all other parameters are removed. Empty groups stay: schedulers count them.
+
+        Raises:
+            CalibrationError: no optimizer, or more than one, trains a module.
         """
         for scale in self._scales.values():
-            scale.follow()
-        held = [{id(p) for group in each.param_groups for p in group["params"]} for each in optimizers]
-        places = {}
+            scale.move_to_module()
+        optimizer_of = self._optimizers_of_scales(optimizers)
+        present: set[int] = set()
+        for optimizer in optimizers:
+            present |= _parameter_ids(optimizer)
+        for name, scale in self._scales.items():
+            if id(scale.log_factor) not in present:
+                optimizer_of[name].param_groups[0]["params"].append(scale.log_factor)
+        if self.alone:
+            factor_ids = {id(factor) for factor in self.parameters}
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["params"] = [parameter for parameter in group["params"] if id(parameter) in factor_ids]
+
+    def _optimizers_of_scales(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.optim.Optimizer]:
+        """For each scale the optimizer that trains its module.
+
+        A module that is frozen is in no optimizer. Its scales are trained by the optimizer of the other modules, if a
+        single one trains all of these.
+        """
+        ids_of_optimizers = [_parameter_ids(optimizer) for optimizer in optimizers]
+        indices_of_scales: dict[str, set[int]] = {}
+        indices_of_all: set[int] = set()
         for name, scale in self._scales.items():
             module = scale.target.module
-            own = {id(p) for p in (adapters_of(module) or module).parameters()}
-            places[name] = {at for at, of_one in enumerate(held) if own & of_one}
-        # A module that is frozen goes with the others, where all of these are in one optimizer.
-        some = set().union(*places.values())
-        places = {name: found or some for name, found in places.items()}
+            module_ids = {id(parameter) for parameter in (adapters_of(module) or module).parameters()}
+            indices = {index for index, ids in enumerate(ids_of_optimizers) if ids & module_ids}
+            indices_of_scales[name] = indices
+            indices_of_all |= indices
+        optimizer_of = {}
+        undecided = set()
+        for name, indices in indices_of_scales.items():
+            candidates = indices or indices_of_all
+            if len(optimizers) > 1 and len(candidates) != 1:
+                undecided.add(self._scales[name].target.name)
+            else:
+                optimizer_of[name] = optimizers[min(candidates, default=0)]
         refuse(
-            sorted({self._scales[n].target.name for n in places if len(optimizers) > 1 and len(places[n]) != 1}),
+            sorted(undecided),
             "no single optimizer trains these modules, so it is undecided which one trains their scales",
             got=f"{len(optimizers)} optimizers",
             expected="the parameters of each module in one of them",
             remedy="give them to one optimizer, list the modules in `ignore`, or set train='weights'.",
         )
-        present = set().union(*held)
-        for name, scale in self._scales.items():
-            if id(scale.factor) not in present:
-                optimizers[min(places[name], default=0)].param_groups[0]["params"].append(scale.factor)
-        if self.alone:
-            factors = {id(factor) for factor in self.parameters}
-            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-                group["params"] = [p for p in group["params"] if id(p) in factors]
+        return optimizer_of
 
     def start(self) -> None:
-        """Take the scales that calibration has written to the modules, where none was taken yet."""
+        """Start each scale at its calibrated value, where none was taken yet, and let its module use it.
+
+        Called whenever calibration has written scales to the modules; modules without a scale are left out.
+        """
         for scale in self._scales.values():
-            module, base_name = scale.target.module, scale.base_name
-            if scale.calibrated is None and hasattr(module, f"{base_name}_scale"):
-                scale.calibrated = getattr(module, f"{base_name}_scale").clone()
-            scale.follow()
+            scale.take_calibrated()
+            scale.move_to_module()
             if scale.calibrated is not None:
-                set_learned_scale(module, base_name, scale.calibrated, scale.factor, scale.stored)
-                if scale.stored is not None and not hasattr(module, ROUNDED):
-                    setattr(module, ROUNDED, _nearest(module, scale.target.args[base_name]))
+                scale.set_on_module()
 
     @torch.no_grad()
     def values(self) -> dict[str, torch.Tensor]:
-        """The scales now: ``{"layer.weight_scale": tensor}``."""
-        return {f"{name}_scale": scale.now() for name, scale in self._scales.items() if scale.calibrated is not None}
+        """The present scales: ``{"layer.weight_scale": tensor}``."""
+        scales = {}
+        for name, scale in self._scales.items():
+            if scale.calibrated is not None:
+                scales[f"{name}_scale"] = scale.present_value()
+        return scales
 
     @property
     def has_changed(self) -> bool:
-        """Whether a scale differs, as it is stored, from the calibrated one."""
-        return any(
-            scale.calibrated is not None and not torch.equal(scale.now(), scale.calibrated)
-            for scale in self._scales.values()
-        )
+        """Whether a scale, as it is stored, differs from the calibrated one."""
+        for scale in self._scales.values():
+            if scale.calibrated is not None and not torch.equal(scale.present_value(), scale.calibrated):
+                return True
+        return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Calibrated scales and factors, by name."""
-        scales = self._scales.items()
-        return {
-            "calibrated": {name: s.calibrated.clone() for name, s in scales if s.calibrated is not None},
-            "log_factors": {name: s.factor.detach().clone() for name, s in scales},
-        }
+        """Calibrated scales and log factors, by name."""
+        calibrated = {}
+        log_factors = {}
+        for name, scale in self._scales.items():
+            log_factors[name] = scale.log_factor.detach().clone()
+            if scale.calibrated is not None:
+                calibrated[name] = scale.calibrated.clone()
+        return {"calibrated": calibrated, "log_factors": log_factors}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the values of a :meth:`state_dict`; the parameters stay the ones that the optimizer has."""
-        factors, calibrated = state["log_factors"], state["calibrated"]
-        refuse(sorted({*factors} ^ {*self._scales}), "the checkpoint has learned scales of other modules")
+        """Load the values of a :meth:`state_dict` into the parameters that the optimizer has.
+
+        Raises:
+            CalibrationError: the state is of other modules, of other shapes, or has values that are not finite.
+        """
+        log_factors = state["log_factors"]
+        calibrated = state["calibrated"]
+        refuse(sorted(log_factors.keys() ^ self._scales.keys()), "the checkpoint has learned scales of other modules")
         refuse(
-            [
-                name
-                for values in (factors, calibrated)
-                for name, scale in self._scales.items()
-                if name in values and (values[name].shape != scale.factor.shape or not values[name].isfinite().all())
-            ],
+            [*self._names_of_unusable(log_factors), *self._names_of_unusable(calibrated)],
             "learned scales of the checkpoint have other shapes, or are not finite",
         )
         for name, scale in self._scales.items():
-            scale.factor.copy_(factors[name])
+            scale.log_factor.copy_(log_factors[name])
             scale.calibrated = calibrated[name].clone() if name in calibrated else None
 
+    def _names_of_unusable(self, values: Mapping[str, torch.Tensor]) -> list[str]:
+        """The names whose values have another shape than their scale, or are not finite."""
+        names = []
+        for name, scale in self._scales.items():
+            if name in values:
+                value = values[name]
+                if value.shape != scale.log_factor.shape or not value.isfinite().all():
+                    names.append(name)
+        return names
 
-class _Scale:
-    """A learned scale; ``calibrated`` is its start, once it is known."""
+
+class _LearnedScale:
+    """One learned scale.
+
+    Args:
+        target: its module.
+        base_name: its tensor, such as ``weight``.
+        shape: shape of the scale.
+
+    Attributes:
+        target, base_name: as given.
+        stored_dtype: the dtype to which the scale is rounded; None: the weight's.
+        calibrated: the value at which training starts; None until it is known.
+        log_factor: the parameter.
+    """
 
     def __init__(self, target: PlannedModule, base_name: str, shape: tuple[int, ...]) -> None:
-        self.target, self.base_name = target, base_name
-        self.stored = _stored_dtype(target.args[base_name])
+        self.target = target
+        self.base_name = base_name
+        self.stored_dtype = _stored_dtype(target.args[base_name])
         self.calibrated: torch.Tensor | None = None
         with torch.inference_mode(False):
             device = next(target.module.parameters()).device
-            self.factor = nn.Parameter(torch.zeros(shape, device=device))
+            self.log_factor = nn.Parameter(torch.zeros(shape, device=device))
 
-    def now(self) -> torch.Tensor:
+    def present_value(self) -> torch.Tensor:
         """The scale, with a gradient to the factor; only once it is calibrated."""
         assert self.calibrated is not None
-        return learned_scale(self.calibrated, self.factor, self.stored)
+        return learned_scale(self.calibrated, self.log_factor, self.stored_dtype)
 
-    def follow(self) -> None:
+    def take_calibrated(self) -> None:
+        """Keep the scale that calibration wrote to the module, unless one is kept already."""
+        name = f"{self.base_name}_scale"
+        if self.calibrated is None and hasattr(self.target.module, name):
+            self.calibrated = getattr(self.target.module, name).clone()
+
+    def set_on_module(self) -> None:
+        """Let the module's quantized forward use this scale."""
+        module = self.target.module
+        assert self.calibrated is not None
+        set_learned_scale(module, self.base_name, self.calibrated, self.log_factor, self.stored_dtype)
+        if self.stored_dtype is not None and not hasattr(module, ROUNDED):
+            setattr(module, ROUNDED, _nearest_numbers(module, self.target.args[self.base_name]))
+
+    def move_to_module(self) -> None:
         """Move to the module's device."""
         device = device_of(self.target.module)
-        self.factor.data = self.factor.data.to(device)
-        self.calibrated = None if self.calibrated is None else self.calibrated.to(device)
+        self.log_factor.data = self.log_factor.data.to(device)
+        if self.calibrated is not None:
+            self.calibrated = self.calibrated.to(device)
 
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter takes a gradient inside the ``with`` block; dropout and batch norms are in evaluation mode."""
+    """A block in which no parameter takes a gradient, and dropout and batch norms are in evaluation mode."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     kinds = (_BatchNorm, _DropoutNd)
     with patch_attrs(trained, "requires_grad", [False] * len(trained)), in_evaluation_mode(model, kinds):
@@ -193,28 +265,46 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 def _learned_shape(target: PlannedModule, base_name: str, alone: bool) -> tuple[int, ...] | None:
-    """Shape of a scale that can be learned; None for the others."""
-    args, is_weight = target.args[base_name], base_name == "weight"
-    is_static = not args.dynamic and isinstance(getattr(target.module, "weight", None), torch.Tensor)
-    if not is_static or not (is_weight or args.strategy == QuantizationStrategy.TENSOR):
+    """Shape of a scale that can be learned; None for the others. ``alone``: nothing but scales is trained."""
+    args = target.args[base_name]
+    is_weight = base_name == "weight"
+    has_weight = isinstance(getattr(target.module, "weight", None), torch.Tensor)
+    if args.dynamic or not has_weight:
         return None
-    if _stored_dtype(args) is not None and (not is_weight or not alone or args.scale_dtype == torch.uint8):
+    if not is_weight and args.strategy != QuantizationStrategy.TENSOR:
         return None
+    if _stored_dtype(args) is not None:
+        is_mx = args.scale_dtype == torch.uint8
+        if is_mx or not is_weight or not alone:
+            return None
     return scale_shape(target, base_name, args)
 
 
 @torch.no_grad()
-def _nearest(module: nn.Module, args: QuantizationArgs) -> torch.Tensor:
+def _nearest_numbers(module: nn.Module, args: QuantizationArgs) -> torch.Tensor:
     """The weight ``(R, C)`` in numbers of its format, each the nearest under the module's scale."""
     with held(module) as matrix:
         assert matrix is not None  # it has a scale
-        scale, zero_point = module.weight_scale, getattr(module, "weight_zero_point", None)
-        number = NumberGrid.of(args).number
-        codes = torch.int8 if number is None else number.codes
-        global_scale = getattr(module, "weight_global_scale", None)
-        return quantize(matrix, scale, zero_point, args, global_scale=global_scale).to(codes)
+        numbers = quantize(
+            matrix,
+            module.weight_scale,
+            getattr(module, "weight_zero_point", None),
+            args,
+            global_scale=getattr(module, "weight_global_scale", None),
+        )
+    number = NumberGrid.of(args).number
+    return numbers.to(torch.int8 if number is None else number.codes)
 
 
 def _stored_dtype(args: QuantizationArgs) -> torch.dtype | None:
     """The dtype to which a scale is rounded; None: the weight's."""
-    return torch.float8_e4m3fn if args.strategy == QuantizationStrategy.TENSOR_GROUP else args.scale_dtype
+    if args.strategy == QuantizationStrategy.TENSOR_GROUP:
+        return torch.float8_e4m3fn
+    return args.scale_dtype
+
+
+def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    ids: set[int] = set()
+    for group in optimizer.param_groups:
+        ids.update(map(id, group["params"]))
+    return ids

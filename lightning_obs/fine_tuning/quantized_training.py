@@ -1,4 +1,4 @@
-"""The ranges of a model while it is trained: found, refreshed, learned, saved. No Lightning in it.
+"""The ranges of a model while it is trained: observed, refreshed, learned, saved. No Lightning in it.
 
 A :class:`~lightning_obs.CalibrationSession` calibrates a model that does not change. In training, weights and
 activations are observed at different times, and an incomplete observation can be saved and resumed.
@@ -7,8 +7,8 @@ activations are observed at different times, and an incomplete observation can b
      |                             ^    \\
      +-----------------------------+     +-----> GATHERED ---> TRAINING
 
-The phase between two hooks is one value, which checkpoints hold. Lightning validates under inference mode: no tensor
-that training needs may be made there.
+Between two hooks the phase is one value, which is saved in checkpoints. Lightning validates under inference mode: no
+tensor that training needs may be made there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,22 @@ class Phase(Enum):
 
 
 class QuantizedTraining:
-    """The ranges of a session's model; ``train``: ``"weights"``, ``"scales"`` that can be ``learned``, or ``"all"``."""
+    """The ranges of a session's model in training. Its methods are called by a callback's hooks.
+
+    Args:
+        session: observes the model.
+        train: what an optimizer trains: ``"weights"``, ``"scales"`` (those that can be learned), or ``"all"``.
+
+    Attributes:
+        session: as given.
+        switch: which tensors are quantized now.
+        learned: the scales that an optimizer trains; None with ``train="weights"``.
+        phase: the state in which the next training batch runs.
+        validating: whether a validation runs now, through the model that an export would write at this moment.
+
+    Raises:
+        CalibrationError: the session weighs tokens and weights are trained; no scale can be learned.
+    """
 
     def __init__(self, session: CalibrationSession, train: str = "weights") -> None:
         refuse(
@@ -58,13 +73,13 @@ class QuantizedTraining:
             remedy="leave it out, or set train='scales'.",
         )
         self.session = session
-        self.switch = Switch()  # the tensors that are quantized now
+        self.switch = Switch()
         self.learned = None if train == "weights" else LearnedScales(session.plan, alone=train == "scales")
         self.phase = Phase.NEW
-        self.validating = False  # a validation runs the model that an export would write at this moment
-        self._forwards: ExitStack | None = None  # gives every module its own forward back; None while none is replaced
-        # A resumed run may stand between two observations: weights are newer than their ranges, and stay so.
-        self._resumed = False
+        self.validating = False
+        self._forwards: ExitStack | None = None  # closing it gives every module its own forward back; None: it has it
+        # A resumed run may be between two observations: its weights are newer than their ranges, and stay so.
+        self._is_resumed = False
 
     # ------------------------------------------------------------------ the forward
 
@@ -72,27 +87,22 @@ class QuantizedTraining:
     def start(self, around: nn.Module | None = None) -> None:
         """Let the modules run quantized, with ranges for their weights; nothing happens if they do already.
 
-        ``around``: the holder of the model, and perhaps of its torch.compile'd wrapper.
+        Args:
+            around: holds the model, and perhaps its torch.compile'd wrapper; default: the model.
         """
         if self._forwards is not None:
             return
-        model, targets = self.session.model, self.session.plan.targets
         with ExitStack() as stack:
-            if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in (around or model).modules()):
-                torch.compiler.reset()  # graphs compiled before do not see a new hook (of outputs), in silence
+            if _is_compiled(around or self.session.model):
+                torch.compiler.reset()  # graphs that were compiled before do not see a new hook of outputs
                 stack.callback(torch.compiler.reset)
-            states = {target.module: tuple(target.states) for target in targets if target.states}
-            stack.enter_context(fake_quantized_states(model, states, self.switch))
-            for target in targets:
-                if not target.states:
-                    output = "output" in target.args
-                    stack.callback(quantize_training_forward(target.module, self.switch, output=output))
+            _quantize_forwards(self.session, self.switch, stack)
             self._forwards = stack.pop_all()
-        if self._resumed and self.is_quantized:
-            self._write_learned(refreshed=False)
+        if self._is_resumed and self.is_quantized:
+            self._write_learned(weights_refreshed=False)
         else:
             self.refresh_weights()
-        self._resumed = False
+        self._is_resumed = False
 
     def stop(self) -> None:
         """Give every module its own forward back. Can be called at any time."""
@@ -104,7 +114,7 @@ class QuantizedTraining:
 
     @contextmanager
     def unquantized(self) -> Iterator[None]:
-        """Run in full precision, unobserved, inside the ``with`` block."""
+        """A block in which the model runs in full precision, unobserved."""
         switch = self.switch
         with patch_attr(switch, "weights", False), patch_attr(switch, "activations", False), self.session.paused():
             yield
@@ -118,13 +128,13 @@ class QuantizedTraining:
 
     @property
     def has_all_ranges(self) -> bool:
-        """Whether every range that data have to give is known (except of modules that data never reached)."""
-        return all(
-            has_range(target.module, base_name, args)
-            for target in self.session.plan.targets
-            if target.name not in self.session.skipped
-            for base_name, args in target.args.items()
-        )
+        """Whether every range that data must give is known, except ranges of modules that data never reached."""
+        for target in self.session.plan.targets:
+            if target.name not in self.session.skipped:
+                for base_name, args in target.args.items():
+                    if not has_range(target.module, base_name, args):
+                        return False
+        return True
 
     @property
     def has_trained(self) -> bool:
@@ -137,38 +147,40 @@ class QuantizedTraining:
         return self.phase is Phase.OBSERVING and self.session.batches > 0
 
     @property
-    def _of_inputs(self) -> dict[Key, Observer]:
-        """The observers of inputs that choose a weight's scale or rounding."""
+    def _input_observers(self) -> dict[Key, Observer]:
+        """The observers that choose a weight's scale or rounding by its inputs."""
         return {key: observer for key, observer in self.session.fed.items() if observer.needs_inputs}
 
     @property
     def _weights_stay(self) -> bool:
-        """Whether weights were observed once and for all: they are frozen, and their scales are learned from there."""
+        """Whether weights are never observed again: they are frozen, and their scales are learned."""
         return self.learned is not None and self.learned.alone and self.is_quantized
 
     @property
     def can_refresh(self) -> bool:
-        """Whether data would change the range of an activation that is known; with frozen weights, none should."""
-        frozen = self.learned is not None and (self.learned.alone or self.learned.covers_activations)
-        return self.session.needs_data and not frozen
+        """Whether data may change known ranges of activations; not if all are learned, or nothing but scales is."""
+        if self.learned is not None and (self.learned.alone or self.learned.covers_activations):
+            return False
+        return self.session.needs_data
 
     # ------------------------------------------------------------------ transitions
 
     def begin_training_batch(self) -> bool:
-        """Put the ranges of the last validation in force.
+        """Put the ranges of the last validation in force; called before each training batch.
 
-        True if ranges of activations are due: nothing was observed yet, or a validation has ended.
+        Returns:
+            Whether ranges of activations are due: nothing was observed yet, or a validation has ended.
         """
         self.validating = False
-        phase, session = self.phase, self.session
+        phase = self.phase
         if phase is Phase.GATHERED:
             self.write(weights=True)
         elif phase is Phase.VALIDATED:  # weight averaging has swapped other weights in meanwhile
             self.refresh_weights()
         if phase is not Phase.OBSERVING:
             self.phase = Phase.TRAINING
-        elif not session.is_attached:  # after stop() or load_state_dict(): go on
-            session.attach(count_calls=False, forget=False)
+        elif not self.session.is_attached:  # after stop() or load_state_dict(): continue
+            self.session.attach(count_calls=False, forget=False)
         return phase in (Phase.NEW, Phase.VALIDATED)
 
     def observe_training(self) -> None:
@@ -177,7 +189,14 @@ class QuantizedTraining:
         self.phase = Phase.OBSERVING
 
     def end_training_batch(self, wanted: int) -> bool:
-        """Count the batch if it was observed; after the last ``wanted`` one write the ranges, and return True."""
+        """Count the batch if it was observed; write the ranges after the last one.
+
+        Args:
+            wanted: number of batches to observe.
+
+        Returns:
+            Whether the ranges were written.
+        """
         if self.phase is not Phase.OBSERVING:
             return False
         self.session.batches += 1
@@ -187,9 +206,12 @@ class QuantizedTraining:
         return True
 
     def begin_validation(self) -> bool:
-        """Run the model that an export would write now; False if this validation does already.
+        """Let the validation run the model that an export would write now.
 
         Weights are observed again. An observation of training batches ends with the ranges of the batches so far.
+
+        Returns:
+            False if this validation does so already; then nothing happens.
         """
         if self.validating:
             return False
@@ -198,7 +220,9 @@ class QuantizedTraining:
         elif self.phase is Phase.OBSERVING:
             self.give_up()
         self.refresh_weights()
-        self.switch.weights = self.switch.activations = self.validating = True
+        self.switch.weights = True
+        self.switch.activations = True
+        self.validating = True
         return True
 
     def gather(self) -> None:
@@ -218,32 +242,51 @@ class QuantizedTraining:
         self.phase = Phase.NEW
 
     def write(self, weights: bool = False) -> None:
-        """Write the ranges that data gave; of ``weights`` too, if asked or if their observers want inputs."""
-        self.session.finalize(weights=(weights or bool(self._of_inputs)) and not self._weights_stay)
+        """Write the ranges that data gave, and ranges of weights if their observers need inputs.
+
+        Args:
+            weights: write ranges of all weights.
+        """
+        writes_weights = weights or bool(self._input_observers)
+        self.session.finalize(weights=writes_weights and not self._weights_stay)
         self.phase = Phase.TRAINING
         self._write_learned()
 
     # ------------------------------------------------------------------ weights
 
     def refresh_weights(self) -> None:
-        """Observe the weights as they are now, if they changed; write learned scales as they are now."""
-        session = self.session
-        excused = session.skipped | set(session.result.fallback if session.result is not None else ())
-        wanting = {name: o.lacks_inputs for (name, _), o in self._of_inputs.items()}
-        # Statistics differ from rank to rank until they are reduced.
-        unfinished = self.phase in (Phase.OBSERVING, Phase.GATHERED) or not self.is_quantized
-        lacking = bool(wanting) and (unfinished or any(wanting[name] for name in wanting.keys() - excused))
-        unknown = any(get_scheme(target.module) is None for target in session.plan.targets)
-        if not lacking and (unknown or changed_since(session.model)):
-            session.finalize(activations=False)
+        """Observe the present weights if they changed, and write the present learned scales."""
+        model = self.session.model
+        if not self._lacks_inputs() and (_has_uncalibrated(self.session) or changed_since(model)):
+            self.session.finalize(activations=False)
         self._write_learned()
 
+    def _lacks_inputs(self) -> bool:
+        """Whether weights cannot be observed now, because the inputs that their observers need are not complete."""
+        if not self._input_observers:
+            return False
+        # Statistics differ from rank to rank until they are reduced.
+        if self.phase in (Phase.OBSERVING, Phase.GATHERED) or not self.is_quantized:
+            return True
+        result = self.session.result
+        excused = set(self.session.skipped)
+        if result is not None:
+            excused.update(result.fallback)
+        for (module_name, _), observer in self._input_observers.items():
+            if observer.lacks_inputs and module_name not in excused:
+                return True
+        return False
+
     @torch.inference_mode(False)
-    def _write_learned(self, refreshed: bool = True) -> None:
+    def _write_learned(self, weights_refreshed: bool = True) -> None:
+        """Write the present learned scales to the modules.
+
+        Args:
+            weights_refreshed: whether zero points are those of the present weights, too.
+        """
         if self.learned is not None and self._forwards is not None:
             self.learned.start()
-            # Refreshed are the zero points too, so scale and zero point are of the weights as they are now.
-            self.session.write_scales(self.learned.values(), of_present_weights=refreshed)
+            self.session.write_scales(self.learned.values(), of_present_weights=weights_refreshed)
 
     # ------------------------------------------------------------------ resume
 
@@ -258,20 +301,49 @@ class QuantizedTraining:
         if self.phase in (Phase.OBSERVING, Phase.GATHERED):
             state["observed"] = dump_observation(session.fed, session.collectives)
         elif not self._weights_stay:  # for a weight's next observation, the same on all ranks
-            state["statistics"] = dump_statistics(self._of_inputs)
-        return state if self.learned is None else {**state, "learned": self.learned.state_dict()}
+            state["statistics"] = dump_statistics(self._input_observers)
+        if self.learned is not None:
+            state["learned"] = self.learned.state_dict()
+        return state
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a :meth:`state_dict`; learned scales keep the parameters that the optimizer has.
+        """Continue from a :meth:`state_dict`; learned scales are loaded into the parameters that the optimizer has.
 
-        An observation that began on another number of ranks is abandoned where its statistics depend on the ranks.
+        An observation that began on another number of ranks is given up if its statistics depend on the ranks.
         """
-        self.session.detach()
-        self._resumed = True
-        self.phase, self.session.batches = Phase(state["phase"]), state["batches"]
-        load_statistics(self.session.fed, state.get("statistics", {}))
-        if "observed" in state and not load_observation(self.session.fed, state["observed"], self.session.collectives):
-            self.give_up()
+        session = self.session
+        session.detach()
+        self._is_resumed = True
+        self.phase = Phase(state["phase"])
+        session.batches = state["batches"]
+        load_statistics(session.fed, state.get("statistics", {}))
+        if "observed" in state:
+            is_loaded = load_observation(session.fed, state["observed"], session.collectives)
+            if not is_loaded:
+                self.give_up()
         if self.learned is not None and "learned" in state:
             self.learned.load_state_dict(state["learned"])
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has compiled or wrapped the module or a part of it."""
+    return any(hasattr(child, "_orig_mod") or child._compiled_call_impl is not None for child in module.modules())
+
+
+def _quantize_forwards(session: CalibrationSession, switch: Switch, stack: ExitStack) -> None:
+    """Quantize the forward of every planned module until ``stack`` is closed."""
+    states = {}
+    for target in session.plan.targets:
+        if target.states:
+            states[target.module] = tuple(target.states)
+    stack.enter_context(fake_quantized_states(session.model, states, switch))
+    for target in session.plan.targets:
+        if not target.states:
+            has_output = "output" in target.args
+            stack.callback(quantize_training_forward(target.module, switch, output=has_output))
+
+
+def _has_uncalibrated(session: CalibrationSession) -> bool:
+    """Whether a planned module was never calibrated."""
+    return any(get_scheme(target.module) is None for target in session.plan.targets)

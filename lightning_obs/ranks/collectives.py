@@ -1,4 +1,4 @@
-"""How one rank talks to the others: a reduction and a gather of objects, which are all that is ever needed."""
+"""How one rank talks to the others: a reduction of tensors and a gather of objects; nothing else is needed."""
 
 from __future__ import annotations
 
@@ -16,89 +16,99 @@ from lightning_obs.errors import CalibrationError, require_no_failure, sendable
 Op: TypeAlias = Literal["sum", "min"]
 
 
-def _alone(tensor: torch.Tensor, op: Op) -> torch.Tensor:
+def _reduce_alone(tensor: torch.Tensor, op: Op) -> torch.Tensor:
     return tensor
 
 
-def _only(thing: Any) -> list[Any]:
-    return [thing]
+def _gather_alone(value: Any) -> list[Any]:
+    return [value]
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """How this rank talks to the others. The default is a single process, which talks to nobody.
+    """The collectives of this rank. The default is a single process, which talks to nobody.
 
     Attributes:
-        reduce: ``(tensor, op) -> tensor`` over all ranks, op ``"sum"`` or ``"min"``; may work in place. Called with
-            contiguous one-dimensional tensors of int32, int64 or float64, of the same shape on every rank. In
-            Lightning: ``lambda tensor, op: trainer.strategy.reduce(tensor, reduce_op=op)``.
+        reduce: ``(tensor, op) -> tensor``, over all ranks, with op ``"sum"`` or ``"min"``; it may work in place.
+            Tensors are contiguous, of one dimension, of int32, int64 or float64, and of the same shape on every rank.
+            In Lightning: ``lambda tensor, op: trainer.strategy.reduce(tensor, reduce_op=op)``.
             Each rank must see different data, or sums count it twice: under tensor parallelism, reduce over the
             data-parallel group.
-        gather_object: ``object -> list``: every rank's object, in the order of the ranks.
-        rank: of this process, its place in that list.
+        gather_object: ``object -> list``: the objects of all ranks, in the order of the ranks.
+        rank: the place of this process in that list.
+        device: the device of the tensors that are reduced, and of statistics that only other ranks had.
         size: how many ranks there are.
-        device: where reductions take place, and where statistics go that this rank lacked.
     """
 
-    reduce: Callable[[torch.Tensor, Op], torch.Tensor] = _alone
-    gather_object: Callable[[Any], list[Any]] = _only
+    reduce: Callable[[torch.Tensor, Op], torch.Tensor] = _reduce_alone
+    gather_object: Callable[[Any], list[Any]] = _gather_alone
     rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     size: int = 1
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Collectives:
-        """The collectives of ``torch.distributed``, over the ranks of a process group; by default over all."""
+        """The collectives of ``torch.distributed``.
+
+        Args:
+            group: the ranks; default: all of them.
+            device: default: the CPU with gloo, else the present CUDA device.
+        """
         if device is None:
-            on_host = "gloo" in dist.get_backend(group)
-            device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+            is_on_host = "gloo" in dist.get_backend(group)
+            device = torch.device("cpu") if is_on_host else torch.device("cuda", torch.cuda.current_device())
+        operations = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN}
 
         def reduce(tensor: torch.Tensor, op: Op) -> torch.Tensor:
             with all_ranks_answer():
-                dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MIN, group=group)
+                dist.all_reduce(tensor, operations[op], group=group)
             return tensor
 
         gather = partial(gather_objects, group=group)
         return cls(reduce, gather, dist.get_rank(group), device, dist.get_world_size(group))
 
 
-def gather_objects(thing: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's object, in the order of the ranks."""
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The objects of all ranks, in the order of the ranks; ``value`` is this rank's and can be pickled."""
     objects: list[Any] = [None] * dist.get_world_size(group)
     with all_ranks_answer():
-        dist.all_gather_object(objects, thing, group=group)
+        dist.all_gather_object(objects, value, group=group)
     return objects
 
 
 @contextmanager
 def all_ranks_answer() -> Iterator[None]:
-    """Say, in place of a socket's error, that another rank has ended.
+    """A block around a collective, whose failure becomes an error that says which rank to look at.
 
     Raises:
-        CalibrationError: a collective in the ``with`` block failed or did not end within the group's time limit.
+        CalibrationError: the collective failed or did not end within the group's time limit.
     """
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # of gloo, NCCL and the store alike
+        first_line = str(error).strip().partition("\n")[0]
         raise CalibrationError(
             "another rank ended, or did not answer in time",
-            got=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            got=first_line or type(error).__name__,
             remedy="look for the first error in the other ranks' output, then run again; nothing was written.",
         ) from error
 
 
 class Stretch:
-    """What this rank does alone between two collectives: an error waits for the ranks' next agreement.
+    """Work of this rank alone between two collectives; an error in it waits for the ranks' next agreement.
 
     The other ranks enter the next collective whatever happens here, so this rank must enter it, too. A ``with`` block
-    keeps the first error in :attr:`failure`; after it, give that to the next collective, or :meth:`agree`. A single
-    process has nobody to wait for: there the block raises the error at once.
+    of the object keeps the first error in :attr:`failure`. After the block, hand the failure to the next collective,
+    or call :meth:`agree`. A single process has nobody to wait for: there the block raises the error at once.
 
     Args:
         collectives: of this rank.
-        failure: an error of this rank that no agreement has raised yet.
+        failure: an earlier error of this rank that no agreement has raised yet.
+
+    Attributes:
+        failure: the first error; None if there is none.
     """
 
     def __init__(self, collectives: Collectives, failure: Exception | None = None) -> None:
@@ -115,7 +125,7 @@ class Stretch:
         return True
 
     def keep(self, error: Exception) -> None:
-        """Keep an error, unless there is an earlier one."""
+        """Keep an error, unless an earlier one is kept."""
         if self.failure is None:
             self.failure = error
 
@@ -125,7 +135,8 @@ class Stretch:
         Raises:
             CalibrationError: the same on every rank; it names the rank that failed.
         """
-        failures = self._collectives.gather_object(None if self.failure is None else sendable(self.failure))
+        failure = None if self.failure is None else sendable(self.failure)
+        failures = self._collectives.gather_object(failure)
         try:
             require_no_failure(failures)
         except CalibrationError as error:

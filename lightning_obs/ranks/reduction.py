@@ -1,26 +1,28 @@
-"""Reduce all statistics of all observers in three reductions: extremes, sums of integers, sums of floats.
+"""Reduce the statistics of all observers in a few collectives: extremes, sums of integers, sums of floats.
 
-Statistics of one reduction and dtype are put end to end as one tensor, widened without loss, and taken apart again
-afterwards: a model has hundreds of them, of a few bytes each, and every operation on one costs as much as on all.
-Hessians are not that small. Sums of floats are reduced in buckets of 256 MiB; an observer takes over its own before
-the next bucket is made.
+A model has hundreds of statistics, of a few bytes each, and an operation on one costs as much as on all. So statistics
+of one reduction are packed into one tensor, widened without loss, and unpacked afterwards. Hessians are not that small:
+sums of floats are reduced in buckets of 256 MiB, and the observers of a bucket take them over before the next one is
+packed.
 
-Smallest and largest values are sent as integers that are ordered as the values are. So one integer minimum serves every
-dtype, and largest values too (``~key`` reverses the order, without overflow); -0.0 is less than 0.0, and NaN has a
-fixed place, where a minimum of floats gives each rank another result.
+Minima and maxima are sent as integers that are ordered as the values are. One minimum of integers serves every dtype,
+and maxima too: ``~key`` reverses the order without overflow. -0.0 is less than 0.0, and NaN has a fixed place, where a
+minimum of floats gives each rank another result.
 
-A few integers beside floats (counts of tokens beside sums of squares) go with them, split into halves that float64
-holds exactly.
+Integers beside floats (counts of tokens beside sums of squares) are sent with the floats if they are few. They are
+split into halves, whose sums float64 holds exactly.
 
-Counts are mostly empty: 65,536 bins, of which a bell-shaped tensor occupies about 6,000, and these lie together. So
-only the blocks of bins that some rank has counted into are sent. A list of them takes 64 bytes per 65,536 bins.
+Counts of a histogram are mostly zero: a bell-shaped tensor occupies about 6,000 of 65,536 bins, which are next to each
+other. So only blocks of bins in which some rank has counted are sent. A bit for each block takes 64 bytes for 65,536
+bins.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.torch
@@ -31,7 +33,7 @@ from lightning_obs.errors import CalibrationError, key_text
 from lightning_obs.observers import Key, Observer
 from lightning_obs.ranks.collectives import Collectives, Op, Stretch
 
-#: the dtype that a dtype is widened to, without loss, before it is compared or ordered
+#: the dtype in which values of a dtype are ordered or compared, without loss
 WIDE: dict[torch.dtype, torch.dtype] = {
     torch.float64: torch.float64,
     torch.int64: torch.int64,
@@ -40,14 +42,18 @@ WIDE: dict[torch.dtype, torch.dtype] = {
     ),
     **dict.fromkeys((torch.int32, torch.int16, torch.int8, torch.uint8), torch.int32),
 }
-_KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
-BLOCK = 128  # bins: one power of two of a histogram
-_FEW = 2**14  # integers that are sent with floats, which saves a collective
-BUCKET_BYTES = 2**28  # of sums of floats that are reduced at a time
+#: the integers that stand for floats in a minimum
+_ORDERED_AS: dict[torch.dtype, torch.dtype] = {torch.float32: torch.int32, torch.float64: torch.int64}
+#: bins of a block: one power of two of a histogram
+BLOCK = 128
+#: size of a bucket of floating-point sums
+BUCKET_BYTES = 2**28
+#: up to this number, integers are sent with the floats, which saves a collective
+_FEW_INTEGERS = 2**14
 
 
 class Form(NamedTuple):
-    """Facts that ranks have to agree on before they reduce a statistic. ``reduction``: sum, mean, min or max."""
+    """The facts about a statistic on which ranks must agree. ``reduction``: sum, mean, min or max."""
 
     name: str
     reduction: str
@@ -56,102 +62,154 @@ class Form(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of one observer's."""
+        """Number of elements in one observer."""
         return math.prod(self.shape)
 
     @property
+    def is_extreme(self) -> bool:
+        """Whether it is a minimum or a maximum."""
+        return self.reduction in ("min", "max")
+
+    @property
     def is_sparse(self) -> bool:
-        """Whether only its occupied blocks are sent: of sums of integers, if they are many enough for that to pay."""
-        many = self.numel >= 16 * BLOCK and self.numel % (8 * BLOCK) == 0
-        return self.reduction == "sum" and self.dtype == torch.int64 and many
+        """Whether only its occupied blocks are sent: for sums of integers that are long enough for that to pay."""
+        is_count = self.reduction == "sum" and self.dtype == torch.int64
+        return is_count and self.numel >= 16 * BLOCK and self.numel % (8 * BLOCK) == 0
 
 
-class Agreed(NamedTuple):
-    """One statistic to reduce, of the observers that hold it on the same ranks."""
+class SharedStatistic(NamedTuple):
+    """One statistic to reduce, for all observers that hold it on the same ranks."""
 
     form: Form
     keys: list[Key]  # the observers, in the same order on every rank
-    ranks: list[int]  # that hold it; the others send its identity
-    blocks: Sequence[torch.Tensor | None]  # each observer's blocks that are not empty; None: empty ones are sent too
+    ranks: list[int]  # hold it; the others send its identity
+    blocks: Sequence[torch.Tensor | None]  # numbers of each observer's occupied blocks; None: everything is sent
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of all observers together."""
+        return len(self.keys) * self.form.numel
 
 
-#: a statistic of many observers, and this rank's values of it: of all of them, or None
-_Part: TypeAlias = tuple[Agreed, list[torch.Tensor] | None]
+@dataclass(frozen=True)
+class _Entry:
+    """A statistic in a packed tensor, and this rank's value of it for each observer; none if this rank lacks it."""
+
+    statistic: SharedStatistic
+    values: list[torch.Tensor] = field(default_factory=list)
 
 
 def reduce_statistics(
-    agreed: Iterable[Agreed], observers: Mapping[Key, Observer], collectives: Collectives, stretch: Stretch
+    statistics: Iterable[SharedStatistic],
+    observers: Mapping[Key, Observer],
+    collectives: Collectives,
+    stretch: Stretch,
 ) -> Iterator[dict[Key, dict[str, torch.Tensor]]]:
-    """The reduced statistics of this rank's observers, in new tensors: one dict for each reduction that is made.
+    """Reduce statistics over ranks; every rank must exhaust the iterator.
 
-    Extremes first, then integers: a sum that does not fit is an error before any is handed out, and extremes can be
-    reduced again. A failure of this rank alone is kept in ``stretch``, and its reductions are made all the same.
+    Extremes come first, then integers: a sum that does not fit its dtype is an error before any sum is given out, and
+    extremes can be reduced again.
+
+    Args:
+        statistics: the same on every rank.
+        observers: of this rank. They are read, not changed.
+        collectives: of this rank.
+        stretch: keeps a failure of this rank alone; its reductions are made all the same.
+
+    Yields:
+        For each reduction, the reduced statistics of this rank's observers, in new tensors.
+
+    Raises:
+        CalibrationError: on every rank alike: a sum does not fit its dtype.
     """
-    kinds: list[list[Agreed]] = [[], [], []]
-    for one in agreed:
-        sums = 2 if one.form.dtype.is_floating_point else 1
-        kinds[0 if one.form.reduction in ("min", "max") else sums].append(one)
-    extremes, integers, floats = kinds
-    buckets_of_floats = list(_cut(floats))
-    if floats and sum(len(one.keys) * one.form.numel for one in integers) <= _FEW:
+    extremes: list[SharedStatistic] = []
+    integers: list[SharedStatistic] = []
+    floats: list[SharedStatistic] = []
+    for statistic in statistics:
+        if statistic.form.is_extreme:
+            extremes.append(statistic)
+        elif statistic.form.dtype.is_floating_point:
+            floats.append(statistic)
+        else:
+            integers.append(statistic)
+    buckets_of_floats = list(_in_buckets(floats))
+    if buckets_of_floats and sum(statistic.numel for statistic in integers) <= _FEW_INTEGERS:
         buckets_of_floats[0] += integers
         integers = []
-    buckets = [(_EXTREMES, extremes), (_SUMS, integers), *((_SUMS, bucket) for bucket in buckets_of_floats)]
-    for kind, bucket in buckets:
-        if bucket:
-            yield _reduced(kind, bucket, observers, collectives, stretch)
+    if extremes:
+        yield _reduce_bucket(_EXTREMES, extremes, observers, collectives, stretch)
+    if integers:
+        yield _reduce_bucket(_SUMS, integers, observers, collectives, stretch)
+    for bucket in buckets_of_floats:
+        yield _reduce_bucket(_SUMS, bucket, observers, collectives, stretch)
 
 
-def _reduced(
-    kind: _Kind,
-    bucket: Sequence[Agreed],
+def _reduce_bucket(
+    packing: _Packing,
+    bucket: Sequence[SharedStatistic],
     observers: Mapping[Key, Observer],
     collectives: Collectives,
     stretch: Stretch,
 ) -> dict[Key, dict[str, torch.Tensor]]:
-    parts: list[_Part] = []
+    """Pack a bucket, reduce it in one collective, and unpack this rank's observers' statistics."""
+    entries: list[_Entry] = []
     packed = None
     with stretch:
-        for one in bucket:
-            has_it = collectives.rank in one.ranks
-            parts.append((one, [getattr(observers[key], one.form.name) for key in one.keys] if has_it else None))
-        packed = kind.pack(parts, collectives.device)
-    if packed is None:  # the other ranks reduce in any case
-        parts = [(one, None) for one in bucket]
-        packed = kind.pack(parts, collectives.device)
-    totals_of_all = kind.unpack(parts, collectives.reduce(packed, kind.op))
+        for statistic in bucket:
+            entries.append(_Entry(statistic, _values_of(statistic, observers, collectives.rank)))
+        packed = packing.pack(entries, collectives.device)
+    if packed is None:  # this rank failed; the others reduce in any case
+        entries = [_Entry(statistic) for statistic in bucket]
+        packed = packing.pack(entries, collectives.device)
+    unpacked = packing.unpack(entries, collectives.reduce(packed, packing.op))
     del packed
     reduced: dict[Key, dict[str, torch.Tensor]] = {}
     try:
-        for (one, mine), totals in zip(parts, totals_of_all, strict=True):
-            if one.keys[0] not in observers:  # this rank holds all of the keys or none
+        for entry, totals in zip(entries, unpacked, strict=True):
+            statistic = entry.statistic
+            if statistic.keys[0] not in observers:  # a rank has all of these observers or none
                 continue
-            if mine is not None:
-                totals = [total.to(value.device) for total, value in zip(totals, mine, strict=True)]
-            for key, total in zip(one.keys, totals, strict=True):
-                reduced.setdefault(key, {})[one.form.name] = total
+            for key, total in zip(statistic.keys, _on_devices_of(entry.values, totals), strict=True):
+                reduced.setdefault(key, {})[statistic.form.name] = total
     except CalibrationError:
-        raise  # of the reduced numbers, which are the same on every rank
+        raise  # about the reduced numbers, which are the same on every rank
     except Exception as error:
         stretch.keep(error)
     return reduced
 
 
-def _cut(statistics: Iterable[Agreed]) -> Iterator[list[Agreed]]:
-    """Statistics in buckets of at most ``BUCKET_BYTES``; a larger observer's alone."""
-    bucket: list[Agreed] = []
-    left = BUCKET_BYTES
-    for one in statistics:
-        size = 8 * one.form.numel
-        at_a_time = max(1, BUCKET_BYTES // max(1, size))
-        for at in range(0, len(one.keys), at_a_time):
-            keys = one.keys[at : at + at_a_time]
-            if len(keys) * size > left and bucket:
+def _values_of(statistic: SharedStatistic, observers: Mapping[Key, Observer], rank: int) -> list[torch.Tensor]:
+    if rank not in statistic.ranks:
+        return []
+    return [getattr(observers[key], statistic.form.name) for key in statistic.keys]
+
+
+def _on_devices_of(values: list[torch.Tensor], totals: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Totals, each on the device of this rank's value; as they are if this rank has none."""
+    if not values:
+        return totals
+    return [total.to(value.device) for total, value in zip(totals, values, strict=True)]
+
+
+def _in_buckets(statistics: Iterable[SharedStatistic]) -> Iterator[list[SharedStatistic]]:
+    """Distribute statistics to buckets of at most ``BUCKET_BYTES`` in float64; a larger observer has one of its own."""
+    bucket: list[SharedStatistic] = []
+    bytes_left = BUCKET_BYTES
+    for statistic in statistics:
+        observer_bytes = 8 * statistic.form.numel
+        observers_in_bucket = max(1, BUCKET_BYTES // max(1, observer_bytes))
+        for start in range(0, len(statistic.keys), observers_in_bucket):
+            stop = start + observers_in_bucket
+            keys = statistic.keys[start:stop]
+            size = len(keys) * observer_bytes
+            if bucket and size > bytes_left:
                 yield bucket
-                bucket, left = [], BUCKET_BYTES
-            bucket.append(one._replace(keys=keys, blocks=one.blocks[at : at + at_a_time]))
-            left -= len(keys) * size
-    yield bucket
+                bucket = []
+                bytes_left = BUCKET_BYTES
+            bucket.append(statistic._replace(keys=keys, blocks=statistic.blocks[start:stop]))
+            bytes_left -= size
+    if bucket:
+        yield bucket
 
 
 # ---------------------------------------------------------------------- extremes
@@ -163,138 +221,179 @@ def ordered(values: torch.Tensor) -> torch.Tensor:
     >>> ordered(torch.tensor([-float("inf"), -1.0, -0.0, 0.0, 1.0])).diff().gt(0).all()
     tensor(True)
     """
-    keys = values.view(_KEYS.get(values.dtype, values.dtype))
-    return keys ^ _magnitude_of_negatives(keys) if values.dtype in _KEYS else values
+    if values.dtype not in _ORDERED_AS:
+        return values
+    keys = values.view(_ORDERED_AS[values.dtype])
+    return keys ^ _magnitude_of_negatives(keys)
 
 
 def unordered(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The values of :func:`ordered`, whose ``dtype`` is float32, float64, int32 or int64."""
-    keys = keys.to(_KEYS.get(dtype, dtype))
-    return (keys ^ _magnitude_of_negatives(keys)).view(dtype) if dtype in _KEYS else keys
+    if dtype not in _ORDERED_AS:
+        return keys.to(dtype)
+    keys = keys.to(_ORDERED_AS[dtype])
+    return (keys ^ _magnitude_of_negatives(keys)).view(dtype)
 
 
 def _magnitude_of_negatives(keys: torch.Tensor) -> torch.Tensor:
-    # Negative floats are sign and magnitude: the larger the bits, the smaller the value. The sign bit stays.
+    """A mask of the bits to flip: all but the sign of negative floats, which are larger the smaller the value is."""
     return (keys >> (torch.iinfo(keys.dtype).bits - 1)) & torch.iinfo(keys.dtype).max
 
 
-def _pack_extremes(parts: Sequence[_Part], device: torch.device) -> torch.Tensor:
-    """Minima and maxima of all dtypes, for one minimum of integers that are ordered as the values are."""
-    keys = []
-    for one, mine in parts:
-        wide = WIDE[one.form.dtype]
-        if mine is None:  # the key that no other is larger than
-            key = _KEYS.get(wide, wide)
-            flat = torch.full((len(one.keys) * one.form.numel,), torch.iinfo(key).max, dtype=key)
-        else:
-            flat = ordered(torch.stack([value.to(device) for value in mine]).reshape(-1).to(wide))
-            flat = flat if one.form.reduction == "min" else ~flat
-        keys.append(flat.to(device))
-    return torch.cat(keys)
+def _pack_extremes(entries: Sequence[_Entry], device: torch.device) -> torch.Tensor:
+    """Minima and maxima of all dtypes as one tensor, for one minimum of integers that are ordered as the values are."""
+    keys_of_entries = []
+    for entry in entries:
+        form = entry.statistic.form
+        wide = WIDE[form.dtype]
+        if entry.values:
+            values = torch.stack([value.to(device) for value in entry.values])
+            keys = ordered(values.reshape(-1).to(wide))
+            if form.reduction == "max":
+                keys = ~keys
+        else:  # the largest key is the identity of a minimum
+            dtype = _ORDERED_AS.get(wide, wide)
+            keys = torch.full((entry.statistic.numel,), torch.iinfo(dtype).max, dtype=dtype)
+        keys_of_entries.append(keys.to(device))
+    return torch.cat(keys_of_entries)
 
 
-def _unpack_extremes(parts: Sequence[_Part], reduced: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
-    lengths = [len(one.keys) * one.form.numel for one, _ in parts]
-    for (one, _), values in zip(parts, reduced.split(lengths), strict=True):
-        values = values if one.form.reduction == "min" else ~values
-        yield _apart(unordered(values, WIDE[one.form.dtype]), one)
+def _unpack_extremes(entries: Sequence[_Entry], reduced: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
+    lengths = [entry.statistic.numel for entry in entries]
+    for entry, keys in zip(entries, reduced.split(lengths), strict=True):
+        statistic = entry.statistic
+        form = statistic.form
+        if form.reduction == "max":
+            keys = ~keys
+        values = unordered(keys, WIDE[form.dtype]).to(form.dtype)
+        yield _in_memory_of_their_own(values.view(len(statistic.keys), *form.shape))
 
 
-def _apart(values: torch.Tensor, one: Agreed) -> Sequence[torch.Tensor]:
-    """Each observer's values, in their dtype and in memory of their own: a view would keep the whole bucket alive."""
-    values = values.to(one.form.dtype).view(len(one.keys), *one.form.shape)
-    apart: Sequence[torch.Tensor] = torch.unbind_copy(values)  # type: ignore[func-returns-value, assignment]
-    return apart
+def _in_memory_of_their_own(values: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The items of the first dimension as copies: a view would keep the whole packed tensor alive."""
+    copies: Sequence[torch.Tensor] = torch.unbind_copy(values)  # type: ignore[func-returns-value, assignment]
+    return copies
 
 
 # ---------------------------------------------------------------------- sums
 
 
 def occupied_blocks(values: list[torch.Tensor]) -> list[bytes]:
-    """For each tensor, whether each block of 128 has an element other than 0: a bit each, the lowest first."""
+    """For each tensor, a bit for each block of 128 elements: whether it has one other than 0; the lowest bit first."""
     if not values:
         return []
-    # One copy to the host for all of them.
     device = values[0].device
-    occupied = torch.cat([(value.reshape(-1, BLOCK) != 0).any(1).to(device) for value in values]).cpu().numpy()
-    ends = np.cumsum([value.numel() // BLOCK for value in values])[:-1]
-    return [np.packbits(each, bitorder="little").tobytes() for each in np.split(occupied, ends)]
+    occupied = [(value.reshape(-1, BLOCK) != 0).any(1).to(device) for value in values]
+    flags = torch.cat(occupied).cpu().numpy()  # one copy to the host for all of them
+    bits_of_tensors = []
+    start = 0
+    for value in values:
+        stop = start + value.numel() // BLOCK
+        bits_of_tensors.append(np.packbits(flags[start:stop], bitorder="little").tobytes())
+        start = stop
+    return bits_of_tensors
 
 
-def union_of_blocks(parts: Iterable[bytes]) -> torch.Tensor:
-    """Numbers of the blocks that at least one part has, ascending, in int64."""
-    union = np.bitwise_or.reduce([np.frombuffer(part, np.uint8) for part in parts])
+def union_of_blocks(bits_of_ranks: Iterable[bytes]) -> torch.Tensor:
+    """Numbers of the blocks that are occupied on at least one rank, ascending, in int64."""
+    masks = [np.frombuffer(bits, np.uint8) for bits in bits_of_ranks]
+    union = np.bitwise_or.reduce(masks)
     return torch.from_numpy(np.flatnonzero(np.unpackbits(union, bitorder="little")))
 
 
-def _pack_sums(parts: Sequence[_Part], device: torch.device) -> torch.Tensor:
-    """Sums in float64 or int64, of counts without their empty blocks; zeros where this rank has none.
+def _pack_sums(entries: Sequence[_Entry], device: torch.device) -> torch.Tensor:
+    """Sums as one tensor in float64 or int64, without blocks that are empty on all ranks; zeros if this rank has none.
 
     Integers among floats are sent as two halves of 32 bits, whose sums over ranks are exact in float64.
     """
-    wide = _sum_dtype(parts)
-    sizes = _sizes(parts)
-    bucket = torch.zeros(sum(map(sum, sizes)), dtype=wide, device=device)
-    for (one, mine), place, each in zip(parts, bucket.split(list(map(sum, sizes))), sizes, strict=True):
-        for value, blocks, into in zip(mine or (), one.blocks, place.split(each), strict=False):
-            rows = value if blocks is None else value.reshape(-1, BLOCK)[blocks.to(value.device)]
-            into.copy_(_halves(rows) if _is_halved(one, wide) else rows.reshape(-1))
-    return bucket
+    dtype = _sum_dtype(entries)
+    lengths = _sent_lengths(entries)
+    packed = torch.zeros(sum(lengths), dtype=dtype, device=device)
+    segments = iter(packed.split(lengths))
+    for entry in entries:
+        is_halved = _is_halved(entry.statistic.form, dtype)
+        for index, blocks in enumerate(entry.statistic.blocks):
+            segment = next(segments)
+            if not entry.values:
+                continue
+            value = entry.values[index]
+            if blocks is not None:
+                value = value.reshape(-1, BLOCK)[blocks.to(value.device)]
+            segment.copy_(_halves(value) if is_halved else value.reshape(-1))
+    return packed
 
 
-def _unpack_sums(parts: Sequence[_Part], reduced: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
-    """Each observer's sums; means are sums over the ranks that have them."""
-    sizes = _sizes(parts)
-    for (one, _), place, each in zip(parts, reduced.split(list(map(sum, sizes))), sizes, strict=True):
-        if one.form.reduction == "mean":
-            place /= len(one.ranks)
-        sums = [_whole(part) if _is_halved(one, reduced.dtype) else part for part in place.split(each)]
-        yield [_read_sum(one.form, *of) for of in zip(one.keys, one.blocks, sums, strict=True)]
+def _unpack_sums(entries: Sequence[_Entry], reduced: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
+    """Each observer's sum; a mean is the sum divided by the number of ranks that have it."""
+    segments = iter(reduced.split(_sent_lengths(entries)))
+    for entry in entries:
+        statistic = entry.statistic
+        form = statistic.form
+        totals = []
+        for key, blocks in zip(statistic.keys, statistic.blocks, strict=True):
+            total = next(segments)
+            if form.reduction == "mean":
+                total = total / len(statistic.ranks)
+            if _is_halved(form, reduced.dtype):
+                total = _from_halves(total)
+            if blocks is None:
+                totals.append(_narrowed(total, form, key))
+            else:
+                totals.append(_with_empty_blocks(total, form, blocks))
+        yield totals
 
 
-def _sum_dtype(parts: Sequence[_Part]) -> torch.dtype:
+def _sum_dtype(entries: Sequence[_Entry]) -> torch.dtype:
     """The dtype in which a bucket of sums is reduced: float64 if there is a float among them."""
-    has_floats = any(one.form.dtype.is_floating_point for one, _ in parts)
-    return torch.float64 if has_floats else torch.int64
+    for entry in entries:
+        if entry.statistic.form.dtype.is_floating_point:
+            return torch.float64
+    return torch.int64
 
 
-def _is_halved(one: Agreed, dtype: torch.dtype) -> bool:
-    """Whether a statistic of integers is sent as halves, in a bucket of ``dtype``."""
-    return dtype.is_floating_point and not one.form.dtype.is_floating_point
+def _is_halved(form: Form, sum_dtype: torch.dtype) -> bool:
+    """Whether a statistic's integers are sent as halves, in a bucket of ``sum_dtype``."""
+    return sum_dtype.is_floating_point and not form.dtype.is_floating_point
 
 
 def _halves(integers: torch.Tensor) -> torch.Tensor:
     """The higher 32 bits of each integer, then the lower ones, in float64.
 
-    >>> _whole(_halves(torch.tensor([-1, 2**62 + 1]))).tolist() == [-1, 2**62 + 1]
+    >>> _from_halves(_halves(torch.tensor([-1, 2**62 + 1]))).tolist() == [-1, 2**62 + 1]
     True
     """
     flat = integers.reshape(-1).to(torch.int64)
     return torch.cat([flat >> 32, flat & 0xFFFFFFFF]).to(torch.float64)
 
 
-def _whole(halves: torch.Tensor) -> torch.Tensor:
+def _from_halves(halves: torch.Tensor) -> torch.Tensor:
     """The integers of :func:`_halves`, or of sums of them."""
     high, low = halves.to(torch.int64).chunk(2)
     return (high << 32) + low
 
 
-def _sizes(parts: Sequence[_Part]) -> list[list[int]]:
-    """Of each statistic and observer, how many elements are sent."""
-    sizes = []
-    wide = _sum_dtype(parts)
-    for one, _ in parts:
-        times = 2 if _is_halved(one, wide) else 1
-        sizes.append([times * (one.form.numel if b is None else len(b) * BLOCK) for b in one.blocks])
-    return sizes
+def _sent_lengths(entries: Sequence[_Entry]) -> list[int]:
+    """The number of elements that are sent for each statistic and observer, in the order of packing."""
+    dtype = _sum_dtype(entries)
+    lengths = []
+    for entry in entries:
+        form = entry.statistic.form
+        halves = 2 if _is_halved(form, dtype) else 1
+        for blocks in entry.statistic.blocks:
+            sent = form.numel if blocks is None else len(blocks) * BLOCK
+            lengths.append(halves * sent)
+    return lengths
 
 
-def _read_sum(form: Form, key: Key, blocks: torch.Tensor | None, sums: torch.Tensor) -> torch.Tensor:
-    """One observer's sum, in its dtype and in memory of its own: a view would keep the whole bucket alive."""
-    if blocks is not None:
-        dense = sums.new_zeros(form.numel // BLOCK, BLOCK)
-        dense[blocks.to(sums.device)] = sums.view(-1, BLOCK)
-        return dense.view(form.shape)
+def _with_empty_blocks(sums: torch.Tensor, form: Form, blocks: torch.Tensor) -> torch.Tensor:
+    """One observer's sum from its occupied blocks."""
+    whole = sums.new_zeros(form.numel // BLOCK, BLOCK)
+    whole[blocks.to(sums.device)] = sums.view(-1, BLOCK)
+    return whole.view(form.shape)
+
+
+def _narrowed(sums: torch.Tensor, form: Form, key: Key) -> torch.Tensor:
+    """One observer's sum in its dtype, as a copy: a view would keep the whole packed tensor alive."""
     narrow = sums.to(form.dtype, copy=True)
     if not form.dtype.is_floating_point and (sums != narrow).any():
         raise CalibrationError(
@@ -305,41 +404,42 @@ def _read_sum(form: Form, key: Key, blocks: torch.Tensor | None, sums: torch.Ten
     return narrow.view(form.shape)
 
 
-class _Kind(NamedTuple):
-    """A reduction of one tensor: how statistics are put into it and taken out of it again."""
+class _Packing(NamedTuple):
+    """A reduction of one packed tensor: its operation, how entries are packed, and how totals are unpacked."""
 
     op: Op
-    pack: Callable[[Sequence[_Part], torch.device], torch.Tensor]
-    unpack: Callable[[Sequence[_Part], torch.Tensor], Iterator[Sequence[torch.Tensor]]]
+    pack: Callable[[Sequence[_Entry], torch.device], torch.Tensor]
+    unpack: Callable[[Sequence[_Entry], torch.Tensor], Iterator[Sequence[torch.Tensor]]]
 
 
-_EXTREMES = _Kind("min", _pack_extremes, _unpack_extremes)
-_SUMS = _Kind("sum", _pack_sums, _unpack_sums)
+_EXTREMES = _Packing("min", _pack_extremes, _unpack_extremes)
+_SUMS = _Packing("sum", _pack_sums, _unpack_sums)
 
 
 # ---------------------------------------------------------------------- statistics without a reduction
 
 
-class _Name(str):
-    """Stands in a nest for a tensor that was taken out."""
+class _TensorName(str):
+    """Takes the place of a tensor in a nest of dicts and lists."""
 
 
 def pack_tensors(nest: Any) -> tuple[Any, bytes]:
-    """A nest of dicts and lists with its tensors taken out, and these as safetensors.
+    """A nest of dicts and lists with names in place of its tensors, and the tensors in the format of safetensors.
 
-    Pickling takes a hundredth of the time so, and torch cannot unpickle float8.
+    Pickling takes a hundredth of the time this way, and torch cannot unpickle float8.
     """
-    parts: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
 
-    def take(tensor: torch.Tensor) -> _Name:
-        name = _Name(len(parts))
-        parts[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    def take_out(tensor: torch.Tensor) -> _TensorName:
+        name = _TensorName(len(tensors))
+        tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         return name
 
-    return tree_map_only(torch.Tensor, take, nest), safetensors.torch.save(parts)
+    without_tensors = tree_map_only(torch.Tensor, take_out, nest)
+    return without_tensors, safetensors.torch.save(tensors)
 
 
 def unpack_tensors(nest: Any, packed: bytes, device: torch.device) -> Any:
     """Undo :func:`pack_tensors`; tensors are on ``device``."""
-    parts = safetensors.torch.load(packed)
-    return tree_map_only(_Name, lambda name: parts[name].to(device), nest)
+    tensors = safetensors.torch.load(packed)
+    return tree_map_only(_TensorName, lambda name: tensors[name].to(device), nest)

@@ -1,19 +1,20 @@
-"""Reduce statistics over ranks.
+"""Give all ranks the same statistics.
 
 Ranks see different batches and must write identical scales. The difficulty: a collective that one rank does not enter
 hangs the others, so no data, gap or failure of a single rank may decide which collectives come next.
 
-Method: each rank describes its statistics. From all descriptions, which every rank has, each derives the same list of
-reductions, in one order, or the same error. Then one bucket for each kind of reduction: all extremes in one minimum of
-integers, all sums of integers in one, all sums and means of floats in one (:mod:`~lightning_obs.ranks.reduction`). A
-rank that lacks a statistic sends the reduction's identity; a mean is a sum and the number of ranks that have it.
-Statistics are found by name, never by position: an expert's cannot end up in another's.
+Method: each rank describes its statistics to all others, in one gather. From the same descriptions every rank derives
+the same list of reductions in the same order, or the same error. Then there is one collective for each kind of
+reduction: all minima and maxima as one minimum of integers, all sums of integers, all sums and means of floats
+(:mod:`~lightning_obs.ranks.reduction`). A rank that lacks a statistic sends the reduction's identity. A mean is a sum
+and the number of ranks that have it. Statistics are matched by name, never by position, so an expert's statistics
+cannot end up in another expert.
 
-Extremes and sums of integers have the same bits for any ranks. Sums and means of floats are added in float64, in
-the order of the backend; every rank gets the same bits. A statistic without a reduction (the range of the last tensor,
-undeclared attributes) is taken from the lowest rank that has it, and is sent with the agreement. Statistics
-that only one rank holds (its experts') are not reduced. Global scales of fused sets (q, k, v) are computed from ranges,
-which are the same on every rank by then.
+Extremes and sums of integers have the same bits for any partition of the data over ranks. Floats are added in float64,
+in the order of the backend, and every rank gets the same bits. A statistic without a reduction (the range of the last
+tensor, undeclared attributes) is sent with the descriptions, and the lowest rank that has it wins. Statistics that only
+one rank holds (its experts') are not reduced. Global scales of fused sets (q, k, v) are computed afterwards, from
+ranges that are then the same on every rank.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from lightning_obs.observers import Key, Observer
 from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.reduction import (
     WIDE,
-    Agreed,
     Form,
+    SharedStatistic,
     occupied_blocks,
     pack_tensors,
     reduce_statistics,
@@ -46,13 +47,21 @@ _REMEDY = "declare SUM, AVG, MIN or MAX of a tensor in _act_sync_dict."
 
 @dataclass(frozen=True)
 class Synced:
-    """The agreement of the ranks; the same on every rank, except for ``failure``."""
+    """The outcome of a sync; the same on every rank, except for ``failure``.
 
-    unreached: list[Key]  # observers without statistics on every rank; ordered
-    owners: dict[Key, int]  # for each weight the rank that searches its range, see :func:`partition`
-    collectives: int  # how many this took
-    notes: list[Any]  # of each rank, see :func:`sync_statistics`
-    #: of this rank alone, after the ranks had agreed: to be raised on all by their next agreement (:class:`.Stretch`)
+    Attributes:
+        unreached: observers that no data reached on any rank, sorted.
+        owners: for each weight the rank that searches its range (:func:`partition`).
+        collectives: how many collectives the sync took.
+        notes: the note of each rank (:func:`sync_statistics`).
+        failure: a failure of this rank alone, after the descriptions were exchanged; to be raised on all ranks by their
+            next agreement (:class:`.Stretch`).
+    """
+
+    unreached: list[Key]
+    owners: dict[Key, int]
+    collectives: int
+    notes: list[Any]
     failure: Exception | None = field(default=None, repr=False)
 
 
@@ -69,11 +78,11 @@ def sync_statistics(
     An observer that saw nothing on this rank has statistics afterwards too; ``reset`` forgets them.
 
     Args:
-        observers: this rank's, by module name and base name; other ranks may hold others.
-        collectives: how to talk to the other ranks.
-        weights: number of elements of each weight that this rank holds, to share out the search for their ranges.
-        failure: an earlier failure of this rank, to be raised on all.
-        note: something small to send to all ranks.
+        observers: this rank's observers, by module name and base name; other ranks may hold others.
+        collectives: of this rank.
+        weights: number of elements of each weight that this rank holds, to assign the search for their ranges to ranks.
+        failure: an earlier failure of this rank, to be raised on all ranks.
+        note: a small object to send to all ranks.
 
     Raises:
         CalibrationError: on every rank alike: NaN or infinity in the statistics of a rank; ranks whose statistics of
@@ -84,8 +93,8 @@ def sync_statistics(
     >>> sync_statistics({("fc1", "input"): observer}, Collectives())
     Synced(unreached=[('fc1', 'input')], owners={}, collectives=1, notes=[None])
     """
-    mine = _Description(weights=dict(weights or {}), note=note)
-    return _sync(observers, collectives, set(observers), mine, failure, reduced=True)
+    description = _Description(weights=dict(weights or {}), note=note)
+    return _sync(observers, collectives, set(observers), description, failure, reduced=True)
 
 
 def share_weights(
@@ -95,46 +104,54 @@ def share_weights(
     collectives: Collectives,
     failure: Exception | None = None,
 ) -> Synced:
-    """Search the weights' ranges, each on the rank that owns it, and give every rank the bits that were found.
+    """Search the weights' ranges, each on the rank that owns it, and give every rank the same bits.
 
     Args:
-        observers: of the weights that this rank holds.
-        owners: of these weights, as :func:`sync_statistics` returns them.
+        observers: observers of the weights that this rank holds.
+        owners: the rank of each of these weights (:attr:`Synced.owners`).
         search: makes the observer of a key observe its weight; called for the keys that this rank owns.
         collectives: of this rank.
-        failure: as of :func:`sync_statistics`; then nothing is searched here.
+        failure: an earlier failure of this rank, to be raised on all ranks; then this rank searches nothing.
 
     Raises:
         CalibrationError: on every rank alike: a rank's failure; the search failed on a rank, or found NaN or infinity.
     """
-    owned: set[Key] = set()
-    for key in sorted(observers) if failure is None else ():
-        try:
-            if owners[key] == collectives.rank:
-                search(key)
-                owned.add(key)
-        except Exception as error:
-            failure = sendable(error, key)
-            failure.__cause__ = error
-            break
-    return _sync(observers, collectives, owned, _Description(), failure, reduced=False)
+    searched: set[Key] = set()
+    if failure is None:
+        for key in sorted(observers):
+            try:
+                if owners[key] == collectives.rank:
+                    search(key)
+                    searched.add(key)
+            except Exception as error:
+                failure = sendable(error, key)
+                failure.__cause__ = error
+                break
+    return _sync(observers, collectives, searched, _Description(), failure, reduced=False)
 
 
 def partition(sizes: Sequence[int], ranks: int, holders: Sequence[Iterable[int]] | None = None) -> list[int]:
-    """Share out work: for each item the rank that does it. Largest first, each to the rank with least by then.
+    """Assign items of work to ranks: largest first, each to the rank with the least work so far.
 
-    ``holders`` are for each item the ranks that can do it; by default all.
+    Args:
+        sizes: the work of each item.
+        ranks: how many ranks there are.
+        holders: for each item the ranks that can do it; by default all.
+
+    Returns:
+        The rank of each item.
 
     >>> partition([4, 4, 6, 2], ranks=2)
     [1, 1, 0, 0]
     """
-    # compressed-tensors' greedy_bin_packing does the same where every rank can do every item; it knows no holders, and
-    # a rank may hold a part of the experts only.
-    load, owners = [0] * ranks, [0] * len(sizes)
-    for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        able = range(ranks) if holders is None else holders[item]
-        owners[item] = min(able, key=lambda rank: (load[rank], rank))
-        load[owners[item]] += sizes[item]
+    # compressed-tensors' greedy_bin_packing assigns in the same way. It knows no holders: a rank may hold some experts.
+    work_of_ranks = [0] * ranks
+    owners = [0] * len(sizes)
+    for item in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        candidates = range(ranks) if holders is None else holders[item]
+        owner = min(candidates, key=lambda rank: (work_of_ranks[rank], rank))
+        owners[item] = owner
+        work_of_ranks[owner] += sizes[item]
     return owners
 
 
@@ -142,90 +159,128 @@ def _sync(
     observers: Mapping[Key, Observer],
     collectives: Collectives,
     counted: set[Key],
-    mine: _Description,
+    description: _Description,
     failure: Exception | None,
     reduced: bool,
 ) -> Synced:
-    """Describe, agree, reduce, take over. ``mine`` holds this rank's weights and note."""
-    alone = collectives.size == 1
+    """Describe, exchange descriptions, reduce, and let the observers take over the result.
+
+    Args:
+        observers: of this rank.
+        collectives: of this rank.
+        counted: observers whose statistics on this rank count.
+        description: this rank's weights and note; the rest of it is filled in here.
+        failure: an earlier failure of this rank.
+        reduced: whether statistics are reduced as they declare it, or taken from the lowest rank that has them.
+    """
+    is_alone = collectives.size == 1
     with torch.inference_mode(False), torch.no_grad():
         try:
-            _describe(mine, observers, counted, reduced, alone)
-        except Exception as error:  # the others are waiting for a description
-            mine, failure = _Description(weights=mine.weights, note=mine.note), failure or error
-        mine.failure = None if failure is None else sendable(failure)
-        every: list[_Description] = [mine] if alone else collectives.gather_object(mine)
+            _describe(description, observers, counted, reduced, is_alone)
+        except Exception as error:  # the other ranks are waiting for a description
+            description = _Description(weights=description.weights, note=description.note)
+            failure = failure or error
+        if failure is not None:
+            description.failure = sendable(failure)
+        descriptions = [description] if is_alone else collectives.gather_object(description)
         try:
-            require_no_failure([d.failure for d in every])
-            _require_finite(every)
+            require_no_failure([description.failure for description in descriptions])
+            _require_finite(descriptions)
         except CalibrationError as error:
             raise error from failure
         stretch = Stretch(collectives)
-        reductions = 0 if alone else _reduce_into(observers, every, collectives, stretch)
+        reductions = 0 if is_alone else _reduce_into(observers, descriptions, collectives, stretch)
         for observer in observers.values():
             observer.is_finite = True
-    sizes = {key: max(d.weights.get(key, 0) for d in every) for key in sorted({k for d in every for k in d.weights})}
-    holders = [[rank for rank, d in enumerate(every) if key in d.weights] for key in sizes]
-    owners = dict(zip(sizes, partition(list(sizes.values()), len(every), holders), strict=True))
-    unreached = {key for d in every for key in d.unreached}
-    unreached -= {key for d in every for key in d.held.keys() - d.unreached}
-    return Synced(sorted(unreached), owners, 1 + reductions, [d.note for d in every], stretch.failure)
+    return Synced(
+        unreached=_unreached_everywhere(descriptions),
+        owners=_assign_weights(descriptions),
+        collectives=1 + reductions,
+        notes=[description.note for description in descriptions],
+        failure=stretch.failure,
+    )
 
 
-# ---------------------------------------------------------------------- one rank's side
+# ---------------------------------------------------------------------- the description of one rank
 
 
 @dataclass
 class _Description:
-    """The message of one rank: a few hundred bytes, some ten for each observer, and statistics without a reduction."""
+    """The message of one rank to all others: some ten bytes for each observer, and statistics without a reduction.
+
+    Attributes:
+        failure: a failure of the rank.
+        weights: number of elements of each weight that it holds.
+        note: an object for all ranks.
+        forms: its observers, and their statistics that are to be reduced.
+        unreached: its observers that no data reached.
+        kept: statistics without a reduction, with names in place of their tensors.
+        packed: these tensors (:func:`pack_tensors`).
+        not_finite: its observers with NaN or infinity in a statistic, and a text about it.
+        occupied: for each sum of integers that is sent by blocks, which blocks have counts.
+    """
 
     failure: CalibrationError | None = None
-    weights: dict[Key, int] = field(default_factory=dict)  # elements of those that it holds
+    weights: dict[Key, int] = field(default_factory=dict)
     note: Any = None
-    held: dict[Key, tuple[Form, ...]] = field(default_factory=dict)  # observers, and their statistics that are reduced
-    unreached: set[Key] = field(default_factory=set)  # observers that no data reached
-    kept: dict[Key, dict[str, Any]] = field(default_factory=dict)  # statistics without a reduction, but their tensors
-    packed: bytes = b""  # these tensors
-    not_finite: dict[Key, str] = field(default_factory=dict)  # statistics with NaN or infinity
-    occupied: dict[tuple[Key, str], bytes] = field(default_factory=dict)  # blocks of a sum of integers
+    forms: dict[Key, tuple[Form, ...]] = field(default_factory=dict)
+    unreached: set[Key] = field(default_factory=set)
+    kept: dict[Key, dict[str, Any]] = field(default_factory=dict)
+    packed: bytes = b""
+    not_finite: dict[Key, str] = field(default_factory=dict)
+    occupied: dict[tuple[Key, str], bytes] = field(default_factory=dict)
 
 
 def _describe(
-    mine: _Description, observers: Mapping[Key, Observer], counted: set[Key], reduced: bool, alone: bool
+    description: _Description,
+    observers: Mapping[Key, Observer],
+    counted: set[Key],
+    reduced: bool,
+    is_alone: bool,
 ) -> None:
-    """Fill in this rank's observers, and the statistics of ``counted``, to be ``reduced`` as declared or kept as is.
+    """Fill in everything about this rank's observers; arguments are those of :func:`_sync`.
 
-    An error is a declared reduction that cannot be made, or a statistic that cannot be sent.
+    Raises:
+        CalibrationError: a declared reduction that cannot be made, or a statistic that cannot be sent.
     """
-    mine.held, mine.unreached = dict.fromkeys(observers, ()), observers.keys() - counted
-    statistics = {key: observer.get_statistics() for key, observer in observers.items() if key in counted}
-    known: dict[tuple[Form, ...], tuple[Form, ...]] = {}  # most observers are alike: one object is sent once
-    for key, found in statistics.items():
-        observer = observers[key]
+    description.forms = dict.fromkeys(observers, ())
+    description.unreached = observers.keys() - counted
+    statistics: dict[Key, dict[str, Any]] = {}
+    equal_forms: dict[tuple[Form, ...], tuple[Form, ...]] = {}  # most observers are alike: pickle sends one object once
+    for key, observer in observers.items():
+        if key not in counted:
+            continue
+        statistics[key] = observer.get_statistics()
         if not observer.is_reached:
-            mine.unreached.add(key)
-        declared = {s.name: s.reduction for s in observer.declared if s.reduction != "keep"} if reduced else {}
-        forms = tuple([_form(key, observer, n, declared[n], value) for n, value in found.items() if n in declared])
-        mine.held[key] = known.setdefault(forms, forms)
-        kept = {name: value for name, value in found.items() if name not in declared}
-        if kept and observer.has_statistics and not alone:
-            mine.kept[key] = kept
-    require_plain(mine.kept, "statistics that cannot be sent to other ranks, which would go on with others", _REMEDY)
-    if mine.kept:
-        mine.kept, mine.packed = pack_tensors(mine.kept)
-    # All are checked at once; one by one only if something is not finite, or an observer has a check of its own.
-    finite = all_finite(chain.from_iterable(found.values() for found in statistics.values()))
-    for key in sorted(statistics):
-        asked = not finite or type(observers[key]).nonfinite_statistics is not Observer.nonfinite_statistics
-        if asked and (bad := observers[key].nonfinite_statistics()):
-            mine.not_finite[key] = bad
-    if not alone:
-        places = [(key, form.name) for key, forms in mine.held.items() for form in forms if form.is_sparse]
-        blocks = occupied_blocks([statistics[key][name] for key, name in places])
-        mine.occupied = dict(zip(places, blocks, strict=True))
+            description.unreached.add(key)
+        reductions = _declared_reductions(observer) if reduced else {}
+        forms = []
+        kept = {}
+        for name, value in statistics[key].items():
+            if name in reductions:
+                forms.append(_form_of(key, observer, name, reductions[name], value))
+            else:
+                kept[name] = value
+        description.forms[key] = equal_forms.setdefault(tuple(forms), tuple(forms))
+        if kept and observer.has_statistics and not is_alone:
+            description.kept[key] = kept
+    require_plain(
+        description.kept, "statistics that cannot be sent to other ranks, which would go on with others", _REMEDY
+    )
+    if description.kept:
+        description.kept, description.packed = pack_tensors(description.kept)
+    description.not_finite = _not_finite(observers, statistics)
+    if not is_alone:
+        description.occupied = _occupied_blocks_of(description.forms, statistics)
 
 
-def _form(key: Key, observer: Observer, name: str, reduction: str, value: Any) -> Form:
+def _declared_reductions(observer: Observer) -> dict[str, str]:
+    """The reduction of each statistic of an observer that declares one."""
+    return {statistic.name: statistic.reduction for statistic in observer.declared if statistic.reduction != "keep"}
+
+
+def _form_of(key: Key, observer: Observer, name: str, reduction: str, value: Any) -> Form:
+    """The form of a statistic that is to be reduced."""
     if reduction not in ("sum", "mean", "min", "max"):
         problem = f"reduction {reduction}"
     elif not isinstance(value, torch.Tensor):
@@ -236,14 +291,59 @@ def _form(key: Key, observer: Observer, name: str, reduction: str, value: Any) -
         problem = f"{reduction} of {value.dtype}"
     else:
         return Form(name, reduction, tuple(value.shape), value.dtype)
-    what = f"the statistic {name} of {type(observer).__name__} cannot be reduced over ranks"
-    raise CalibrationError(what, where=[key_text(key)], got=problem, remedy=_REMEDY)
+    raise CalibrationError(
+        f"the statistic {name} of {type(observer).__name__} cannot be reduced over ranks",
+        where=[key_text(key)],
+        got=problem,
+        remedy=_REMEDY,
+    )
+
+
+def _not_finite(observers: Mapping[Key, Observer], statistics: Mapping[Key, Mapping[str, Any]]) -> dict[Key, str]:
+    """The observers with NaN or infinity in their statistics, sorted, and a text about it."""
+    # All are checked at once; one by one only if something is not finite, or an observer has a check of its own.
+    values = chain.from_iterable(values.values() for values in statistics.values())
+    is_finite = all_finite(values)
+    texts = {}
+    for key in sorted(statistics):
+        observer = observers[key]
+        has_own_check = type(observer).nonfinite_statistics is not Observer.nonfinite_statistics
+        if has_own_check or not is_finite:
+            text = observer.nonfinite_statistics()
+            if text:
+                texts[key] = text
+    return texts
+
+
+def _occupied_blocks_of(
+    forms_of_observers: Mapping[Key, tuple[Form, ...]], statistics: Mapping[Key, Mapping[str, Any]]
+) -> dict[tuple[Key, str], bytes]:
+    """By observer and name of a sum of integers that is sent by blocks, which of its blocks have counts."""
+    places = []
+    sums = []
+    for key, forms in forms_of_observers.items():
+        for form in forms:
+            if form.is_sparse:
+                places.append((key, form.name))
+                sums.append(statistics[key][form.name])
+    return dict(zip(places, occupied_blocks(sums), strict=True))
 
 
 def require_plain(statistics: Mapping[Key, Mapping[str, Any]], what: str, remedy: str | None = None) -> None:
-    """Refuse, as ``what``, every statistic that is not a tensor, number, string, or a list, dict... of these."""
+    """Refuse statistics that are not tensors, numbers, strings, or lists, sets and dicts of these.
+
+    Args:
+        statistics: by observer and name.
+        what: what is wrong with them, for the error.
+        remedy: remedy in the error.
+    """
+    others = []
+    for key, values in statistics.items():
+        for name, value in values.items():
+            if not _is_plain(value):
+                others.append(key_text(key, more=name))
     refuse(
-        [key_text(key, more=n) for key, found in statistics.items() for n, x in found.items() if not _is_plain(x)],
+        others,
         what,
         expected="tensors, numbers, strings, and lists and dicts of them",
         remedy=remedy,
@@ -252,63 +352,111 @@ def require_plain(statistics: Mapping[Key, Mapping[str, Any]], what: str, remedy
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, Mapping):
-        value = [*value.keys(), *value.values()]
+        return all(map(_is_plain, value.keys())) and all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple, set)):
         return all(map(_is_plain, value))
-    plain = (torch.Tensor, bool, int, float, str, torch.dtype)
-    return value is None or (isinstance(value, plain) and not isinstance(value, DTensor))
+    if isinstance(value, DTensor):
+        return False
+    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype))
 
 
 # ---------------------------------------------------------------------- conclusions, the same on every rank
 
 
-def _require_finite(every: Sequence[_Description]) -> None:
+def _require_finite(descriptions: Sequence[_Description]) -> None:
+    texts = []
+    for rank, description in enumerate(descriptions):
+        shown_rank = rank if len(descriptions) > 1 else None
+        for key, text in description.not_finite.items():
+            texts.append(key_text(key, shown_rank, text))
     refuse(
-        [
-            key_text(key, rank if len(every) > 1 else None, what)
-            for rank, description in enumerate(every)
-            for key, what in description.not_finite.items()
-        ],
+        texts,
         "observed values are not finite",
         expected="finite weights and activations",
         remedy="find the NaN or infinity in these modules' weights or in the data; nothing was written.",
     )
 
 
-def _agree(every: Sequence[_Description]) -> list[Agreed]:
-    """The statistics to reduce, in the same order on every rank. A statistic of only one rank is not among them.
+def _unreached_everywhere(descriptions: Sequence[_Description]) -> list[Key]:
+    """The observers that no data reached on any rank, sorted."""
+    unreached: set[Key] = set()
+    reached: set[Key] = set()
+    for description in descriptions:
+        unreached |= description.unreached
+        reached |= description.forms.keys() - description.unreached
+    return sorted(unreached - reached)
+
+
+def _assign_weights(descriptions: Sequence[_Description]) -> dict[Key, int]:
+    """For each weight the rank that searches its range, of the ranks that hold it."""
+    sizes: dict[Key, int] = {}
+    holders: dict[Key, list[int]] = {}
+    for rank, description in enumerate(descriptions):
+        for key, size in description.weights.items():
+            sizes[key] = max(size, sizes.get(key, 0))
+            holders.setdefault(key, []).append(rank)
+    keys = sorted(sizes)
+    owners = partition([sizes[key] for key in keys], len(descriptions), [holders[key] for key in keys])
+    return dict(zip(keys, owners, strict=True))
+
+
+def _shared_statistics(descriptions: Sequence[_Description]) -> list[SharedStatistic]:
+    """The statistics that at least two ranks' observers hold, in the same order on every rank.
 
     Raises:
         CalibrationError: ranks differ in shape, dtype or reduction.
     """
-    alike: dict[tuple[tuple[Form, ...] | None, ...], list[Key]] = {}  # by the ranks' forms; most observers are alike
-    for key in dict.fromkeys(chain.from_iterable(d.held for d in every)):
-        alike.setdefault(tuple([d.held.get(key) for d in every]), []).append(key)
-    agreed: list[Agreed] = []
+    shared: list[SharedStatistic] = []
     differing: list[tuple[Key, str]] = []
-    for of_ranks, keys in alike.items():
-        if len(of_ranks) - of_ranks.count(None) < 2:
-            continue
-        by_name: dict[str, dict[int, Form]] = {}
-        for rank, forms in enumerate(of_ranks):
-            for form in forms or ():
-                by_name.setdefault(form.name, {})[rank] = form
-        for name, by_rank in sorted(by_name.items()):
-            form = next(iter(by_rank.values()))
-            if len(set(by_rank.values())) > 1:
-                differing += [(key, key_text(key, rank, _shown(f))) for key in keys for rank, f in by_rank.items()]
-            elif form.is_sparse:
-                blocks = [union_of_blocks(every[rank].occupied[key, name] for rank in by_rank) for key in keys]
-                agreed.append(Agreed(form, keys, list(by_rank), blocks))
-            else:
-                agreed.append(Agreed(form, keys, list(by_rank), [None] * len(keys)))
+    for forms_of_ranks, keys in _observers_with_equal_forms(descriptions):
+        for form_of_rank in _forms_by_name(forms_of_ranks):
+            form, *other_forms = dict.fromkeys(form_of_rank.values())
+            if other_forms:
+                for key in keys:
+                    for rank, rank_form in form_of_rank.items():
+                        differing.append((key, key_text(key, rank, _shown(rank_form))))
+                continue
+            blocks: list[torch.Tensor | None] = [None] * len(keys)
+            if form.is_sparse:
+                blocks = []
+                for key in keys:
+                    blocks.append(union_of_blocks(descriptions[rank].occupied[key, form.name] for rank in form_of_rank))
+            shared.append(SharedStatistic(form, keys, list(form_of_rank), blocks))
     refuse(
-        [what for _, what in sorted(differing)],
+        [text for _, text in sorted(differing)],
         "ranks differ in the statistics of one module",
         expected="the same shape, dtype and reduction on every rank",
         remedy="run the same model, observers and precision on all ranks.",
     )
-    return agreed
+    return shared
+
+
+def _observers_with_equal_forms(
+    descriptions: Sequence[_Description],
+) -> list[tuple[tuple[tuple[Form, ...] | None, ...], list[Key]]]:
+    """Groups of observers with the same forms on every rank, so that a group is one operation.
+
+    Returns:
+        For each group the forms on each rank (None: the rank does not hold the observer), and the observers. Observers
+        of a single rank are left out.
+    """
+    groups: dict[tuple[tuple[Form, ...] | None, ...], list[Key]] = {}
+    all_keys = dict.fromkeys(chain.from_iterable(description.forms for description in descriptions))
+    for key in all_keys:
+        forms_of_ranks = tuple([description.forms.get(key) for description in descriptions])
+        holders = len(forms_of_ranks) - forms_of_ranks.count(None)
+        if holders > 1:
+            groups.setdefault(forms_of_ranks, []).append(key)
+    return list(groups.items())
+
+
+def _forms_by_name(forms_of_ranks: Sequence[Sequence[Form] | None]) -> list[dict[int, Form]]:
+    """For each statistic of a group, in the order of names, its form on each rank that has it."""
+    by_name: dict[str, dict[int, Form]] = {}
+    for rank, forms in enumerate(forms_of_ranks):
+        for form in forms or ():
+            by_name.setdefault(form.name, {})[rank] = form
+    return [by_name[name] for name in sorted(by_name)]
 
 
 def _shown(form: Form) -> str:
@@ -317,27 +465,44 @@ def _shown(form: Form) -> str:
 
 
 def _reduce_into(
-    observers: Mapping[Key, Observer], every: Sequence[_Description], collectives: Collectives, stretch: Stretch
+    observers: Mapping[Key, Observer],
+    descriptions: Sequence[_Description],
+    collectives: Collectives,
+    stretch: Stretch,
 ) -> int:
-    """Give the observers the statistics of all ranks; returns how many reductions that took.
+    """Give this rank's observers the statistics of all ranks.
 
     A failure of this rank alone is kept in ``stretch``.
+
+    Returns:
+        The number of collectives.
     """
     reductions = 0
-    for reduced in reduce_statistics(_agree(every), observers, collectives, stretch):
+    for reduced in reduce_statistics(_shared_statistics(descriptions), observers, collectives, stretch):
         reductions += 1
         with stretch:
             for key, statistics in reduced.items():
                 _load(key, observers[key], statistics)
-    known: set[Key] = set()
     with stretch:
-        for rank, description in enumerate(every):  # the lowest rank gives statistics without a reduction
-            lowest = {key: nest for key, nest in description.kept.items() if key in observers and key not in known}
-            known |= lowest.keys()
-            if lowest and rank != collectives.rank:
-                for key, statistics in unpack_tensors(lowest, description.packed, collectives.device).items():
-                    _load(key, observers[key], statistics)
+        _take_kept(observers, descriptions, collectives)
     return reductions
+
+
+def _take_kept(
+    observers: Mapping[Key, Observer], descriptions: Sequence[_Description], collectives: Collectives
+) -> None:
+    """Give observers the statistics without a reduction of the lowest rank that has them."""
+    done: set[Key] = set()
+    for rank, description in enumerate(descriptions):
+        kept = {}
+        for key, statistics in description.kept.items():
+            if key in observers and key not in done:
+                kept[key] = statistics
+        done |= kept.keys()
+        if kept and rank != collectives.rank:
+            unpacked = unpack_tensors(kept, description.packed, collectives.device)
+            for key, statistics in unpacked.items():
+                _load(key, observers[key], statistics)
 
 
 def _load(key: Key, observer: Observer, statistics: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.checkpoint.compress import stored_layout
+from lightning_obs.checkpoint.entries import stored_layout
 from lightning_obs.errors import name_list
 from lightning_obs.model.weight import identities, whole_shape
 from lightning_obs.numerics.histogram import Support

@@ -22,7 +22,7 @@ from lightning_obs.calibration.finalize import result_of
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.checkpoint.compress import stored_layout
+from lightning_obs.checkpoint.entries import stored_layout
 from lightning_obs.errors import refuse, require_choice
 from lightning_obs.files.tensors import Progress, TensorWriter, give_back_freed, write_index
 from lightning_obs.files.unfinished import Unfinished

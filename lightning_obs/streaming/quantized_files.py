@@ -18,9 +18,9 @@ from torch import nn
 
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.checkpoint.compress import StoredTensors, module_entries
-from lightning_obs.checkpoint.export import write_quantization_config
-from lightning_obs.checkpoint.load import any_qparams
+from lightning_obs.checkpoint.entries import meta_qparams, module_entries
+from lightning_obs.checkpoint.quantization_config import write_quantization_config
+from lightning_obs.checkpoint.stored_tensors import StoredTensors
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.tensors import Progress, Tally, TensorWriter
 from lightning_obs.model.module_qparams import write_qparams
@@ -97,7 +97,7 @@ class QuantizedFiles:
         """
         for target in self.session.plan.targets:
             if target.name not in skipped:
-                write_qparams(target.module, target.scheme, any_qparams(target))
+                write_qparams(target.module, target.scheme, meta_qparams(target))
 
     def _find_quantized(self) -> list[str]:
         """The planned modules; with some experts of a layer, the Linears of all its experts."""

@@ -6,12 +6,14 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
-from lightning_obs.checkpoint.compress import compressor_of, module_entries
+from lightning_obs.checkpoint.compress import compressor_of
+from lightning_obs.checkpoint.entries import module_entries
 from lightning_obs.model.module_qparams import get_scheme, read_qparams
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.config import preset_names
@@ -79,6 +81,22 @@ def test_weights_that_ranks_share_are_stored_as_one_device_stores_them(ranks, dt
             assert (tmp_path / scheme / file.name).read_bytes() == file.read_bytes(), (scheme, file.name)
 
 
+def add_shadow(module, state, prefix, metadata):
+    state[f"{prefix}shadow"] = module.odd.bias.detach() * 2
+
+
+def on_exporting_a_shadow(rank, folder):
+    model = sharded(Layers(), 2)
+    calibrated(model, "W4A16", torch.float32, Collectives.of_group())
+    model.register_state_dict_post_hook(add_shadow)
+    export_checkpoint(model, folder)
+
+
+def test_a_sharded_tensor_that_a_hook_adds_to_the_state_dict_is_gathered_by_all_ranks(tmp_path):
+    run_ranks(on_exporting_a_shadow, 2, tmp_path / "out", timeout=60)
+    assert load_file(tmp_path / "out" / "model.safetensors")["shadow"].equal(Layers().odd.bias * 2)
+
+
 def on_failing(rank, folder, what):
     model = sharded(Layers(), 2)
     calibrated(model, "W4A16", torch.float32, Collectives.of_group())
@@ -107,7 +125,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_nothing_is_written(what, me
 def test_a_weight_that_is_compressed_in_blocks_of_rows_gives_the_file_of_the_whole(scheme, tmp_path, monkeypatch):
     model, written = calibrated(Layers().bfloat16(), scheme, torch.bfloat16), []
     for at_once in (1 << 20, 3 * WIDTH, 130 * WIDTH):
-        monkeypatch.setattr("lightning_obs.checkpoint.compress._AT_ONCE", at_once)
+        monkeypatch.setattr("lightning_obs.checkpoint.compress._ELEMENTS_AT_ONCE", at_once)
         folder = export_checkpoint(model, tmp_path / str(at_once))
         written.append((folder / "model.safetensors").read_bytes())
     assert written[0] == written[1] == written[2]

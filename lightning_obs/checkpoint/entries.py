@@ -1,0 +1,186 @@
+"""The tensors of a calibrated model's checkpoint, by their names in the state dict.
+
+Names, shapes and dtypes follow from the model and its qparams alone (:func:`stored_layout`). The data are made one
+module after the other, a block of rows at a time, and each block is handed on at once (:func:`store`): the model does
+not change, and no compressed tensor stays in memory. Where weights are sharded over ranks, all ranks gather one module
+(FSDP1: one unit) after the other, and rank 0 compresses and stores it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from lightning_obs.checkpoint.compress import Entry, Tensors, compress_by_rows, compressed_layout
+from lightning_obs.errors import sendable
+from lightning_obs.model.module_qparams import get_scheme, quantized_states, read_qparams
+from lightning_obs.model.weight import by_unit, full_weight, place_of, whole_tensor, whole_unit
+from lightning_obs.schemes.planned_modules import PlannedModule, expected_shapes
+
+#: takes a tensor's name in the state dict, rows of it, and the number of the first row
+Put: TypeAlias = Callable[[str, torch.Tensor, int], None]
+
+
+class _OwnTensors(NamedTuple):
+    """The tensors of a state dict that one module has itself."""
+
+    #: what precedes the module's own names in the state dict: ``"layers.0."``, or nothing for the model
+    prefix: str
+    module: nn.Module
+    #: names of its parameters and buffers
+    keys: list[str]
+
+
+def stored_layout(model: nn.Module) -> Tensors:
+    """Every tensor of the model's checkpoint as a meta tensor, by its name in the state dict; no data are read.
+
+    Raises:
+        CalibrationError: a module cannot be compressed as its scheme says.
+    """
+    layout = {}
+    for name, value in _state_tensors(model).items():
+        layout[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    for prefix, module, keys in list(_own_tensors(model, layout)):
+        for key in keys:
+            del layout[prefix + key]
+        for key, meta in _module_layout(module, keys, prefix.rstrip(".")).items():
+            layout[prefix + key] = meta
+    return layout
+
+
+def _module_layout(module: nn.Module, keys: Iterable[str], name: str) -> Tensors:
+    """A module's own entries as meta tensors; ``keys`` are its tensors in the state dict, ``name`` is for errors."""
+    entries = {}
+    for key in keys:
+        shape = place_of(module, key).shape
+        entries[key] = torch.empty(shape, dtype=getattr(module, key).dtype, device="meta")
+    scheme = get_scheme(module)
+    if scheme is None:
+        return entries
+    for key, value in read_qparams(module).items():
+        entries[key] = value.to("meta")
+    if not _is_compressible(module):
+        return entries
+    try:
+        return compressed_layout(module, entries, scheme)
+    except Exception as error:
+        raise sendable(error, (name, "weight")) from error
+
+
+def meta_qparams(target: PlannedModule) -> Tensors:
+    """The quantization parameters that a planned module will have, as meta tensors."""
+    qparams = {}
+    for base, args in target.args.items():
+        for name, shape in expected_shapes(target, base).items():
+            dtype = args.zp_dtype if name.endswith("zero_point") else None
+            qparams[name] = torch.empty(shape or (1,), dtype=dtype, device="meta")
+    return qparams
+
+
+def store(model: nn.Module, layout: Container[str], put: Put | None) -> Exception | None:
+    """Give the tensors of the model's checkpoint that are in ``layout`` to ``put``, one module after the other.
+
+    If weights are sharded, every rank must call this, with the same ``layout``.
+
+    Args:
+        model: a calibrated model.
+        layout: the names of the tensors that are wanted.
+        put: takes each tensor, a compressed weight in blocks of rows; None on a rank that only helps to gather.
+
+    Returns:
+        The first failure of ``put``, or of compressing, on this rank; None without one. It is not raised, because the
+        other ranks go on gathering.
+    """
+    further_tensors = _state_tensors(model)
+    keys_of_module: dict[nn.Module, list[str]] = {}
+    prefixes_of_module: dict[nn.Module, list[str]] = {}  # a module that is used twice has entries under both names
+    for prefix, module, keys in list(_own_tensors(model, further_tensors)):
+        keys_of_module[module] = keys
+        prefixes_of_module.setdefault(module, []).append(prefix)
+        for key in keys:
+            del further_tensors[prefix + key]
+    output = _Output(layout, put)
+    for modules in by_unit(prefixes_of_module):  # in an order that is the same on every rank
+        with whole_unit(modules[0]):
+            for module in modules:
+                keys = keys_of_module[module]
+                prefixes = prefixes_of_module[module]
+                if not _is_compressible(module):
+                    keys = [key for key in keys if output.takes(key, prefixes)]
+                output.put_all(_gathered_entries(module, keys), prefixes)
+    # Tensors that hooks add to the state dict; every rank gathers them, also a rank without ``put``.
+    further_entries = [Entry(name, whole_tensor(value)) for name, value in further_tensors.items()]
+    output.put_all(further_entries, [""])
+    return output.failure
+
+
+class _Output:
+    """Gives entries to ``put`` until the first failure, which it keeps."""
+
+    def __init__(self, layout: Container[str], put: Put | None) -> None:
+        self.failure: Exception | None = None
+        self._layout = layout
+        self._put = put
+
+    def takes(self, key: str, prefixes: Iterable[str]) -> bool:
+        """Whether a module's tensor is wanted under any of its names."""
+        return any(prefix + key in self._layout for prefix in prefixes)
+
+    def put_all(self, entries: Iterable[Entry], prefixes: Iterable[str]) -> None:
+        """Give a module's entries to ``put``, under each of its names. Compressing happens here, entry by entry."""
+        if self._put is None or self.failure is not None:
+            return
+        try:
+            for key, rows, first in entries:
+                for prefix in prefixes:
+                    if prefix + key in self._layout:
+                        self._put(prefix + key, rows, first)
+        except Exception as error:
+            self.failure = error
+
+
+def module_entries(module: nn.Module) -> Iterable[Entry]:
+    """One module's own entries in a checkpoint, compressed if it was calibrated; see :func:`store`."""
+    state = _state_tensors(module)
+    keys = [key for key in (*module._parameters, *module._buffers) if key in state]
+    return _gathered_entries(module, keys)
+
+
+def _gathered_entries(module: nn.Module, keys: Iterable[str]) -> Iterable[Entry]:
+    """A module's own entries; ``keys`` are its tensors in the state dict that are wanted.
+
+    Tensors are gathered from the ranks in the call, so every rank must call it. A weight is compressed while the
+    entries are read.
+    """
+    tensors = Tensors()
+    for key in keys:
+        value = full_weight(module) if key == "weight" else getattr(module, key)
+        assert isinstance(value, torch.Tensor)
+        tensors[key] = whole_tensor(value)
+    scheme = get_scheme(module)
+    if scheme is not None:
+        tensors |= read_qparams(module)
+        if _is_compressible(module):
+            return compress_by_rows(module, tensors, scheme)
+    return [Entry(key, value) for key, value in tensors.items()]
+
+
+def _is_compressible(module: nn.Module) -> bool:
+    """Whether the module's entries are compressed: it was calibrated, and has no attention states."""
+    return get_scheme(module) is not None and not quantized_states(module)
+
+
+def _state_tensors(model: nn.Module) -> Tensors:
+    """The tensors of the state dict; other values (extra states) are left out."""
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def _own_tensors(model: nn.Module, state: Container[str]) -> Iterator[_OwnTensors]:
+    """Every module under all of its names, with its own tensors that are in ``state``."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        keys = [key for key in (*module._parameters, *module._buffers) if prefix + key in state]
+        yield _OwnTensors(prefix, module, keys)
