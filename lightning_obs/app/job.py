@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -14,8 +14,7 @@ from torch import nn
 
 from lightning_obs.app.from_config import check_data, facts_for_data, load_module, make_data, make_module, make_trainer
 from lightning_obs.app.typed_words import refuse_idle_ignore
-from lightning_obs.callbacks.calibration import CalibrationCallback
-from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
+from lightning_obs.callbacks.session_callback import SessionCallback
 from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.checkpoint.load import load_checkpoint
 from lightning_obs.files.tensors import deal_to_files
@@ -23,9 +22,6 @@ from lightning_obs.files.write import require_free
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.offload import device_of
 from lightning_obs.model.weight import in_shards
-
-#: a callback that calibrates
-CalibratingCallback: TypeAlias = CalibrationCallback | QuantizationAwareTraining
 
 
 class Job:
@@ -38,16 +34,14 @@ class Job:
         callback: which calibrates.
         trainer: runs the callback.
         module: of the model.
-        module_path: of the model inside ``module``.
         model: the module that is calibrated.
         data: to calibrate, train and measure on.
         folder: of the checkpoint to write; None: none is written.
     """
 
-    callback: CalibratingCallback
+    callback: SessionCallback
     trainer: Trainer
     module: LightningModule
-    module_path: str
     model: nn.Module
     data: LightningDataModule
 
@@ -55,7 +49,7 @@ class Job:
         self.config = config
         self.folder = Path(config.export.folder) if config.export.folder else None
 
-    def use(self, callback: CalibratingCallback) -> None:
+    def use(self, callback: SessionCallback) -> None:
         """Let this callback calibrate, in a Trainer of its own."""
         self.callback = callback
         self.trainer = make_trainer(self.config, callback)
@@ -74,7 +68,7 @@ class Job:
         check_data(config)
         self.module = load_module(config)
         self.data = make_data(config, facts_for_data(self.module))
-        self.module_path, self.model = find_module(self.module, config.module)
+        _, self.model = find_module(self.module, config.module)
         refuse_idle_ignore(config, self.model)
 
     def inputs(self, batch: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def gather_report(
     sizes = None
     if job.folder is not None:
         sizes = (model_bytes(job.model), folder_size(job.folder))
-    return job.callback.facts(
+    return job.callback.results.facts(
         title=f"{label} \N{MIDDLE DOT} {model_name}",
         lines=list(lines),
         are_held_out=True,

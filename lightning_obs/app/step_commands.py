@@ -26,7 +26,7 @@ from lightning_obs.app.tasks.task import task_node
 from lightning_obs.app.typed_words import refuse_unread, typed_words
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.possible_steps import can_choose_observers
-from lightning_obs.callbacks.quantization_aware_training import can_train
+from lightning_obs.callbacks.trainable import can_train
 from lightning_obs.errors import CalibrationError
 from lightning_obs.report.next_steps import path_from_here
 from lightning_obs.report.step import Step
@@ -93,7 +93,7 @@ class StepCommands:
         if step.name == "fine_tune":
             is_trainable = isinstance(job.module, CausalLM) and isinstance(job.data, TextData)
             return is_trainable and self.may_train and can_train(session, job.module)
-        return job.callback.can_run(step)
+        return job.callback.results.can_run(step)
 
 
 def step_command(step: Step, words: Sequence[str], folder: Path) -> str | None:

@@ -27,6 +27,8 @@ from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.moe.experts import LinearExperts, SortedExperts, expert_containers
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.min_max import StaticMinMaxObserver
+from lightning_obs.observers.segments import observe_segments, takes_segments
+from lightning_obs.observers.statistic import is_reached, observes_data
 
 if TYPE_CHECKING:
     from lightning_obs.calibration.session import CalibrationSession
@@ -103,19 +105,19 @@ class ExpertWatch:
     ) -> Sequence[Observer]:
         """Keep a value for the observers that can see it together with the layer's other experts; returns the others.
 
-        Only on an accelerator, where a launch costs more than memory does: see :meth:`Observer.observe_segments`.
+        Only on an accelerator, where a launch costs more than memory does: see :func:`.observe_segments`.
         ``measured`` holds, by kind, the object that waits for all observers of one tensor.
         """
         if value.device.type == "cpu" or value.ndim != 2 or not value.numel():
             return observers
         chosen = None if mask is None else self._chosen(mask, self._of[name])
-        able = [o for o in observers if o.takes_segments] if mask is None or chosen is not None else []
+        able = [o for o in observers if takes_segments(o)] if mask is None or chosen is not None else []
         self._bytes += value.nbytes if able else 0
         if self._bytes > _WAITING or any(id(observer) in kept for observer in able for kept in self._waiting.values()):
             self.observe_waiting()
         for observer in able:
-            kept = self._waiting.setdefault((observer._kind, value.dtype, value.shape[1:]), {})
-            kept[id(observer)] = observer, *measured.setdefault((ExpertWatch, observer._kind), (value, chosen))
+            kept = self._waiting.setdefault((observer.kind, value.dtype, value.shape[1:]), {})
+            kept[id(observer)] = observer, *measured.setdefault((ExpertWatch, observer.kind), (value, chosen))
         return [observer for observer in observers if observer not in able]
 
     def _forget(self) -> None:
@@ -132,7 +134,7 @@ class ExpertWatch:
                 rows = take(rows, torch.cat([mask for _, mask in seen.values()]))
                 lengths = [int(mask.sum()) for _, mask in seen.values()]
             numbers = {key: number for number, key in enumerate(seen)}
-            Observer.observe_segments(observers, rows, lengths, [numbers[id(value)] for value in values])
+            observe_segments(observers, rows, lengths, [numbers[id(value)] for value in values])
 
     def is_forced(self, name: str) -> bool:
         """Whether the observers of a module take part only while experts run on all tokens."""
@@ -242,14 +244,14 @@ def borrow_ranges(
     Modules of a ``fused`` set borrow together, and their stand-ins are fused (:meth:`Observer.fuse`). That of an
     activation has the union of the siblings' ranges for the same projection; that of a weight is its own observer.
     """
-    needing = [key for key, observer in observers.items() if observer.observes_data]
-    unreached = {name for name, base in needing if not observers[name, base].is_reached}
+    needing = [key for key, observer in observers.items() if observes_data(observer)]
+    unreached = {name for name, base in needing if not is_reached(observers[name, base])}
     unreached |= {name for group in fused if unreached & set(group) for name in group}
     borrowed: dict[Key, Observer] = {}
     for name in sorted(unreached):
         siblings = _siblings(name, containers)
         reached = {
-            base: [o for sibling in siblings if (o := observers.get((sibling, base))) is not None and o.is_reached]
+            base: [o for sibling in siblings if (o := observers.get((sibling, base))) is not None and is_reached(o)]
             for own, base in needing
             if own == name
         }

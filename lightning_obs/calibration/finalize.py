@@ -29,7 +29,8 @@ from lightning_obs.model.weight import onloaded, place_of, reshard, whole_matrix
 from lightning_obs.numerics.many_tensors import all_finite, to_host
 from lightning_obs.numerics.qparams import QParamsDict
 from lightning_obs.observers import Key, Observer
-from lightning_obs.observers.by_inputs import settle_zero_inputs
+from lightning_obs.observers.by_inputs import observe_without_inputs, settle_zero_inputs
+from lightning_obs.observers.statistic import input_statistics
 from lightning_obs.ranks.collectives import Stretch
 from lightning_obs.ranks.sync import share_weights, sync_statistics
 from lightning_obs.schemes.left_in_float import shares_in_float
@@ -78,7 +79,7 @@ def finalize(session: CalibrationSession, weights: bool, activations: bool) -> C
     def observe(key: Key, observer: Observer, weight: torch.Tensor) -> None:
         # Inputs may be missing where on_missing allows it, and where only weights are finalized.
         if key in borrowed or not activations:
-            observer.observe_without_inputs(weight)
+            observe_without_inputs(observer, weight)
         else:
             observer(weight)
 
@@ -239,7 +240,7 @@ def _weights(session: CalibrationSession, wanted: bool) -> _Weights:
             modules[key] = target.module
     shared = _Weights(session, modules, observers)
     for key in modules:
-        observers[key].reset(keep=observers[key].input_statistics)
+        observers[key].reset(keep=input_statistics(observers[key]))
     return shared
 
 

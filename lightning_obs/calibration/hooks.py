@@ -29,6 +29,7 @@ from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import is_transformers_model, tokens_of
 from lightning_obs.model.weight import adapters_of
 from lightning_obs.observers import Observer
+from lightning_obs.observers.shared_measurements import observe_inputs_shared, observe_shared
 from lightning_obs.schemes.planned_modules import PlannedModule
 
 if TYPE_CHECKING:
@@ -139,12 +140,12 @@ class ObserverHooks:
                     read.tokens = experts.select(tokens, mask, name, self._selection, layout)
                 tokens = read.tokens
             for observer in observed:
-                observer.observe_shared(tokens, read.measured)
+                observe_shared(observer, tokens, read.measured)
             if weighs:
                 tokens = session.token_weights.weigh(name, given.detach())
                 tokens = tokens if mask is None else experts.select(tokens, mask, name, self._selection, "tokens")
             for observer in of_weight:
-                observer.observe_inputs(tokens, read.measured)
+                observe_inputs_shared(observer, tokens, read.measured)
             session.measurements += len(read.measured) - before
 
         return observe

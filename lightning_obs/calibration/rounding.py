@@ -17,7 +17,7 @@ from lightning_obs.calibration.hooks import GRADIENTS, HESSIAN
 from lightning_obs.errors import name_list, warn
 from lightning_obs.numerics.rounding import round_by_hessian
 from lightning_obs.observers import Key, Observer
-from lightning_obs.observers.statistic import Statistic
+from lightning_obs.observers.statistic import Statistic, observing
 
 
 class WeightRounding(Observer):
@@ -46,7 +46,7 @@ class WeightRounding(Observer):
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
         qparams: Any = self._qparams
         options = self.rounding or {}
-        with self._observing():
+        with observing(self):
             self.rounded = round_by_hessian(value, qparams, self.args, self._hessian, self._outputs, **options)
         return self
 

@@ -51,6 +51,8 @@ from lightning_obs.model.wrappers import unwrapped, without_adapters, without_wr
 from lightning_obs.moe.experts import LinearExperts
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.observers import HessianObserver, Key, Observer, StaticMinMaxObserver
+from lightning_obs.observers.counting import counted_values
+from lightning_obs.observers.statistic import observes_data
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
 from lightning_obs.schemes.config import SchemeLike, make_observer
@@ -149,7 +151,7 @@ class CalibrationSession:
             self.together = [*self.plan.fused, *self._whole_layers()]
         self.observers, second = _make_observers(self.plan)
         #: the observers that data reach, second ones included
-        self.fed = {key: observer for key, observer in self.observers.items() if observer.observes_data} | second
+        self.fed = {key: observer for key, observer in self.observers.items() if observes_data(observer)} | second
         inputs_of = {(name, "weight"): observer for (name, base), observer in second.items() if base == HESSIAN}
         check_inputs_fit(self.plan.targets, self.observers | inputs_of)
         for group in self.plan.fused:
@@ -331,8 +333,12 @@ class CalibrationSession:
     @property
     def input_counts(self) -> dict[str, Support]:
         """How often each value was read, by module name, where the input's observer counts (``histogram``...)."""
-        counted = {name: observer.counted for (name, base), observer in self.observers.items() if base == "input"}
-        return {name: counts for name, counts in counted.items() if counts is not None}
+        counts = {}
+        for (name, base_name), observer in self.observers.items():
+            counted = counted_values(observer) if base_name == "input" else None
+            if counted is not None:
+                counts[name] = counted
+        return counts
 
     def _whole_layers(self) -> list[list[str]]:
         """The modules of each layer's experts: vLLM runs all of them quantized or none, transformers loads them so."""

@@ -16,7 +16,10 @@ from lightning_obs.model.weight import matrix_shape
 class HasCalibrated(Protocol):
     """A callback, of which it can be asked whether and what it has calibrated."""
 
-    session: Any
+    @property
+    def session(self) -> Any:
+        """The session of the callback's run; None before it ran."""
+        ...
 
     @property
     def has_calibrated(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from lightning_obs.callbacks.lightning_package import class_of
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.offload import stay_put
 from lightning_obs.observers import Observer
+from lightning_obs.observers.statistic import merges_extremes_only
 from lightning_obs.ranks.collectives import Collectives, Op, all_ranks_answer, gather_objects
 
 if TYPE_CHECKING:
@@ -86,7 +88,7 @@ def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
 
     def is_extreme(observer: Observer) -> bool:
         one_scale = observer.args.strategy == QuantizationStrategy.TENSOR or observer.args.dynamic == "local"
-        return observer.merges_extremes_only and one_scale
+        return merges_extremes_only(observer) and one_scale
 
     wrong = [
         f"{name} ({base_name}: {type(observer).__name__}, {observer.args.strategy})"
@@ -100,6 +102,23 @@ def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
             expected="static_minmax with one scale for the tensor, and weights' observers that need no inputs",
             remedy="observers={'input': 'static_minmax'}, or tensor_parallel_size=1.",
         )
+
+
+def average_gradients(trainer: Trainer, parameters: Sequence[torch.Tensor]) -> None:
+    """Replace the gradients of parameters by their means over all ranks, in one collective.
+
+    Args:
+        trainer: its strategy reduces; every rank must call this.
+        parameters: on one device, of one dtype; a parameter without a gradient counts as a gradient of zeros.
+    """
+    gradients = []
+    for parameter in parameters:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients.append(gradient.reshape(-1))
+    means = trainer.strategy.reduce(torch.cat(gradients), reduce_op="mean")
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, mean in zip(parameters, means.split(sizes), strict=True):
+        parameter.grad = mean.reshape(parameter.shape).clone()
 
 
 def repeated_samples(loader: Any) -> int:

@@ -16,8 +16,7 @@ from lightning_obs.schemes.left_in_float import shares_in_float, shares_text
 def find_module(pl_module: nn.Module, path: str | None = None) -> tuple[str, nn.Module]:
     """The path of the module to calibrate, and the module without its wrappers.
 
-    ``path`` is the option ``module`` of :class:`~lightning_obs.callbacks.base.SessionCallback`. Models inside
-    torchmetrics' metrics do not count.
+    ``path`` is the option ``module`` of the callbacks. Models inside torchmetrics' metrics do not count.
     """
     if path is not None:
         try:
@@ -84,11 +83,19 @@ def _nearest_models(pl_module: nn.Module) -> dict[str, nn.Module]:
     return {}
 
 
-def describe(pl_module: nn.Module, path: str, session: CalibrationSession) -> str:
-    """Which module a session calibrates, how many of its layers, and what stays in float.
+def describe(pl_module: nn.Module, module_path: str | None, session: CalibrationSession) -> str:
+    """Say which module a session calibrates, how many of its layers, and which stay in float.
 
-    That is the share of bytes of each class, and by name the layers of the calibrated classes that are left out.
+    Args:
+        pl_module: holds the module.
+        module_path: the option ``module`` by which it was found.
+        session: of the module.
+
+    Returns:
+        A line with the names of left out layers of the calibrated classes, and the share of bytes that each class of
+        modules keeps in float.
     """
+    path, _ = find_module(pl_module, module_path)
     planned = {target.module for target in session.plan.targets}
     kinds = {type(module) for module in planned}
     everything = set(session.model.modules())

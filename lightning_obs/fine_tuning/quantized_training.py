@@ -31,6 +31,7 @@ from lightning_obs.forward.quantized_tensors import Switch, has_range
 from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.module_qparams import get_scheme
 from lightning_obs.observers import Key, Observer
+from lightning_obs.observers.statistic import lacks_inputs
 
 
 class Phase(Enum):
@@ -273,7 +274,7 @@ class QuantizedTraining:
         if result is not None:
             excused.update(result.fallback)
         for (module_name, _), observer in self._input_observers.items():
-            if observer.lacks_inputs and module_name not in excused:
+            if lacks_inputs(observer) and module_name not in excused:
                 return True
         return False
 

@@ -6,7 +6,8 @@ and any ranks. How values are counted, and how exactly: :mod:`lightning_obs.nume
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
@@ -28,7 +29,13 @@ from lightning_obs.numerics.histogram import (
 )
 from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
-from lightning_obs.observers.observer import MinMaxTuple, Observer
+from lightning_obs.observers.observer import (
+    MinMaxTuple,
+    Observer,
+    declared_hyperparameters,
+    require,
+    require_statistics,
+)
 from lightning_obs.observers.statistic import Statistic, equal_values
 
 CRITERIA = ("mse", "percentile", "entropy")
@@ -53,10 +60,7 @@ class CountingObserver(Observer):
         Statistic("min_vals", "min"),
         Statistic("max_vals", "max"),
     )
-    keeps_extremes: ClassVar[bool] = True
-    counts: torch.Tensor
-    min_vals: torch.Tensor
-    max_vals: torch.Tensor
+    keeps_extremes = True
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
@@ -71,25 +75,38 @@ class CountingObserver(Observer):
     @override
     def measure(self, observed: torch.Tensor) -> Histogram:
         scales = observed.shape[1:-1]
-        counted = count_values(observed.flatten(1, -2))
-        return Histogram(counted.counts.unflatten(0, scales), counted.low.reshape(scales), counted.high.reshape(scales))
-
-    @property
-    @override
-    def counted(self) -> Support | None:
-        if not self.has_statistics or self.min_vals.numel() != 1:
-            return None
-        low, high = self.min_vals.flatten()[0], self.max_vals.flatten()[0]
-        found = support(self.counts.flatten(), low, high)
-        if len(found.values) > 1:  # the outermost bins stand for the exact ends
-            found.values[0], found.values[-1] = low, high
-        return found
+        counts, low, high = count_values(observed.flatten(1, -2))
+        return Histogram(counts.unflatten(0, scales), low.reshape(scales), high.reshape(scales))
 
     @override
     def nonfinite_statistics(self) -> str | None:
-        nan = count_nan(self.counts) if self.has_statistics else 0
-        problems = [super().nonfinite_statistics(), f"{nan} of {int(self.counts.sum())} values NaN" if nan else None]
-        return ", ".join(filter(None, problems)) or None
+        """The numbers of NaN and infinite values; a NaN is counted, too, and no other statistic shows it."""
+        problems = []
+        of_ranges = super().nonfinite_statistics()
+        if of_ranges:
+            problems.append(of_ranges)
+        number_of_nan = count_nan(self.counts) if self.has_statistics else 0
+        if number_of_nan:
+            problems.append(f"{number_of_nan} of {int(self.counts.sum())} values NaN")
+        return ", ".join(problems) or None
+
+
+def counted_values(observer: Observer) -> Support | None:
+    """The values that were observed and how often each was; None unless one histogram of the observer holds them all.
+
+    >>> observer = Observer.load_from_registry("percentile", base_name="input", args=QuantizationArgs())
+    >>> counted_values(observer(torch.tensor([1.0, 2.0, 2.0]))).counts
+    tensor([1, 2])
+    """
+    if not isinstance(observer, CountingObserver) or not observer.has_statistics or observer.min_vals.numel() != 1:
+        return None
+    low = observer.min_vals.flatten()[0]
+    high = observer.max_vals.flatten()[0]
+    counted = support(observer.counts.flatten(), low, high)
+    if len(counted.values) > 1:  # the outermost bins stand for the exact ends
+        counted.values[0] = low
+        counted.values[-1] = high
+    return counted
 
 
 @Observer.register("percentile")
@@ -121,15 +138,24 @@ class PercentileObserver(CountingObserver):
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
         expected = "a value in percent, in (50, 100]; 99.99 cuts one value in ten thousand off each end"
-        self._require("percentile", 50 < self.percentile <= 100, expected)
+        require(self, "percentile", 50 < self.percentile <= 100, expected)
 
     @override
     def get_min_max(self) -> MinMaxTuple:
-        self._require_statistics()
-        scales = self.counts.flatten(0, -2), self.min_vals.flatten(), self.max_vals.flatten()
-        ends = [torch.stack(percentile_range(*one, self.percentile)) for one in zip(*scales, strict=True)]
-        low, high = torch.stack(ends, 1).reshape(2, *self.min_vals.shape)
-        return low, high
+        require_statistics(self)
+        lows = []
+        highs = []
+        for counts, smallest, largest in _scales_of(self):
+            low, high = percentile_range(counts, smallest, largest, self.percentile)
+            lows.append(low)
+            highs.append(high)
+        shape = self.min_vals.shape
+        return torch.stack(lows).reshape(shape), torch.stack(highs).reshape(shape)
+
+
+def _scales_of(observer: CountingObserver) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """For each scale its counts ``(65536,)``, smallest and largest value."""
+    return zip(observer.counts.flatten(0, -2), observer.min_vals.flatten(), observer.max_vals.flatten(), strict=True)
 
 
 @Observer.register("histogram")
@@ -159,6 +185,8 @@ class HistogramObserver(PercentileObserver):
         Migacz, 8-bit Inference with TensorRT, GTC 2017 (entropy).
     """
 
+    statistics: ClassVar[tuple[Statistic, ...]] = PercentileObserver.statistics
+    keeps_extremes = True
     hyperparameters: ClassVar[dict[str, Any] | None] = {
         "criterion": "mse",
         "maxshrink": 0.95,
@@ -167,18 +195,27 @@ class HistogramObserver(PercentileObserver):
         "norm": 2.0,
     }
     criterion: str
-    maxshrink: float
-    patience: int | None
-    grid: float
-    norm: float
+    #: the range that was searched last, and what it depends on; None: the statistics have changed since
+    _searched: SearchedRange | None = None
+    _settings = (*PercentileObserver._settings, "_searched")
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        self._require("criterion", self.criterion in CRITERIA, f"one of {', '.join(CRITERIA)}")
-        self._require("maxshrink", 0 <= self.maxshrink <= 1, "a value in [0, 1]")
-        self._require("patience", self.patience is None or self.patience > 0, "a value above 0, or None")
-        self._require("grid", self.grid > 0, "a value above 0")
-        self._require("norm", self.norm > 0, "a value above 0")
+        require(self, "criterion", self.criterion in CRITERIA, f"one of {', '.join(CRITERIA)}")
+        require(self, "maxshrink", 0 <= self.maxshrink <= 1, "a value in [0, 1]")
+        require(self, "patience", self.patience is None or self.patience > 0, "a value above 0, or None")
+        require(self, "grid", self.grid > 0, "a value above 0")
+        require(self, "norm", self.norm > 0, "a value above 0")
+
+    @override
+    def combine(self, measured: Sequence[torch.Tensor]) -> None:
+        self._searched = None  # it holds the counts
+        super().combine(measured)
+
+    @override
+    def reset(self, keep: Collection[str] = ()) -> None:
+        super().reset(keep)
+        self._searched = None
 
     @override
     def get_min_max(self) -> MinMaxTuple:
@@ -186,37 +223,83 @@ class HistogramObserver(PercentileObserver):
 
         Searched once for the same statistics and hyperparameters, also by fused observers: q, k and v read one tensor.
         """
-        self._require_statistics()
-        names = [name for cls in type(self).__mro__ for name in vars(cls).get("hyperparameters") or ()]
-        asked = [self.counts, self.min_vals, self.max_vals, vars(self.args).copy(), [getattr(self, n) for n in names]]
-        alike = [o for o in (self, *self._fused_observers) if type(o) is type(self) and o._chosen is not None]
-        known = (o._chosen for o in alike if all(map(equal_values, o._chosen[0], asked)))
-        self._chosen = next(known, None) or (asked, self._search())
-        low, high = self._chosen[1]
-        return low.clone(), high.clone()
+        require_statistics(self)
+        depends_on = self._depends_on()
+        searched = None
+        for observer in [self, *self._fused_observers]:
+            if type(observer) is not type(self) or observer._searched is None:
+                continue
+            if all(map(equal_values, observer._searched.depends_on, depends_on)):
+                searched = observer._searched
+                break
+        if searched is None:
+            low, high = self._search()
+            searched = SearchedRange(depends_on, low, high)
+        self._searched = searched
+        return searched.low.clone(), searched.high.clone()
+
+    def _depends_on(self) -> list[Any]:
+        """All that the range depends on: statistics, format and hyperparameters."""
+        hyperparameters = [getattr(self, name) for name in declared_hyperparameters(type(self))]
+        return [self.counts, self.min_vals, self.max_vals, vars(self.args).copy(), hyperparameters]
 
     def _search(self) -> MinMaxTuple:
         if self.criterion == "percentile":
             return super().get_min_max()
         if not self.is_finite and self.nonfinite_statistics():
             return self.min_vals, self.max_vals
-        lows, highs = self.min_vals.flatten(), self.max_vals.flatten()
-        found = [support(*one) for one in zip(self.counts.flatten(0, -2), lows, highs, strict=True)]
-        if self.criterion == "entropy":
-            low, high = candidate_ranges(lows, highs, _ENTROPY_FACTORS)
-            of_scales = zip(found, low.T, high.T, strict=True)
-            losses = torch.stack([candidate_divergences(seen, a, b, self.args) for seen, a, b in of_scales], 1)
-            best = losses.nan_to_num(torch.inf).argmin(0, keepdim=True)
-            low, high = low.gather(0, best), high.gather(0, best)
-        else:
-            values, counts = (pad_sequence(list(each), batch_first=True) for each in zip(*found, strict=True))
-            # The exact ends decide the candidates, and are counted in their bins already. The largest magnitude is
-            # about 1, so that no power leaves float32.
-            ends = torch.stack([lows, highs], 1).float()
-            unit = torch.frexp(ends.abs().amax(1, keepdim=True))[1].clamp(-126, 126).float().exp2()
-            values = (torch.cat([torch.where(counts > 0, values, ends[:, :1]), ends], 1) / unit).to(lows.dtype)
-            factors = shrink_factors(self.maxshrink, self.grid)
-            search = GridSearch(NumberGrid.of(self.args), factors, self.patience, self.norm)
-            low, high, _ = search_range(values[None], search, importance=pad(counts.float(), (0, 2)))
-            low, high = ((end * unit[:, 0]).to(lows.dtype) for end in (low, high))
-        return low.reshape(self.min_vals.shape), high.reshape(self.min_vals.shape)
+        shape = self.min_vals.shape
+        low, high = least_divergence(self) if self.criterion == "entropy" else least_error(self)
+        return low.reshape(shape), high.reshape(shape)
+
+
+class SearchedRange(NamedTuple):
+    """A range, ``(*Q,)`` each, and the values of everything that it depends on."""
+
+    depends_on: list[Any]
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+def least_divergence(observer: CountingObserver) -> MinMaxTuple:
+    """The range of each scale ``(S,)`` whose quantized distribution has the least divergence from the observed one."""
+    lows, highs = candidate_ranges(observer.min_vals.flatten(), observer.max_vals.flatten(), _ENTROPY_FACTORS)
+    divergences = []
+    for index, (counts, smallest, largest) in enumerate(_scales_of(observer)):
+        observed = support(counts, smallest, largest)
+        divergences.append(candidate_divergences(observed, lows[:, index], highs[:, index], observer.args))
+    best = torch.stack(divergences, 1).nan_to_num(torch.inf).argmin(0, keepdim=True)
+    return lows.gather(0, best), highs.gather(0, best)
+
+
+def least_error(observer: HistogramObserver) -> MinMaxTuple:
+    """The range of each scale ``(S,)`` with the least sum of errors over the counted values.
+
+    The distinct values of a scale are searched as a row, each weighted by its count. The exact ends decide the
+    candidates; they are added with the weight zero, because their bins are counted already. Values are divided by a
+    power of two that makes the largest magnitude about 1, so that no power of an error leaves float32.
+    """
+    all_values = []
+    all_counts = []
+    for counts, smallest, largest in _scales_of(observer):
+        observed = support(counts, smallest, largest)
+        all_values.append(observed.values)
+        all_counts.append(observed.counts)
+    values = pad_sequence(all_values, batch_first=True)
+    counts = pad_sequence(all_counts, batch_first=True)
+    lows = observer.min_vals.flatten()
+    highs = observer.max_vals.flatten()
+    dtype = lows.dtype
+    ends = torch.stack([lows, highs], 1).float()
+    exponents = torch.frexp(ends.abs().amax(1, keepdim=True))[1]
+    unit = exponents.clamp(-126, 126).float().exp2()
+    values = torch.where(counts > 0, values, ends[:, :1])  # padding repeats the smallest value
+    row = (torch.cat([values, ends], 1) / unit).to(dtype)
+    search = GridSearch(
+        NumberGrid.of(observer.args),
+        shrink_factors(observer.maxshrink, observer.grid),
+        observer.patience,
+        observer.norm,
+    )
+    ranges = search_range(row[None], search, importance=pad(counts.float(), (0, 2)))
+    return (ranges.low * unit[:, 0]).to(dtype), (ranges.high * unit[:, 0]).to(dtype)

@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
 from lightning_obs.numerics.qparams import observed_range
-from lightning_obs.observers.observer import MinMaxTuple, Observer
+from lightning_obs.observers.observer import MinMaxTuple, Observer, require
 from lightning_obs.observers.statistic import Statistic
 
 
@@ -36,13 +36,17 @@ class MemorylessMinMaxObserver(Observer):
         return observed_range(observed)
 
     def measure_segments(self, observed: torch.Tensor, lengths: torch.Tensor) -> MinMaxTuple:
-        """The ranges of several tensors, ``(number, *Q)`` each: of ``lengths`` rows of ``(N, *Q, G)``, one below the
-        other.
+        """The ranges of several tensors that stand one below the other, ``(tensors, *Q)`` each.
+
+        Args:
+            observed: ``(N, *Q, G)``.
+            lengths: for each tensor the number of its rows, N together; on the device of ``observed``.
         """
-        low, high = torch.aminmax(observed, dim=-1)
-        return torch.segment_reduce(low, "min", lengths=lengths, unsafe=True), torch.segment_reduce(
-            high, "max", lengths=lengths, unsafe=True
-        )  # safe: the host looks at the lengths
+        row_lows, row_highs = torch.aminmax(observed, dim=-1)
+        # unsafe=False would make the host wait for the lengths, to check their sum.
+        low = torch.segment_reduce(row_lows, "min", lengths=lengths, unsafe=True)
+        high = torch.segment_reduce(row_highs, "max", lengths=lengths, unsafe=True)
+        return low, high
 
 
 @Observer.register("static_minmax")
@@ -53,7 +57,7 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
         Statistic("min_vals", "min"),
         Statistic("max_vals", "max"),
     )
-    keeps_extremes: ClassVar[bool] = True
+    keeps_extremes = True
     hyperparameters: ClassVar[dict[str, Any] | None] = {}
 
 
@@ -84,12 +88,10 @@ class MovingAverageObserver(Observer):
     statistics: ClassVar[tuple[Statistic, ...]] = (Statistic("min_vals", "mean"), Statistic("max_vals", "mean"))
     hyperparameters: ClassVar[dict[str, Any] | None] = {"averaging_constant": 0.01}
     averaging_constant: float
-    min_vals: torch.Tensor
-    max_vals: torch.Tensor
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        self._require("averaging_constant", 0 < self.averaging_constant <= 1, "a value in (0, 1]")
+        require(self, "averaging_constant", 0 < self.averaging_constant <= 1, "a value in (0, 1]")
 
     @override
     def combine(self, measured: Sequence[torch.Tensor]) -> None:

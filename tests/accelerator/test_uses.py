@@ -208,13 +208,13 @@ def test_a_token_mask_is_read_before_lightning_moves_the_batch(sized):
 def test_batches_on_the_host_are_let_go_when_a_validation_fails():
     class Failing(Callback):
         def on_validation_batch_start(self, *_):
-            assert callback._fetched.keys() == {(0, 0)}
+            assert callback.batches._on_host.keys() == {(0, 0)}
             raise RuntimeError("the user's own")
 
     callback = CalibrationCallback("INT8_STATIC", token_mask="mask", show=False)
     with pytest.raises(RuntimeError, match="the user's own"):
         trainer(Failing(), callback, **on_trainer_device()).validate(Padded(), padded(2), verbose=False)
-    assert not callback._fetched
+    assert not callback.batches._on_host
 
 
 def fit(callback, **options):

@@ -113,9 +113,8 @@ def _refuse_absent_folder(name: str) -> None:
     folder = Path(name)
     if folder.exists():
         return
-    clean_up_after_killed_writers(
-        Path(os.path.abspath(folder)).parent
-    )  # an export that was killed may have moved it aside
+    # an export that was killed may have moved the folder aside
+    clean_up_after_killed_writers(Path(os.path.abspath(folder)).parent)
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
     if is_path and not folder.exists():
         raise CalibrationError(f"model.path={name} does not exist", expected=_EXPECTED)

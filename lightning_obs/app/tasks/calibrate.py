@@ -16,7 +16,7 @@ from lightning_obs.app.checkpoint import write_checkpoint
 from lightning_obs.app.console import bytes_done, say, step
 from lightning_obs.app.duration import say_duration
 from lightning_obs.app.from_config import make_options, make_trainer
-from lightning_obs.app.job import CalibratingCallback, Job
+from lightning_obs.app.job import Job
 from lightning_obs.app.quality import Quality, QualityMeter
 from lightning_obs.app.run_report import gather_report, publish_report, quality_facts
 from lightning_obs.app.step_commands import StepCommands
@@ -25,6 +25,7 @@ from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.token_mask import find_mask
 from lightning_obs.callbacks.calibration import CalibrationCallback
+from lightning_obs.callbacks.session_callback import SessionCallback
 from lightning_obs.callbacks.which_module import describe
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError
@@ -106,7 +107,7 @@ class Calibrate(Task):
 
     # ------------------------------------------------------------------ what a task may override
 
-    def make_callback(self, options: CalibrationOptions) -> CalibratingCallback:
+    def make_callback(self, options: CalibrationOptions) -> SessionCallback:
         """The callback that calibrates with these options. It shows nothing: the run's own report shows more."""
         config = self.config
         return CalibrationCallback(options, show=False, module=config.module, token_mask=config.token_mask)
@@ -118,7 +119,7 @@ class Calibrate(Task):
         """Check the scheme against the model, and print which module is calibrated."""
         job = self.job
         session = job.callback.prepare(job.trainer, job.module)  # the run uses it again, since the model is the same
-        say(f"· {describe(job.module, job.module_path, session)}")
+        say(f"· {describe(job.module, self.config.module, session)}")
 
     def choose(self) -> None:
         """Choose the schemes or observers to calibrate with, and give the job a callback that has them."""

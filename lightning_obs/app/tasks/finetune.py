@@ -20,6 +20,7 @@ from lightning_obs.app.quality import Quality, recovered_share
 from lightning_obs.app.tasks.calibrate import Calibrate
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
+from lightning_obs.callbacks.trainable import require_precision
 from lightning_obs.errors import CalibrationError
 
 #: a training step in forward passes: one forward, and about two for the backward
@@ -56,8 +57,7 @@ class Finetune(Calibrate):
     @override
     def check_task(self) -> None:
         job = self.job
-        assert isinstance(job.callback, QuantizationAwareTraining)
-        job.callback.require_precision(job.trainer)
+        require_precision(job.trainer)
         if job.batches("train_batches") < 1:
             got = self.config.data.get("train_batches")
             raise CalibrationError("data.train_batches", got=got, expected="one or more")
