@@ -28,7 +28,16 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.kinds import is_dispatched
 from lightning_obs.model.module_qparams import CHECKSUMS, calibrated_modules
 from lightning_obs.model.offload import at_rest, is_offloaded
-from lightning_obs.model.weight import adapters_of, by_unit, identity, onloaded, part_here, place_of, reshard
+from lightning_obs.model.weight import (
+    adapters_of,
+    by_unit,
+    identity,
+    onloaded,
+    part_here,
+    place_of,
+    register_surroundings,
+    reshard,
+)
 from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.ranks.collectives import all_ranks_answer
 
@@ -47,6 +56,7 @@ def require_ready(model: nn.Module, merged_for: str | None = None) -> None:
 
 def refuse_unmerged(model: nn.Module, what: str) -> None:
     """Raise a CalibrationError if adapters still stand beside weights of the model."""
+    register_surroundings(model)
     refuse(
         [name for name, module in model.named_modules() if adapters_of(module) is not None],
         f"{what} needs adapters merged into their weights",
@@ -121,6 +131,7 @@ def _checksums_of(model: nn.Module) -> list[tuple[tuple[nn.Module, str], int]]:
 @at_rest()
 def changed_since(model: nn.Module) -> list[str]:
     """Names of parameters and buffers that have changed since ``model`` was calibrated."""
+    register_surroundings(model)
     reshard(model)
     with without_wrappers(model):
         modules = list(model.named_modules())

@@ -15,13 +15,11 @@ from compressed_tensors.utils import get_num_attn_heads, get_num_kv_heads
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from lightning_obs.model.mark import mark_of
 from lightning_obs.packages import require_release
 
 # The oldest release of transformers with which models of transformers are tested (`make oldest`).
 _OLDEST_TRANSFORMERS = "5.17"
-
-#: the attribute of a module that holds the module whose hook brings in its parameters (:mod:`.offload`)
-OWNER = "brought_in_by"
 
 
 @dataclass(frozen=True)
@@ -133,8 +131,11 @@ def require_transformers(model: object | None = None) -> None:
 
 def is_dispatched(module: nn.Module) -> bool:
     """Whether accelerate or compressed-tensors says on which device the module's own tensors are (:mod:`.offload`)."""
-    own = vars(module)
-    return "_hf_hook" in own or OWNER in own or isinstance(own["_parameters"], OffloadCache)
+    attributes = vars(module)
+    if "_hf_hook" in attributes or isinstance(attributes["_parameters"], OffloadCache):
+        return True
+    mark = mark_of(module)
+    return mark is not None and mark.offload_owner is not None
 
 
 def holds_parameters(module: nn.Module) -> bool:

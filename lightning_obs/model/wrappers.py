@@ -19,12 +19,10 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.model.mark import make_mark
 
 #: the submodule that is wrapped: of FSDP1, activation checkpointing, torch.compile, Fabric
 _INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module")
-#: the plain attribute of a base layer that holds its LoRA layer, so that no module contains another twice; read by
-#: :func:`lightning_obs.model.weight.adapters_of`
-ADAPTERS = "lightning_obs_adapters"
 
 
 def inside(module: nn.Module) -> nn.Module | None:
@@ -83,18 +81,23 @@ def is_adapted(module: nn.Module) -> bool:
     )
 
 
-def adopt_adapters(model: nn.Module) -> list[str]:
-    """Let every base layer know its LoRA layer, so that the adapters count as a part of its weight.
+def register_adapters(model: nn.Module) -> list[str]:
+    """Note on the mark of every base layer which LoRA layer surrounds it.
 
-    Returns the names of the LoRA layers whose adapters are no sum with the weight, and why; these are left alone.
+    From then on the adapters count as a part of the base layer's weight (:func:`~lightning_obs.model.weight.held`).
+
+    Returns:
+        Names of LoRA layers whose adapters cannot be added to the weight, each with the reason. Nothing is noted there.
     """
     refused = []
     for name, layer in model.named_modules():
-        if is_adapted(layer):
-            if wrong := _not_a_sum(layer):
-                refused.append(f"{name} ({wrong})")
-            else:
-                vars(layer.base_layer)[ADAPTERS] = layer
+        if not is_adapted(layer):
+            continue
+        reason = _why_not_mergeable(layer)
+        if reason is None:
+            make_mark(layer.base_layer).lora_layer = layer
+        else:
+            refused.append(f"{name} ({reason})")
     return refused
 
 
@@ -102,9 +105,9 @@ def base_of(module: nn.Module) -> nn.Module:
     """The base layer of a LoRA layer, any other module itself; an error if its adapters cannot be merged."""
     if not is_adapted(module):
         return module
-    wrong = _not_a_sum(module)
-    if wrong:
-        raise CalibrationError(f"adapters with {wrong} cannot be a part of the quantized weight")
+    reason = _why_not_mergeable(module)
+    if reason is not None:
+        raise CalibrationError(f"adapters with {reason} cannot be a part of the quantized weight")
     assert isinstance(module.base_layer, nn.Linear)
     return module.base_layer
 
@@ -118,10 +121,13 @@ def drops_inputs(layer: nn.Module | None) -> bool:
     return any(getattr(dropout, "p", 0) > 0 for dropout in dropouts.values())
 
 
-def _not_a_sum(layer: nn.Module) -> str | None:
+def _why_not_mergeable(layer: nn.Module) -> str | None:
+    """The option of a LoRA layer that makes its output another one than with the sum of the weights; None: no such."""
     if getattr(layer, "lora_variant", None):
         return "a variant of LoRA (DoRA...)"
-    return "lora_bias" if any(getattr(layer, "lora_bias", {}).values()) else None
+    if any(getattr(layer, "lora_bias", {}).values()):
+        return "lora_bias"
+    return None
 
 
 def inside_adapted(model: nn.Module) -> set[str]:

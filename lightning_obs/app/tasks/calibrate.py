@@ -161,7 +161,8 @@ class Calibrate(Task):
         label = job.callback.label
         say(f"· calibrating {label}")
         session = job.callback.prepare(job.trainer, job.module)
-        with bytes_done("searching the weights", at_once=False) as session.progress:
+        with bytes_done("searching the weights", at_once=False) as progress:
+            session.show_progress(progress)
             if session.needs_data:
                 job.trainer.validate(job.module, datamodule=job.data, verbose=False)
             else:
@@ -170,7 +171,7 @@ class Calibrate(Task):
                 job.to_device()
                 with session:
                     pass
-        session.progress = None
+        session.show_progress(None)
         result = job.callback.result
         assert result is not None  # a calibration without a result has raised
         return result
