@@ -252,7 +252,7 @@ class _LayerwiseRun:
                 self._save(block + 1)
 
     def _finish_modules_outside(self) -> None:
-        """As :meth:`_finish_block`, for the modules outside of blocks, whose planned ones are loaded."""
+        """As :meth:`_finish_block`, for the modules outside of blocks; the quantized modules among them are loaded."""
         session = self._session
         last = len(self._runner.blocks)
         module_names = set(self._parts[last])
@@ -348,5 +348,5 @@ def _module_names_of_parts(model: torch.nn.Module, blocks_name: str, count: int)
 
 
 def _after_each_weight(*_: Any) -> None:
-    """Give freed memory back to the system: searching a weight leaves holes, of a Hessian's inverse above all."""
+    """Give freed memory back to the system: searching a weight leaves holes, inverting a Hessian most of all."""
     give_back_freed()

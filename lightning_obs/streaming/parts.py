@@ -24,7 +24,7 @@ def calibrated(
 
     Args:
         session: has observed the inputs of these modules; their weights are loaded.
-        module_names: all modules of the part; those that are not in the session's plan stay as they are.
+        module_names: all modules of the part; modules that are not in the session's plan stay as they are.
         on_weight: called after each weight was searched.
 
     Yields:
