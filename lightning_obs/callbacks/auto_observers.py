@@ -96,7 +96,7 @@ class AutoObservers:
         self.stop()
 
         def keep(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if session.is_paused:
+            if session.observation.calls.is_paused:
                 return
             if not self._inputs.offered:
                 logits_of(output)  # a model without logits is an error at the first batch, not at the end
