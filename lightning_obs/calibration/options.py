@@ -140,7 +140,7 @@ class CalibrationOptions:
         refuse_unknown(changes, cls.names(cls))
         if not isinstance(scheme, CalibrationOptions):
             return cls(scheme, **changes)
-        return replace(scheme, **changes) if changes else scheme
+        return replace(scheme, **changes) if changes else scheme  # checked when it was made
 
     @staticmethod
     def names(owner: type) -> list[str]:

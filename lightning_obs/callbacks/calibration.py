@@ -263,7 +263,7 @@ class CalibrationCallback(SessionCallback):
             self.trainer_session.finalize()
         except CalibrationError as error:
             session = self.session
-            if session is None or not (session.is_fitting and session.lacked_data):
+            if session is None or not (session.observation.is_fitting and session.observation.lacks_data):
                 raise
             warn(f"{self.label}: this validation has calibrated nothing, and the training goes on. {error}")
             if not session.has_written:
@@ -297,7 +297,7 @@ class CalibrationCallback(SessionCallback):
         if self.session is None or not self.session.has_written:
             warn(f"{self.label}: nothing was calibrated, so evaluate has nothing to measure in this test.")
             return
-        self.session.collectives = collectives_of(trainer)
+        self.session.begin_run(collectives_of(trainer), is_fitting=False)
         self.quantized_metrics.start(trainer, pl_module, self.session)
 
     @override

@@ -80,16 +80,16 @@ class ObservedBatches:
         """
         if session is None or not session.is_attached:
             return
-        session.is_paused = not self._is_wanted(trainer, session, dataloader_idx)
+        session.ignore_calls(not self._is_wanted(trainer, session, dataloader_idx))
         batch = self._on_host.pop((batch_idx, dataloader_idx), batch)
         mask = self.mask_of(batch)
         if trainer.world_size > 1:
             loader = list(validation_loaders(trainer).values())[dataloader_idx]
             mask = _masked_also(mask, repeated_in_batch(loader, batch_idx))
         session.mask_tokens(mask)
-        session.say_padding(batch.get(PADDING) if hasattr(batch, "get") else None)
-        if not session.is_paused:
-            session.batches += 1
+        session.warn_of_padding(batch.get(PADDING) if hasattr(batch, "get") else None)
+        if not session.observation.calls.is_paused:
+            session.count_batches()
 
     def mask_of(self, batch: Any) -> torch.Tensor | None:
         """Return which tokens of a batch count, ``(batch, tokens)``; None: all."""

@@ -140,11 +140,11 @@ class Results:
             require_forward(session.model, "layer_errors(batches)")
         with session.in_force():
             if batches is None:
-                errors = known_layer_errors(session.model, session.input_counts, session.collectives)
+                errors = known_layer_errors(session.model, session.observation.input_counts, session.collectives)
             else:
                 errors = measure_layer_errors(session.model, batches, collectives=session.collectives, counts=counts)
         if counts is not None:
-            counts.update(session.input_counts)
+            counts.update(session.observation.input_counts)
         return errors
 
     def report(

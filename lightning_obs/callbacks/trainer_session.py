@@ -74,8 +74,7 @@ class TrainerSession:
         if self.session is None or self.session.model is not model:
             self.session = CalibrationSession(model, options)
         require_exact(trainer, self.session)
-        self.session.collectives = collectives
-        self.session.is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self.session.begin_run(collectives, is_fitting=trainer.state.fn == TrainerFn.FITTING)
         self._pl_module = pl_module
         return self.session
 

@@ -93,7 +93,9 @@ def quantize_checkpoint(
                 expected = f"{files.tally.total:,}"
                 raise CalibrationError("tensors were not written", got=f"{written:,} bytes", expected=expected)
             unnamed.close()  # the folder takes its name
-    return result_of(files.session, seconds=time.perf_counter() - started)
+    result = result_of(files.session.observation)
+    result.seconds = time.perf_counter() - started
+    return result
 
 
 def _require_workers(workers: int | Collectives) -> None:

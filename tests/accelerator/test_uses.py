@@ -67,9 +67,9 @@ def test_layer_errors_are_the_cpus():
 def test_layer_errors_without_data_are_the_cpus():
     options = {"observers": {"input": "histogram"}}
     sessions = calibrated(**options), calibrated(DEVICE, **options)
-    expected = known_layer_errors(sessions[0].model, sessions[0].input_counts)
+    expected = known_layer_errors(sessions[0].model, sessions[0].observation.input_counts)
     with counting() as counts:
-        found = known_layer_errors(sessions[1].model, sessions[1].input_counts)
+        found = known_layer_errors(sessions[1].model, sessions[1].observation.input_counts)
     assert {error.name: error.sqnr for error in found} == pytest.approx(
         {error.name: error.sqnr for error in expected}, rel=1e-5
     )
@@ -280,7 +280,7 @@ def test_weighed_tokens_have_the_cpus_sums_and_a_batch_is_read_by_the_model_alon
         with session, torch.no_grad(), counting() as counts:
             for ids in token_batches():
                 model(input_ids=ids.to(device), use_cache=False)
-            found[device] = {key: observer.input_hessian for key, observer in session.fed.items()}
+            found[device] = {key: observer.input_hessian for key, observer in session.data_observers.items()}
             reads = counts.reads.total()
     for key, expected in found[torch.device("cpu")].items():
         sums = on_cpu(found[DEVICE][key])

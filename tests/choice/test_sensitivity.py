@@ -287,7 +287,7 @@ def test_a_hessian_is_gathered_and_kept_once_for_all_candidates(classifier, monk
         return channel_products(value, width)
 
     def looking(session):
-        for (name, _), observer in session.fed.items():
+        for (name, _), observer in session.data_observers.items():
             for statistic in input_statistics(observer):
                 tensor = getattr(observer, statistic)
                 if tensor.numel() > 1:

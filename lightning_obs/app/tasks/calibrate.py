@@ -102,7 +102,8 @@ class Calibrate(Job):
         """Calibrate in Lightning's validation loop, or without a single batch where the scheme needs none."""
         say(f"· calibrating {self.callback.label}")
         session = self.callback.prepare(self.trainer, self.module)
-        with bytes_done("searching the weights", at_once=False) as session.progress:
+        with bytes_done("searching the weights", at_once=False) as progress:
+            session.show_progress(progress)
             if session.needs_data:
                 self.trainer.validate(self.module, datamodule=self.data, verbose=False)
             else:
@@ -111,7 +112,7 @@ class Calibrate(Job):
                 self.to_device()
                 with session:
                     pass
-        session.progress = None
+        session.show_progress(None)
         assert self.callback.result is not None  # it raised otherwise
         return self.callback.result
 
