@@ -23,7 +23,7 @@ from lightning_obs.calibration.observed_calls import ObservedCalls
 from lightning_obs.calibration.token_mask import Layout, TokenSelection, take
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import first_input
-from lightning_obs.forward.quantized_forward import INSIDE
+from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.moe.experts import LinearExperts, SortedExperts, expert_containers
 from lightning_obs.observers import Key, Observer
@@ -224,7 +224,7 @@ class ExpertWatch:
         self, calls: ObservedCalls, name: str, index: int, module: nn.Module, args: Any, kwargs: Any
     ) -> None:
         """Count the tokens of a call of one expert, before it runs."""
-        if self.is_forcing or calls.is_paused or INSIDE in vars(module):
+        if self.is_forcing or calls.is_paused or is_inside_quantized(module):
             return
         value = first_input(args, kwargs)
         arguments = [argument for argument in (*args, *kwargs.values()) if argument is not None]
@@ -249,7 +249,7 @@ class ExpertWatch:
         self, calls: ObservedCalls, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
         """Run every expert of a layer on all tokens that the layer read, after its own forward."""
-        if calls.is_paused or INSIDE in vars(module):
+        if calls.is_paused or is_inside_quantized(module):
             return
         tokens = first_input(args, kwargs)
         self._require_hidden_states(name, module, tokens)

@@ -23,7 +23,7 @@ from lightning_obs.calibration.token_mask import Layout, TokenSelection
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.attention import hooked_attention, register_state_hook
-from lightning_obs.forward.quantized_forward import INSIDE
+from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import is_transformers_model, tokens_of
@@ -194,7 +194,7 @@ class _ActivationHook:
         self._calls.measurements += len(cache.measured) - measurements_before
 
     def _ignores_this_call(self) -> bool:
-        if self._calls.is_paused or INSIDE in vars(self._target.module):
+        if self._calls.is_paused or is_inside_quantized(self._target.module):
             return True
         if self._is_forced and not self._experts.is_forcing:
             return True

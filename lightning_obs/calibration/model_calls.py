@@ -14,7 +14,7 @@ from lightning_obs.calibration.observation import Observation
 from lightning_obs.calibration.token_mask import PADDING, require_mask
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.errors import CalibrationError, warn
-from lightning_obs.forward.quantized_forward import INSIDE
+from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.model.additions import keep_hook_out
 
 
@@ -80,7 +80,7 @@ class ModelCalls:
 
     def _on_call(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Runs before each call of the model."""
-        if INSIDE in vars(model):
+        if is_inside_quantized(model):
             return
         if self._counts_calls:
             self._calls.batches += 1

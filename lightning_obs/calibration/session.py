@@ -27,9 +27,9 @@ from lightning_obs.calibration.written_qparams import WrittenQParams
 from lightning_obs.errors import refuse_unknown, require_kind, warn
 from lightning_obs.files.tensors import Progress
 from lightning_obs.model.checksums import remember
+from lightning_obs.model.fsdp1 import register_fsdp_units
 from lightning_obs.model.module_qparams import get_scheme, read_qparams, write_qparams
 from lightning_obs.model.offload import register_offload
-from lightning_obs.model.weight import register_fsdp_units
 from lightning_obs.model.wrappers import unwrapped
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.config import SchemeLike

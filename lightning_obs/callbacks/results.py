@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from lightning_obs.checkpoint.export import export_checkpoint
 from lightning_obs.errors import refuse_unknown
 from lightning_obs.model.weight import in_shards, reshard
 from lightning_obs.numerics.histogram import Support
-from lightning_obs.report.facts import Report, ScaleDrift, aggregates, known_facts
+from lightning_obs.report.facts import Report, ScaleDrift, aggregates, fact_names, known_facts
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
 from lightning_obs.report.page import write_report
 from lightning_obs.report.step import Step
@@ -159,7 +158,7 @@ class Results:
         Args:
             folder: created if it does not exist; rank 0 writes.
             batches: as for :meth:`layer_errors`.
-            facts: fields of :class:`~lightning_obs.report.facts.Report` to add, or to replace.
+            facts: facts to add, or to replace, as :meth:`.Report.of` takes them.
 
         Returns:
             The path of the page.
@@ -167,7 +166,7 @@ class Results:
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
-        refuse_unknown(facts, [field.name for field in fields(Report)])
+        refuse_unknown(facts, fact_names())
         session = self._copies.with_results(self).trainer_session.require_calibrated()
         counts: dict[str, Support] = {}
         errors = self.layer_errors(batches, counts)
@@ -180,7 +179,7 @@ class Results:
         """Gather the facts of the last calibration for the summary and the page.
 
         Args:
-            **facts: fields of :class:`~lightning_obs.report.facts.Report` to add, or to replace.
+            **facts: facts to add, or to replace, as :meth:`.Report.of` takes them.
         """
         source = self._copies.with_results(self)
         if source is not self:
@@ -198,7 +197,7 @@ class Results:
             gathered["higher_is_better"] = self._quantized_metrics.higher_is_better
         if self._auto is not None and self._auto.choice is not None:
             gathered["scores"] = self._auto.choice.scores
-        return Report(**{**gathered, **facts})
+        return Report.of(**{**gathered, **facts})
 
     def can_run(self, step: Step) -> bool:
         """Whether a next step of the report can run on the calibrated model; no data are run to find out.

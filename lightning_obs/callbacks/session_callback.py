@@ -163,7 +163,7 @@ class SessionCallback(Callback):
             folder: created if it does not exist; rank 0 writes.
             batches: run to measure the layers' errors, as in :meth:`layer_errors`; None: nothing is run.
             **facts: further facts for the page, such as ``metrics={"val_loss": (before, after)}``
-                (:class:`~lightning_obs.report.facts.Report`).
+                (:meth:`Report.of <lightning_obs.report.facts.Report.of>`).
 
         Returns:
             The path of the page.
@@ -234,8 +234,8 @@ class SessionCallback(Callback):
 
 def stop_all(parts: Iterable[PartOfRun]) -> None:
     """Let all parts of a run leave nothing behind."""
-    for part in parts:
-        part.stop()
+    for part_of_run in parts:
+        part_of_run.stop()
 
 
 def restore_outside_of_fit(callback: SessionCallback, trainer: Trainer) -> None:

@@ -20,7 +20,8 @@ from lightning_obs.callbacks.strategies import collectives_of, require_exact
 from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.errors import CalibrationError, require_kind
 from lightning_obs.files.sealed import require_whole
-from lightning_obs.model.weight import register_fsdp_units, reshard
+from lightning_obs.model.fsdp1 import register_fsdp_units
+from lightning_obs.model.weight import reshard
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -229,5 +229,5 @@ def test_a_direction_that_torchmetrics_knows_grades_a_metric_of_any_name(tmp_pat
 
     callback = validated(Measured(), CalibrationCallback("INT8_STATIC", evaluate=True))
     report = callback.results.facts()
-    assert report.higher_is_better == {"power": False}
+    assert report.quality.higher_is_better == {"power": False}
     assert judge(report).grade in ("good", "usable", "broken")
